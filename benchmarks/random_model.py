@@ -1,0 +1,134 @@
+"""Makes a Llama with random weights, as a Hugging Face folder, for measuring speed.
+
+    python benchmarks/random_model.py 88m OUTDIR
+
+Speed does not depend on what the weights say, so nothing has to be downloaded or trained. The weights are seeded and
+stored in bfloat16; the tokenizer is that of the model that ships with Foreword, or a byte-level one if there is none.
+"""
+
+import argparse
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HEAD_SIZE = 64
+CONTEXT = 40_960
+SHIPPED = Path(__file__).resolve().parent.parent / "foreword" / "models" / "stdlib-nano"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True)
+class Size:
+    """The shape of a Llama; embedding and output matrix are separate."""
+
+    name: str
+    parameters: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+    vocabulary: int
+
+    def count(self) -> int:
+        """The parameters this shape has."""
+        attention = self.hidden * HEAD_SIZE * (2 * self.heads + 2 * self.kv_heads)
+        per_layer = attention + 3 * self.hidden * self.feed_forward + 2 * self.hidden
+        return self.layers * per_layer + self.hidden + 2 * self.vocabulary * self.hidden
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of bfloat16 keys and values that one token leaves in the cache."""
+        return self.layers * self.kv_heads * HEAD_SIZE * 2 * 2
+
+
+SIZES = {
+    "88m": Size("88m", 88_000_000, 12, 768, 12, 4, 2_048, 8_192),
+    "370m": Size("370m", 370_000_000, 24, 1_024, 16, 8, 3_584, 16_384),
+}
+
+
+def make(size: Size, folder: Path, seed: int = 0) -> int:
+    """Writes configuration, weights and tokenizer into the folder; returns the number of parameters."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    copy_tokenizer(size, folder)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(llama_config(size)).bfloat16()
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def llama_config(size: Size) -> Any:
+    """The Transformers configuration of a size."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.feed_forward,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=HEAD_SIZE,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
+
+
+def copy_tokenizer(size: Size, folder: Path) -> None:
+    """Takes the shipped model's tokenizer, or makes one; its vocabulary must fit the model's."""
+    if (SHIPPED / "tokenizer.json").exists():
+        for name in TOKENIZER_FILES:
+            if (SHIPPED / name).exists():
+                shutil.copyfile(SHIPPED / name, folder / name)
+    else:
+        make_byte_tokenizer(folder)
+    highest = highest_token(folder / "tokenizer.json")
+    if highest >= size.vocabulary:
+        raise ValueError(f"the tokenizer has token {highest}, the model only {size.vocabulary} tokens")
+
+
+def highest_token(tokenizer_file: Path) -> int:
+    """The largest token id in a tokenizer.json."""
+    stored = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+    added = [token["id"] for token in stored["added_tokens"]]
+    return int(max([*stored["model"]["vocab"].values(), *added]))
+
+
+def make_byte_tokenizer(folder: Path) -> None:
+    """One token per byte, and one that ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    end = "<|endoftext|>"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate([end, *letters])}, []))
+    tokenizer.add_special_tokens([end])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "model_max_length": CONTEXT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def main() -> None:
+    """Makes one model and says what it is."""
+    parser = argparse.ArgumentParser(description="Make a Llama with random weights.")
+    parser.add_argument("size", choices=sorted(SIZES))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    size = SIZES[arguments.size]
+    made = make(size, arguments.folder, arguments.seed)
+    print(f"{size.name}: {made:,} parameters, {size.kv_bytes_per_token():,} bytes of KV a token, in {arguments.folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Foreword: the KV of every prefix is computed once and never again.
+
+`LLM` runs offline batches, `AsyncEngine` is for servers, `PrefixCache` for those who write their own engine. The first two
+need torch and transformers (`pip install foreword-kv[engine]`); they are imported when they are asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from foreword.blocks import PrefixCache
+from foreword.errors import ForewordError
+
+if TYPE_CHECKING:
+    from foreword.config import EngineConfig
+    from foreword.engine.async_engine import AsyncEngine
+    from foreword.engine.llm import LLM
+    from foreword.engine.request import Request, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncEngine", "EngineConfig", "ForewordError", "PrefixCache", "Request", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "foreword.engine.llm",
+    "AsyncEngine": "foreword.engine.async_engine",
+    "EngineConfig": "foreword.config",
+    "Request": "foreword.engine.request",
+    "SamplingParams": "foreword.engine.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'foreword' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

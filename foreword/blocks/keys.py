@@ -1,0 +1,131 @@
+"""The name of a block: chained keys, a written format (docs/formats.md) with golden vectors and without options.
+
+    key_0     = SHA-256(scope)
+    key_{i+1} = SHA-256(key_i || tokens of block i as uint32 little-endian || extras of block i)
+
+Keys are the same in every process, on every machine and after every restart (R2). The block size is part of the scope, so
+the tokens' length is fixed within a chain and the concatenation has one reading.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from foreword.errors import BadRequest
+
+KEY_FORMAT = 1
+KEY_BYTES = 32
+_MAGIC = b"foreword/key\x00"
+_TOKEN_BYTES = 4
+
+if array("I").itemsize != _TOKEN_BYTES:  # pragma: no cover - no supported platform
+    raise ImportError("Foreword needs a C unsigned int of 4 bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What besides the tokens decides the KV: whoever has equal scopes and tokens has equal KV.
+
+    Attributes:
+        model: fingerprint of what the weights are (not where they lie).
+        block_size: tokens per block.
+        salt: the tenant's; equal salts share, different ones never do.
+    """
+
+    model: bytes
+    block_size: int
+    salt: bytes = b""
+
+    def encode(self) -> bytes:
+        """Canonical bytes: magic, format, block size, then model and salt, each behind its length (uint32 LE)."""
+        head = struct.pack("<II", KEY_FORMAT, self.block_size)
+        parts = (struct.pack("<I", len(part)) + part for part in (self.model, self.salt))
+        return _MAGIC + head + b"".join(parts)
+
+    def root(self) -> bytes:
+        """`key_0`, the parent of a chain's first block."""
+        return sha256(self.encode()).digest()
+
+
+def token_bytes(tokens: Iterable[int]) -> bytes:
+    """Tokens as uint32 little-endian. Raises BadRequest for a token outside 0..2**32-1."""
+    data = _array(tokens)
+    if sys.byteorder == "big":  # pragma: no cover - the written format does not depend on the machine
+        data = data[:]
+        data.byteswap()
+    return data.tobytes()
+
+
+def chain_keys(parent: bytes, tokens: Iterable[int], block_size: int, extras: Sequence[bytes] = ()) -> list[bytes]:
+    """Keys of the full blocks of `tokens` that follow the block (or root) named `parent`; a partial last block has none.
+
+    `extras[i]`, where given, is whatever else changes block i (an adapter's name, an image's digest); b"" is the same as
+    no extra.
+    """
+    data, width = token_bytes(tokens), block_size * _TOKEN_BYTES
+    keys: list[bytes] = []
+    append = keys.append
+    if not extras:
+        # The floor of admission's cost: nothing else belongs into this loop.
+        for start in range(0, len(data) - width + 1, width):
+            parent = sha256(parent + data[start : start + width]).digest()
+            append(parent)
+        return keys
+    for i, start in enumerate(range(0, len(data) - width + 1, width)):
+        extra = extras[i] if i < len(extras) else b""
+        parent = sha256(parent + data[start : start + width] + extra).digest()
+        append(parent)
+    return keys
+
+
+class TokenChain:
+    """The tokens of one sequence and the keys of its full blocks, kept up to date as tokens are appended.
+
+    Keys are made when they are asked for (`keys_to`), so that appending a token costs one list append.
+    """
+
+    __slots__ = ("_extras", "block_size", "keys", "root", "tokens")
+
+    def __init__(self, root: bytes, block_size: int, tokens: Iterable[int] = (), extras: Sequence[bytes] = ()) -> None:
+        self.root = root
+        self.block_size = block_size
+        self.tokens: array[int] = _array(tokens)[:]
+        self.keys: list[bytes] = []
+        self._extras = extras
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def keys_to(self, num_blocks: int) -> list[bytes]:
+        """All keys known, at least the first `num_blocks`, which must be full. The list is the chain's own: read only."""
+        known = len(self.keys)
+        if known < num_blocks:
+            size = self.block_size
+            parent = self.keys[-1] if known else self.root
+            fresh = self.tokens[known * size : num_blocks * size]
+            self.keys += chain_keys(parent, fresh, size, self._extras[known:num_blocks])
+        return self.keys
+
+    def key_before(self, block: int) -> bytes:
+        """The key of the block before number `block`: the root for block 0."""
+        return self.keys_to(block)[block - 1] if block else self.root
+
+    def fork(self, num_tokens: int) -> TokenChain:
+        """A chain of its own with the first `num_tokens` tokens."""
+        child = TokenChain(self.root, self.block_size, self.tokens[:num_tokens], self._extras)
+        child.keys = self.keys[: num_tokens // self.block_size]
+        return child
+
+
+def _array(tokens: Iterable[int]) -> array[int]:
+    if isinstance(tokens, array) and tokens.typecode == "I":
+        return tokens
+    try:
+        return array("I", tokens)
+    except (OverflowError, TypeError) as error:
+        raise BadRequest(f"a token must be an integer from 0 to {2**32 - 1}: {error}", param="prompt") from None

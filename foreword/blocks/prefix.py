@@ -1,0 +1,295 @@
+"""Automatic prefix caching: the longest cached prefix is found, and a full block becomes visible (R2 to R13).
+
+`PrefixCache` is the whole bookkeeping of an engine's KV memory: it hands out block numbers and says what they hold. The
+tensors behind the numbers are the engine's business. One thread calls it.
+
+A sequence's life:
+
+    table = cache.open(tokens)             nothing is taken yet
+    match = cache.lookup(table)            changes nothing
+    cache.admit(table, match)              shares the cached blocks
+    cache.advance(table, n)                room for the KV of tokens [0, n), and the blocks that this fills become visible
+    table.append(token); cache.advance(...)
+    cache.release(table)                   the blocks stay cached while they can
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from foreword.blocks.keys import Scope, TokenChain
+from foreword.blocks.pool import BlockPool
+from foreword.errors import IntegrityError
+
+MAX_TAILS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a lookup found for a chain of tokens.
+
+    Attributes:
+        blocks: full blocks, in order.
+        tail: a block that begins with the next `tail_tokens` tokens; it can be copied, not shared. -1 if there is none.
+        cached_tokens: `len(blocks) * block_size + tail_tokens`.
+    """
+
+    blocks: Sequence[int]
+    tail: int
+    tail_tokens: int
+    cached_tokens: int
+
+
+NO_MATCH = Match((), -1, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The first `tokens` slots of block `source` must be copied to block `target` before the next computation."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+class BlockTable:
+    """One sequence's tokens and the blocks that hold their KV, in order. Append-only (R7).
+
+    Attributes:
+        chain: the tokens and their keys.
+        blocks: block numbers; token `i` lies in `blocks[i // block_size]`.
+        visible: the first `visible` blocks are full and named. What they hold never changes.
+        quiet_below: `advance(table, n)` has nothing to do while `n < quiet_below`.
+    """
+
+    __slots__ = ("blocks", "chain", "quiet_below", "visible")
+
+    def __init__(self, chain: TokenChain) -> None:
+        self.chain = chain
+        self.blocks: list[int] = []
+        self.visible = 0
+        self.quiet_below = 0
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.chain.tokens)
+
+    def append(self, token: int) -> None:
+        self.chain.tokens.append(token)
+
+
+class PrefixCache:
+    """A pool of blocks with automatic prefix caching.
+
+    Args:
+        num_blocks, block_size: the pool (R1); tokens per block.
+        model: fingerprint of the weights, part of every key.
+        enabled: without it nothing is named and nothing is found.
+        partial_reuse: `lookup` also offers partly filled blocks, to be copied (R8).
+        unfilled_first: see `BlockPool`.
+        lookahead_blocks: blocks taken ahead of need per sequence, if there are any (R10).
+        on_stored, on_removed: told about keys that appear and disappear: `(parent, keys)` and `(keys)`.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        model: bytes = b"",
+        enabled: bool = True,
+        partial_reuse: bool = True,
+        unfilled_first: bool = True,
+        lookahead_blocks: int = 0,
+        on_stored: Callable[[bytes, list[bytes]], None] | None = None,
+        on_removed: Callable[[list[bytes]], None] | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, unfilled_first=unfilled_first, on_removed=on_removed)
+        self.block_size = block_size
+        self.enabled = enabled
+        self._model = model
+        self._partial_reuse = partial_reuse and enabled
+        self._lookahead = lookahead_blocks
+        self._on_stored = on_stored
+        self._roots: dict[bytes, bytes] = {}
+        # Partly filled blocks: key before the block -> (block, its tokens), least recently noted first.
+        self._tails: OrderedDict[bytes, tuple[int, Sequence[int]]] = OrderedDict()
+        self._tail_of: dict[int, bytes] = {}
+
+    def open(self, tokens: Iterable[int], *, salt: bytes = b"", extras: Sequence[bytes] = ()) -> BlockTable:
+        """A table for a new sequence, without blocks."""
+        return BlockTable(TokenChain(self.root(salt), self.block_size, tokens, extras))
+
+    def root(self, salt: bytes) -> bytes:
+        """The key that a tenant's chains begin with."""
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) >= 1024:
+                self._roots.clear()
+            root = self._roots[salt] = Scope(self._model, self.block_size, salt).root()
+        return root
+
+    def lookup(self, table: BlockTable) -> Match:
+        """The longest cached prefix of the table's tokens. Changes nothing: no reference, no order, no allocation (R3)."""
+        if not self.enabled:
+            return NO_MATCH
+        size = self.block_size
+        full = len(table) // size
+        blocks = self.pool.lookup(table.chain.keys_to(full))
+        tail, tail_tokens = self._find_tail(table, len(blocks)) if self._tails else (-1, 0)
+        return Match(blocks, tail, tail_tokens, len(blocks) * size + tail_tokens)
+
+    def _find_tail(self, table: BlockTable, depth: int) -> tuple[int, int]:
+        """A block that continues the table's first `depth` blocks; the sequence's last token is left to be computed."""
+        known = self._tails.get(table.chain.key_before(depth))
+        if known is None:
+            return -1, 0
+        block, held = known
+        start = depth * self.block_size
+        wanted = table.chain.tokens[start : min(start + self.block_size, len(table) - 1)]
+        same = 0
+        for ours, theirs in zip(wanted, held, strict=False):
+            if ours != theirs:
+                break
+            same += 1
+        return (block, same) if same else (-1, 0)
+
+    def new_blocks(self, table: BlockTable, match: Match, num_tokens: int) -> int:
+        """Free blocks that admitting the table with this match and advancing to `num_tokens` takes from the pool."""
+        return -(-num_tokens // self.block_size) - len(match.blocks) + self.pool.count_free(match.blocks)
+
+    def admit(self, table: BlockTable, match: Match) -> None:
+        """Give the cached blocks of `match` to a table without blocks."""
+        self.pool.share(match.blocks)
+        table.blocks = list(match.blocks)
+        table.visible = len(match.blocks)
+        self._set_quiet(table)
+
+    def advance(self, table: BlockTable, num_tokens: int) -> bool:
+        """Make room for the KV of the table's first `num_tokens` tokens; the blocks that they fill become visible at once,
+        so that the next request of the same step can share them (R9). False, and nothing changed, if memory is short."""
+        if num_tokens < table.quiet_below:
+            return True
+        missing = -(-num_tokens // self.block_size) - len(table.blocks)
+        if missing > 0:
+            blocks = self._allocate(missing)
+            if blocks is None:
+                return False
+            table.blocks += blocks
+        full = num_tokens // self.block_size
+        if full > table.visible and self.enabled:
+            start = table.visible
+            keys = table.chain.keys_to(full)[start:full]
+            self.pool.publish(table.blocks[start:full], keys)
+            if self._on_stored is not None:
+                self._on_stored(table.chain.key_before(start), keys)
+            table.visible = full
+        self._set_quiet(table)
+        return True
+
+    def _set_quiet(self, table: BlockTable) -> None:
+        held = len(table.blocks)
+        if not self.enabled:
+            table.quiet_below = held * self.block_size + 1
+        elif held > table.visible:
+            table.quiet_below = (table.visible + 1) * self.block_size
+        else:
+            table.quiet_below = held * self.block_size + 1
+
+    def _allocate(self, count: int) -> list[int] | None:
+        blocks = self.pool.allocate(count + self._lookahead) if self._lookahead else None
+        if blocks is None:
+            blocks = self.pool.allocate(count)
+        if blocks is not None and self._tail_of:
+            for block in blocks:
+                if block in self._tail_of:
+                    self._forget_tail(block)
+        return blocks
+
+    def copy_tail(self, table: BlockTable, match: Match) -> Copy | None:
+        """The copy that `match` needs, once `advance` has taken the block it goes to. None if there is nothing to copy.
+
+        The source may be the target: the block had been freed and was the next one to take.
+        """
+        if not match.tail_tokens:
+            return None
+        target = table.blocks[len(match.blocks)]
+        return None if target == match.tail else Copy(match.tail, target, match.tail_tokens)
+
+    def note_tail(self, table: BlockTable, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens is computed: what lies in a partly filled last block may be copied from
+        now on, until the block is taken for something else."""
+        depth, held = divmod(num_tokens, self.block_size)
+        if not self._partial_reuse or not held or depth >= len(table.blocks):
+            return
+        key, block = table.chain.key_before(depth), table.blocks[depth]
+        if block in self._tail_of:
+            self._forget_tail(block)
+        if key in self._tails:
+            del self._tail_of[self._tails.pop(key)[0]]
+        elif len(self._tails) >= MAX_TAILS:
+            del self._tail_of[self._tails.popitem(last=False)[1][0]]
+        start = depth * self.block_size
+        self._tails[key] = (block, table.chain.tokens[start : start + held])
+        self._tail_of[block] = key
+
+    def _forget_tail(self, block: int) -> None:
+        del self._tails[self._tail_of.pop(block)]
+
+    def retract(self, table: BlockTable, num_blocks: int) -> None:
+        """Blocks of the table from number `num_blocks` on were named too early: their KV was never computed."""
+        if table.visible > num_blocks:
+            self.pool.retract(table.blocks[num_blocks : table.visible])
+            table.visible = num_blocks
+            self._set_quiet(table)
+
+    def release(self, table: BlockTable) -> None:
+        """The sequence ends or is preempted: its blocks go back, tail first, and stay cached while they can (R6)."""
+        self.pool.release(table.blocks)
+        table.blocks = []
+        table.visible = 0
+        table.quiet_below = 0
+
+    def fork(self, table: BlockTable, num_tokens: int) -> tuple[BlockTable, Copy | None] | None:
+        """A second sequence with the same first `num_tokens` computed tokens: full blocks are shared, a partly filled last
+        one must be copied. None if there is no block for it."""
+        depth, held = divmod(num_tokens, self.block_size)
+        shared = table.blocks[:depth]
+        fresh: list[int] = []
+        if held:
+            taken = self.pool.allocate(1)
+            if taken is None:
+                return None
+            fresh = taken
+            if fresh[0] in self._tail_of:
+                self._forget_tail(fresh[0])
+        self.pool.share(shared)
+        chain = table.chain
+        child = BlockTable(chain.fork(num_tokens))
+        child.blocks = shared + fresh
+        child.visible = min(table.visible, depth)
+        self._set_quiet(child)
+        return child, Copy(table.blocks[depth], fresh[0], held) if held else None
+
+    def pin(self, table: BlockTable, num_blocks: int) -> list[int]:
+        """Hold the first `num_blocks` blocks of a table (all of them visible) until `unpin`."""
+        blocks = table.blocks[: min(num_blocks, table.visible)]
+        self.pool.share(blocks)
+        return blocks
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        self.pool.release(blocks)
+
+    def clear(self) -> int:
+        """Forget everything that is not in use; returns the number of blocks forgotten."""
+        self._tails.clear()
+        self._tail_of.clear()
+        return self.pool.clear()
+
+    def check(self) -> None:
+        """Prove the invariants of pool and tails. Raises IntegrityError."""
+        self.pool.check()
+        if {key: block for block, key in self._tail_of.items()} != {k: tail[0] for k, tail in self._tails.items()}:
+            raise IntegrityError("prefix cache: broken invariant: a noted tail and its block know each other")

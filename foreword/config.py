@@ -1,0 +1,268 @@
+"""Configuration: one frozen dataclass per room, from a TOML file, the environment and flags, in that order of strength.
+
+An unknown key is an error that names close ones; a value of the wrong type is an error that says what was expected. A
+file has a table per room (`[engine]`, `[server]`, `[prefixes]`); the environment uses `FOREWORD_ENGINE_BLOCK_SIZE=16`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from foreword.errors import ConfigError, did_you_mean
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+ENV_PREFIX = "FOREWORD_"
+
+
+def parse_bytes(text: str) -> int:
+    """`"4GiB"`, `"500MB"`, `"4g"` or `"1048576"` as a number of bytes. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size in bytes; write for example 4GiB, 500MB or 1048576")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The engine: model, device, memory for KV, and how steps are made up.
+
+    Attributes:
+        model: a folder or a hub name; None is the embedded model.
+        served_model_name: the name clients use; None takes the folder's name.
+        dtype: `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
+        device: `auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:N`.
+        kv_memory: `auto`, bytes (`4GiB`) or tokens (`65536 tokens`).
+        block_size: tokens per block.
+        max_model_len: longest prompt plus output, None takes the model's.
+        max_batch_tokens: tokens computed in a step at most; longer prompts are prefilled in chunks of it.
+        max_num_seqs: sequences in a step at most.
+        reserve: share of the blocks that a new admission must leave free, so that running requests can grow (R11).
+        lookahead_blocks: blocks taken ahead of need per sequence (R10).
+        enable_prefix_caching: reuse blocks between requests (R14).
+        partial_reuse: reuse a partly filled block by copying it (R8).
+        shared_prefix_attention: read a prefix that decoding sequences share once per batch.
+        threads: CPU threads for computation; None takes the number of cores.
+        linear_memory: CPU without bfloat16 units: bytes for float32 copies of the weights that make batches fast
+            (`auto`: as much as is needed if it is at most half of what is free; `0` for none).
+        self_check: compare with the model's own forward pass at start, and refuse a model that differs.
+        trust_remote_code: let a checkpoint bring its own code.
+        seed: seed for requests that name none; None draws one.
+        history_tokens: tokens of recent prompts remembered for cache reports.
+        report_other_tenants: a cache report may say that another tenant has the prefix (this reveals that it has).
+    """
+
+    model: str | None = None
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    kv_memory: str = "auto"
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_batch_tokens: int = 512
+    max_num_seqs: int = 64
+    reserve: float = 0.01
+    lookahead_blocks: int = 0
+    enable_prefix_caching: bool = True
+    partial_reuse: bool = True
+    shared_prefix_attention: bool = True
+    threads: int | None = None
+    linear_memory: str = "auto"
+    self_check: bool = True
+    trust_remote_code: bool = False
+    seed: int | None = None
+    history_tokens: int = 1 << 20
+    report_other_tenants: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("engine.block_size", self.block_size, 1)
+        _at_least("engine.max_batch_tokens", self.max_batch_tokens, 1)
+        _at_least("engine.max_num_seqs", self.max_num_seqs, 1)
+        _at_least("engine.lookahead_blocks", self.lookahead_blocks, 0)
+        _at_least("engine.history_tokens", self.history_tokens, 0)
+        if self.threads is not None:
+            _at_least("engine.threads", self.threads, 1)
+        if self.max_model_len is not None:
+            _at_least("engine.max_model_len", self.max_model_len, 2)
+        if not 0.0 <= self.reserve < 1.0:
+            raise ConfigError(f"engine.reserve is a share of the blocks, from 0 to below 1, not {self.reserve}")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigError(f"engine.dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The front door.
+
+    Attributes:
+        host, port: where to listen; port 0 takes a free one.
+        api_keys: `KEY` or `TENANT=KEY` each; none means that no key is asked for and there is one tenant.
+        api_key_file: a file with one such entry per line, `#` begins a comment.
+        max_queue: requests that may wait for admission; more are answered 429.
+        drain_seconds: on SIGTERM, how long running requests may still take.
+        log_level: debug, info, warning or error.
+        tenant_secret: derives each tenant's salt; None draws one at start (then salts differ between servers).
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    max_queue: int = 256
+    drain_seconds: float = 30.0
+    log_level: str = "info"
+    tenant_secret: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"server.port must be between 0 and 65535, not {self.port}")
+        _at_least("server.max_queue", self.max_queue, 1)
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(f"server.log_level must be debug, info, warning or error, not {self.log_level!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixConfig:
+    """Named prefixes.
+
+    Attributes:
+        budget: bytes of KV that they may pin: a size (`1GiB`), or a share of the pool (`25%`).
+    """
+
+    budget: str = "50%"
+
+    def __post_init__(self) -> None:
+        self.budget_bytes(0)
+
+    def budget_bytes(self, pool_bytes: int) -> int:
+        """The budget in bytes for a pool of `pool_bytes`."""
+        if self.budget.endswith("%"):
+            try:
+                share = float(self.budget[:-1])
+            except ValueError:
+                share = -1.0
+            if not 0 <= share <= 90:
+                raise ConfigError(f"prefixes.budget must be between 0% and 90% of the pool, not {self.budget!r}")
+            return int(pool_bytes * share / 100)
+        return parse_bytes(self.budget)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All rooms together."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    prefixes: PrefixConfig = field(default_factory=PrefixConfig)
+
+
+def load_config(
+    path: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Config:
+    """Read the configuration: file, then environment, then flags (`{"engine": {"block_size": 32}}`).
+
+    Raises ConfigError for an unreadable file, an unknown table or key, or a bad value.
+    """
+    layers = [_read_file(path), _read_environment(os.environ if environ is None else environ), flags or {}]
+    rooms: dict[str, Any] = {}
+    for room in dataclasses.fields(Config):
+        merged: dict[str, Any] = {}
+        for layer in layers:
+            merged |= layer.get(room.name, {})
+        rooms[room.name] = build(_room_type(room.name), room.name, merged)
+    return Config(**rooms)
+
+
+def _room_type(name: str) -> type[Any]:
+    kind = typing.get_type_hints(Config)[name]
+    assert isinstance(kind, type)
+    return kind
+
+
+def _read_file(path: Path | None) -> Mapping[str, Mapping[str, Any]]:
+    if path is None:
+        return {}
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    rooms = {room.name for room in dataclasses.fields(Config)}
+    for name, table in data.items():
+        if name not in rooms:
+            raise ConfigError(f"{path}: unknown table [{name}]{did_you_mean(name, rooms)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {name} must be a table, written [{name}]")
+    return data
+
+
+def _read_environment(environ: Mapping[str, str]) -> Mapping[str, Mapping[str, Any]]:
+    """`FOREWORD_<ROOM>_<KEY>`; other variables that begin with FOREWORD_ are errors, so that a typo is not ignored."""
+    found: dict[str, dict[str, Any]] = {}
+    rooms = [room.name for room in dataclasses.fields(Config)]
+    for name, value in environ.items():
+        if not name.startswith(ENV_PREFIX):
+            continue
+        room, _, key = name[len(ENV_PREFIX) :].lower().partition("_")
+        if room not in rooms:
+            raise ConfigError(f"environment variable {name}: unknown room {room!r}{did_you_mean(room, rooms)}")
+        found.setdefault(room, {})[key] = value
+    return found
+
+
+Room = TypeVar("Room")
+
+
+def build(kind: type[Room], where: str, values: Mapping[str, Any]) -> Room:
+    """Make a configuration dataclass from untyped values. Raises ConfigError for an unknown key or a bad value."""
+    hints = typing.get_type_hints(kind)
+    for key in values:
+        if key not in hints:
+            raise ConfigError(f"unknown configuration key {where}.{key}{did_you_mean(key, hints)}")
+    return kind(**{key: _coerce(f"{where}.{key}", hints[key], value) for key, value in values.items()})
+
+
+def _coerce(where: str, hint: Any, value: Any) -> Any:
+    """`value` as `hint`: text (from the environment) is parsed, anything else must already have the right type."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in options and (value is None or value == ""):
+        return None
+    wanted = next(option for option in options if option is not type(None))
+    if typing.get_origin(wanted) is tuple:
+        items = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)
+        return tuple(str(item) for item in items)
+    try:
+        return _scalar(wanted, value)
+    except ValueError:
+        raise ConfigError(f"{where} must be of type {wanted.__name__}, not {value!r}") from None
+
+
+def _scalar(wanted: type, value: Any) -> Any:
+    if wanted is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+            return value.lower() in ("1", "true", "yes", "on")
+        raise ValueError(value)
+    if isinstance(value, bool) or (wanted is int and isinstance(value, float)):
+        raise ValueError(value)
+    if wanted is str and not isinstance(value, str | int | float):
+        raise ValueError(value)
+    return wanted(value)
+
+
+def _at_least(where: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{where} must be at least {low}, not {value}")

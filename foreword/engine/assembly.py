@@ -1,0 +1,113 @@
+"""Putting an engine together: model, pool, scheduler and loop from one `EngineConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from foreword.blocks import PrefixCache
+from foreword.blocks.history import History
+from foreword.config import EngineConfig, PrefixConfig
+from foreword.engine import model as models
+from foreword.engine.loop import EngineCore, Limits
+from foreword.engine.scheduler import Scheduler
+from foreword.engine.tokenizer import Tokenizer
+from foreword.engine.torch_runner import TorchRunner
+from foreword.events import BlocksRemoved, BlocksStored, Observer
+from foreword.prefixes import PrefixBook
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is served. `fingerprint` is hexadecimal; `max_model_len` counts prompt and output."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    fingerprint: str
+    dtype: str
+    device: str
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_block: int
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """An engine that is ready to run, and what belongs to it."""
+
+    core: EngineCore
+    info: ModelInfo
+    tokenizer: Tokenizer
+    prefixes: PrefixBook
+
+
+def assemble(
+    config: EngineConfig,
+    *,
+    prefixes: PrefixConfig | None = None,
+    observers: Iterable[Observer] = (),
+    progress: Callable[[str], None] = lambda _: None,
+) -> Assembly:
+    """Load the model, check it, take the memory for KV. Raises ForewordError."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    loaded = models.load_model(config, progress)
+    tokenizer = Tokenizer.load(loaded.source, loaded.end_tokens, trust_remote_code=config.trust_remote_code)
+    if config.self_check:
+        progress("checking the engine against the model's own forward pass")
+        models.self_check(loaded, config.block_size)
+    num_blocks = models.kv_blocks(config, loaded)
+    progress(f"taking {num_blocks} blocks of {config.block_size} tokens")
+    runner = TorchRunner(
+        loaded.model, loaded.shapes, num_blocks, config.block_size, share_prefixes=config.shared_prefix_attention
+    )
+    watchers = tuple(observers)
+    cache = _cache(config, num_blocks, loaded.fingerprint, watchers)
+    scheduler = Scheduler(
+        cache, max_batch_tokens=config.max_batch_tokens, max_num_seqs=config.max_num_seqs, reserve=config.reserve
+    )
+    # A text that fills the pool to its last block could never be joined by another; it must still fit alone.
+    longest = min(loaded.max_model_len, num_blocks * config.block_size)
+    limits = Limits(longest, loaded.vocab_size, tokenizer.eos_token_ids, config.seed, config.report_other_tenants)
+    history = History(config.history_tokens)
+    core = EngineCore(runner, cache, scheduler, tokenizer, limits, history=history, observers=watchers)
+    info = ModelInfo(
+        name=loaded.name,
+        max_model_len=longest,
+        vocab_size=loaded.vocab_size,
+        fingerprint=loaded.fingerprint.hex(),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        kv_bytes_per_block=runner.bytes_per_block,
+        parameters=loaded.parameters,
+    )
+    budget = (prefixes or PrefixConfig()).budget_bytes(num_blocks * runner.bytes_per_block)
+    book = PrefixBook(budget, runner.bytes_per_block, config.block_size, cache.unpin)
+    return Assembly(core, info, tokenizer, book)
+
+
+def _cache(config: EngineConfig, num_blocks: int, fingerprint: bytes, observers: Sequence[Observer]) -> PrefixCache:
+    def stored(parent: bytes, keys: list[bytes]) -> None:
+        for observer in observers:
+            observer.notify(BlocksStored(parent, tuple(keys)))
+
+    def removed(keys: list[bytes]) -> None:
+        for observer in observers:
+            observer.notify(BlocksRemoved(tuple(keys)))
+
+    return PrefixCache(
+        num_blocks,
+        config.block_size,
+        model=fingerprint,
+        enabled=config.enable_prefix_caching,
+        partial_reuse=config.partial_reuse,
+        lookahead_blocks=config.lookahead_blocks,
+        on_stored=stored if observers else None,
+        on_removed=removed if observers else None,
+    )

@@ -1,0 +1,317 @@
+"""The engine for servers: one thread runs the loop, any number of asyncio tasks wait for deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from foreword.config import EngineConfig, PrefixConfig
+from foreword.engine.assembly import Assembly, ModelInfo, assemble
+from foreword.engine.request import Delta, Request, SamplingParams
+from foreword.engine.scheduler import Sequence as Running
+from foreword.engine.tokenizer import Tokenizer
+from foreword.errors import BadRequest, EngineFailed, ShuttingDown
+from foreword.events import Observer
+from foreword.prefixes import Message, NamedPrefix, PrefixBook
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A moment's state. `kv_usage` is the share of blocks in use; cached blocks that are free do not count."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    free_blocks: int
+    cached_blocks: int
+    pinned_blocks: int
+    preemptions: int
+    steps: int
+    failed: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[Delta]
+
+
+class AsyncEngine:
+    """Runs requests side by side. Make it with `from_config`; `close` ends its thread.
+
+    All work on blocks and tensors happens on the engine's thread: others put calls into its inbox (`_call`).
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.info: ModelInfo = assembly.info
+        self.tokenizer: Tokenizer = assembly.tokenizer
+        self.prefixes = PrefixRegistry(self, assembly.prefixes)
+        self._core = assembly.core
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._listeners: dict[str, _Listener] = {}
+        self._closing = False
+        self._failed: str | None = None
+        self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig | None = None,
+        *,
+        prefixes: PrefixConfig | None = None,
+        observers: Sequence[Observer] = (),
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> AsyncEngine:
+        """Load the model and start. Blocking: seconds to minutes. Raises ForewordError."""
+        return cls(assemble(config or EngineConfig(), prefixes=prefixes, observers=observers, progress=progress))
+
+    def validate(self, request: Request) -> None:
+        """Raises PromptTooLong or BadRequest for a request that `generate` would refuse."""
+        self._core.validate(request)
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """Deltas of all `params.n` sequences, as they come. Closing the iterator ends the request and frees its blocks.
+
+        Raises BadRequest or PromptTooLong at the first step, EngineFailed if the engine breaks.
+        """
+        self.validate(request)
+        async for delta in self._listen(request, None):
+            yield delta
+
+    async def _listen(self, request: Request, on_finish: Callable[[Running], None] | None) -> AsyncIterator[Delta]:
+        if request.id in self._listeners:
+            raise BadRequest(f"a request with the id {request.id!r} is already running", param="request_id")
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        self._listeners[request.id] = listener
+        try:
+            await self._call(lambda: self._core.add(request, on_finish))
+            left = request.params.n
+            while left:
+                delta = await listener.queue.get()
+                if delta.finish_reason == "error":
+                    raise EngineFailed(delta.error or "the engine failed")
+                yield delta
+                left -= delta.finish_reason is not None
+        finally:
+            del self._listeners[request.id]
+            self._post(lambda: self._abort(request.id))
+
+    def _abort(self, request_id: str) -> None:
+        self._core.abort(request_id)
+
+    def status(self) -> EngineStatus:
+        """From any thread; the numbers may be a step apart from each other."""
+        core, pool = self._core, self._core.cache.pool
+        pinned = self.prefixes.pinned_bytes // self.info.kv_bytes_per_block
+        return EngineStatus(
+            running=len(core.scheduler.running),
+            waiting=len(core.scheduler.waiting),
+            kv_usage=1.0 - pool.num_free / pool.num_blocks,
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            pinned_blocks=pinned,
+            preemptions=core.scheduler.num_preemptions,
+            steps=core.steps,
+            failed=self._failed,
+        )
+
+    async def check_integrity(self) -> None:
+        """Prove the pool's invariants between two steps. Raises IntegrityError."""
+        await self._call(self._core.cache.check)
+
+    async def clear_cache(self) -> int:
+        """Forget all blocks that are not in use; returns their number."""
+        return await self._call(self._core.cache.clear)
+
+    async def drain(self, timeout: float) -> None:
+        """Wait until nothing runs, at most `timeout` seconds, then end what is left."""
+        deadline = time.monotonic() + timeout
+        while self._listeners and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for request_id in list(self._listeners):
+            await self._call(lambda name=request_id: self._deliver(self._core.abort(name)))
+
+    def close(self) -> None:
+        """End the thread; requests that still run get an error."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    async def _call(self, function: Callable[[], Result]) -> Result:
+        """Run a function on the engine's thread, between two steps."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+
+        def resolve(method: Callable[[Any], None], value: Any) -> None:
+            if not future.done():  # the caller may have been cancelled meanwhile
+                method(value)
+
+        def work() -> None:
+            try:
+                result = function()
+            except BaseException as error:
+                loop.call_soon_threadsafe(resolve, future.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(resolve, future.set_result, result)
+
+        if not self._post(work):
+            raise EngineFailed(self._failed) if self._failed else ShuttingDown("the engine is closed")
+        return await future
+
+    def _post(self, work: Callable[[], None]) -> bool:
+        with self._wake:
+            if self._closing or self._failed is not None:
+                return False
+            self._inbox.append(work)
+            self._wake.notify()
+        return True
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        try:
+            while self._wait():
+                while self._inbox:
+                    self._inbox.popleft()()
+                if self._core.has_work():
+                    self._deliver(self._core.step())
+        except Exception as error:  # the thread's edge: whatever broke, nobody may be left waiting
+            with self._wake:
+                self._failed = f"{type(error).__name__}: {error}"
+            self._deliver(self._core.fail_all(f"the engine stopped: {self._failed}"))
+            raise
+        else:
+            self._deliver(self._core.fail_all("the engine was closed"))
+        finally:
+            while self._inbox:
+                self._inbox.popleft()()
+
+    def _wait(self) -> bool:
+        """Sleep until there is something to do; False when the engine closes."""
+        with self._wake:
+            while not (self._closing or self._inbox or self._core.has_work()):
+                self._wake.wait()
+            return not self._closing
+
+    def _deliver(self, deltas: Sequence[Delta]) -> None:
+        """Hand deltas over, one wake-up of an event loop per step."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Delta], Delta]]] = {}
+        for delta in deltas:
+            listener = self._listeners.get(delta.request_id)
+            if listener is not None:
+                batches.setdefault(listener.loop, []).append((listener.queue, delta))
+        for loop, batch in batches.items():
+            with contextlib.suppress(RuntimeError):  # the loop was closed with requests still in flight
+                loop.call_soon_threadsafe(_put_all, batch)
+
+
+def _put_all(batch: Sequence[tuple[asyncio.Queue[Delta], Delta]]) -> None:
+    for queue, delta in batch:
+        queue.put_nowait(delta)
+
+
+class PrefixRegistry:
+    """Named prefixes of a running engine: registers, computes ahead, pins, and builds prompts with them (R15 to R18)."""
+
+    def __init__(self, engine: AsyncEngine, book: PrefixBook) -> None:
+        self._engine = engine
+        self._book = book
+        self._counter = 0
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._book.budget_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._book.pinned_bytes
+
+    async def add(
+        self,
+        name: str,
+        *,
+        content: str | None = None,
+        messages: Sequence[Message] | None = None,
+        salt: bytes = b"",
+        replace: bool = False,
+    ) -> NamedPrefix:
+        """Register a prefix, compute its KV and pin it. Raises BadRequest, PromptTooLong or PrefixBudgetExceeded."""
+        kind, held, tokens = prefix_tokens(self._engine.tokenizer, content, messages)
+        engine = self._engine
+        size = await engine._call(lambda: self._book.promise(name, tokens, salt=salt, replacing=replace))
+        kept: list[NamedPrefix] = []
+
+        def keep(sequence: Running) -> None:
+            blocks = engine._core.cache.pin(sequence.table, len(tokens) // engine.info.block_size)
+            kept.append(self._book.keep(name, kind, held, tokens, blocks, salt=salt))
+
+        self._counter += 1
+        request = Request(f"prefix-{self._counter}-{name}", tokens, SamplingParams(max_tokens=0), salt=salt)
+        try:
+            engine.validate(request)
+            async for _ in engine._listen(request, keep):
+                pass
+        finally:
+            if not kept:
+                engine._post(lambda: self._book.break_promise(size))
+        return kept[0]
+
+    def get(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
+        return self._book.get(name, salt=salt)
+
+    def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
+        return self._book.list(salt=salt)
+
+    async def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
+        return await self._engine._call(lambda: self._book.remove(name, salt=salt))
+
+    def prompt(self, name: str, text_or_tokens: str | Sequence[int], *, salt: bytes = b"") -> list[int]:
+        """Tokens of the named text followed by those of the prompt; counts a use."""
+        return prefixed_prompt(self._book, self._engine.tokenizer, name, text_or_tokens, salt)
+
+    def chat(self, name: str, messages: Sequence[Message], *, salt: bytes = b"") -> list[int]:
+        """Tokens of the named messages followed by the given ones, ready for the answer; counts a use."""
+        return prefixed_chat(self._book, self._engine.tokenizer, name, messages, salt)
+
+    def note_hit(self, name: str, tokens: int, *, salt: bytes = b"") -> None:
+        self._book.note_hit(name, tokens, salt=salt)
+
+
+def prefix_tokens(
+    tokenizer: Tokenizer, content: str | None, messages: Sequence[Message] | None
+) -> tuple[Literal["text", "messages"], str | tuple[Message, ...], tuple[int, ...]]:
+    """Kind, content and tokens of a prefix to be registered. Raises BadRequest unless exactly one form is given."""
+    if (content is None) == (messages is None):
+        raise BadRequest("give either 'content' (text) or 'messages' (a chat's beginning)", param="content")
+    if content is not None:
+        return "text", content, tuple(tokenizer.encode(content))
+    assert messages is not None
+    return "messages", tuple(messages), tuple(tokenizer.render_chat(messages, add_generation_prompt=False))
+
+
+def prefixed_prompt(
+    book: PrefixBook, tokenizer: Tokenizer, name: str, text_or_tokens: str | Sequence[int], salt: bytes
+) -> list[int]:
+    prefix = book.use(name, "text", salt=salt)
+    if isinstance(text_or_tokens, str):
+        text_or_tokens = tokenizer.encode(text_or_tokens, add_special_tokens=False)
+    return [*prefix.tokens, *text_or_tokens]
+
+
+def prefixed_chat(
+    book: PrefixBook, tokenizer: Tokenizer, name: str, messages: Sequence[Message], salt: bytes
+) -> list[int]:
+    prefix = book.use(name, "messages", salt=salt)
+    assert not isinstance(prefix.content, str)
+    return tokenizer.render_chat([*prefix.content, *messages], add_generation_prompt=True)

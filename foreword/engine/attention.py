@@ -1,0 +1,440 @@
+"""Paged attention for every model that goes through Transformers' attention interface. Model code is not touched.
+
+All tokens of a step are packed into one row. For every layer `attend` first writes their K and V into the layer's paged
+tensors and then lets each sequence attend to its own past. Attention over a set of keys can be cut into parts and put
+together exactly, given each part's output and log-sum-exp (the partial softmax of FlashAttention, Dao et al. 2022, and of
+Hydragen, Juravsky et al. 2024). So
+
+- blocks that lie in a row are read where they are: a run of blocks is a view, and a few runs are a few parts;
+- a prefix that several decoding sequences share is read once for all of them, and merged with each one's own part;
+- a chunk of a prompt is causal attention over itself plus unmasked attention over what is cached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from foreword.engine.scheduler import Chunk, Step
+
+NAME = "foreword"
+MAX_RUNS = 3
+MIN_SHARED_TOKENS = 128
+_DENSE_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps per token: K is `[kv_heads, key_dim]`, V is `[kv_heads, value_dim]`."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class PagedLayer:
+    """K and V of one layer for all blocks, token-major: slot `block * block_size + offset` is row `slot`.
+
+    `k` and `v` are `[slots, kv_heads, dim]`; `k_heads` and `v_heads` are the same memory as `[1, kv_heads, slots, dim]`.
+    """
+
+    __slots__ = ("k", "k_heads", "v", "v_heads")
+
+    def __init__(self, shape: LayerShape, num_slots: int, device: torch.device) -> None:
+        self.k = torch.empty(num_slots, shape.kv_heads, shape.key_dim, dtype=shape.dtype, device=device)
+        self.v = torch.empty(num_slots, shape.kv_heads, shape.value_dim, dtype=shape.dtype, device=device)
+        self.k_heads = self.k.transpose(0, 1).unsqueeze(0)
+        self.v_heads = self.v.transpose(0, 1).unsqueeze(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Slots that hold consecutive tokens of one sequence: a few runs to be viewed, or an index to be gathered."""
+
+    runs: tuple[tuple[int, int], ...]
+    index: Tensor | None
+    count: int
+
+
+def locate(blocks: Sequence[int], start: int, stop: int, block_size: int, device: torch.device) -> Keys:
+    """Where tokens `[start, stop)` of a block table lie. More than MAX_RUNS runs become an index."""
+    runs: list[tuple[int, int]] = []
+    first, last = start // block_size, (stop - 1) // block_size
+    run_start = previous = blocks[first]
+    for block in blocks[first + 1 : last + 1]:
+        if block != previous + 1:
+            runs.append((run_start * block_size, (previous + 1) * block_size))
+            run_start = block
+        previous = block
+    runs.append((run_start * block_size, (previous + 1) * block_size))
+    # The ends lie within a block: cut what precedes `start` and what follows `stop`.
+    runs[0] = (runs[0][0] + start - first * block_size, runs[0][1])
+    runs[-1] = (runs[-1][0], runs[-1][1] - ((last + 1) * block_size - stop))
+    if len(runs) <= MAX_RUNS:
+        return Keys(tuple(runs), None, stop - start)
+    index = torch.cat([torch.arange(low, high) for low, high in runs])
+    return Keys((), index.to(device), stop - start)
+
+
+@dataclass(slots=True)
+class DecodeGroup:
+    """Decoding sequences (rows of the step) with `shared` leading tokens in common; 0 for no shared part."""
+
+    rows: list[int]
+    chunks: list[Chunk]
+    shared: int
+
+
+@dataclass(slots=True)
+class _Plan:
+    """How one kind of layer (all those with the same sliding window) attends in this step."""
+
+    prefill: list[tuple[int, Chunk, Keys | None, bool]]
+    groups: list[tuple[list[int], Keys | None, list[Keys]]]
+    order: Tensor | None = field(default=None)
+
+
+class StepAttention:
+    """The attention of one step: made once, used by every layer."""
+
+    def __init__(
+        self, step: Step, layers: dict[int, PagedLayer], block_size: int, device: torch.device, *, share: bool = True
+    ) -> None:
+        self._layers = layers
+        self._block_size = block_size
+        self._device = device
+        self._share = share
+        self._plans: dict[int | None, _Plan] = {}
+        self._prefills: list[tuple[int, Chunk]] = []
+        self._decodes: list[tuple[int, Chunk]] = []
+        row = 0
+        for chunk in step.chunks:
+            (self._decodes if chunk.count == 1 else self._prefills).append((row, chunk))
+            row += chunk.count
+        self._num_rows = row
+        self._slots, self._written = self._find_slots(step.chunks)
+
+    def _find_slots(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor | None]:
+        """The slots that this step writes, and which rows of the step go there (None: all, in order)."""
+        size = self._block_size
+        slots: list[int] = []
+        rows: list[int] = []
+        row = 0
+        for chunk in chunks:
+            blocks = chunk.sequence.table.blocks
+            for position in range(max(chunk.start, chunk.write_from), chunk.start + chunk.count):
+                slots.append(blocks[position // size] * size + position % size)
+                rows.append(row + position - chunk.start)
+            row += chunk.count
+        written = None if len(rows) == row else torch.tensor(rows, dtype=torch.long, device=self._device)
+        return torch.tensor(slots, dtype=torch.long, device=self._device), written
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`query` `[1, heads, T, key_dim]`, `key`/`value` `[1, kv_heads, T, dim]` of the step's T packed tokens.
+
+        Returns `[1, T, heads, value_dim]`.
+        """
+        paged = self._layers[layer]
+        self._write(paged, key, value)
+        plan = self._plans.get(window)
+        if plan is None:
+            plan = self._plans[window] = self._make_plan(window)
+        compute = _Compute(paged, scale, softcap, sinks)
+        heads, value_dim = query.shape[1], value.shape[3]
+        if not plan.prefill and len(plan.groups) == 1 and plan.groups[0][1] is None:
+            return self._decode(plan, plan.groups[0], query, compute, heads, value_dim).unsqueeze(0)
+        out = query.new_empty(self._num_rows, heads, value_dim)
+        for row, chunk, context, windowed in plan.prefill:
+            rows = slice(row, row + chunk.count)
+            part = query[:, :, rows]
+            if windowed:
+                assert context is not None
+                bias = _band(chunk, context.count, window, query)
+                result, lse = compute.over_keys(part, context, bias)
+            else:
+                result, lse = compute.causal(part, key[:, :, rows], value[:, :, rows])
+                if context is not None:
+                    result, lse = merge(result, lse, *compute.over_keys(part, context, None))
+            out[rows] = compute.finish(result, lse)[0].transpose(0, 1)
+        for group in plan.groups:
+            out[group[0]] = self._decode(plan, group, query, compute, heads, value_dim)
+        return out.unsqueeze(0)
+
+    def _write(self, paged: PagedLayer, key: Tensor, value: Tensor) -> None:
+        new_k, new_v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        if self._written is not None:
+            new_k, new_v = new_k[self._written], new_v[self._written]
+        paged.k.index_copy_(0, self._slots, new_k)
+        paged.v.index_copy_(0, self._slots, new_v)
+
+    def _decode(
+        self,
+        plan: _Plan,
+        group: tuple[list[int], Keys | None, list[Keys]],
+        query: Tensor,
+        compute: _Compute,
+        heads: int,
+        value_dim: int,
+    ) -> Tensor:
+        """Rows of a group, `[rows, heads, value_dim]`. The query heads of one KV head are folded into rows."""
+        rows, shared, own = group
+        kv_heads = compute.paged.k.shape[1]
+        folded = query[0].transpose(0, 1)
+        if len(rows) != self._num_rows:
+            folded = folded[rows]
+        folded = folded.reshape(len(rows), kv_heads, heads // kv_heads, -1)
+        parts = [compute.over_keys(one, keys, None) for one, keys in zip(folded.split(1), own, strict=True)]
+        result = torch.cat([part[0] for part in parts]) if len(parts) > 1 else parts[0][0]
+        lse = torch.cat([part[1] for part in parts]) if len(parts) > 1 else parts[0][1]
+        if shared is not None:
+            together = folded.transpose(0, 1).reshape(1, kv_heads, -1, folded.shape[-1])
+            common, common_lse = compute.over_keys(together, shared, None)
+            spread = common.reshape(kv_heads, len(rows), -1, value_dim).transpose(0, 1)
+            spread_lse = common_lse.reshape(kv_heads, len(rows), -1).transpose(0, 1)
+            result, lse = merge(result, lse, spread, spread_lse)
+        result = compute.finish(result, lse, folded=True)
+        return result.reshape(len(rows), heads, value_dim)
+
+    def _make_plan(self, window: int | None) -> _Plan:
+        size, device = self._block_size, self._device
+        prefill = []
+        for row, chunk in self._prefills:
+            end, blocks = chunk.start + chunk.count, chunk.sequence.table.blocks
+            windowed = window is not None and end > window
+            if windowed:
+                assert window is not None
+                keys: Keys | None = locate(blocks, max(0, chunk.start - window + 1), end, size, device)
+            else:
+                keys = locate(blocks, 0, chunk.start, size, device) if chunk.start else None
+            prefill.append((row, chunk, keys, windowed))
+        groups = [self._plan_group(group, window) for group in self._group_decodes(window)]
+        return _Plan(prefill, groups)
+
+    def _plan_group(self, group: DecodeGroup, window: int | None) -> tuple[list[int], Keys | None, list[Keys]]:
+        size, device, shared = self._block_size, self._device, group.shared
+        own = []
+        for chunk in group.chunks:
+            end = chunk.start + 1
+            low = shared if window is None else max(shared, end - window)
+            own.append(locate(chunk.sequence.table.blocks, low, end, size, device))
+        common = locate(group.chunks[0].sequence.table.blocks, 0, shared, size, device) if shared else None
+        return group.rows, common, own
+
+    def _group_decodes(self, window: int | None) -> list[DecodeGroup]:
+        """Sequences that begin with the same block, and how far their tables agree. A sequence that slid past its beginning
+        shares nothing."""
+        alone = DecodeGroup([], [], 0)
+        together: dict[int, DecodeGroup] = {}
+        for row, chunk in self._decodes:
+            slid = window is not None and chunk.start + 1 > window
+            if not self._share or slid:
+                group = alone
+            else:
+                group = together.setdefault(chunk.sequence.table.blocks[0], DecodeGroup([], [], 0))
+            group.rows.append(row)
+            group.chunks.append(chunk)
+        groups = []
+        for group in together.values():
+            group.shared = shared_tokens(group.chunks, self._block_size) if len(group.chunks) > 1 else 0
+            if group.shared * (len(group.chunks) - 1) >= MIN_SHARED_TOKENS:
+                groups.append(group)
+            else:
+                alone.rows += group.rows
+                alone.chunks += group.chunks
+        if alone.rows:
+            order = sorted(range(len(alone.rows)), key=alone.rows.__getitem__)
+            alone.chunks = [alone.chunks[i] for i in order]
+            alone.rows = [alone.rows[i] for i in order]
+            groups.append(alone)
+        return groups
+
+
+def shared_tokens(chunks: Sequence[Chunk], block_size: int) -> int:
+    """Leading tokens whose blocks all tables have in common; every sequence keeps at least its newest token for itself."""
+    tables = [chunk.sequence.table.blocks for chunk in chunks]
+    limit = min(chunk.start for chunk in chunks) // block_size
+    first = tables[0][:limit]
+    agreed = limit
+    for table in tables[1:]:
+        if table[:agreed] != first[:agreed]:
+            agreed = next(i for i, (a, b) in enumerate(zip(first, table, strict=False)) if a != b)
+    return agreed * block_size
+
+
+class _Compute:
+    """The arithmetic of one layer: attention over some keys, with its log-sum-exp.
+
+    Queries are `[1, heads, rows, dim]`, where `heads` may be a multiple of the KV heads; results are
+    `[1, heads, rows, value_dim]` and `[1, heads, rows]` (float32).
+    """
+
+    __slots__ = ("_flash", "_scale", "_sinks", "_softcap", "paged")
+
+    def __init__(self, paged: PagedLayer, scale: float, softcap: float | None, sinks: Tensor | None) -> None:
+        self.paged = paged
+        self._scale = scale
+        self._softcap = softcap
+        self._sinks = sinks
+        self._flash = paged.k.device.type == "cpu" and softcap is None and paged.k.shape[2] == paged.v.shape[2]
+
+    def over_keys(self, query: Tensor, keys: Keys, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Every query sees every key, but for `bias` `[rows, keys]`, which is added to the scores."""
+        k, v = self.paged.k_heads, self.paged.v_heads
+        if keys.index is not None:
+            return self._one(query, *self._gather(keys.index), bias)
+        if bias is not None and len(keys.runs) > 1:
+            slots = torch.cat([torch.arange(low, high, device=query.device) for low, high in keys.runs])
+            return self._one(query, *self._gather(slots), bias)
+        low, high = keys.runs[0]
+        result, lse = self._one(query, k[:, :, low:high], v[:, :, low:high], bias)
+        for low, high in keys.runs[1:]:
+            result, lse = merge(result, lse, *self._one(query, k[:, :, low:high], v[:, :, low:high], None))
+        return result, lse
+
+    def _gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = self.paged.k.index_select(0, slots), self.paged.v.index_select(0, slots)
+        return k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+
+    def causal(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Query row i sees keys 0..i."""
+        if self._flash:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            result, lse = flash(query, key, value, 0.0, True, scale=self._scale)
+            return result, lse
+        rows = query.shape[2]
+        bias = query.new_full((rows, rows), -math.inf, dtype=torch.float32).triu_(1)
+        return self._dense(query, key, value, bias)
+
+    def _one(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not self._flash:
+            return self._dense(query, key, value, bias)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        mask = None if bias is None else bias.to(query.dtype)
+        result, lse = flash(query, key, value, 0.0, False, attn_mask=mask, scale=self._scale)
+        return result, lse
+
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The definition, in float32, a few hundred query rows at a time: soft caps, unequal head sizes, other devices."""
+        _, heads, rows, _ = query.shape
+        kv_heads = key.shape[1]
+        k, v = key.float()[0].unsqueeze(1), value.float()[0].unsqueeze(1)
+        results, sums = [], []
+        for low in range(0, rows, _DENSE_ROWS):
+            part = query[0, :, low : low + _DENSE_ROWS].float().reshape(kv_heads, heads // kv_heads, -1, query.shape[3])
+            scores = torch.matmul(part, k.transpose(-1, -2)) * self._scale
+            if self._softcap is not None:
+                scores = torch.tanh(scores / self._softcap) * self._softcap
+            if bias is not None:
+                scores = scores + bias[low : low + _DENSE_ROWS]
+            lse = torch.logsumexp(scores, dim=-1)
+            results.append(torch.matmul(torch.exp(scores - lse.unsqueeze(-1)), v))
+            sums.append(lse)
+        result = torch.cat(results, dim=2).reshape(1, heads, rows, -1)
+        return result.to(query.dtype), torch.cat(sums, dim=2).reshape(1, heads, rows)
+
+    def finish(self, result: Tensor, lse: Tensor, *, folded: bool = False) -> Tensor:
+        """Attention sinks: one more key per head whose value is nothing, so it only takes weight away."""
+        if self._sinks is None:
+            return result
+        sinks = self._sinks.float().reshape((1, lse.shape[1], -1) if folded else (1, -1, 1))
+        return (result.float() * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(result.dtype)
+
+
+def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each and their log-sum-exps."""
+    lse = torch.logaddexp(first_lse, second_lse)
+    result = first.float() * torch.exp(first_lse - lse).unsqueeze(-1)
+    result += second.float() * torch.exp(second_lse - lse).unsqueeze(-1)
+    return result.to(first.dtype), lse
+
+
+def _band(chunk: Chunk, num_keys: int, window: int | None, like: Tensor) -> Tensor:
+    """Which of the last `num_keys` keys up to the chunk's end each of its tokens may see, as scores to add."""
+    assert window is not None
+    end = chunk.start + chunk.count
+    queries = torch.arange(chunk.start, end, device=like.device).unsqueeze(1)
+    keys = torch.arange(end - num_keys, end, device=like.device).unsqueeze(0)
+    hidden = (keys > queries) | (keys <= queries - window)
+    return torch.zeros(hidden.shape, device=like.device).masked_fill_(hidden, -math.inf)
+
+
+class Recorder:
+    """Stands in for `StepAttention` in one trial pass: notes the shape of every layer that asks for attention."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.heads: dict[int, int] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        self.heads[layer] = query.shape[1]
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+_current: StepAttention | Recorder | None = None
+
+
+class active:
+    """`with active(step_attention): model(...)`. One forward pass at a time per process: the engine's thread does them."""
+
+    def __init__(self, attention: StepAttention | Recorder) -> None:
+        self._attention = attention
+
+    def __enter__(self) -> None:
+        global _current
+        _current = self._attention
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current = None
+
+
+def _interface(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    assert _current is not None, "a forward pass outside the engine's step"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _current.attend(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux), None
+
+
+AttentionInterface.register(NAME, _interface)

@@ -1,0 +1,287 @@
+"""The engine's loop: schedule, run, settle.
+
+`EngineCore` is driven by one thread (a server's engine thread, or the caller of `LLM.generate`). It knows nothing of asyncio
+and nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from foreword.blocks import PrefixCache
+from foreword.blocks.history import History
+from foreword.engine.request import CacheReport, Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from foreword.engine.runner import Runner, draw_of
+from foreword.engine.sampling import Sampled
+from foreword.engine.scheduler import Chunk, Scheduler, Sequence, Step
+from foreword.engine.tokenizer import StopFinder, TextStream, Tokenizer
+from foreword.errors import BadRequest, PromptTooLong
+from foreword.events import (
+    Event,
+    FirstToken,
+    NextTokens,
+    Observer,
+    PrefixLookup,
+    RequestFinished,
+    RequestPreempted,
+    StepFinished,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the loop must know of model and configuration."""
+
+    max_model_len: int
+    vocab_size: int
+    end_tokens: tuple[int, ...]
+    seed: int | None = None
+    tell_other_tenants: bool = False
+
+
+@dataclass(slots=True)
+class _Running:
+    """A sequence and the text that comes out of it."""
+
+    sequence: Sequence
+    text: TextStream
+    stops: StopFinder
+    on_finish: Callable[[Sequence], None] | None
+
+
+class EngineCore:
+    """Sequences in, deltas out, a step at a time."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: PrefixCache,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        *,
+        history: History | None = None,
+        observers: Iterable[Observer] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cache = cache
+        self.scheduler = scheduler
+        self.limits = limits
+        self.steps = 0
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._history = history or History(0)
+        self._observers = tuple(observers)
+        self._clock = clock
+        self._running: dict[int, _Running] = {}
+        self._by_id: dict[str, list[Sequence]] = {}
+
+    def validate(self, request: Request) -> None:
+        """Raises PromptTooLong or BadRequest."""
+        length, longest = len(request.tokens), self.limits.max_model_len
+        if length == 0:
+            raise BadRequest("the prompt is empty; give at least one token", param="prompt")
+        asked = request.params.max_tokens or 0
+        if length + (0 if request.params.max_tokens == 0 else 1) > longest or length + asked > longest:
+            wanted = f"{length} tokens in the prompt" + (f" and {asked} to generate" if asked else "")
+            raise PromptTooLong(f"This model's longest text is {longest} tokens, but you asked for {wanted}.", param="prompt")
+        bad = next((t for t in request.tokens if not 0 <= t < self.limits.vocab_size), None)
+        if bad is not None:
+            raise BadRequest(f"token {bad} is outside the vocabulary of {self.limits.vocab_size}", param="prompt")
+        for name, tokens in (("logit_bias", request.params.logit_bias), ("stop_token_ids", request.params.stop_token_ids)):
+            bad = next((t for t in tokens if not 0 <= t < self.limits.vocab_size), None)
+            if bad is not None:
+                raise BadRequest(f"token {bad} is outside the vocabulary of {self.limits.vocab_size}", param=name)
+
+    def add(self, request: Request, on_finish: Callable[[Sequence], None] | None = None) -> None:
+        """Queue a request; it becomes `params.n` sequences. `on_finish` is called before the sequence's blocks go back."""
+        self.validate(request)
+        if request.id in self._by_id:
+            raise BadRequest(f"a request with the id {request.id!r} is already running", param="request_id")
+        params = request.params
+        seed = params.seed if params.seed is not None else self.limits.seed
+        seed = secrets.randbits(62) if seed is None else seed % 2**63
+        longest = self.limits.max_model_len
+        total = longest if params.max_tokens is None else min(longest, len(request.tokens) + params.max_tokens)
+        now = self._clock()
+        group = self._by_id[request.id] = []
+        for index in range(params.n):
+            table = self.cache.open(request.tokens, salt=request.salt)
+            sequence = Sequence(replace(request, index=index), table, seed, total, arrived=now)
+            text = self._tokenizer.stream(request.tokens)
+            stops = StopFinder(params.stop, include=params.include_stop)
+            self._running[id(sequence)] = _Running(sequence, text, stops, on_finish)
+            group.append(sequence)
+            self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> list[Delta]:
+        """End a request wherever it is; its blocks go back. Unknown ids are ignored: the request may just have ended."""
+        return [self._end(sequence, "abort") for sequence in list(self._by_id.get(request_id, ()))]
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[Delta]:
+        """One step. A failure of the device ends the requests of the step, withdraws their blocks, and is not raised."""
+        started = self._clock()
+        step = self.scheduler.schedule()
+        self._note_admissions(step)
+        if not step.chunks:
+            return []
+        drawing = [c.sequence for c in step.chunks if c.samples and len(c.sequence.table) < c.sequence.max_total]
+        try:
+            sampled = self._runner.run(step, {id(s): draw_of(s, self._end_tokens(s.request.params)) for s in drawing})
+        except (RuntimeError, MemoryError) as error:
+            return self._fail(step, error)
+        self.scheduler.settle(step)
+        now = self._clock()
+        deltas = [delta for chunk in step.chunks if chunk.samples for delta in self._settle(chunk, sampled, now)]
+        self.steps += 1
+        self._note_step(step, now - started)
+        return deltas
+
+    def fail_all(self, message: str) -> list[Delta]:
+        """End everything with an error (the engine's thread cannot go on)."""
+        return [self._end(running.sequence, "error", error=message) for running in list(self._running.values())]
+
+    def _fail(self, step: Step, error: BaseException) -> list[Delta]:
+        self.scheduler.withdraw(step)
+        message = f"the step failed: {type(error).__name__}: {error}"
+        return [self._end(chunk.sequence, "error", error=message) for chunk in step.chunks]
+
+    def _settle(self, chunk: Chunk, sampled: dict[int, Sampled], now: float) -> list[Delta]:
+        sequence = chunk.sequence
+        result = sampled.get(id(sequence))
+        if result is None:  # the prompt was all that was asked for
+            return [self._end(sequence, "length")]
+        self._note_token(sequence, now)
+        sequence.table.append(result.token)
+        logprobs = () if result.logprob is None else (result.logprob,)
+        return [self._delta(self._running[id(sequence)], result.token, logprobs)]
+
+    def _delta(self, running: _Running, token: int, logprobs: tuple[TokenLogprob, ...]) -> Delta:
+        """The delta of one new token, which may be the sequence's last."""
+        sequence, params = running.sequence, running.sequence.request.params
+        if self._ends(token, params) and sequence.num_output >= params.min_tokens:
+            match = token if token in params.stop_token_ids else None
+            text = running.stops.push(running.text.flush())[0] + running.stops.flush()
+            return self._end(sequence, "stop", (token,), text, logprobs, stop_match=match)
+        text, stop = running.stops.push(running.text.push(token))
+        if stop is not None:
+            return self._end(sequence, "stop", (token,), text, logprobs, stop_match=stop)
+        if len(sequence.table) >= sequence.max_total:
+            rest, stop = running.stops.push(running.text.flush())
+            text += rest + (running.stops.flush() if stop is None else "")
+            return self._end(sequence, "length" if stop is None else "stop", (token,), text, logprobs, stop_match=stop)
+        return self._make_delta(sequence, (token,), text, logprobs)
+
+    def _end_tokens(self, params: SamplingParams) -> tuple[int, ...]:
+        return params.stop_token_ids if params.ignore_eos else (*self.limits.end_tokens, *params.stop_token_ids)
+
+    def _ends(self, token: int, params: SamplingParams) -> bool:
+        return token in params.stop_token_ids or (not params.ignore_eos and token in self.limits.end_tokens)
+
+    def _make_delta(
+        self, sequence: Sequence, tokens: tuple[int, ...] = (), text: str = "", logprobs: tuple[TokenLogprob, ...] = ()
+    ) -> Delta:
+        return Delta(
+            request_id=sequence.request.id,
+            index=sequence.request.index,
+            tokens=tokens,
+            text=text,
+            logprobs=logprobs,
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=max(sequence.cached_tokens, 0),
+        )
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        tokens: tuple[int, ...] = (),
+        text: str = "",
+        logprobs: tuple[TokenLogprob, ...] = (),
+        *,
+        stop_match: str | int | None = None,
+        error: str | None = None,
+    ) -> Delta:
+        """Take a sequence out and make its last delta."""
+        running = self._running.pop(id(sequence))
+        if running.on_finish is not None and reason in ("stop", "length"):
+            running.on_finish(sequence)
+        self.scheduler.finish(sequence)
+        group = self._by_id[sequence.request.id]
+        group.remove(sequence)
+        if not group:
+            del self._by_id[sequence.request.id]
+        self._notify(
+            RequestFinished(
+                sequence.request.id,
+                reason,
+                sequence.num_prompt,
+                max(sequence.cached_tokens, 0),
+                sequence.num_output,
+                self._clock() - sequence.arrived,
+            )
+        )
+        delta = self._make_delta(sequence, tokens, text, logprobs)
+        return replace(
+            delta, finish_reason=reason, stop_match=stop_match, error=error, cache_report=sequence.report
+        )
+
+    def _notify(self, event: Event) -> None:
+        for observer in self._observers:
+            observer.notify(event)
+
+    def _note_admissions(self, step: Step) -> None:
+        now = self._clock()
+        for sequence in step.admitted:
+            sequence.admitted_at = now
+            if sequence.request.want_cache_report:
+                sequence.report = self._explain(sequence)
+            self._history.add(sequence.request.salt, sequence.table.chain.tokens)
+            self._notify(PrefixLookup(sequence.request.id, sequence.num_prompt, sequence.cached_tokens))
+        for sequence in step.preempted:
+            self._notify(RequestPreempted(sequence.request.id))
+
+    def _explain(self, sequence: Sequence) -> CacheReport:
+        cached, length = sequence.cached_tokens, sequence.num_prompt
+        reason, diverged, detail = "disabled", None, "Prefix caching is switched off."
+        if self.cache.enabled:
+            found = self._history.explain(
+                sequence.request.salt,
+                sequence.table.chain.tokens,
+                cached,
+                self.cache.block_size,
+                tell_other_tenants=self.limits.tell_other_tenants,
+            )
+            reason, diverged, detail = found.reason, found.diverged_at, found.detail
+        shared = sequence.shared_tokens
+        return CacheReport(length, cached, shared, cached - shared, length - cached, reason, diverged, detail)
+
+    def _note_token(self, sequence: Sequence, now: float) -> None:
+        if sequence.last_token_at < 0:
+            queued = sequence.admitted_at - sequence.arrived
+            self._notify(FirstToken(sequence.request.id, now - sequence.arrived, queued))
+        elif self._observers:
+            self._notify(NextTokens((now - sequence.last_token_at,)))
+        sequence.last_token_at = now
+
+    def _note_step(self, step: Step, seconds: float) -> None:
+        if not self._observers:
+            return
+        decode = sum(1 for chunk in step.chunks if chunk.start >= chunk.sequence.num_prompt)
+        pool = self.cache.pool
+        self._notify(
+            StepFinished(
+                seconds,
+                step.num_tokens - decode,
+                decode,
+                len(self.scheduler.running),
+                len(self.scheduler.waiting),
+                1.0 - pool.num_free / pool.num_blocks,
+            )
+        )

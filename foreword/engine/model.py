@@ -1,0 +1,343 @@
+"""Loading a model: from a folder or the hub, checked before it is trusted, fingerprinted by what its weights are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+from torch import Tensor, nn
+
+from foreword.blocks import PrefixCache
+from foreword.config import EngineConfig, parse_bytes
+from foreword.engine import attention, linear
+from foreword.engine.attention import LayerShape
+from foreword.engine.request import Request, SamplingParams
+from foreword.engine.scheduler import Scheduler, Sequence
+from foreword.engine.torch_runner import TorchRunner, record_layers
+from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported
+
+EMBEDDED = "stdlib-nano"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Relative error of logits that rounding explains; nonsense is of the order of 1.
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+# What a configuration says about itself but not about the KV.
+_VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "_attn_implementation"}
+# Configuration keys of layers that keep state outside attention, or attend in a way that the interface does not tell.
+_FOREIGN_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "chunked_attention", "mamba2", "hybrid")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that the engine may run.
+
+    Attributes:
+        fingerprint: SHA-256 over configuration and weights (not their path); part of every block's key.
+        shapes: what each layer keeps per token.
+        end_tokens: tokens that end a text, from the generation configuration.
+    """
+
+    model: Any
+    name: str
+    source: str
+    fingerprint: bytes
+    shapes: Mapping[int, LayerShape]
+    max_model_len: int
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    parameters: int
+    end_tokens: tuple[int, ...]
+
+
+def embedded_model() -> Path:
+    """The folder of the model that ships with the package."""
+    return Path(str(files("foreword") / "models" / EMBEDDED))
+
+
+def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> LoadedModel:
+    """Load, check and fingerprint a model.
+
+    `progress` is told in words what is being done. Raises ModelNotFound, ModelUnsupported or ConfigError.
+    """
+    source = config.model or str(embedded_model())
+    device = _device(config.device)
+    progress(f"reading {source}")
+    settings = _read_config(source, config)
+    _refuse_foreign(settings)
+    dtype = _dtype(config.dtype, settings, device)
+    model = _read_weights(source, settings, dtype, config)
+    progress("fingerprinting the weights")
+    fingerprint = fingerprint_model(model)
+    model = model.to(device)
+    shapes = _layers(model, settings)
+    _pack(model, config, device, progress)
+    text = settings.get_text_config()
+    return LoadedModel(
+        model=model,
+        name=config.served_model_name or Path(source).name or source,
+        source=source,
+        fingerprint=fingerprint,
+        shapes=shapes,
+        max_model_len=_model_length(text, config),
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        dtype=dtype,
+        device=device,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        end_tokens=_end_tokens(model),
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"engine.device must be auto, cpu or cuda, not {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device must be auto, cpu or cuda, not {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device is cuda, but torch sees no CUDA device here; use --device cpu")
+    return device
+
+
+def _read_config(source: str, config: EngineConfig) -> Any:
+    if ("/" not in source or source.startswith((".", "/", "~"))) and not Path(source).expanduser().is_dir():
+        raise ModelNotFound(f"{source!r} is not a folder with a model; give a folder, or a hub name such as owner/name")
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            Path(source).expanduser() if Path(source).expanduser().is_dir() else source,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ModelNotFound(f"cannot read a model configuration from {source!r}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _refuse_foreign(settings: Any) -> None:
+    """Families that load without complaint and would compute nonsense: refused by what their configuration says."""
+    text = settings.get_text_config()
+    if getattr(settings, "is_encoder_decoder", False):
+        raise ModelUnsupported(f"{settings.model_type} is an encoder-decoder model; Foreword runs decoder-only models")
+    kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    foreign = sorted(kind for kind in kinds if any(word in kind for word in _FOREIGN_LAYERS))
+    if foreign:
+        raise ModelUnsupported(
+            f"{settings.model_type} has layers of type {', '.join(foreign)}, which keep state that paged KV does not hold"
+        )
+    if getattr(text, "attention_chunk_size", None):
+        raise ModelUnsupported(f"{settings.model_type} attends in chunks, which the attention interface does not tell")
+
+
+def _dtype(name: str, settings: Any, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return DTYPES[name]
+    known = getattr(settings.get_text_config(), "dtype", None) or getattr(settings, "dtype", None)
+    if known not in DTYPES.values() or (known == torch.float16 and device.type == "cpu"):
+        return torch.float32
+    assert isinstance(known, torch.dtype)
+    return known
+
+
+def _read_weights(source: str, settings: Any, dtype: torch.dtype, config: EngineConfig) -> Any:
+    path = Path(source).expanduser()
+    quiet = transformers.utils.logging
+    was_shown = quiet.is_progress_bar_enabled()
+    quiet.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path if path.is_dir() else source,
+            config=settings,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelNotFound(f"cannot load the model {source!r}: {_first_line(error)}") from error
+    finally:
+        if was_shown:
+            quiet.enable_progress_bar()
+    return model.eval().requires_grad_(False)
+
+
+def fingerprint_model(model: nn.Module) -> bytes:
+    """SHA-256 over the configuration and, in order of name, every parameter's name, dtype, shape and bytes.
+
+    It says what the weights *are*: the same for a copy elsewhere, another for other weights under the same path.
+    """
+    settings = {k: v for k, v in model.config.to_dict().items() if k not in _VOLATILE}  # type: ignore[operator, union-attr]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    tensors = sorted(model.state_dict().items())
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
+        for (name, tensor), part in zip(tensors, threads.map(_hash_tensor, (t for _, t in tensors)), strict=True):
+            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + part)
+    return digest.digest()
+
+
+def _hash_tensor(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(memoryview(flat.numpy())).digest()
+
+
+def _layers(model: Any, settings: Any) -> dict[int, LayerShape]:
+    """The layers' shapes; refuses a model whose layers do not all come to our attention."""
+    try:
+        shapes, keeps_rows = record_layers(model)
+    except (TypeError, AttributeError, RuntimeError, ValueError, IndexError) as error:
+        raise ModelUnsupported(f"{settings.model_type} does not run through our attention: {_first_line(error)}") from error
+    expected = int(getattr(settings.get_text_config(), "num_hidden_layers", len(shapes)))
+    if len(shapes) != expected:
+        raise ModelUnsupported(
+            f"{settings.model_type} has {expected} layers, but only {len(shapes)} of them attend through the interface; "
+            "the others keep state that paged KV does not hold"
+        )
+    if not keeps_rows:
+        raise ModelUnsupported(f"{settings.model_type} does not take logits_to_keep, which the engine needs")
+    return shapes
+
+
+def _pack(model: Any, config: EngineConfig, device: torch.device, progress: Callable[[str], None]) -> None:
+    if device.type != "cpu":
+        return
+    needed = linear.packed_bytes(model)
+    if config.linear_memory == "auto":
+        budget = needed if needed <= psutil.virtual_memory().available // 2 else 0
+    else:
+        budget = parse_bytes(config.linear_memory)
+    if needed and budget:
+        progress("packing the weights")
+        linear.pack(model, budget)
+
+
+def _model_length(text: Any, config: EngineConfig) -> int:
+    """How long a text the model may have. Where the rotary embedding changes with the length of the text, KV of one length
+    is wrong for another: such models are held to the length up to which it does not change."""
+    length = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 1 << 20
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in [rope, *[value for value in rope.values() if isinstance(value, dict)]]:
+        if part.get("rope_type") in ("dynamic", "longrope"):
+            original = part.get("original_max_position_embeddings") or getattr(
+                text, "original_max_position_embeddings", None
+            )
+            length = min(length, int(original or length))
+    if config.max_model_len is not None:
+        if config.max_model_len > length:
+            raise ConfigError(f"engine.max_model_len is {config.max_model_len}, but the model goes only to {length} tokens")
+        return config.max_model_len
+    return int(length)
+
+
+def _end_tokens(model: Any) -> tuple[int, ...]:
+    known = getattr(model.generation_config, "eos_token_id", None)
+    if known is None:
+        known = getattr(model.config, "eos_token_id", None)
+    if known is None:
+        return ()
+    return (int(known),) if isinstance(known, int) else tuple(int(token) for token in known)
+
+
+def kv_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Blocks in the pool: from `kv_memory` in bytes or tokens, or from what is free. Raises ConfigError if there is no
+    room for one sequence of two blocks."""
+    per_block = config.block_size * sum(shape.bytes_per_token for shape in loaded.shapes.values())
+    text = config.kv_memory.strip()
+    if text.endswith("tokens"):
+        number = text.removesuffix("tokens").strip().replace("_", "").replace(",", "")
+        if not number.isdigit():
+            raise ConfigError(f"engine.kv_memory {text!r} is neither bytes (4GiB) nor tokens (65536 tokens)")
+        blocks = -(-int(number) // config.block_size)
+    elif text == "auto":
+        useful = config.max_num_seqs * -(-loaded.max_model_len // config.block_size)
+        blocks = min(_free_bytes(loaded.device) // per_block, useful)
+    else:
+        blocks = parse_bytes(text) // per_block
+    if blocks < 2:
+        raise ConfigError(
+            f"engine.kv_memory {config.kv_memory!r} is less than two blocks of {per_block} bytes; give more memory"
+        )
+    return int(blocks)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What the pool may take: a third of the free host memory, or most of the free device memory (activations need some)."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.8)
+    return int(psutil.virtual_memory().available // 3)
+
+
+def self_check(loaded: LoadedModel, block_size: int) -> float:
+    """Compare the engine's logits with the model's own forward pass on a short random prompt.
+
+    The prompt is computed in two chunks, then extended by one token; then a second sequence reuses its cached blocks.
+    Returns the largest relative error. Raises ModelUnsupported if it is more than rounding explains.
+    """
+    length = 2 * block_size + block_size // 2 + 3
+    length = min(length, loaded.max_model_len - 1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, loaded.vocab_size, (length,), generator=generator).tolist()
+    expected = _own_logits(loaded, tokens)
+    computed = _engine_logits(loaded, tokens, block_size)
+    error = max(_relative(logits, expected[position]) for position, logits in computed)
+    limit = TOLERANCE[loaded.dtype]
+    if not error <= limit:  # also true for NaN
+        raise ModelUnsupported(
+            f"{loaded.model.config.model_type}: the engine's logits differ from the model's own by {error:.2g} "
+            f"(at most {limit:g} is rounding); this family does something that paged attention does not do here"
+        )
+    return error
+
+
+def _own_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
+    """The model's own forward pass, `[tokens, vocab]`, with Transformers' attention."""
+    model = loaded.model
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            output = model(input_ids=torch.tensor([tokens], device=loaded.device), use_cache=False)
+    finally:
+        model.set_attn_implementation(attention.NAME)
+    logits: Tensor = output.logits[0].float()
+    return logits
+
+
+def _engine_logits(loaded: LoadedModel, tokens: list[int], block_size: int) -> list[tuple[int, Tensor]]:
+    """(position, logits) of the same tokens through the paged engine: chunks, a decode step, and a prefix hit."""
+    blocks = 3 * (len(tokens) // block_size + 2)
+    runner = TorchRunner(loaded.model, loaded.shapes, blocks, block_size)
+    cache = PrefixCache(blocks, block_size)
+    found: list[tuple[int, Tensor]] = []
+    for chunk_size in (block_size + 1, len(tokens)):
+        scheduler = Scheduler(cache, max_batch_tokens=chunk_size)
+        request = Request("self-check", tuple(tokens[:-1]), SamplingParams())
+        sequence = Sequence(request, cache.open(request.tokens), 0, len(tokens))
+        scheduler.add(sequence)
+        while sequence.computed < len(tokens):
+            if sequence.computed == len(tokens) - 1:
+                sequence.table.append(tokens[-1])
+            step = scheduler.schedule()
+            logits = runner.logits(step)
+            found += [(step.chunks[0].start + i, row) for i, row in enumerate(logits)]
+            scheduler.settle(step)
+        scheduler.finish(sequence)
+    return found
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    finite = torch.isfinite(expected)
+    difference = torch.linalg.vector_norm(found[finite] - expected[finite])
+    error = float(difference / (torch.linalg.vector_norm(expected[finite]) + 1e-12))
+    return math.inf if math.isnan(error) else error

@@ -1,0 +1,195 @@
+"""What goes into the engine and what comes out: frozen messages, no torch.
+
+A `Request` is one prompt with its `SamplingParams`. The engine answers with `Delta`s (one per step in which tokens of that
+request appeared) and closes with a `Delta` whose `finish_reason` is set.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from foreword.errors import BadRequest
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MissReason = Literal["all_cached", "never_seen", "diverged", "evicted", "shorter_than_block", "other_tenant", "disabled"]
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next tokens are chosen. Defaults are OpenAI's, except `max_tokens` (None: as long as the model allows).
+
+    Attributes:
+        max_tokens: new tokens at most; 0 computes the prompt only (used to prewarm).
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches this.
+        min_p: drop tokens less likely than this share of the likeliest.
+        seed: the same seed, prompt and parameters give the same tokens, whatever else is in the batch.
+        stop: strings that end the text (they are not part of it unless `include_stop`).
+        stop_token_ids: tokens that end it, besides the model's own end tokens.
+        ignore_eos: go on after the model's end tokens.
+        logprobs: number of alternatives to report per token (0: the chosen token only), None for no log-probabilities.
+        prompt_logprobs is not offered: a cached prefix has no logits.
+        presence_penalty, frequency_penalty: OpenAI's, over generated tokens. repetition_penalty: over prompt and output.
+        logit_bias: token id to a number that is added to its logit.
+        n: sequences per prompt.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    n: int = 1
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _within("max_tokens", self.max_tokens, 0, None)
+        _within("min_tokens", self.min_tokens, 0, None)
+        _within("temperature", self.temperature, 0.0, None)
+        _within("top_k", self.top_k, 0, None)
+        _within("top_p", self.top_p, 0.0, 1.0)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _within("n", self.n, 1, MAX_N)
+        if self.top_p == 0.0:
+            raise BadRequest("top_p must be greater than 0", param="top_p")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise BadRequest("repetition_penalty must be greater than 0", param="repetition_penalty")
+        if any(not text for text in self.stop):
+            raise BadRequest("a stop string must not be empty", param="stop")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _within(name: str, value: float | None, low: float, high: float | None) -> None:
+    if value is None:
+        return
+    if not math.isfinite(value) or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise BadRequest(f"{name} must be {bounds}, not {value}", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to be continued.
+
+    Attributes:
+        id: unique among the requests in flight.
+        tokens: the whole prompt, a named prefix included.
+        salt: the tenant's salt; equal salts share cached blocks, different ones never do.
+        index: which of the `n` sequences of its prompt this is.
+        want_cache_report: explain in the final `Delta` where the prompt's KV came from.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    salt: bytes = b""
+    index: int = 0
+    want_cache_report: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural) of a chosen token and of the likeliest alternatives, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """Why did it hit, and why did the rest miss?
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        cached_tokens: tokens whose KV was reused, `device_tokens` + `copied_tokens`.
+        device_tokens: reused from full blocks shared in place.
+        copied_tokens: reused by copying the beginning of a partly filled block.
+        computed_tokens: tokens that were computed.
+        reason: why reuse ended where it did.
+        diverged_at: for `diverged`, the position of the first token that differs from the nearest cached prompt.
+        detail: the same in a sentence.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    device_tokens: int
+    copied_tokens: int
+    computed_tokens: int
+    reason: MissReason
+    diverged_at: int | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step brought for one sequence.
+
+    Attributes:
+        request_id: the request's id.
+        index: which of the prompt's `n` sequences.
+        tokens: new tokens, in order (a stop token included, so that counts are true).
+        text: new text, complete characters only, with stop strings already cut.
+        logprobs: one per token if asked for, else empty.
+        finish_reason: set on the last delta only. `stop_match` is the stop string or stop token that ended it.
+        prompt_tokens, cached_tokens: lengths, known from the first delta on.
+        error: the sentence behind `finish_reason == "error"`.
+    """
+
+    request_id: str
+    index: int
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_match: str | int | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cache_report: CacheReport | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished sequence of a prompt."""
+
+    index: int
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+    stop_match: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """Everything that one prompt gave: `n` completions, in order of their index."""
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    cached_tokens: int
+    outputs: tuple[Completion, ...]
+    cache_report: CacheReport | None = None
+    time_to_first_token: float = 0.0

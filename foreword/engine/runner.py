@@ -1,0 +1,41 @@
+"""What the engine's loop asks of whoever computes: the seam between bookkeeping and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from foreword.engine.sampling import Draw, Sampled
+from foreword.engine.scheduler import Sequence, Step
+
+
+class Runner(Protocol):
+    """Computes a step's KV and the next tokens.
+
+    `run` carries out `step.copies` in order, writes the KV of every chunk and samples one token for each sequence in `draws`
+    (all those whose chunk `samples`). It raises whatever the device raises; then nothing of the step may be used.
+    """
+
+    num_blocks: int
+    bytes_per_block: int
+
+    def run(self, step: Step, draws: Mapping[int, Draw]) -> dict[int, Sampled]:
+        """Keys of both mappings are `id(sequence)`."""
+        ...
+
+
+def draw_of(sequence: Sequence, end_tokens: tuple[int, ...]) -> Draw:
+    """What sampling the sequence's next token needs to know."""
+    params = sequence.request.params
+    needs_tokens = (
+        params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty or params.min_tokens
+    )
+    return Draw(
+        params=params,
+        seed=sequence.seed,
+        index=sequence.request.index,
+        position=len(sequence.table),
+        prompt=sequence.request.tokens,
+        output=sequence.output if needs_tokens else (),
+        end_tokens=end_tokens,
+    )

@@ -1,0 +1,255 @@
+"""Which tokens the next step computes: continuous batching, chunked prefill, preemption (R8 to R11). Pure: no torch, no I/O.
+
+A sequence is *waiting* (without blocks), *running*, or finished. Every step computes, for each running sequence in order of
+admission, what is missing of its tokens: one for a sequence that decodes, a chunk for one that prefills. Then waiting
+sequences are admitted in order of arrival while budget and memory last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from foreword.blocks import BlockTable, Copy, Match, PrefixCache
+from foreword.engine.request import CacheReport, Request
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One running continuation of a prompt: the engine's only mutable record of it.
+
+    Attributes:
+        computed: tokens whose KV is in the table's blocks. A decoding sequence has exactly one more token than that.
+        arrived: seconds of the engine's clock.
+        cached_tokens: prompt tokens found in the cache at the first admission (-1: never admitted yet).
+    """
+
+    request: Request
+    table: BlockTable
+    seed: int
+    max_total: int
+    arrived: float = 0.0
+    admitted_at: float = -1.0
+    last_token_at: float = -1.0
+    computed: int = 0
+    cached_tokens: int = -1
+    shared_tokens: int = 0
+    preemptions: int = 0
+    report: CacheReport | None = None
+    num_prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.table) - self.num_prompt
+
+    @property
+    def output(self) -> list[int]:
+        return self.table.chain.tokens[self.num_prompt :].tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `[start, start + count)` of one sequence, to be computed in this step.
+
+    Attributes:
+        write_from: KV is written for positions from here on; before it lie blocks that others share.
+        samples: these are the sequence's last tokens, so the step samples the next one.
+        named_before: blocks that were visible before this step (what a failed step must withdraw).
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    write_from: int
+    samples: bool
+    named_before: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step computes. `copies` come first, in order. `preempted` lost their blocks while it was made."""
+
+    chunks: tuple[Chunk, ...]
+    copies: tuple[Copy, ...] = ()
+    preempted: tuple[Sequence, ...] = ()
+    admitted: tuple[Sequence, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step in the making."""
+
+    budget: int
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    copies: list[Copy] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the queues; asks the prefix cache for blocks.
+
+    Args:
+        max_batch_tokens, max_num_seqs: bounds of a step.
+        reserve: share of the pool that an admission leaves free while others run, so that they can grow (R11).
+    """
+
+    def __init__(
+        self, cache: PrefixCache, *, max_batch_tokens: int = 512, max_num_seqs: int = 64, reserve: float = 0.01
+    ) -> None:
+        self.cache = cache
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._max_batch_tokens = max_batch_tokens
+        self._max_num_seqs = max_num_seqs
+        self._reserve = math.ceil(reserve * cache.pool.num_blocks)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def schedule(self) -> Step:
+        """Decide the next step and take its blocks. An empty step means that there is nothing to do."""
+        draft = _Draft(self._max_batch_tokens)
+        self._continue_running(draft)
+        if not draft.preempted:
+            self._admit_waiting(draft)
+        return Step(tuple(draft.chunks.values()), tuple(draft.copies), tuple(draft.preempted), tuple(draft.admitted))
+
+    def _continue_running(self, draft: _Draft) -> None:
+        # Decoding sequences never wait for a prefill chunk: their tokens are set aside first.
+        decoding = sum(1 for sequence in self.running if len(sequence.table) - sequence.computed == 1)
+        for_prefill = max(draft.budget - decoding, 0)
+        for sequence in list(self.running):
+            missing = len(sequence.table) - sequence.computed
+            count = missing if missing == 1 else min(missing, for_prefill)
+            if count == 0 or sequence in draft.preempted:
+                continue
+            if self._make_room(draft, sequence, sequence.computed + count):
+                self._schedule(draft, sequence, count)
+                for_prefill -= count if missing > 1 else 0
+
+    def _make_room(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> bool:
+        """Blocks for the sequence, if need be from the one admitted last. False if that was the sequence itself."""
+        table = sequence.table
+        if num_tokens < table.quiet_below:
+            return True
+        while True:
+            named = table.visible
+            if self.cache.advance(table, num_tokens):
+                draft.chunks[id(sequence)] = Chunk(sequence, 0, 0, 0, False, named)
+                return True
+            victim = self.running[-1]
+            self._preempt(draft, victim)
+            if victim is sequence:
+                return False
+
+    def _schedule(self, draft: _Draft, sequence: Sequence, count: int) -> None:
+        """Put a chunk into the draft; its blocks are already there."""
+        start = sequence.computed
+        table = sequence.table
+        known = draft.chunks.get(id(sequence))
+        named = known.named_before if known is not None else table.visible
+        write_from = max(start, named * self.cache.block_size)
+        samples = start + count == len(table)
+        draft.chunks[id(sequence)] = Chunk(sequence, start, count, write_from, samples, named)
+        draft.budget -= count
+
+    def _preempt(self, draft: _Draft, victim: Sequence) -> None:
+        """The request admitted last gives its blocks back and waits at the front; they stay cached while they can (R11).
+
+        It may already have a chunk in this step: then the blocks that the chunk would have filled are withdrawn. Nobody
+        shares them yet, because admissions come later and not at all in a step that preempts.
+        """
+        self.running.remove(victim)
+        chunk = draft.chunks.pop(id(victim), None)
+        if chunk is not None:
+            draft.budget += chunk.count
+            self.cache.retract(victim.table, chunk.named_before)
+        self.cache.note_tail(victim.table, victim.computed)
+        self.cache.release(victim.table)
+        victim.computed = 0
+        victim.preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(victim)
+        draft.preempted.append(victim)
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        while self.waiting and draft.budget > 0 and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting[0]
+            match = self.cache.lookup(sequence.table)
+            if not self._fits(sequence, match):
+                break
+            self.waiting.popleft()
+            self._admit(draft, sequence, match)
+
+    def _fits(self, sequence: Sequence, match: Match) -> bool:
+        """Whether the pool has room for all the tokens that the sequence has so far, and for what running prefills have yet
+        to take, above the reserve. An engine without other work needs no reserve."""
+        cache = self.cache
+        needed = cache.new_blocks(sequence.table, match, len(sequence.table))
+        if self.running:
+            needed += self._reserve + self._owed()
+        return needed <= cache.pool.num_free
+
+    def _owed(self) -> int:
+        size = self.cache.block_size
+        return sum(max(-(-len(s.table) // size) - len(s.table.blocks), 0) for s in self.running)
+
+    def _admit(self, draft: _Draft, sequence: Sequence, match: Match) -> None:
+        cache, table = self.cache, sequence.table
+        # A prompt that is cached to its end computes its last token again, for the logits; its KV is not written (R8).
+        sequence.computed = min(match.cached_tokens, len(table) - 1)
+        count = min(len(table) - sequence.computed, draft.budget)
+        cache.admit(table, match)
+        named = table.visible
+        if not cache.advance(table, sequence.computed + count):  # pragma: no cover - `_fits` said that there is room
+            raise AssertionError("admission without room")
+        copy = cache.copy_tail(table, match)
+        if copy is not None:
+            draft.copies.append(copy)
+        self.running.append(sequence)
+        if sequence.cached_tokens < 0:
+            sequence.cached_tokens = min(sequence.computed, sequence.num_prompt)
+            sequence.shared_tokens = min(len(match.blocks) * cache.block_size, sequence.computed)
+            draft.admitted.append(sequence)
+        draft.chunks[id(sequence)] = Chunk(sequence, 0, 0, 0, False, named)
+        self._schedule(draft, sequence, count)
+
+    def settle(self, step: Step) -> None:
+        """The step's KV is computed."""
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            sequence.computed = chunk.start + chunk.count
+            if chunk.samples and chunk.count > 1:
+                self.cache.note_tail(sequence.table, sequence.computed)
+
+    def withdraw(self, step: Step) -> None:
+        """The step failed: no block that it would have filled may be found by anyone."""
+        for chunk in step.chunks:
+            self.cache.retract(chunk.sequence.table, chunk.named_before)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.cache.note_tail(sequence.table, sequence.computed)
+            self.cache.release(sequence.table)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def finish_all(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in list(sequences):
+            self.finish(sequence)

@@ -1,0 +1,153 @@
+"""Text to tokens and back. Wraps a Transformers tokenizer; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+from jinja2 import TemplateError
+from tokenizers.decoders import DecodeStream
+
+from foreword.errors import BadRequest, ModelNotFound
+
+# Tokens of the prompt that the first new token's text may depend on (a leading space, half a character).
+_CONTEXT = 8
+
+
+class Tokenizer:
+    """A model's tokenizer. Thread-safe for reading; one `TextStream` belongs to one sequence."""
+
+    def __init__(self, inner: Any, eos_token_ids: tuple[int, ...] = ()) -> None:
+        backend = getattr(inner, "backend_tokenizer", None)
+        if backend is None:
+            raise ModelNotFound("the model's tokenizer has no tokenizer.json (a 'fast' tokenizer); convert it first")
+        self._inner = inner
+        self._backend = backend
+        self.vocab_size: int = len(inner)
+        own = () if inner.eos_token_id is None else (int(inner.eos_token_id),)
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*eos_token_ids, *own)))
+
+    @classmethod
+    def load(cls, source: str, eos_token_ids: tuple[int, ...] = (), *, trust_remote_code: bool = False) -> Tokenizer:
+        """Raises ModelNotFound if there is none."""
+        path = Path(source).expanduser()
+        try:
+            inner = transformers.AutoTokenizer.from_pretrained(
+                path if path.is_dir() else source, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError, KeyError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelNotFound(f"cannot load the tokenizer of {source!r}: {first}") from error
+        return cls(inner, eos_token_ids)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._inner.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token: int) -> str:
+        """One token as text; bytes that are no character on their own become U+FFFD."""
+        return self.decode([token], skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """One token as the bytes that it stands for."""
+        piece = self._backend.id_to_token(token)
+        if piece is None:
+            return b""
+        if piece.startswith("<0x") and piece.endswith(">") and len(piece) == 6:
+            return bytes([int(piece[3:5], 16)])
+        if all(char in _BYTE_OF_CHAR for char in piece) and "\ufffd" in self.token_text(token):
+            return bytes(_BYTE_OF_CHAR[char] for char in piece)
+        return self.token_text(token).encode()
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[int]:
+        """Token ids of a conversation. Raises BadRequest if the model has no chat template or it rejects the messages."""
+        if not self.has_chat_template:
+            raise BadRequest("this model has no chat template; use /v1/completions", param="messages")
+        try:
+            text = self._inner.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise BadRequest(f"the chat template rejects these messages: {error}", param="messages") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def stream(self, prompt: Sequence[int]) -> TextStream:
+        return TextStream(self, self._backend, prompt)
+
+
+class TextStream:
+    """Tokens of one sequence to text, as they come: only complete characters leave."""
+
+    __slots__ = ("_backend", "_held", "_stream", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, backend: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._backend = backend
+        self._stream = DecodeStream(ids=list(prompt[-_CONTEXT:]), skip_special_tokens=True)
+        self._held: list[int] = []
+
+    def push(self, token: int) -> str:
+        text = self._stream.step(self._backend, token)
+        if text is None:
+            self._held.append(token)
+            return ""
+        self._held.clear()
+        return text
+
+    def flush(self) -> str:
+        """What the last tokens stand for although it is not complete (U+FFFD for half a character)."""
+        held, self._held = self._held, []
+        return self._tokenizer.decode(held) if held else ""
+
+
+class StopFinder:
+    """Cuts text at the first stop string; text that may be the beginning of one is held back."""
+
+    __slots__ = ("_held", "_include", "_stops")
+
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+        self._stops = stops
+        self._include = include
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Text that may leave, and the stop string that was found."""
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            place, stop = min(found, key=lambda item: (item[0], -len(item[1])))
+            self._held = ""
+            return text[: place + (len(stop) if self._include else 0)], stop
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper beginning of `stop` that `text` ends with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes (Radford et al. 2019), as byte-level BPE vocabularies write them."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()

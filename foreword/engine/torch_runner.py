@@ -1,0 +1,113 @@
+"""The torch half of the engine: a model's weights, the paged tensors, and one forward pass per step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foreword.blocks import Copy
+from foreword.engine.attention import LayerShape, PagedLayer, Recorder, StepAttention, active
+from foreword.engine.sampling import Draw, Sampled, sample
+from foreword.engine.scheduler import Step
+
+
+class TorchRunner:
+    """Implements `Runner` for a Transformers causal language model whose attention is ours (engine/attention.py).
+
+    Args:
+        model: on its device, in evaluation mode, with `attn_implementation` set to ours.
+        shapes: what each layer keeps per token (`record_layers`).
+        num_blocks, block_size: the pool; `num_blocks * block_size` slots are allocated per layer.
+        share_prefixes: read a prefix that decoding sequences share once per batch.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        shapes: Mapping[int, LayerShape],
+        num_blocks: int,
+        block_size: int,
+        *,
+        share_prefixes: bool = True,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.bytes_per_block = block_size * sum(shape.bytes_per_token for shape in shapes.values())
+        self._model = model
+        self._device: torch.device = model.device
+        self._block_size = block_size
+        self._share = share_prefixes
+        slots = num_blocks * block_size
+        self._layers = {layer: PagedLayer(shape, slots, self._device) for layer, shape in shapes.items()}
+
+    @torch.inference_mode()
+    def run(self, step: Step, draws: Mapping[int, Draw]) -> dict[int, Sampled]:
+        self._copy(step.copies)
+        rows, wanted = self._sampled_rows(step, draws)
+        logits = self._forward(step, rows)
+        if not wanted:
+            return {}
+        sampled = sample(logits, [draws[identity] for identity in wanted])
+        return dict(zip(wanted, sampled, strict=True))
+
+    @torch.inference_mode()
+    def logits(self, step: Step) -> Tensor:
+        """Float32 logits `[tokens, vocab]` of all tokens of a step (used by the self-check)."""
+        self._copy(step.copies)
+        return self._forward(step, list(range(step.num_tokens))).float()
+
+    def _sampled_rows(self, step: Step, draws: Mapping[int, Draw]) -> tuple[list[int], list[int]]:
+        rows, wanted, end = [], [], 0
+        for chunk in step.chunks:
+            end += chunk.count
+            if id(chunk.sequence) in draws:
+                rows.append(end - 1)
+                wanted.append(id(chunk.sequence))
+        return rows, wanted
+
+    def _forward(self, step: Step, rows: Sequence[int]) -> Tensor:
+        """Logits of the given rows of the packed step, `[len(rows), vocab]`."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        for chunk in step.chunks:
+            end = chunk.start + chunk.count
+            tokens += chunk.sequence.table.chain.tokens[chunk.start : end]
+            positions += range(chunk.start, end)
+        attention = StepAttention(step, self._layers, self._block_size, self._device, share=self._share)
+        with active(attention):
+            output = self._model(
+                input_ids=torch.tensor([tokens], dtype=torch.long, device=self._device),
+                position_ids=torch.tensor([positions], dtype=torch.long, device=self._device),
+                use_cache=False,
+                # One row at least: a model that keeps no row would keep all of them.
+                logits_to_keep=torch.tensor(rows or [0], dtype=torch.long, device=self._device),
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        """In order: the target of one copy may have been the source of an earlier one."""
+        size = self._block_size
+        for copy in copies:
+            source, target, count = copy.source * size, copy.target * size, copy.tokens
+            for layer in self._layers.values():
+                layer.k[target : target + count] = layer.k[source : source + count]
+                layer.v[target : target + count] = layer.v[source : source + count]
+
+
+@torch.inference_mode()
+def record_layers(model: Any) -> tuple[dict[int, LayerShape], bool]:
+    """What each layer that asks for attention keeps per token, found by one pass over two tokens; and whether the model
+    keeps to `logits_to_keep` (one that does not computes logits for every token of a prompt)."""
+    recorder = Recorder()
+    ids = torch.tensor([[0, 1]], device=model.device)
+    with active(recorder):
+        output = model(
+            input_ids=ids,
+            position_ids=torch.tensor([[0, 1]], device=model.device),
+            use_cache=False,
+            logits_to_keep=torch.tensor([1], device=model.device),
+        )
+    return recorder.shapes, output.logits.shape[1] == 1

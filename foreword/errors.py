@@ -1,0 +1,157 @@
+"""One tree of errors.
+
+Every error that leaves a public function of Foreword is a `ForewordError`. It says whose fault it is, whether the same
+call may succeed later, and which HTTP status answers it, so no caller has to keep a table of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar, Literal
+
+Fault = Literal["client", "operator", "server"]
+
+
+class ForewordError(Exception):
+    """Base of all errors.
+
+    Attributes:
+        fault: who can mend it: the `client` that called, the `operator` who set things up, or the `server` itself.
+        status: the HTTP status that answers it.
+        retry: whether the same call may succeed later without a change.
+        code: a stable word for programs; OpenAI's own where one exists.
+        param: the name of the offending parameter, where there is one.
+    """
+
+    fault: ClassVar[Fault] = "server"
+    status: ClassVar[int] = 500
+    retry: ClassVar[bool] = False
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class BadRequest(ForewordError):
+    """A parameter is missing, malformed or out of range."""
+
+    fault = "client"
+    status = 400
+    code = "invalid_request"
+
+
+class PromptTooLong(BadRequest):
+    """The prompt, or the prompt and the tokens asked for, exceed the model's or the pool's length."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthorized(ForewordError):
+    """The server asks for an API key and got none, or one it does not know."""
+
+    fault = "client"
+    status = 401
+    code = "invalid_api_key"
+
+
+class NotFound(ForewordError):
+    """The thing named does not exist."""
+
+    fault = "client"
+    status = 404
+    code = "not_found"
+
+
+class UnknownModel(NotFound):
+    """The request names a model that is not served here."""
+
+    code = "model_not_found"
+
+
+class UnknownPrefix(NotFound):
+    """The request names a prefix that was never registered, or was removed (R17)."""
+
+    code = "prefix_not_found"
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"No prefix named {name!r} is registered{did_you_mean(name, known)}", param="prefix")
+
+
+class PrefixBudgetExceeded(ForewordError):
+    """A named prefix does not fit into the bytes that named prefixes may pin (R18)."""
+
+    fault = "client"
+    status = 409
+    code = "prefix_budget_exceeded"
+
+
+class QueueFull(ForewordError):
+    """More requests wait than the server was told to hold."""
+
+    status = 429
+    retry = True
+    code = "queue_full"
+
+
+class ShuttingDown(ForewordError):
+    """The server drains and takes no new requests."""
+
+    status = 503
+    retry = True
+    code = "shutting_down"
+
+
+class NotReady(ForewordError):
+    """The model is still being loaded."""
+
+    status = 503
+    retry = True
+    code = "not_ready"
+
+
+class EngineFailed(ForewordError):
+    """A step of the engine failed; the requests in it were ended and their blocks withdrawn."""
+
+    code = "engine_error"
+
+
+class ConfigError(ForewordError):
+    """A configuration key is unknown, or its value is of the wrong type or out of range."""
+
+    fault = "operator"
+    code = "configuration_error"
+
+
+class ModelNotFound(ForewordError):
+    """There is no model at the given place, or it cannot be read."""
+
+    fault = "operator"
+    code = "model_unavailable"
+
+
+class ModelUnsupported(ForewordError):
+    """The engine would not compute this model correctly, so it refuses to run it."""
+
+    fault = "operator"
+    code = "model_unsupported"
+
+
+class IntegrityError(ForewordError):
+    """An invariant of the block pool does not hold. This is a defect in Foreword."""
+
+    code = "integrity_error"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error sentence: close names if there are any, else what is known, else nothing."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    if close:
+        return f". Did you mean {' or '.join(repr(n) for n in close)}?"
+    if names:
+        shown = ", ".join(repr(n) for n in names[:8])
+        return f". Known: {shown}{', ...' if len(names) > 8 else ''}"
+    return ". None is known yet"

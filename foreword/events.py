@@ -1,0 +1,98 @@
+"""Frozen facts about what happened, and the protocol of those who want to know.
+
+Times are seconds of `time.monotonic()`. An observer is called on the engine's thread: it must be quick and must not raise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks became visible to lookups, in chain order. `parent` is the key before the first of them."""
+
+    parent: bytes
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Keys that no block on the device holds any more."""
+
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLookup:
+    """A request was admitted for the first time: how many of its prompt's tokens were asked for and found."""
+
+    request_id: str
+    queried_tokens: int
+    hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPreempted:
+    """A running request lost its blocks and waits again."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A request's first token appeared. Seconds since the request arrived; `queued` is the part spent waiting."""
+
+    request_id: str
+    seconds: float
+    queued: float
+
+
+@dataclass(frozen=True, slots=True)
+class NextTokens:
+    """Seconds between a sequence's previous token and this step's, once per sequence and step."""
+
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """A sequence ended. Seconds since it arrived."""
+
+    request_id: str
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """One step of the engine: what it computed, how long it took, and the state after it."""
+
+    seconds: float
+    prefill_tokens: int
+    decode_tokens: int
+    running: int
+    waiting: int
+    kv_usage: float
+
+
+Event = (
+    BlocksStored
+    | BlocksRemoved
+    | PrefixLookup
+    | RequestPreempted
+    | FirstToken
+    | NextTokens
+    | RequestFinished
+    | StepFinished
+)
+
+
+class Observer(Protocol):
+    """Whoever wants to know."""
+
+    def notify(self, event: Event) -> None: ...

@@ -1,0 +1,87 @@
+"""The application: all routes around one engine. `serve` runs it as a process."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from foreword.config import Config
+from foreword.errors import ForewordError
+from foreword.metrics import PrometheusObserver
+from foreword.serving import faults, openai_api, prefixes_api
+from foreword.serving.backend import Engine
+from foreword.serving.front import Front
+from foreword.serving.gate import Gate
+from foreword.serving.requests_log import RequestsLog
+from foreword.serving.tenants import Tenants
+
+
+def create_app(engine: Engine | Gate, registry: PrometheusObserver, config: Config) -> FastAPI:
+    """The ASGI application.
+
+    Args:
+        engine: a loaded engine, or a gate that will be opened when the engine is loaded.
+        registry: what `/metrics` shows. It must have been given to the engine as an observer.
+
+    Raises ConfigError for malformed API keys.
+    """
+    gate = engine if isinstance(engine, Gate) else Gate(config.server.max_queue, engine)
+    tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizing")
+    front = Front(gate, Tenants.from_config(config.server), tokenizing)
+    app = FastAPI(title="Foreword", version=version(), docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(RequestsLog, counted=registry.count_response)
+    app.include_router(openai_api.router(front))
+    app.include_router(prefixes_api.router(front))
+    _add_probes(app, gate, registry)
+    faults.install(app)
+    return app
+
+
+def serve(config: Config) -> int:
+    """Run the server until it is told to stop; returns the process's exit status. Raises ConfigError."""
+    from foreword.serving.server import run  # it imports this module
+
+    return run(config)
+
+
+def version() -> str:
+    """Foreword's version, as installed."""
+    try:
+        return metadata.version("foreword")
+    except metadata.PackageNotFoundError:
+        return "0+uninstalled"
+
+
+def _add_probes(app: FastAPI, gate: Gate, registry: PrometheusObserver) -> None:
+    @app.get("/health", tags=["probes"])
+    async def health() -> Response:
+        """Alive? 200 from the start, also while the model is loaded; 503 only if a restart is needed."""
+        failed = gate.loaded.status().failed if gate.loaded is not None else None
+        if failed is not None:
+            return JSONResponse({"status": "failed", "reason": failed}, 503)
+        return JSONResponse({"status": "alive"})
+
+    @app.get("/ready", tags=["probes"])
+    async def ready() -> Response:
+        """Does it take requests? 503 while the model is loaded and while the server shuts down."""
+        try:
+            engine = gate.engine()
+        except ForewordError as error:
+            body = {"status": error.code, "reason": error.message}
+            return JSONResponse(body, 503, headers={"retry-after": "1"})
+        return JSONResponse({"status": "ready", "model": engine.info.name})
+
+    @app.get("/metrics", tags=["probes"])
+    async def metrics(request: Request) -> Response:
+        """Prometheus."""
+        content, media_type = registry.render(request.headers.get("accept", ""))
+        return Response(content, headers={"content-type": media_type})
+
+    @app.get("/version", tags=["probes"])
+    async def show_version() -> dict[str, Any]:
+        """Foreword's version."""
+        return {"version": version()}

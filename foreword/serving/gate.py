@@ -1,0 +1,89 @@
+"""The state of the front door: loading, ready, draining. It says who may enter, and counts who is inside."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from foreword.errors import BadRequest, EngineFailed, NotReady, QueueFull, ShuttingDown
+from foreword.serving.backend import Engine
+
+
+class Gate:
+    """Everything here runs on the event loop's thread; nothing is locked.
+
+    Args:
+        max_queue: sequences that may wait for admission to the engine.
+        engine: the engine, if it is loaded already.
+    """
+
+    def __init__(self, max_queue: int, engine: Engine | None = None) -> None:
+        self.max_queue = max_queue
+        self.rejected = 0
+        self._engine = engine
+        self._draining = False
+        self._inside = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._since = time.monotonic()
+
+    def open(self, engine: Engine) -> None:
+        """The engine is loaded: let requests in."""
+        self._engine = engine
+
+    @property
+    def loaded(self) -> Engine | None:
+        """The engine, whether or not requests may enter."""
+        return self._engine
+
+    def engine(self) -> Engine:
+        """The engine. Raises ShuttingDown, NotReady or EngineFailed where a request may not enter now."""
+        if self._draining:
+            raise ShuttingDown("The server is shutting down and takes no new requests; retry later")
+        if self._engine is None:
+            waited = time.monotonic() - self._since
+            raise NotReady(f"The model is still being loaded ({waited:.0f} s so far); retry soon")
+        failed = self._engine.status().failed
+        if failed is not None:
+            raise EngineFailed(f"The engine has stopped: {failed}")
+        return self._engine
+
+    def check_room(self, sequences: int) -> None:
+        """Raises QueueFull if `sequences` more would have to wait beyond the bound, BadRequest if they always would."""
+        if sequences > self.max_queue:
+            raise BadRequest(
+                f"The request asks for {sequences} sequences (prompts times n); "
+                f"at most {self.max_queue} may wait here (server.max_queue)",
+                param="n",
+            )
+        # What is inside and does not run, waits or is on its way to the engine: a burst that arrives between two steps
+        # is counted although the engine has not seen it yet.
+        status = self.engine().status()
+        waiting = max(status.waiting, self._inside - status.running)
+        if waiting + sequences > self.max_queue:
+            self.rejected += 1
+            raise QueueFull(f"{waiting} sequences wait already and at most {self.max_queue} may; retry later")
+
+    @contextmanager
+    def admit(self, sequences: int) -> Iterator[Engine]:
+        """Count `sequences` as inside until the end of the block. Raises what `engine` and `check_room` raise."""
+        engine = self.engine()
+        self.check_room(sequences)
+        self._inside += sequences
+        self._empty.clear()
+        try:
+            yield engine
+        finally:
+            self._inside -= sequences
+            if self._inside == 0:
+                self._empty.set()
+
+    async def drain(self, timeout: float) -> None:
+        """Let nobody in, wait up to `timeout` seconds until everybody is out, then abort the rest."""
+        self._draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), timeout)
+        if self._engine is not None:
+            await self._engine.drain(0.0)

@@ -1,0 +1,210 @@
+"""The process: bind, load the model in the background, serve, drain, exit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from foreword.config import Config, ServerConfig
+from foreword.errors import ConfigError, ForewordError
+from foreword.metrics import PrometheusObserver
+from foreword.serving.app import create_app, version
+from foreword.serving.backend import Engine
+from foreword.serving.gate import Gate
+
+logger = logging.getLogger(__name__)
+
+# Seconds. Longer than clients keep idle connections: the side that sends the next request must be the one that closes.
+_KEEP_ALIVE = 65
+# Seconds for the last bytes to reach slow clients after the engine has ended their requests.
+_FLUSH = 5
+
+Load = Callable[[Config, PrometheusObserver], Engine]
+
+
+def run(config: Config, load: Load | None = None) -> int:
+    """Serve until a signal or a failed load; returns the exit status. Raises ConfigError before anything is started."""
+    _configure_logging(config.server.log_level)
+    gate = Gate(config.server.max_queue)
+    registry = PrometheusObserver()
+    app = create_app(gate, registry, config)
+    listener = bind(config.server)
+    settings = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE,
+        timeout_graceful_shutdown=_FLUSH,
+    )
+    server = Server(settings, gate, config.server.drain_seconds)
+    loader = Loader(config, registry, server, load or load_engine)
+    server.on_started = loader.start
+    logger.info("Foreword %s listens on %s; loading the model", version(), _url(listener))
+    server.run(sockets=[listener])
+    return _leave(server, loader)
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket that listens. Raises ConfigError with a sentence if that is not possible."""
+    where = f"{config.host} port {config.port}"
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {config.host!r}: it is not an address of this machine (--host)") from error
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Listening now, not when the loop starts: of two servers on one port the second fails here.
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {where}: {_bind_advice(error)}") from error
+    return listener
+
+
+def _bind_advice(error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return "ports below 1024 need special rights; choose another with --port"
+    reason = (os.strerror(error.errno) if error.errno else str(error)).lower()
+    return f"{reason}; choose another with --port (0 takes a free one) or --host"
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but a first signal drains and a second one exits at once.
+
+    While it drains it still listens: probes are answered, `/ready` says 503, and new requests are told to go elsewhere.
+    """
+
+    def __init__(self, settings: uvicorn.Config, gate: Gate, drain_seconds: float) -> None:
+        super().__init__(settings)
+        self.gate = gate
+        self.exit_status = 0
+        self.on_started: Callable[[asyncio.AbstractEventLoop], None] | None = None
+        self._drain_seconds = drain_seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        if self.on_started is not None:
+            self.on_started(self._loop)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # The base class would raise the signal again at the end, and the process would not exit with status 0.
+        if self._stopping:
+            logging.shutdown()
+            os._exit(128 + sig)
+        self._stopping = True
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def fail(self, reason: str) -> None:
+        """End the process with status 1. On the loop's thread."""
+        logger.error("%s", reason)
+        self.exit_status = 1
+        self.should_exit = True
+
+    def _begin_drain(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        if self.gate.loaded is not None:
+            logger.info("shutting down: running requests may take %g s more", self._drain_seconds)
+            await self.gate.drain(self._drain_seconds)
+        self.should_exit = True
+
+
+class Loader:
+    """Loads the engine on a thread of its own, so that probes are answered meanwhile."""
+
+    def __init__(self, config: Config, registry: PrometheusObserver, server: Server, load: Load) -> None:
+        self._config = config
+        self._registry = registry
+        self._server = server
+        self._load = load
+        self._thread = threading.Thread(target=self._run, name="loading", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            engine = self._load(self._config, self._registry)
+        except ForewordError as error:
+            self._call(self._server.fail, error.message)
+        except Exception as error:  # the thread's edge: without this the process would wait for ever for its model
+            logger.exception("loading the model failed")
+            self._call(self._server.fail, f"loading the model failed: {error}")
+        else:
+            self._call(self._open, engine)
+
+    def _call(self, function: Callable[..., None], argument: object) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, argument)
+
+    def _open(self, engine: Engine) -> None:
+        self._registry.watch(engine)
+        self._server.gate.open(engine)
+        info = engine.info
+        logger.info("ready: %s, %s on %s, %d tokens of KV", info.name, info.dtype, info.device, _pool_tokens(engine))
+
+
+def load_engine(config: Config, registry: PrometheusObserver) -> Engine:
+    """Load the real engine; imports torch. Raises ForewordError."""
+    from foreword.engine.async_engine import AsyncEngine
+
+    return AsyncEngine.from_config(config.engine, prefixes=config.prefixes, observers=[registry])
+
+
+def _pool_tokens(engine: Engine) -> int:
+    return engine.info.num_blocks * engine.info.block_size
+
+
+def _leave(server: Server, loader: Loader) -> int:
+    if loader.busy:
+        # Native code of the loading thread must not meet an interpreter that is being torn down.
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(server.exit_status)
+    if server.gate.loaded is not None:
+        server.gate.loaded.close()
+    logger.info("stopped")
+    return server.exit_status
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _configure_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
+    )
+    # uvicorn's own lines say nothing that ours do not.
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))

@@ -1,0 +1,201 @@
+"""`/v1/completions` through OpenAI's own client and over plain HTTP."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from conftest import Door, words
+
+GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def stream(ai: openai.OpenAI, **body: Any) -> list[Any]:
+    return list(ai.completions.create(stream=True, stream_options={"include_usage": True}, **body))
+
+
+def joined(chunks: list[Any], index: int) -> str:
+    return "".join(choice.text for chunk in chunks for choice in chunk.choices if choice.index == index)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 24])
+def test_streaming_equals_not_streaming(ai: openai.OpenAI, door: Door, max_tokens: int) -> None:
+    """The chunks of a stream, put together, are the answer that is given without streaming; usage included."""
+    body: dict[str, Any] = dict(model=door.model, prompt=words("equal", 8), max_tokens=max_tokens, **GREEDY)
+    whole = ai.completions.create(**body)
+    chunks = stream(ai, **body)
+    assert joined(chunks, 0) == whole.choices[0].text != ""
+    finish = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+    assert finish == [whole.choices[0].finish_reason] == ["length"]
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None and whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == max_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert {chunk.id for chunk in chunks} == {chunks[0].id} != {whole.id}
+
+
+def test_usage_counts_and_cached_tokens(ai: openai.OpenAI, door: Door) -> None:
+    """Usage counts the prompt's tokens, and the second time says how many of them were cached."""
+    prompt = words("usage", 60)
+    tokens = door.engine.tokenizer.encode(prompt)
+    first, second = (
+        ai.completions.create(model=door.model, prompt=prompt, max_tokens=3, **GREEDY).usage for _ in range(2)
+    )
+    assert first is not None and second is not None
+    assert first.prompt_tokens == second.prompt_tokens == len(tokens)
+    assert first.total_tokens == first.prompt_tokens + first.completion_tokens
+    assert first.prompt_tokens_details is not None and second.prompt_tokens_details is not None
+    assert first.prompt_tokens_details.cached_tokens == 0
+    cached = second.prompt_tokens_details.cached_tokens
+    block = door.engine.info.block_size
+    assert cached is not None and (len(tokens) - 1) // block * block <= cached < len(tokens)
+
+
+def test_all_shapes_of_prompt(ai: openai.OpenAI, door: Door) -> None:
+    """A string, a list of strings, token ids and lists of token ids mean the same prompt."""
+    text, other = words("shape", 5), words("form", 5)
+    ids, other_ids = door.engine.tokenizer.encode(text), door.engine.tokenizer.encode(other)
+    body: dict[str, Any] = dict(model=door.model, max_tokens=5, **GREEDY)
+    one = [choice.text for choice in ai.completions.create(prompt=text, **body).choices]
+    both = [choice.text for choice in ai.completions.create(prompt=[text, other], **body).choices]
+    assert len(both) == 2 and both[:1] == one
+    assert [choice.text for choice in ai.completions.create(prompt=ids, **body).choices] == one
+    assert [choice.text for choice in ai.completions.create(prompt=[ids, other_ids], **body).choices] == both
+    chunks = stream(ai, prompt=[text, other], **body)
+    assert [joined(chunks, index) for index in range(2)] == both
+
+
+def test_n_sequences_per_prompt(ai: openai.OpenAI, door: Door) -> None:
+    """Two prompts with n=2 give four choices in order; usage counts each prompt once and every sequence's tokens."""
+    prompts = [words("many", 4), words("lots", 4)]
+    body: dict[str, Any] = dict(model=door.model, prompt=prompts, n=2, max_tokens=6, seed=7)
+    body["extra_body"] = {"ignore_eos": True}
+    whole = ai.completions.create(**body)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert whole.usage is not None and whole.usage.completion_tokens == 24
+    assert whole.usage.prompt_tokens == sum(len(door.engine.tokenizer.encode(prompt)) for prompt in prompts)
+    chunks = stream(ai, **body)
+    assert [joined(chunks, choice.index) for choice in whole.choices] == [choice.text for choice in whole.choices]
+
+
+def test_seed_repeats(ai: openai.OpenAI, door: Door) -> None:
+    """The same seed gives the same text."""
+    body: dict[str, Any] = dict(model=door.model, prompt=words("seed", 4), max_tokens=12, seed=3, temperature=1.0)
+    assert ai.completions.create(**body).choices[0].text == ai.completions.create(**body).choices[0].text
+
+
+def test_logprobs_have_openais_shape(ai: openai.OpenAI, door: Door) -> None:
+    """Log-probabilities come as parallel lists whose offsets point at each token in the text, streamed or not."""
+    body: dict[str, Any] = dict(model=door.model, prompt=words("odds", 6), max_tokens=8, logprobs=3, **GREEDY)
+    choice = ai.completions.create(**body).choices[0]
+    shown = choice.logprobs
+    assert shown is not None and shown.tokens and shown.token_logprobs and shown.top_logprobs and shown.text_offset
+    assert len(shown.tokens) == len(shown.token_logprobs) == len(shown.top_logprobs) == len(shown.text_offset) == 8
+    assert shown.text_offset[0] == 0 and shown.text_offset == sorted(shown.text_offset)
+    for token, logprob, top in zip(shown.tokens, shown.token_logprobs, shown.top_logprobs, strict=True):
+        assert logprob <= 0 and top[token] == logprob == max(top.values())
+        assert 1 <= len(top) <= 3
+    if not any(token.startswith("bytes:") for token in shown.tokens):
+        assert "".join(shown.tokens) == choice.text
+        assert [choice.text[offset:].startswith(token) for token, offset in zip(shown.tokens, shown.text_offset)]
+    chunks = [each for chunk in stream(ai, **body) for each in chunk.choices if each.logprobs]
+    assert [token for each in chunks for token in each.logprobs.tokens] == shown.tokens
+    assert [offset for each in chunks for offset in each.logprobs.text_offset] == shown.text_offset
+
+
+def test_zero_logprobs_is_the_chosen_token_only(ai: openai.OpenAI, door: Door) -> None:
+    """`logprobs: 0` reports the chosen token and nothing beside it."""
+    choice = ai.completions.create(model=door.model, prompt="x = ", max_tokens=3, logprobs=0, **GREEDY).choices[0]
+    assert choice.logprobs is not None and choice.logprobs.top_logprobs is not None
+    assert [len(top) for top in choice.logprobs.top_logprobs] == [1, 1, 1]
+
+
+def test_echo_puts_the_prompt_before_the_text(ai: openai.OpenAI, door: Door) -> None:
+    """`echo` repeats the prompt, streamed or not, from text or from token ids."""
+    prompt = words("echo", 3)
+    body: dict[str, Any] = dict(model=door.model, max_tokens=4, **GREEDY)
+    plain = ai.completions.create(prompt=prompt, **body).choices[0].text
+    assert ai.completions.create(prompt=prompt, echo=True, **body).choices[0].text == prompt + plain
+    assert joined(stream(ai, prompt=prompt, echo=True, **body), 0) == prompt + plain
+    ids = door.engine.tokenizer.encode(prompt)
+    assert ai.completions.create(prompt=ids, echo=True, **body).choices[0].text.endswith(prompt + plain)
+
+
+def test_max_tokens_zero_computes_the_prompt_only(ai: openai.OpenAI, door: Door) -> None:
+    """`max_tokens: 0` gives no text, and warms the cache for who comes next."""
+    prompt = words("warm", 60)
+    body: dict[str, Any] = dict(model=door.model, prompt=prompt, **GREEDY)
+    warm = ai.completions.create(max_tokens=0, **body)
+    assert warm.choices[0].text == "" and warm.usage is not None and warm.usage.completion_tokens == 0
+    usage = ai.completions.create(max_tokens=1, **body).usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    assert (usage.prompt_tokens_details.cached_tokens or 0) > 0
+    assert joined(stream(ai, prompt=prompt, model=door.model, max_tokens=0), 0) == ""
+
+
+def test_default_is_sixteen_tokens(client: httpx.Client) -> None:
+    """Without `max_tokens`, and without `model`, a completion has OpenAI's default of 16 tokens."""
+    answer = client.post("/v1/completions", json={"prompt": "def f(", "ignore_eos": True}).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_stop_string_is_cut_and_named(ai: openai.OpenAI, door: Door) -> None:
+    """A stop string ends the text, is not part of it unless asked for, and is named in `stop_reason`."""
+    body: dict[str, Any] = dict(model=door.model, prompt=words("halt", 4), max_tokens=24, temperature=0)
+    text = ai.completions.create(**body, extra_body={"ignore_eos": True}).choices[0].text
+    stop = text[5:8]
+    choice = ai.completions.create(**body, stop=[stop], extra_body={"ignore_eos": True}).choices[0]
+    assert choice.finish_reason == "stop" and choice.text == text[: text.index(stop)]
+    assert choice.stop_reason == stop  # type: ignore[attr-defined]
+    kept = {"ignore_eos": True, "include_stop_str_in_output": True}
+    assert ai.completions.create(**body, stop=stop, extra_body=kept).choices[0].text.endswith(stop)
+    chunks = list(ai.completions.create(**body, stop=stop, stream=True, extra_body={"ignore_eos": True}))
+    assert joined(chunks, 0) == choice.text
+
+
+def test_cache_report(client: httpx.Client) -> None:
+    """`cache_report` explains where the prompt's KV came from: in the answer, and in a stream's last chunks."""
+    body = {"prompt": words("report", 60), "max_tokens": 2, "cache_report": True, "ignore_eos": True}
+    first = client.post("/v1/completions", json=body).json()["cache_report"]
+    second = client.post("/v1/completions", json=body).json()["cache_report"]
+    assert first["cached_tokens"] == 0 and first["computed_tokens"] == first["prompt_tokens"]
+    assert second["cached_tokens"] > 0 and second["detail"]
+    assert second["cached_tokens"] + second["computed_tokens"] == second["prompt_tokens"]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    lines = client.post("/v1/completions", json={**body, **options}).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert "cache_report" not in chunks[0]
+    finished = next(chunk for chunk in chunks if chunk["choices"] and chunk["choices"][0]["finish_reason"])
+    assert finished["cache_report"]["cached_tokens"] > 0
+    assert chunks[-1]["usage"] and chunks[-1]["cache_report"] == finished["cache_report"]
+    both = {**body, "prompt": [words("report", 60), words("report", 61)]}
+    assert len(client.post("/v1/completions", json=both).json()["cache_report"]) == 2
+
+
+def test_stream_is_server_sent_events(client: httpx.Client) -> None:
+    """A stream has the media type of server-sent events, one JSON object per event, and ends with [DONE]."""
+    answer = client.post("/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 3})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = answer.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    for event in events[:-2]:
+        assert json.loads(event.removeprefix("data: "))["object"] == "text_completion"
+
+
+def test_fields_without_effect_are_tolerated(client: httpx.Client) -> None:
+    """Fields that this server does not know, or that ask for what it does anyway, do no harm."""
+    extra = {
+        "user": "u",
+        "prompt_cache_key": "k",
+        "metadata": {},
+        "tools": [],
+        "response_format": {"type": "text"},
+        "best_of": 1,
+        "suffix": None,
+        "cache_salt": "mine",
+        "x": 1,
+    }
+    assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, **extra}).status_code == 200

@@ -1,0 +1,184 @@
+"""The server as a process: it answers while it loads, drains on SIGTERM, and fails with a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from conftest import until
+
+pytestmark = pytest.mark.timeout(180)
+
+FLAGS = ["--port", "0", "--kv-memory", "8192 tokens", "--threads", "1"]
+
+
+class Process:
+    """`foreword serve` with what it wrote to stderr."""
+
+    def __init__(self, *arguments: str) -> None:
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
+        command = [sys.executable, "-m", "foreword", "serve", *FLAGS, *arguments]
+        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        self.lines.extend(iter(self.popen.stderr.readline, ""))
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def url(self) -> str:
+        until(lambda: "listens on" in self.text or self.popen.poll() is not None, 60)
+        found = re.search(r"http://\S+:\d+", self.text)
+        assert found is not None, self.text
+        return found[0]
+
+    def wait_ready(self) -> str:
+        url = self.url()
+        until(lambda: httpx.get(f"{url}/ready").status_code == 200 or self.popen.poll() is not None, 120)
+        return url
+
+    def end(self, seconds: float = 30) -> int:
+        status = self.popen.wait(seconds)
+        self._reader.join(5)
+        return status
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def make(*arguments: str) -> Process:
+        started.append(Process(*arguments))
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.popen.kill()
+        process.popen.wait()
+
+
+def ask(url: str, max_tokens: int) -> dict[str, object]:
+    longest = httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"]
+    return {"prompt": "x", "stream": True, "ignore_eos": True, "max_tokens": min(max_tokens, longest - 50)}
+
+
+def test_alive_at_once_and_ready_later(start: Callable[..., Process]) -> None:
+    """While the model loads the server is alive and not ready, and answers requests with 503 and Retry-After."""
+    process = start()
+    url = process.url()
+    assert httpx.get(f"{url}/health").status_code == 200
+    ready = httpx.get(f"{url}/ready")
+    assert (ready.status_code, ready.json()["status"]) == (503, "not_ready") and "loaded" in ready.json()["reason"]
+    early = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+    assert (early.status_code, early.json()["error"]["code"]) == (503, "not_ready") and early.headers["retry-after"]
+    assert httpx.get(f"{url}/metrics").status_code == 200
+    process.wait_ready()
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    process.popen.send_signal(signal.SIGINT)
+    assert process.end() == 0
+    assert "Traceback" not in process.text
+
+
+def test_drain_lets_running_requests_finish(start: Callable[..., Process]) -> None:
+    """After SIGTERM a running stream is finished, new requests and /ready are 503, and the exit status is 0."""
+    process = start()
+    url = process.wait_ready()
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", f"{url}/v1/completions", json=ask(url, 400)) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        process.popen.send_signal(signal.SIGTERM)
+        until(lambda: "shutting down" in process.text)
+        ready = httpx.get(f"{url}/ready")
+        assert (ready.status_code, ready.json()["status"]) == (503, "shutting_down")
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert httpx.get(f"{url}/health").status_code == 200
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert process.end() == 0
+    assert "Traceback" not in process.text
+
+
+def test_drain_aborts_what_takes_too_long(start: Callable[..., Process]) -> None:
+    """What still runs after `drain_seconds` is ended with an error in its stream, and the exit status is still 0."""
+    process = start("--drain-seconds", "0")
+    url = process.wait_ready()
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", f"{url}/v1/completions", json=ask(url, 10**6)) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        process.popen.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert process.end() == 0
+    assert "Traceback" not in process.text
+
+
+def test_second_signal_exits_at_once(start: Callable[..., Process]) -> None:
+    """A second signal does not wait for anything."""
+    process = start("--drain-seconds", "100")
+    url = process.wait_ready()
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", f"{url}/v1/completions", json=ask(url, 10**6)) as stream,
+    ):
+        next(stream.iter_lines())
+        process.popen.send_signal(signal.SIGTERM)
+        until(lambda: "shutting down" in process.text)
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.end(5) == 128 + signal.SIGTERM
+
+
+def test_signal_while_loading(start: Callable[..., Process]) -> None:
+    """A signal that comes while the model is loaded ends the process at once, with status 0."""
+    process = start()
+    process.url()
+    process.popen.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert process.end() == 0
+    assert time.monotonic() - began < 10
+
+
+def test_failed_load(start: Callable[..., Process]) -> None:
+    """A model that cannot be loaded ends the process with status 1 and a sentence, without a traceback."""
+    process = start("/nonexistent/model")
+    assert process.end(120) == 1
+    assert "/nonexistent/model" in process.text and "Traceback" not in process.text
+
+
+def test_port_in_use(start: Callable[..., Process]) -> None:
+    """A port that is taken ends the process with status 2 and a sentence that names the port and --port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        process = start("--port", port)
+        assert process.end() == 2
+    assert port in process.text and "--port" in process.text and "Traceback" not in process.text
+
+
+def test_bad_settings(start: Callable[..., Process]) -> None:
+    """A bad value, a bad host and a bad API key end the process with status 2 and one sentence, before anything loads."""
+    for arguments in (["--block-size", "0"], ["--host", "no.such.host.invalid"], ["--api-keys", "two words"]):
+        process = start(*arguments)
+        assert process.end() == 2
+        assert process.text.startswith("foreword: ") and process.text.count("\n") == 1

@@ -1,0 +1,146 @@
+"""API keys, and what tenants can and cannot learn of each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Doors, words
+
+from foreword.config import ServerConfig
+from foreword.errors import ConfigError, Unauthorized
+from foreword.serving.tenants import Tenants, derive_salt
+
+
+def cached(doors: Doors, key: str, prompt: str, **more: Any) -> int:
+    body = {"prompt": prompt, "max_tokens": 1, **more}
+    with doors.keyed.http(key) as client:
+        usage = client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_tenants_do_not_share_the_cache(doors: Doors) -> None:
+    """A prompt that one tenant sent is cached for that tenant and never seen by another."""
+    prompt = words("private", 60)
+    assert cached(doors, "alice-secret", prompt) == 0
+    assert cached(doors, "alice-secret", prompt) > 0
+    assert cached(doors, "bob-secret", prompt) == 0
+    assert cached(doors, "lonely-secret", prompt) == 0
+    assert cached(doors, "bob-secret", prompt) > 0
+
+
+def test_a_salt_from_the_client_is_ignored(doors: Doors) -> None:
+    """Whatever salt a client sends, it hits its own tenant's blocks and nobody else's."""
+    prompt = words("salted", 60)
+    assert cached(doors, "alice-secret", prompt) == 0
+    salt = derive_salt(b"s3cret", "alice")
+    for name in ("salt", "cache_salt"):
+        for value in ("", "x", salt.hex(), salt.decode("latin-1")):
+            assert cached(doors, "alice-secret", prompt, **{name: value}) > 0
+    assert cached(doors, "bob-secret", prompt, cache_salt=salt.hex()) == 0
+
+
+def test_the_cache_report_does_not_tell(doors: Doors) -> None:
+    """A cache report does not reveal that another tenant has the prefix."""
+    prompt = words("secretive", 60)
+    cached(doors, "alice-secret", prompt)
+    body = {"prompt": prompt, "max_tokens": 1, "cache_report": True}
+    with doors.keyed.http("bob-secret") as client:
+        report = client.post("/v1/completions", json=body).json()["cache_report"]
+    assert report["cached_tokens"] == 0 and report["reason"] != "other_tenant"
+
+
+def test_tenants_have_their_own_prefixes(doors: Doors) -> None:
+    """A named prefix of one tenant is neither listed for another nor usable, shown or removable by it."""
+    with doors.keyed.http("alice-secret") as alice, doors.keyed.http("bob-secret") as bob:
+        made = alice.post("/v1/prefixes", json={"name": "mine", "content": words("mine", 10)})
+        assert made.status_code == 201
+        assert [item["name"] for item in alice.get("/v1/prefixes").json()["data"]] == ["mine"]
+        assert bob.get("/v1/prefixes").json()["data"] == []
+        used = bob.post("/v1/completions", json={"prompt": "x", "prefix": "mine"})
+        for answer in (bob.get("/v1/prefixes/mine"), bob.delete("/v1/prefixes/mine"), used):
+            assert answer.status_code == 404 and "mine'. Did" not in answer.json()["error"]["message"]
+        assert alice.delete("/v1/prefixes/mine").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Basic alice-secret", "Bearer alice-secre", "Bearer é"]
+)
+def test_wrong_keys(doors: Doors, header: str | None) -> None:
+    """Without a key that the server knows, everything under /v1 is a 401; probes need none."""
+    headers = [] if header is None else [(b"authorization", header.encode())]
+    with httpx.Client(base_url=doors.keyed.url, headers=headers) as client:
+        for method, path in [
+            ("GET", "/v1/models"),
+            ("GET", "/v1/models/x"),
+            ("GET", "/v1/prefixes"),
+            ("POST", "/v1/prefixes"),
+            ("GET", "/v1/prefixes/x"),
+            ("PUT", "/v1/prefixes/x"),
+            ("DELETE", "/v1/prefixes/x"),
+            ("POST", "/v1/completions"),
+            ("POST", "/v1/chat/completions"),
+            ("POST", "/v1/tokenize"),
+            ("POST", "/v1/detokenize"),
+        ]:
+            answer = client.request(method, path)
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/health", "/ready", "/version", "/metrics"):
+            assert client.get(path).status_code == 200
+
+
+def test_every_v1_route_asks_for_a_key(doors: Doors) -> None:
+    """No route under /v1 was forgotten: each one that is documented answers 401 without a key."""
+    with doors.keyed.http() as client:
+        paths = client.get("/openapi.json").json()["paths"]
+        guarded = {path: methods for path, methods in paths.items() if path.startswith("/v1")}
+        assert len(guarded) >= 8
+        for path, methods in guarded.items():
+            for method in methods:
+                assert client.request(method.upper(), path.replace("{name}", "x")).status_code == 401
+
+
+def test_keys_from_configuration_and_file(tmp_path: Path) -> None:
+    """Keys come from the configuration and from a file with comments; one tenant may have several keys."""
+    path = tmp_path / "keys"
+    path.write_text("# staff\nalice=second-key  # laptop\n\nbare-key\n", encoding="utf-8")
+    config = ServerConfig(api_keys=("alice=first-key",), api_key_file=str(path), tenant_secret="s")
+    tenants = Tenants.from_config(config)
+    first, second, bare = (tenants.authenticate(f"Bearer {key}") for key in ("first-key", "second-key", "bare-key"))
+    assert first == second and first.name == "alice" and first.salt == derive_salt(b"s", "alice")
+    assert bare.salt not in (first.salt, b"")
+    with pytest.raises(Unauthorized):
+        tenants.authenticate("Bearer staff")
+
+
+def test_salts_depend_on_the_secret() -> None:
+    """Servers with the same secret derive the same salts; without one each start derives new ones."""
+    given = [Tenants.from_config(ServerConfig(api_keys=("a=key-of-a",), tenant_secret="s")) for _ in range(2)]
+    drawn = [Tenants.from_config(ServerConfig(api_keys=("a=key-of-a",))) for _ in range(2)]
+    assert len({tenants.authenticate("Bearer key-of-a").salt for tenants in given}) == 1
+    assert len({tenants.authenticate("Bearer key-of-a").salt for tenants in drawn}) == 2
+
+
+def test_no_keys_one_tenant() -> None:
+    """Without keys everybody is one tenant with an empty salt, whatever header comes."""
+    tenants = Tenants.from_config(ServerConfig())
+    assert tenants.authenticate(None).salt == tenants.authenticate("Bearer x").salt == b""
+
+
+@pytest.mark.parametrize("entry", ["", "a=", "=key", "two words", "c2VjcmV0==", "schlüssel"])
+def test_malformed_keys(entry: str) -> None:
+    """A malformed entry is a ConfigError that does not repeat the secret."""
+    with pytest.raises(ConfigError) as caught:
+        Tenants.from_config(ServerConfig(api_keys=(entry,)))
+    assert not entry or entry not in caught.value.message
+
+
+def test_key_mistakes_of_the_operator(tmp_path: Path) -> None:
+    """A key that two tenants have, and a key file that cannot be read, are ConfigErrors."""
+    with pytest.raises(ConfigError, match="twice"):
+        Tenants.from_config(ServerConfig(api_keys=("a=same-key", "b=same-key")))
+    with pytest.raises(ConfigError, match="api_key_file"):
+        Tenants.from_config(ServerConfig(api_key_file=str(tmp_path / "absent")))

@@ -1,0 +1,246 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from foreword import cli
+from foreword.config import Config, EngineConfig
+from foreword.serving.doctor import examine
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("FOREWORD_")]:
+        monkeypatch.delenv(name)
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["foreword", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+def seen_config(*arguments: str) -> Config:
+    """The configuration that a command with these arguments gets."""
+    seen: list[Config] = []
+    app = typer.Typer()
+    app.command()(cli.with_config(lambda config: seen.append(config)))
+    result = runner.invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def test_help_is_light() -> None:
+    """`foreword --help` imports neither torch nor the web framework."""
+    heavy = "torch transformers fastapi uvicorn pydantic httpx prometheus_client"
+    code = f"import sys, foreword.cli; print([name for name in '{heavy}'.split() if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    shown = subprocess.run([sys.executable, "-m", "foreword", "--help"], capture_output=True, text=True)
+    assert shown.returncode == 0 and "serve" in shown.stdout and "doctor" in shown.stdout
+
+
+def test_every_key_has_a_flag_with_a_description() -> None:
+    """Each configuration key is a flag of `serve` (the model is the argument), and its help is the docstring's."""
+    shown = runner.invoke(cli.app, ["serve", "--help"], terminal_width=200).output
+    flags = list(cli._flags())
+    assert len(flags) == sum(
+        len(dataclasses.fields(getattr(Config(), room.name))) for room in dataclasses.fields(Config)
+    )
+    for flag in flags:
+        assert flag.text, f"{flag.room}.{flag.key} has no description in its class's docstring"
+        assert flag.key == "model" or f"--{flag.name} " in shown
+
+
+def test_flags_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags of every type arrive in their room, over the environment, over the file."""
+    path = tmp_path / "f.toml"
+    path.write_text("[engine]\nblock_size = 8\nthreads = 3\nmax_num_seqs = 5\n", encoding="utf-8")
+    monkeypatch.setenv("FOREWORD_ENGINE_THREADS", "4")
+    monkeypatch.setenv("FOREWORD_ENGINE_BLOCK_SIZE", "64")
+    flags = ["--block-size", "32", "--no-self-check", "--reserve", "0.5", "--prefix-budget", "1GiB", "--port", "0"]
+    keys = ["--api-keys", "a=one", "--api-keys", "b=two"]
+    config = seen_config("some/model", "--config", str(path), *flags, *keys)
+    engine = EngineConfig(model="some/model", block_size=32, threads=4, max_num_seqs=5, self_check=False, reserve=0.5)
+    assert config.engine == engine
+    assert config.server.api_keys == ("a=one", "b=two") and config.server.port == 0
+    assert config.prefixes.budget == "1GiB"
+
+
+def test_no_flags_are_the_defaults() -> None:
+    """Without flags the configuration is the default one."""
+    assert seen_config() == Config()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["serve", "--blok-size", "3"], "--block-size"),
+        (["serve", "--block-size", "x"], "--block-size"),
+        (["serve", "--block-size", "0"], "engine.block_size must be at least 1"),
+        (["serve", "--config", "/nonexistent.toml"], "/nonexistent.toml"),
+        (["srve"], "serve"),
+        (["prefix", "add", "x"], "exactly one of --text, --file and --messages"),
+        (["prefix", "add", "x", "--text", "a", "--file", "b"], "exactly one"),
+        (["prefix", "add", "x", "--file", "/nonexistent"], "/nonexistent"),
+        (["prefix", "list", "--server", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
+        (["prefix", "list", "--server", "nonsense"], "nonsense"),
+    ],
+)
+def test_mistakes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    """A mistake of the caller is status 2 and a sentence on stderr that says what would be right."""
+    assert run_main(monkeypatch, *arguments) == 2
+    captured = capfd.readouterr()
+    assert sentence in captured.err and "Traceback" not in captured.err and captured.out == ""
+
+
+def test_additions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A module named in ADDITIONS adds its commands."""
+    code = "def register(app):\n    @app.command()\n    def extra() -> None:\n        print('added')\n"
+    (tmp_path / "an_addition.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(cli, "ADDITIONS", ("an_addition",))
+    monkeypatch.setattr(cli, "app", typer.Typer())
+    cli.app.command()(lambda: None)
+    assert run_main(monkeypatch, "extra") == 0
+    assert "added" in capsys.readouterr().out
+
+
+def test_doctor_without_a_model() -> None:
+    """`doctor` reports versions, cores, memory, CPU and port; all is well on a machine where tests run."""
+    result = runner.invoke(cli.app, ["doctor", "--no-load", "--port", "0"], catch_exceptions=False)
+    assert result.exit_code == 0
+    for topic in ("versions", "cores", "memory", "cpu", "port"):
+        assert f"ok    {topic}" in result.output
+
+
+def test_doctor_finds_a_taken_port() -> None:
+    """`doctor` says that a port is taken, and its status is 1."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = runner.invoke(cli.app, ["doctor", "--no-load", "--port", str(taken.getsockname()[1])])
+    assert result.exit_code == 1 and "FAIL  port" in result.output
+
+
+def test_doctor_loads_the_model() -> None:
+    """`doctor` loads the embedded model and says how large it is; a model that is not there is a finding, not a crash."""
+    engine = EngineConfig(kv_memory="1024 tokens", threads=1)
+    found = {item.topic: item for item in examine(Config(engine), load=True)}
+    assert found["model"].fine and "1024 tokens of KV" in found["model"].text
+    missing = dataclasses.replace(engine, model="/nonexistent/model")
+    found = {item.topic: item for item in examine(Config(missing), load=True)}
+    assert not found["model"].fine and "/nonexistent/model" in found["model"].text
+
+
+class Recorder(BaseHTTPRequestHandler):
+    """Answers as told and remembers what it was asked."""
+
+    asked: list[tuple[str, str, str | None, Any]] = []
+    answer: tuple[int, bytes] = (200, b"{}")
+
+    def do_GET(self) -> None:
+        length = int(self.headers.get("content-length", 0))
+        body = json.loads(self.rfile.read(length)) if length else None
+        self.asked.append((self.command, self.path, self.headers.get("authorization"), body))
+        status, content = self.answer
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_POST = do_DELETE = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def recorder() -> Iterator[str]:
+    Recorder.asked.clear()
+    server = HTTPServer(("127.0.0.1", 0), Recorder)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+PREFIX = {"name": "a b", "version": 2, "kind": "text", "num_tokens": 9, "bytes": 64, "uses": 3, "hit_tokens": 27}
+
+
+def call(recorder: str, answer: Any, *arguments: str, status: int = 200) -> Any:
+    Recorder.answer = (status, json.dumps(answer).encode())
+    result = runner.invoke(cli.app, ["prefix", *arguments, "--server", recorder, "--api-key", "k"], input="from stdin")
+    return result
+
+
+def test_prefix_add(recorder: str, tmp_path: Path) -> None:
+    """`prefix add` sends text, a file, standard input or messages, with the API key."""
+    text, messages = tmp_path / "t.txt", tmp_path / "m.json"
+    text.write_text("from file", encoding="utf-8")
+    messages.write_text('[{"role": "user", "content": "x"}]', encoding="utf-8")
+    for arguments in (["--text", "given"], ["--file", str(text)], ["--file", "-"], ["--messages", str(messages)]):
+        result = call(recorder, PREFIX, "add", "a b", *arguments, "--replace")
+        assert result.exit_code == 0 and "version 2" in result.output
+    methods, paths, keys, bodies = zip(*Recorder.asked, strict=True)
+    assert set(methods) == {"POST"} and set(paths) == {"/v1/prefixes"} and set(keys) == {"Bearer k"}
+    assert all(body["name"] == "a b" and body["replace"] for body in bodies)
+    assert [body.get("content") for body in bodies] == ["given", "from file", "from stdin", None]
+    assert bodies[3]["messages"] == [{"role": "user", "content": "x"}]
+
+
+def test_prefix_list_show_remove(recorder: str) -> None:
+    """`prefix list` shows sizes and use, `show` the content as JSON, `remove` what was removed; names are quoted."""
+    listed = call(recorder, {"data": [PREFIX], "pinned_bytes": 64, "budget_bytes": 100}, "list")
+    assert "a b  version 2" in listed.output and "3 uses" in listed.output and "64 bytes pinned" in listed.output
+    shown = call(recorder, {**PREFIX, "content": "é"}, "show", "a b")
+    assert json.loads(shown.output)["content"] == "é"
+    assert "removed a b" in call(recorder, {"id": "a b", "version": 2}, "remove", "a b").output
+    assert [(method, path) for method, path, _, _ in Recorder.asked] == [
+        ("GET", "/v1/prefixes"),
+        ("GET", "/v1/prefixes/a%20b"),
+        ("DELETE", "/v1/prefixes/a%20b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "sentence", "exit_status"),
+    [
+        (404, {"error": {"message": "No prefix named 'x'"}}, "No prefix named 'x'", 2),
+        (409, {"error": {"message": "too large"}}, "too large", 2),
+        (503, {"error": {"message": "still loading"}}, "still loading", 1),
+        (404, {"detail": "what?"}, "did not answer as a Foreword server does", 2),
+    ],
+)
+def test_server_errors(
+    recorder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    answer: Any,
+    sentence: str,
+    exit_status: int,
+) -> None:
+    """The server's own sentence is what the caller sees, and the status says whose fault it is."""
+    Recorder.answer = (status, json.dumps(answer).encode())
+    assert run_main(monkeypatch, "prefix", "show", "x", "--server", recorder) == exit_status
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,190 @@
+"""The configuration: files, environment and flags, and the sentences about what is wrong with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig, build, load_config, parse_bytes
+from foreword.errors import ConfigError
+
+UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "foreword.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults() -> None:
+    """Without a file, a variable or a flag every room has its defaults."""
+    assert load_config(environ={}) == Config()
+
+
+def test_precedence(tmp_path: Path) -> None:
+    """Flags are stronger than the environment, and the environment is stronger than the file."""
+    path = write(tmp_path, "[engine]\nblock_size = 8\nmax_num_seqs = 8\nthreads = 8\n")
+    environ = {"FOREWORD_ENGINE_BLOCK_SIZE": "16", "FOREWORD_ENGINE_MAX_NUM_SEQS": "16"}
+    engine = load_config(path, environ, {"engine": {"block_size": 32}}).engine
+    assert (engine.block_size, engine.max_num_seqs, engine.threads) == (32, 16, 8)
+
+
+def test_file_values_keep_their_types(tmp_path: Path) -> None:
+    """Every type that TOML has arrives as the type that the field has."""
+    text = '[engine]\nmodel = "m"\nreserve = 0.5\nself_check = false\n[server]\napi_keys = ["a=12345678", "87654321"]\n'
+    config = load_config(write(tmp_path, text), {})
+    assert config.engine == EngineConfig(model="m", reserve=0.5, self_check=False)
+    assert config.server.api_keys == ("a=12345678", "87654321")
+
+
+def test_environment_values_are_parsed() -> None:
+    """Text from the environment becomes numbers, switches, lists and None."""
+    environ = {
+        "FOREWORD_ENGINE_MAX_MODEL_LEN": "128",
+        "FOREWORD_ENGINE_RESERVE": "0.25",
+        "FOREWORD_ENGINE_SELF_CHECK": "off",
+        "FOREWORD_ENGINE_THREADS": "",
+        "FOREWORD_SERVER_API_KEYS": "a=one, two",
+        "FOREWORD_PREFIXES_BUDGET": "1GiB",
+        "HOME": "/home",
+    }
+    config = load_config(environ=environ)
+    assert config.engine == EngineConfig(max_model_len=128, reserve=0.25, self_check=False, threads=None)
+    assert config.server.api_keys == ("a=one", "two")
+    assert config.prefixes.budget_bytes(0) == 2**30
+
+
+@pytest.mark.parametrize("room", [room.name for room in dataclasses.fields(Config)])
+def test_unknown_key_names_close_ones(room: str) -> None:
+    """A misspelt key in any room is an error that names the key and the one that was meant."""
+    kind = type(getattr(Config(), room))
+    right = dataclasses.fields(kind)[0].name
+    with pytest.raises(ConfigError) as caught:
+        load_config(environ={}, flags={room: {right + "x": 1}})
+    assert f"{room}.{right}x" in caught.value.message
+    assert f"Did you mean '{right}'" in caught.value.message
+
+
+def test_unknown_table_names_close_ones(tmp_path: Path) -> None:
+    """A misspelt table in the file is an error that names the right one and the file."""
+    path = write(tmp_path, "[engin]\nblock_size = 8\n")
+    with pytest.raises(ConfigError, match=r"\[engin\].*'engine'") as caught:
+        load_config(path, {})
+    assert str(path) in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["FOREWORD_ENGIN_BLOCK_SIZE", "FOREWORD_ENGINE_BLOK_SIZE", "FOREWORD_DEBUG"])
+def test_unknown_variable_is_an_error(name: str) -> None:
+    """A variable that begins with FOREWORD_ and means nothing is an error, so that a typo is not ignored."""
+    with pytest.raises(ConfigError, match="(?i)unknown"):
+        load_config(environ={name: "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[engine", "not valid TOML"),
+        ("engine = 3", "must be a table"),
+        ('[engine]\nblock_size = "many"', "engine.block_size must be of type int, not 'many'"),
+        ("[engine]\nblock_size = 1.5", "engine.block_size must be of type int"),
+        ("[engine]\nblock_size = true", "engine.block_size must be of type int"),
+        ("[engine]\nself_check = 1", "engine.self_check must be of type bool"),
+        ("[engine]\nmodel = []", "engine.model must be of type str"),
+        ("[engine]\nblock_size = 0", "engine.block_size must be at least 1, not 0"),
+        ("[engine]\nreserve = 1.0", "engine.reserve"),
+        ("[engine]\nreserve = nan", "engine.reserve"),
+        ('[engine]\ndtype = "int8"', "engine.dtype must be"),
+        ("[server]\nport = 65536", "server.port must be between 0 and 65535"),
+        ('[server]\nlog_level = "loud"', "server.log_level must be"),
+        ("[server]\nmax_queue = 0", "server.max_queue must be at least 1"),
+        ("[server]\napi_keys = 5", "server.api_keys"),
+        ('[prefixes]\nbudget = "100%"', "prefixes.budget must be between"),
+        ('[prefixes]\nbudget = "lots"', "not a size in bytes"),
+    ],
+)
+def test_bad_file(tmp_path: Path, text: str, sentence: str) -> None:
+    """Each mistake in a file is a ConfigError whose sentence says what was wrong."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text), {})
+    assert sentence in caught.value.message
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    """A file that cannot be read is an error that names it."""
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "absent.toml", tmp_path, tmp_path / "binary.toml"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, {})
+        assert str(path) in caught.value.message
+
+
+@given(st.integers(0, 2**40), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]))
+def test_bytes_are_read_in_every_unit(number: int, unit: str, gap: str) -> None:
+    """A whole number of any unit is exactly that many bytes, in upper and lower case."""
+    if number * UNITS[unit] >= 2**53:
+        number %= 1000
+    for text in (f"{number}{gap}{unit}", f" {number}{gap}{unit.lower()} "):
+        assert parse_bytes(text) == number * UNITS[unit]
+
+
+@given(st.text(max_size=40) | st.from_regex(r"[0-9.]+ ?[kKmMgG]?[iI]?[bB]?"))
+def test_bytes_never_surprise(text: str) -> None:
+    """Any text is a number of bytes that is not negative, or a ConfigError; nothing else."""
+    try:
+        assert parse_bytes(text) >= 0
+    except ConfigError as error:
+        assert repr(text) in error.message
+
+
+def test_huge_sizes_do_not_overflow() -> None:
+    """A number of bytes with hundreds of digits is a number or a ConfigError, not a crash."""
+    try:
+        assert parse_bytes("9" * 400 + "GiB") > 0
+    except ConfigError:
+        pass
+
+
+@given(st.integers(0, 2**40), st.floats(0, 90))
+def test_budget_is_a_share_of_the_pool(pool: int, share: float) -> None:
+    """A budget in percent is that share of the pool and never more than it."""
+    budget = PrefixConfig(budget=f"{share:.2f}%").budget_bytes(pool)
+    assert 0 <= budget <= pool
+    assert math.isclose(budget, pool * float(f"{share:.2f}") / 100, abs_tol=1)
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, ServerConfig, PrefixConfig])
+@given(data=st.data())
+def test_any_value_is_taken_or_explained(kind: type[Any], data: st.DataObject) -> None:
+    """Whatever a key is set to, the result is a configuration or a ConfigError; nothing else is raised."""
+    key = data.draw(st.sampled_from([item.name for item in dataclasses.fields(kind)]))
+    value = data.draw(json_values)
+    try:
+        built = build(kind, "room", {key: value})
+    except ConfigError as error:
+        assert error.message
+    else:
+        assert isinstance(built, kind)
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=20), st.text(max_size=10), max_size=4))
+def test_any_environment_is_taken_or_explained(environ: dict[str, str]) -> None:
+    """Whatever the environment holds under FOREWORD_, the result is a configuration or a ConfigError."""
+    variables = {f"FOREWORD_{name}": value for name, value in environ.items()}
+    try:
+        load_config(environ=variables)
+    except ConfigError as error:
+        assert "FOREWORD_" in error.message or "unknown" in error.message or "must be" in error.message
