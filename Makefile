@@ -19,8 +19,9 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/foreword demo
 
+# One test process per core with one thread each: OpenMP threads that outnumber the cores wait for each other.
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

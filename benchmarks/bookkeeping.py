@@ -1,18 +1,18 @@
-"""What the bookkeeping of KV blocks costs: Foreword's PrefixCache and vLLM's KVCacheManager, alternately in one process.
+"""What bookkeeping of KV blocks costs: Foreword's PrefixCache and vLLM's KVCacheManager, alternately in one process.
 
     python benchmarks/bookkeeping.py --vllm-python PATH_TO_VLLM_ENVIRONMENT/bin/python
 
-The measurement runs under vLLM's interpreter, which imports our `foreword.blocks` as well (it has no dependencies); without
-one, only our half runs. Blocks have 16 tokens and vLLM's hash is its default, SHA-256. Three tables:
+The measurement runs under vLLM's interpreter, which imports our `foreword.blocks` as well (it has no dependencies);
+without one, only our half runs. Blocks have 16 tokens and vLLM's hash is its default, SHA-256. Three tables:
 
-- a prompt of 32,768 tokens: its keys, the lookup when all of it is cached, the allocation when every block evicts another
-  one, and giving it back;
-- a decode step of 256 running sequences: a slot for each one's next token, and the key of every block that this fills;
+- a prompt of 32,768 tokens: its keys, the lookup when all of it is cached, the allocation when every block evicts
+  another one, and giving it back;
+- a decode step of 256 running sequences: a slot for each one's next token, and the key of every block this fills;
 - a pool of a million blocks against a pool of a thousand: time per block, and the memory that a block takes (ours).
 
-Only the calls that an engine's scheduler makes are inside the clock, and the garbage collector is outside of it: it would
-count against whoever makes more objects. vLLM's Request objects are made outside of it too; our conversion of the tokens
-is inside.
+Only the calls that an engine's scheduler makes are inside the clock. The garbage collector is outside of it, since it
+would count against whoever makes more objects; so is making vLLM's Request objects. Our conversion of the tokens is
+inside.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -132,7 +132,7 @@ class Vllm:
         self._made = 0
 
     def prepare(self, tokens: list[int]) -> Any:
-        from vllm import SamplingParams
+        from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
         from vllm.v1.request import Request  # type: ignore[import-not-found,unused-ignore]
 
         self._made += 1
@@ -149,7 +149,9 @@ class Vllm:
     def take(self, sequence: Any) -> None:
         blocks, cached, _ = self._manager.get_computed_blocks(sequence)
         count = sequence.num_tokens
-        taken = self._manager.allocate_slots(sequence, count, num_new_computed_tokens=cached, new_computed_blocks=blocks)
+        taken = self._manager.allocate_slots(
+            sequence, count, num_new_computed_tokens=cached, new_computed_blocks=blocks
+        )
         if cached or taken is None:
             raise RuntimeError("expected a prompt that is not cached, and room for it")
         sequence.num_computed_tokens = count
@@ -187,6 +189,12 @@ def clocked(call: Callable[[], Any]) -> tuple[float, Any]:
     taken = time.perf_counter() - start
     gc.enable()
     return taken, made
+
+
+def each(call: Callable[[Any], None], things: Iterable[Any]) -> None:
+    """One call per thing."""
+    for thing in things:
+        call(thing)
 
 
 def add(samples: Samples, name: str, seconds: float) -> None:
@@ -243,7 +251,7 @@ def measure_decode(kinds: Sequence[str], rounds: int) -> dict[str, Samples]:
         running = start_sequences(mine, source[kind])
         for _ in range(WARM_STEPS):
             mine.step(running, 7)
-        taken, _ = clocked(lambda: [mine.step(running, 7) for _ in range(STEPS)])
+        taken, _ = clocked(lambda: each(lambda _: mine.step(running, 7), range(STEPS)))
         add(samples[kind], "step", taken / STEPS)
         for sequence in running:
             mine.free(sequence)
@@ -310,8 +318,8 @@ def short_prompts(books: Books, source: Tokens, held: list[list[int]]) -> dict[s
         raise RuntimeError(f"found only {min(found)} tokens of a cached prompt")
     held[:] = [source.prompt(SHORT_TOKENS) for _ in held]
     fresh = [books.name(books.prepare(prompt)) for prompt in held]
-    allocate, _ = clocked(lambda: [books.take(sequence) for sequence in fresh])
-    free, _ = clocked(lambda: [books.free(sequence) for sequence in fresh])
+    allocate, _ = clocked(lambda: each(books.take, fresh))
+    free, _ = clocked(lambda: each(books.free, fresh))
     return {"lookup": lookup / blocks, "allocate": allocate / blocks, "free": free / blocks}
 
 

@@ -85,10 +85,10 @@ class TransformersEngine:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(options.threads)
-        loaded = AutoModelForCausalLM.from_pretrained(
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
             options.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
         )
-        self._model: Any = loaded.eval()
+        self._model.eval()
         self._model.generation_config.eos_token_id = None
         self._static = options.mode == "static"
 
@@ -118,11 +118,11 @@ class ForewordEngine:
 
         torch.set_num_threads(options.threads)
         self._sampling: Any = SamplingParams
-        self._llm: Any = LLM(options.model, dtype=options.dtype, enable_prefix_caching=False)
+        self._llm: Any = LLM(str(options.model), dtype=options.dtype, enable_prefix_caching=False)
 
     def generate(self, prompts: Prompts, new_tokens: int) -> list[list[int]]:
         sampling = self._sampling(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-        return [list(output.token_ids) for output in self._llm.generate(prompts, sampling)]
+        return [list(output.outputs[0].tokens) for output in self._llm.generate(prompts, sampling)]
 
 
 ENGINES: dict[str, Callable[[Options], Engine]] = {
@@ -244,7 +244,10 @@ def main() -> None:
     options = parse(sys.argv[1:])
     for name, value in environment(options.engine, options.threads, Path(sys.prefix)).items():
         os.environ.setdefault(name, value)
-    print(json.dumps(run(options)), flush=True)
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # engines log to standard output
+    with answer:
+        print(json.dumps(run(options)), file=answer)
 
 
 if __name__ == "__main__":

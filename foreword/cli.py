@@ -26,7 +26,7 @@ from foreword.errors import BadRequest, ConfigError, ForewordError
 if TYPE_CHECKING:
     import httpx
 
-ADDITIONS: tuple[str, ...] = ()
+ADDITIONS: tuple[str, ...] = ("foreword.demo",)
 
 app = typer.Typer(
     name="foreword",

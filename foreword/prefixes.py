@@ -134,10 +134,6 @@ class PrefixBook:
             raise UnknownPrefix(name, [known for owner, known in self._entries if owner == salt])
         return entry.prefix
 
-    def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
-        """By name."""
-        return sorted((e.prefix for (owner, _), e in self._entries.items() if owner == salt), key=lambda p: p.name)
-
     def use(self, name: str, kind: Literal["text", "messages"], *, salt: bytes = b"") -> NamedPrefix:
         """The prefix, for a request of this kind; counts the use. Raises UnknownPrefix, or BadRequest for another kind."""
         prefix = self.get(name, salt=salt)
@@ -165,3 +161,7 @@ class PrefixBook:
         prefix = self.get(name, salt=salt)
         self._unpin(self._entries.pop((salt, name)).blocks)
         return prefix
+
+    def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
+        """By name."""
+        return sorted((e.prefix for (owner, _), e in self._entries.items() if owner == salt), key=lambda p: p.name)

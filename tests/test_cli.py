@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import typer
@@ -141,7 +141,7 @@ def test_doctor_finds_a_taken_port() -> None:
 
 
 def test_doctor_loads_the_model() -> None:
-    """`doctor` loads the embedded model and says how large it is; a model that is not there is a finding, not a crash."""
+    """`doctor` loads the embedded model and says how large it is; a missing model is a finding, not a crash."""
     engine = EngineConfig(kv_memory="1024 tokens", threads=1)
     found = {item.topic: item for item in examine(Config(engine), load=True)}
     assert found["model"].fine and "1024 tokens of KV" in found["model"].text
@@ -153,8 +153,8 @@ def test_doctor_loads_the_model() -> None:
 class Recorder(BaseHTTPRequestHandler):
     """Answers as told and remembers what it was asked."""
 
-    asked: list[tuple[str, str, str | None, Any]] = []
-    answer: tuple[int, bytes] = (200, b"{}")
+    asked: ClassVar[list[tuple[str, str, str | None, Any]]] = []
+    answer: ClassVar[tuple[int, bytes]] = (200, b"{}")
 
     def do_GET(self) -> None:
         length = int(self.headers.get("content-length", 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_unknown_table_names_close_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["FOREWORD_ENGIN_BLOCK_SIZE", "FOREWORD_ENGINE_BLOK_SIZE", "FOREWORD_DEBUG"])
 def test_unknown_variable_is_an_error(name: str) -> None:
     """A variable that begins with FOREWORD_ and means nothing is an error, so that a typo is not ignored."""
-    with pytest.raises(ConfigError, match="(?i)unknown"):
+    with pytest.raises(ConfigError, match=r"(?i)unknown"):
         load_config(environ={name: "1"})
 
 
@@ -152,10 +153,8 @@ def test_bytes_never_surprise(text: str) -> None:
 
 def test_huge_sizes_do_not_overflow() -> None:
     """A number of bytes with hundreds of digits is a number or a ConfigError, not a crash."""
-    try:
+    with contextlib.suppress(ConfigError):
         assert parse_bytes("9" * 400 + "GiB") > 0
-    except ConfigError:
-        pass
 
 
 @given(st.integers(0, 2**40), st.floats(0, 90))

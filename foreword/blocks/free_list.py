@@ -37,7 +37,7 @@ class FreeList:
         """Remove `count` blocks from the front; the caller knows that there are as many."""
         following, end = self._next, self._end
         node = following[end]
-        taken = []
+        taken: list[int] = []
         append = taken.append
         for _ in range(count):
             append(node)

@@ -154,9 +154,7 @@ class BlockPool:
             if left:
                 continue
             key = keys[block]
-            if key is not None and index[key] == block:
-                cached.append(block)
-            elif key is not None and self._release_copy(key, block):
+            if (key is not None and index[key] == block) or (key is not None and self._release_copy(key, block)):
                 cached.append(block)
             elif self._unfilled_first:
                 empty.append(block)
@@ -226,7 +224,9 @@ class BlockPool:
         _hold(holders.keys() == self._index.keys(), "the index knows exactly the keys that blocks hold")
         for key, blocks in holders.items():
             named = [self._index[key], *self._copies.get(key, ())]
-            _hold(len(named) == len(set(named)) and set(named) == blocks, "index and copies name a key's blocks once each")
+            _hold(
+                len(named) == len(set(named)) and set(named) == blocks, "index and copies name a key's blocks once each"
+            )
             _hold(sum(not self._refs[block] for block in blocks) <= 1, "among free blocks a key stands once")
             free_named = [block for block in named if not self._refs[block]]
             _hold(free_named in ([], named[:1]), "a free block with a key is the one that the index names")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -79,7 +80,7 @@ class AsyncEngine:
         """Raises PromptTooLong or BadRequest for a request that `generate` would refuse."""
         self._core.validate(request)
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Deltas of all `params.n` sequences, as they come. Closing the iterator ends the request and frees its blocks.
 
         Raises BadRequest or PromptTooLong at the first step, EngineFailed if the engine breaks.
@@ -88,7 +89,9 @@ class AsyncEngine:
         async for delta in self._listen(request, None):
             yield delta
 
-    async def _listen(self, request: Request, on_finish: Callable[[Running], None] | None) -> AsyncIterator[Delta]:
+    async def _listen(
+        self, request: Request, on_finish: Callable[[Running], None] | None
+    ) -> AsyncGenerator[Delta, None]:
         if request.id in self._listeners:
             raise BadRequest(f"a request with the id {request.id!r} is already running", param="request_id")
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
@@ -108,6 +111,9 @@ class AsyncEngine:
 
     def _abort(self, request_id: str) -> None:
         self._core.abort(request_id)
+
+    def _abort_and_tell(self, request_id: str) -> None:
+        self._deliver(self._core.abort(request_id))
 
     def status(self) -> EngineStatus:
         """From any thread; the numbers may be a step apart from each other."""
@@ -139,7 +145,7 @@ class AsyncEngine:
         while self._listeners and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for request_id in list(self._listeners):
-            await self._call(lambda name=request_id: self._deliver(self._core.abort(name)))
+            await self._call(functools.partial(self._abort_and_tell, request_id))
 
     def close(self) -> None:
         """End the thread; requests that still run get an error."""
@@ -161,7 +167,7 @@ class AsyncEngine:
         def work() -> None:
             try:
                 result = function()
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - handed to the caller, who waits on another thread
                 loop.call_soon_threadsafe(resolve, future.set_exception, error)
             else:
                 loop.call_soon_threadsafe(resolve, future.set_result, result)
@@ -186,7 +192,7 @@ class AsyncEngine:
                     self._inbox.popleft()()
                 if self._core.has_work():
                     self._deliver(self._core.step())
-        except Exception as error:  # the thread's edge: whatever broke, nobody may be left waiting
+        except Exception as error:
             with self._wake:
                 self._failed = f"{type(error).__name__}: {error}"
             self._deliver(self._core.fail_all(f"the engine stopped: {self._failed}"))
@@ -270,9 +276,6 @@ class PrefixRegistry:
     def get(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
         return self._book.get(name, salt=salt)
 
-    def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
-        return self._book.list(salt=salt)
-
     async def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
         return await self._engine._call(lambda: self._book.remove(name, salt=salt))
 
@@ -286,6 +289,10 @@ class PrefixRegistry:
 
     def note_hit(self, name: str, tokens: int, *, salt: bytes = b"") -> None:
         self._book.note_hit(name, tokens, salt=salt)
+
+    def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
+        """By name."""
+        return self._book.list(salt=salt)
 
 
 def prefix_tokens(

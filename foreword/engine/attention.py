@@ -204,7 +204,7 @@ class StepAttention:
         if len(rows) != self._num_rows:
             folded = folded[rows]
         folded = folded.reshape(len(rows), kv_heads, heads // kv_heads, -1)
-        parts = [compute.over_keys(one, keys, None) for one, keys in zip(folded.split(1), own, strict=True)]
+        parts = [compute.over_keys(one, keys, None) for one, keys in zip(torch.split(folded, 1), own, strict=True)]
         result = torch.cat([part[0] for part in parts]) if len(parts) > 1 else parts[0][0]
         lse = torch.cat([part[1] for part in parts]) if len(parts) > 1 else parts[0][1]
         if shared is not None:

@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
-from foreword.config import PrefixConfig, build, EngineConfig
+from foreword.config import EngineConfig, PrefixConfig, build
 from foreword.engine.assembly import assemble
 from foreword.engine.async_engine import prefix_tokens, prefixed_chat, prefixed_prompt
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
@@ -62,9 +62,9 @@ class LLM:
         `params` holds for all prompts or is a list, one each. `prefix` names a text prefix that stands before every prompt.
         Raises BadRequest before anything is computed if a prompt or a parameter is bad.
         """
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        tokens = [self._tokens(prompt, prefix) for prompt in prompts]  # type: ignore[arg-type]
+        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        listed = cast("Sequence[Prompt]", [prompts] if alone else prompts)
+        tokens = [self._tokens(prompt, prefix) for prompt in listed]
         return self._run(tokens, params, prefix, cache_report, progress)
 
     def chat(
@@ -77,14 +77,14 @@ class LLM:
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer conversations (lists of messages with `role` and `content`); one conversation may be given alone."""
-        if conversations and isinstance(conversations[0], Mapping):
-            conversations = [conversations]  # type: ignore[list-item]
+        alone = bool(conversations) and isinstance(conversations[0], Mapping)
+        listed = cast("Sequence[Sequence[Message]]", [conversations] if alone else conversations)
         tokens = []
-        for messages in conversations:
+        for messages in listed:
             if prefix is not None:
-                tokens.append(prefixed_chat(self._book, self.tokenizer, prefix, messages, b""))  # type: ignore[arg-type]
+                tokens.append(prefixed_chat(self._book, self.tokenizer, prefix, messages, b""))
             else:
-                tokens.append(self.tokenizer.render_chat(messages, add_generation_prompt=True))  # type: ignore[arg-type]
+                tokens.append(self.tokenizer.render_chat(messages, add_generation_prompt=True))
         return self._run(tokens, params, prefix, cache_report, progress)
 
     def add_prefix(

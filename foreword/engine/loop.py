@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from foreword.blocks import PrefixCache
-from foreword.blocks.history import History
+from foreword.blocks.history import Explanation, History
 from foreword.engine.request import CacheReport, Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from foreword.engine.runner import Runner, draw_of
 from foreword.engine.sampling import Sampled
@@ -87,11 +87,16 @@ class EngineCore:
         asked = request.params.max_tokens or 0
         if length + (0 if request.params.max_tokens == 0 else 1) > longest or length + asked > longest:
             wanted = f"{length} tokens in the prompt" + (f" and {asked} to generate" if asked else "")
-            raise PromptTooLong(f"This model's longest text is {longest} tokens, but you asked for {wanted}.", param="prompt")
+            raise PromptTooLong(
+                f"This model's longest text is {longest} tokens, but you asked for {wanted}.", param="prompt"
+            )
         bad = next((t for t in request.tokens if not 0 <= t < self.limits.vocab_size), None)
         if bad is not None:
             raise BadRequest(f"token {bad} is outside the vocabulary of {self.limits.vocab_size}", param="prompt")
-        for name, tokens in (("logit_bias", request.params.logit_bias), ("stop_token_ids", request.params.stop_token_ids)):
+        for name, tokens in (
+            ("logit_bias", request.params.logit_bias),
+            ("stop_token_ids", request.params.stop_token_ids),
+        ):
             bad = next((t for t in tokens if not 0 <= t < self.limits.vocab_size), None)
             if bad is not None:
                 raise BadRequest(f"token {bad} is outside the vocabulary of {self.limits.vocab_size}", param=name)
@@ -228,9 +233,7 @@ class EngineCore:
             )
         )
         delta = self._make_delta(sequence, tokens, text, logprobs)
-        return replace(
-            delta, finish_reason=reason, stop_match=stop_match, error=error, cache_report=sequence.report
-        )
+        return replace(delta, finish_reason=reason, stop_match=stop_match, error=error, cache_report=sequence.report)
 
     def _notify(self, event: Event) -> None:
         for observer in self._observers:
@@ -249,7 +252,7 @@ class EngineCore:
 
     def _explain(self, sequence: Sequence) -> CacheReport:
         cached, length = sequence.cached_tokens, sequence.num_prompt
-        reason, diverged, detail = "disabled", None, "Prefix caching is switched off."
+        found = Explanation("disabled", None, "Prefix caching is switched off.")
         if self.cache.enabled:
             found = self._history.explain(
                 sequence.request.salt,
@@ -258,9 +261,9 @@ class EngineCore:
                 self.cache.block_size,
                 tell_other_tenants=self.limits.tell_other_tenants,
             )
-            reason, diverged, detail = found.reason, found.diverged_at, found.detail
         shared = sequence.shared_tokens
-        return CacheReport(length, cached, shared, cached - shared, length - cached, reason, diverged, detail)
+        copied, computed = cached - shared, length - cached
+        return CacheReport(length, cached, shared, copied, computed, found.reason, found.diverged_at, found.detail)
 
     def _note_token(self, sequence: Sequence, now: float) -> None:
         if sequence.last_token_at < 0:

@@ -189,7 +189,7 @@ def fingerprint_model(model: nn.Module) -> bytes:
 
 def _hash_tensor(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(flat.numpy())).digest()
+    return hashlib.sha256(flat.numpy().data).digest()
 
 
 def _layers(model: Any, settings: Any) -> dict[int, LayerShape]:
@@ -197,7 +197,9 @@ def _layers(model: Any, settings: Any) -> dict[int, LayerShape]:
     try:
         shapes, keeps_rows = record_layers(model)
     except (TypeError, AttributeError, RuntimeError, ValueError, IndexError) as error:
-        raise ModelUnsupported(f"{settings.model_type} does not run through our attention: {_first_line(error)}") from error
+        raise ModelUnsupported(
+            f"{settings.model_type} does not run through our attention: {_first_line(error)}"
+        ) from error
     expected = int(getattr(settings.get_text_config(), "num_hidden_layers", len(shapes)))
     if len(shapes) != expected:
         raise ModelUnsupported(
@@ -235,7 +237,9 @@ def _model_length(text: Any, config: EngineConfig) -> int:
             length = min(length, int(original or length))
     if config.max_model_len is not None:
         if config.max_model_len > length:
-            raise ConfigError(f"engine.max_model_len is {config.max_model_len}, but the model goes only to {length} tokens")
+            raise ConfigError(
+                f"engine.max_model_len is {config.max_model_len}, but the model goes only to {length} tokens"
+            )
         return config.max_model_len
     return int(length)
 

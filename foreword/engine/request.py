@@ -13,7 +13,9 @@ from typing import Literal
 from foreword.errors import BadRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-MissReason = Literal["all_cached", "never_seen", "diverged", "evicted", "shorter_than_block", "other_tenant", "disabled"]
+MissReason = Literal[
+    "all_cached", "never_seen", "diverged", "evicted", "shorter_than_block", "other_tenant", "disabled"
+]
 
 MAX_LOGPROBS = 20
 MAX_N = 128

@@ -28,10 +28,15 @@ class Gate:
         self._empty = asyncio.Event()
         self._empty.set()
         self._since = time.monotonic()
+        self._progress = "it has just begun"
 
     def open(self, engine: Engine) -> None:
         """The engine is loaded: let requests in."""
         self._engine = engine
+
+    def note_progress(self, text: str) -> None:
+        """Loading has come this far; shown to those who ask too early."""
+        self._progress = text
 
     @property
     def loaded(self) -> Engine | None:
@@ -44,7 +49,7 @@ class Gate:
             raise ShuttingDown("The server is shutting down and takes no new requests; retry later")
         if self._engine is None:
             waited = time.monotonic() - self._since
-            raise NotReady(f"The model is still being loaded ({waited:.0f} s so far); retry soon")
+            raise NotReady(f"The model is still being loaded ({waited:.0f} s so far: {self._progress}); retry soon")
         failed = self._engine.status().failed
         if failed is not None:
             raise EngineFailed(f"The engine has stopped: {failed}")

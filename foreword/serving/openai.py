@@ -98,6 +98,7 @@ class Job:
         head: what every answer and chunk begins with.
         requests: one per prompt.
         shapes: one per choice.
+        prefix: the named prefix that stands before the prompts.
     """
 
     head: dict[str, Any]
@@ -105,6 +106,7 @@ class Job:
     shapes: tuple[Shape, ...]
     streams: bool
     include_usage: bool
+    prefix: str | None = None
 
     @property
     def n(self) -> int:
@@ -199,7 +201,8 @@ def _job(
         "system_fingerprint": f"fp_{engine.info.fingerprint[:12]}",
     }
     options = body.stream_options
-    return Job(head, requests, tuple(shapes), bool(body.stream), bool(options and options.include_usage))
+    include_usage = bool(options and options.include_usage)
+    return Job(head, requests, tuple(shapes), bool(body.stream), include_usage, body.prefix)
 
 
 def _params(engine: Engine, body: SamplingBody, max_tokens: int | None, alternatives: int | None) -> SamplingParams:
@@ -262,6 +265,7 @@ def _chat_tokens(engine: Engine, tenant: Tenant, body: ChatRequest) -> Sequence[
 
 async def _run(front: Front, job: Job) -> AsyncGenerator[tuple[int, Delta], None]:
     """The deltas of all prompts as they come, each with its prompt's number. Raises QueueFull before the first."""
+    hits: dict[int, int] = {}
     with front.gate.admit(len(job.requests) * job.n) as engine:
         async with aclosing(stream.merge([engine.generate(request) for request in job.requests])) as deltas:
             async for prompt, delta in deltas:
@@ -269,7 +273,16 @@ async def _run(front: Front, job: Job) -> AsyncGenerator[tuple[int, Delta], None
                     raise EngineFailed(delta.error or "A step of the engine failed")
                 if delta.finish_reason == "abort":
                     raise ShuttingDown("The server is shutting down and ended the request before its end")
+                hits.setdefault(prompt, delta.cached_tokens)
                 yield prompt, delta
+        if job.prefix is not None:
+            # On the thread that counts uses, so that no count is lost.
+            await front.tokenize(_note_hits, engine, job.prefix, job.requests[0].salt, list(hits.values()))
+
+
+def _note_hits(engine: Engine, prefix: str, salt: bytes, hits: Sequence[int]) -> None:
+    for tokens in hits:
+        engine.prefixes.note_hit(prefix, tokens, salt=salt)
 
 
 @dataclass(slots=True)

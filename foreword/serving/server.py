@@ -27,7 +27,8 @@ _KEEP_ALIVE = 65
 # Seconds for the last bytes to reach slow clients after the engine has ended their requests.
 _FLUSH = 5
 
-Load = Callable[[Config, PrometheusObserver], Engine]
+Progress = Callable[[str], None]
+Load = Callable[[Config, PrometheusObserver, Progress], Engine]
 
 
 def run(config: Config, load: Load | None = None) -> int:
@@ -153,7 +154,7 @@ class Loader:
 
     def _run(self) -> None:
         try:
-            engine = self._load(self._config, self._registry)
+            engine = self._load(self._config, self._registry, self._note)
         except ForewordError as error:
             self._call(self._server.fail, error.message)
         except Exception as error:  # the thread's edge: without this the process would wait for ever for its model
@@ -167,6 +168,10 @@ class Loader:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, argument)
 
+    def _note(self, text: str) -> None:
+        logger.info("loading: %s", text)
+        self._call(self._server.gate.note_progress, text)
+
     def _open(self, engine: Engine) -> None:
         self._registry.watch(engine)
         self._server.gate.open(engine)
@@ -174,11 +179,11 @@ class Loader:
         logger.info("ready: %s, %s on %s, %d tokens of KV", info.name, info.dtype, info.device, _pool_tokens(engine))
 
 
-def load_engine(config: Config, registry: PrometheusObserver) -> Engine:
+def load_engine(config: Config, registry: PrometheusObserver, progress: Progress) -> Engine:
     """Load the real engine; imports torch. Raises ForewordError."""
     from foreword.engine.async_engine import AsyncEngine
 
-    return AsyncEngine.from_config(config.engine, prefixes=config.prefixes, observers=[registry])
+    return AsyncEngine.from_config(config.engine, prefixes=config.prefixes, observers=[registry], progress=progress)
 
 
 def _pool_tokens(engine: Engine) -> int:

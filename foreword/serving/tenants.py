@@ -17,7 +17,9 @@ from pathlib import Path
 from foreword.config import ServerConfig
 from foreword.errors import ConfigError, Unauthorized
 
-_ENTRY = re.compile(r"(?:(?P<tenant>[A-Za-z0-9_.-]+)=)?(?P<key>[!-~]+)")
+# A bare key has no "=", so that a mistyped pair is not taken for one.
+_PAIR = re.compile(r"(?P<tenant>[A-Za-z0-9_.-]+)=(?P<key>[!-~]+)")
+_BARE = re.compile(r"(?P<key>[!-<>-~]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,12 @@ def _read(path: str | None) -> list[str]:
 
 def _parse(entry: str) -> tuple[str, bytes]:
     """`KEY` or `TENANT=KEY`. A bare key is a tenant of its own, so that strangers never share by accident."""
-    match = _ENTRY.fullmatch(entry)
+    match = _PAIR.fullmatch(entry) or _BARE.fullmatch(entry)
     if match is None or not match["key"].strip("="):
         # The entry is a secret: it is not repeated here.
-        raise ConfigError("an API key must be written KEY or TENANT=KEY, in printable ASCII without spaces")
+        raise ConfigError(
+            "an API key must be written KEY or TENANT=KEY, in printable ASCII without spaces; "
+            "a key that contains '=' needs its tenant before it"
+        )
     key = match["key"].encode()
-    return match["tenant"] or f"key-{hashlib.sha256(key).hexdigest()[:12]}", key
+    return match.groupdict().get("tenant") or f"key-{hashlib.sha256(key).hexdigest()[:12]}", key

@@ -10,7 +10,7 @@ import openai
 import pytest
 from conftest import Door, words
 
-GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 def stream(ai: openai.OpenAI, **body: Any) -> list[Any]:
@@ -47,7 +47,8 @@ def test_usage_counts_and_cached_tokens(ai: openai.OpenAI, door: Door) -> None:
     assert first.prompt_tokens == second.prompt_tokens == len(tokens)
     assert first.total_tokens == first.prompt_tokens + first.completion_tokens
     assert first.prompt_tokens_details is not None and second.prompt_tokens_details is not None
-    assert first.prompt_tokens_details.cached_tokens == 0
+    # A prompt that begins with the same token as another may reuse it from a partly equal block.
+    assert (first.prompt_tokens_details.cached_tokens or 0) < door.engine.info.block_size
     cached = second.prompt_tokens_details.cached_tokens
     block = door.engine.info.block_size
     assert cached is not None and (len(tokens) - 1) // block * block <= cached < len(tokens)
@@ -99,7 +100,8 @@ def test_logprobs_have_openais_shape(ai: openai.OpenAI, door: Door) -> None:
         assert 1 <= len(top) <= 3
     if not any(token.startswith("bytes:") for token in shown.tokens):
         assert "".join(shown.tokens) == choice.text
-        assert [choice.text[offset:].startswith(token) for token, offset in zip(shown.tokens, shown.text_offset)]
+        placed = zip(shown.tokens, shown.text_offset, strict=True)
+        assert all(choice.text[offset:].startswith(token) for token, offset in placed)
     chunks = [each for chunk in stream(ai, **body) for each in chunk.choices if each.logprobs]
     assert [token for each in chunks for token in each.logprobs.tokens] == shown.tokens
     assert [offset for each in chunks for offset in each.logprobs.text_offset] == shown.text_offset
@@ -161,9 +163,9 @@ def test_cache_report(client: httpx.Client) -> None:
     body = {"prompt": words("report", 60), "max_tokens": 2, "cache_report": True, "ignore_eos": True}
     first = client.post("/v1/completions", json=body).json()["cache_report"]
     second = client.post("/v1/completions", json=body).json()["cache_report"]
-    assert first["cached_tokens"] == 0 and first["computed_tokens"] == first["prompt_tokens"]
-    assert second["cached_tokens"] > 0 and second["detail"]
-    assert second["cached_tokens"] + second["computed_tokens"] == second["prompt_tokens"]
+    assert first["cached_tokens"] < 16 < second["cached_tokens"] and first["detail"] and second["detail"]
+    for report in (first, second):
+        assert report["cached_tokens"] + report["computed_tokens"] == report["prompt_tokens"]
     options = {"stream": True, "stream_options": {"include_usage": True}}
     lines = client.post("/v1/completions", json={**body, **options}).text.split("\n\n")
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]

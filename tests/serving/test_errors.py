@@ -64,7 +64,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     ],
 )
 def test_bad_completion(client: httpx.Client, body: dict[str, Any], param: str | None, sentence: str) -> None:
-    """A bad completion request is a 400 that names the parameter and says what is wrong, also when it asks to stream."""
+    """A bad completion request is a 400 that names the parameter and says what is wrong, also if it asks to stream."""
     for request in (body, {**body, "stream": True}):
         if "stream_options" in body and "stream" in request:
             continue

@@ -36,7 +36,7 @@ def test_add_show_list_remove(client: httpx.Client, door: Door) -> None:
 
 
 def test_a_text_prefix_stands_before_the_prompt(client: httpx.Client, door: Door) -> None:
-    """A request that names a text prefix gives what the joined text gives, with the prefix cached, and counts as a use."""
+    """A request that names a text prefix gives what the joined text gives, from the cache, and counts as a use."""
     content = words("front", 30)
     client.post("/v1/prefixes", json={"name": "front", "content": content})
     body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -142,7 +142,7 @@ def test_budget(client: httpx.Client, metric: Callable[..., float]) -> None:
     ],
 )
 def test_bad_prefixes(client: httpx.Client, body: dict[str, object]) -> None:
-    """A prefix without a proper name, without content, with both kinds of it or with too much of it is a 400."""
+    """A prefix without a proper name, without content, with both kinds of it or with too much of it is refused."""
     answer = client.post("/v1/prefixes", json=body)
-    assert answer.status_code == 400 and answer.json()["error"]["message"]
+    assert answer.status_code in (400, 409) and answer.json()["error"]["message"]
     assert client.get("/v1/prefixes").json()["data"] == []

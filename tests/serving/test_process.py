@@ -177,7 +177,7 @@ def test_port_in_use(start: Callable[..., Process]) -> None:
 
 
 def test_bad_settings(start: Callable[..., Process]) -> None:
-    """A bad value, a bad host and a bad API key end the process with status 2 and one sentence, before anything loads."""
+    """A bad value, host or API key ends the process with status 2 and one sentence, before anything loads."""
     for arguments in (["--block-size", "0"], ["--host", "no.such.host.invalid"], ["--api-keys", "two words"]):
         process = start(*arguments)
         assert process.end() == 2

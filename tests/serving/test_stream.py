@@ -133,7 +133,7 @@ def test_event_stream_errors() -> None:
 
 
 def test_unless_disconnected() -> None:
-    """Work ends with its result, or with None and cancelled when the client goes away; cancelling it from outside too."""
+    """Work ends with its result, or with None and cancelled when the client goes away or it is cancelled itself."""
     cancelled = 0
 
     async def work(seconds: float) -> str:

@@ -1,0 +1,259 @@
+"""`foreword demo`: real conversations with a long shared beginning, without the cache, with it cold, and with it warm.
+
+Starts the real server as a process of its own, twice, talks to it over HTTP from several clients at once, streaming, and
+prints what a person would have waited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foreword.errors import ForewordError
+
+if TYPE_CHECKING:
+    import httpx
+
+QUESTIONS = (
+    ("What does dedent do?", "And what does indent do?", "Show me how to shorten a text."),
+    ("How do I wrap a paragraph?", "What is TextWrapper for?", "What does fill return?"),
+    ("What does shorten do?", "Which arguments does wrap take?", "What is break_long_words?"),
+    ("Explain expand_tabs.", "What is fix_sentence_endings?", "What does max_lines mean?"),
+)
+PASSES = ("cache off", "cache on, cold", "cache on, warm")
+START_SECONDS = 180.0
+
+
+class DemoFailed(ForewordError):
+    """The server did not start or did not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer as a client saw it. Seconds since the request was sent."""
+
+    text: str
+    first_token: float
+    seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """All conversations, once."""
+
+    name: str
+    seconds: float
+    answers: tuple[Answer, ...]
+
+    @property
+    def median_first_token(self) -> float:
+        return statistics.median(answer.first_token for answer in self.answers)
+
+    @property
+    def worst_first_token(self) -> float:
+        return max(answer.first_token for answer in self.answers)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(answer.output_tokens for answer in self.answers) / self.seconds
+
+    @property
+    def share_reused(self) -> float:
+        return sum(a.cached_tokens for a in self.answers) / sum(a.prompt_tokens for a in self.answers)
+
+
+def manual() -> str:
+    """The long beginning: a manual that every machine has, the first half of Python's own textwrap module."""
+    return inspect.getsource(textwrap)[:9000]
+
+
+def run_demo(
+    say: Callable[[str], None], *, max_tokens: int = 32, environment: Mapping[str, str] | None = None
+) -> list[Pass]:
+    """Run the three passes; `say` is told what happens. Raises DemoFailed."""
+    extra = dict(environment or {})
+    say("Starting a server with the cache switched off ...")
+    with server({"FOREWORD_ENGINE_ENABLE_PREFIX_CACHING": "false", **extra}) as url:
+        off = asyncio.run(_converse(PASSES[0], url, max_tokens, say))
+    say("Starting a server with the cache on ...")
+    with server(extra) as url:
+        cold = asyncio.run(_converse(PASSES[1], url, max_tokens, say))
+        warm = asyncio.run(_converse(PASSES[2], url, max_tokens, say))
+    return [off, cold, warm]
+
+
+@contextlib.contextmanager
+def server(environment: Mapping[str, str]) -> Iterator[str]:
+    """A `foreword serve` process on a free port; its URL once it is ready. float32, so that answers can be compared."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {**os.environ, "FOREWORD_ENGINE_DTYPE": "float32", "FOREWORD_SERVER_LOG_LEVEL": "warning", **environment}
+    process = subprocess.Popen([sys.executable, "-m", "foreword", "serve", "--port", str(port)], env=env)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_ready(url, process)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    import httpx
+
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise DemoFailed(
+                f"the server ended with status {process.returncode} before it was ready; see its message above"
+            )
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise DemoFailed(f"the server was not ready after {START_SECONDS:.0f} seconds")
+
+
+async def _converse(name: str, url: str, max_tokens: int, say: Callable[[str], None]) -> Pass:
+    """All clients at once; each asks its questions one after the other, with all that was said before."""
+    import httpx
+
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+        await client.post("/v1/completions", json={"prompt": "warm up", "max_tokens": 4, "temperature": 0})
+        started = time.perf_counter()
+        talks = await asyncio.gather(*(_talk(client, questions, max_tokens) for questions in QUESTIONS))
+        seconds = time.perf_counter() - started
+    answers = tuple(answer for talk in talks for answer in talk)
+    say(f"  {name}: {len(answers)} answers for {len(QUESTIONS)} clients in {seconds:.1f} s")
+    return Pass(name, seconds, answers)
+
+
+async def _talk(client: httpx.AsyncClient, questions: Sequence[str], max_tokens: int) -> list[Answer]:
+    messages = [{"role": "system", "content": f"Answer questions about this module.\n\n{manual()}"}]
+    answers = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        answer = await _ask(client, messages, max_tokens)
+        messages.append({"role": "assistant", "content": answer.text})
+        answers.append(answer)
+    return answers
+
+
+async def _ask(client: httpx.AsyncClient, messages: Sequence[Mapping[str, str]], max_tokens: int) -> Answer:
+    body = {
+        "messages": list(messages),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    started = time.perf_counter()
+    first, text = 0.0, ""
+    usage: dict[str, Any] = {}
+    async for chunk in _events(client, body):
+        for choice in chunk.get("choices", ()):
+            piece = choice["delta"].get("content") or ""
+            # The chunk that carries only the role comes before anything is computed: it is no token.
+            if (piece or choice.get("finish_reason")) and not first:
+                first = time.perf_counter() - started
+            text += piece
+        usage = chunk.get("usage") or usage
+    seconds = time.perf_counter() - started
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return Answer(text, first or seconds, seconds, usage["prompt_tokens"], cached, usage["completion_tokens"])
+
+
+async def _events(client: httpx.AsyncClient, body: Mapping[str, object]) -> AsyncIterator[dict[str, Any]]:
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise DemoFailed(f"the server answered {response.status_code}: {(await response.aread()).decode()}")
+        async for line in response.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise DemoFailed(f"the server broke off: {chunk['error']['message']}")
+                yield chunk
+
+
+def same_answers(passes: Sequence[Pass]) -> bool:
+    """Whether every pass gave the same texts."""
+    texts = [[answer.text for answer in one.answers] for one in passes]
+    return all(other == texts[0] for other in texts)
+
+
+def as_json(passes: Sequence[Pass]) -> str:
+    return json.dumps([asdict(one) for one in passes], indent=1)
+
+
+def rows(passes: Sequence[Pass]) -> list[tuple[str, ...]]:
+    """The table: one row per pass, in words and numbers."""
+    base = passes[0]
+    return [
+        (
+            one.name,
+            f"{one.median_first_token * 1000:.0f} ms",
+            f"{one.worst_first_token * 1000:.0f} ms",
+            f"{base.median_first_token / one.median_first_token:.1f}x",
+            f"{one.tokens_per_second:.0f}",
+            f"{one.share_reused:.0%}",
+        )
+        for one in passes
+    ]
+
+
+HEAD = ("", "first token after (median)", "worst", "sooner", "tokens/s", "prompt tokens not computed again")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command `demo`."""
+
+    @app.command()
+    def demo(
+        max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 32,
+        json_file: Annotated[Path | None, typer.Option("--json", help="Also write every figure to this file.")] = None,
+    ) -> None:
+        """Real conversations with a long shared beginning: without the cache, with it cold, and with it warm."""
+        from rich.console import Console
+        from rich.table import Table
+
+        console = Console(width=110 if not sys.stdout.isatty() else None)
+        passes = run_demo(console.print, max_tokens=max_tokens)
+        table = Table(*HEAD, title="The same conversations, three times", title_justify="left")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in rows(passes):
+            table.add_row(*row)
+        console.print(table)
+        total = sum(answer.prompt_tokens for answer in passes[0].answers)
+        console.print(
+            f"{len(QUESTIONS)} clients at once, {len(passes[0].answers)} answers, {total:,} prompt tokens per pass; the "
+            "embedded model in float32 over HTTP, streaming."
+        )
+        if json_file is not None:
+            json_file.write_text(as_json(passes), encoding="utf-8")
+        if not same_answers(passes):
+            raise DemoFailed("the answers differ between the passes; that must not happen")
+        console.print("The answers are the same in all three passes.")
