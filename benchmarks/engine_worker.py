@@ -29,6 +29,23 @@ BATCHES = (1, 16)
 CONTEXT = 4_096
 
 Prompts = list[list[int]]
+Times = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts of one length, all at once, each with so many new tokens."""
+
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+TASKS = {
+    "prefill": Task(1, PREFILL_TOKENS, 1),
+    **{f"short_{batch}": Task(batch, DECODE_PROMPT_TOKENS, 1) for batch in BATCHES},
+    **{f"long_{batch}": Task(batch, DECODE_PROMPT_TOKENS, DECODE_NEW_TOKENS) for batch in BATCHES},
+}
 
 
 class Engine(Protocol):
@@ -159,30 +176,22 @@ class Prompter:
         return [[self._random.randrange(1, self._vocabulary) for _ in range(length)] for _ in range(count)]
 
 
-def measure(engine: Engine, prompter: Prompter, repetitions: int) -> dict[str, list[float]]:
-    """Tokens per second by figure, one for every repetition; warm-up is left out."""
-    figures = {"prefill": repeated(lambda: prefill_speed(engine, prompter), repetitions)}
+def measure(engine: Engine, prompter: Prompter, repetitions: int) -> Times:
+    """Seconds by task, one for every repetition. The tasks alternate; the first time of each does not count."""
+    times: Times = {name: [] for name in TASKS}
+    for _ in range(repetitions + 1):
+        for name, task in TASKS.items():
+            times[name].append(seconds(engine, prompter.prompts(task.batch, task.prompt_tokens), task.new_tokens))
+    return {name: taken[1:] for name, taken in times.items()}
+
+
+def speeds(times: Times, pick: Callable[[list[float]], float]) -> dict[str, float]:
+    """Tokens per second of each figure; `pick` chooses from several times of a task: `median`, or `min`."""
+    found = {"prefill": PREFILL_TOKENS / pick(times["prefill"])}
     for batch in BATCHES:
-        figures[f"decode_{batch}"] = repeated(lambda batch=batch: decode_speed(engine, prompter, batch), repetitions)  # type: ignore[misc]
-    return figures
-
-
-def repeated(figure: Callable[[], float], repetitions: int) -> list[float]:
-    """One figure several times, after one time that does not count."""
-    figure()
-    return [figure() for _ in range(repetitions)]
-
-
-def prefill_speed(engine: Engine, prompter: Prompter) -> float:
-    """Prompt tokens per second until the first new token."""
-    return PREFILL_TOKENS / seconds(engine, prompter.prompts(1, PREFILL_TOKENS), 1)
-
-
-def decode_speed(engine: Engine, prompter: Prompter, batch: int) -> float:
-    """New tokens per second of a batch, without its prefill."""
-    short = seconds(engine, prompter.prompts(batch, DECODE_PROMPT_TOKENS), 1)
-    long = seconds(engine, prompter.prompts(batch, DECODE_PROMPT_TOKENS), DECODE_NEW_TOKENS)
-    return batch * (DECODE_NEW_TOKENS - 1) / (long - short)
+        decoding = pick(times[f"long_{batch}"]) - pick(times[f"short_{batch}"])
+        found[f"decode_{batch}"] = batch * (DECODE_NEW_TOKENS - 1) / decoding
+    return {name: round(value, 2) for name, value in found.items()}
 
 
 def seconds(engine: Engine, prompts: Prompts, new_tokens: int) -> float:
@@ -201,7 +210,7 @@ def run(options: Options) -> dict[str, Any]:
     start = time.perf_counter()
     engine = ENGINES[options.engine](options)
     started = time.perf_counter() - start
-    samples = measure(engine, Prompter(vocabulary, seed=os.getpid()), options.repetitions)
+    times = measure(engine, Prompter(vocabulary, seed=os.getpid()), options.repetitions)
     return {
         "engine": options.engine,
         "mode": options.mode,
@@ -209,8 +218,9 @@ def run(options: Options) -> dict[str, Any]:
         "dtype": options.dtype,
         "threads": options.threads,
         "start_s": round(started, 2),
-        "tokens_per_s": {name: round(median(values), 2) for name, values in samples.items()},
-        "samples": {name: [round(value, 2) for value in values] for name, values in samples.items()},
+        "tokens_per_s": speeds(times, median),
+        "best_tokens_per_s": speeds(times, min),
+        "seconds": {name: [round(value, 4) for value in taken] for name, taken in times.items()},
         "versions": versions(options.engine),
     }
 

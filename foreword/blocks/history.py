@@ -50,7 +50,8 @@ class History:
             return Explanation("shorter_than_block", None, detail)
         same = self._nearest(prompt, lambda other: other == salt)
         next_block = (cached // block_size + 1) * block_size
-        if same >= next_block:
+        # A sequence's newest token is not computed yet: one token beyond the reused ones was never there to be evicted.
+        if same >= next_block and same > cached + 1:
             detail = f"Tokens up to {same} were computed before, but blocks after token {cached} have been evicted."
             return Explanation("evicted", None, detail)
         if tell_other_tenants and self._nearest(prompt, lambda other: other != salt) >= next_block:
@@ -59,6 +60,8 @@ class History:
         if same == length:
             detail = f"The whole prompt was seen before; its last {length - cached} tokens do not fill a shared block."
             return Explanation("shorter_than_block", None, detail)
+        if same < cached:  # what was reused is older than this memory
+            return Explanation("never_seen", None, f"No recent prompt agrees beyond the {cached} tokens that were cached.")
         if same == 0:
             return Explanation("never_seen", None, "No recent prompt begins with the same token.")
         detail = f"The nearest recent prompt agrees in {same} tokens and differs at position {same}."

@@ -125,6 +125,8 @@ class TokenChain:
 def _array(tokens: Iterable[int]) -> array[int]:
     if isinstance(tokens, array) and tokens.typecode == "I":
         return tokens
+    if isinstance(tokens, bytes | bytearray):
+        tokens = list(tokens)  # `array` would take them for the machine's own encoding of larger tokens
     try:
         return array("I", tokens)
     except (OverflowError, TypeError) as error:

@@ -380,10 +380,11 @@ def _band(chunk: Chunk, num_keys: int, window: int | None, like: Tensor) -> Tens
 
 
 class Recorder:
-    """Stands in for `StepAttention` in one trial pass: notes the shape of every layer that asks for attention."""
+    """Stands in for `StepAttention` in one trial pass: notes shape and window of every layer that asks for attention."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
         self.heads: dict[int, int] = {}
 
     def attend(
@@ -398,6 +399,7 @@ class Recorder:
         sinks: Tensor | None,
     ) -> Tensor:
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        self.windows[layer] = window
         self.heads[layer] = query.shape[1]
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
@@ -433,6 +435,8 @@ def _interface(
     **_: Any,
 ) -> tuple[Tensor, None]:
     assert _current is not None, "a forward pass outside the engine's step"
+    if attention_mask is not None:
+        raise RuntimeError("the model brings an attention mask of its own, which paged attention does not apply")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _current.attend(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux), None
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from foreword.blocks import PrefixCache
 from foreword.config import EngineConfig, parse_bytes
 from foreword.engine import attention, linear
-from foreword.engine.attention import LayerShape
+from foreword.engine.attention import LayerShape, Recorder
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler, Sequence
 from foreword.engine.torch_runner import TorchRunner, record_layers
@@ -32,8 +32,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 # What a configuration says about itself but not about the KV.
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "_attn_implementation"}
-# Configuration keys of layers that keep state outside attention, or attend in a way that the interface does not tell.
-_FOREIGN_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "chunked_attention", "mamba2", "hybrid")
+# What `layer_types` may say. Layers of any other type keep state outside attention (linear attention, state spaces,
+# convolutions), or attend in a way that the interface does not tell (in chunks, sparsely, compressed): some of them only
+# beyond a length that no short check reaches.
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     progress("fingerprinting the weights")
     fingerprint = fingerprint_model(model)
     model = model.to(device)
-    shapes = _layers(model, settings)
+    layers = _layers(model, settings)
     _pack(model, config, device, progress)
     text = settings.get_text_config()
     return LoadedModel(
@@ -87,8 +89,8 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
         name=config.served_model_name or Path(source).name or source,
         source=source,
         fingerprint=fingerprint,
-        shapes=shapes,
-        max_model_len=_model_length(text, config),
+        shapes=layers.shapes,
+        max_model_len=_model_length(text, layers.windows, config),
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         dtype=dtype,
         device=device,
@@ -133,10 +135,11 @@ def _refuse_foreign(settings: Any) -> None:
     if getattr(settings, "is_encoder_decoder", False):
         raise ModelUnsupported(f"{settings.model_type} is an encoder-decoder model; Foreword runs decoder-only models")
     kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
-    foreign = sorted(kind for kind in kinds if any(word in kind for word in _FOREIGN_LAYERS))
+    foreign = sorted(str(kind) for kind in kinds - _KNOWN_LAYERS)
     if foreign:
         raise ModelUnsupported(
-            f"{settings.model_type} has layers of type {', '.join(foreign)}, which keep state that paged KV does not hold"
+            f"{settings.model_type} has layers of type {', '.join(foreign)}; paged KV holds only what full and sliding "
+            "attention keep"
         )
     if getattr(text, "attention_chunk_size", None):
         raise ModelUnsupported(f"{settings.model_type} attends in chunks, which the attention interface does not tell")
@@ -166,6 +169,9 @@ def _read_weights(source: str, settings: Any, dtype: torch.dtype, config: Engine
             trust_remote_code=config.trust_remote_code,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, KeyError) and error.args == (attention.NAME,):
+            reason = f"{settings.model_type} does not go through Transformers' attention interface, which the engine needs"
+            raise ModelUnsupported(reason) from error
         raise ModelNotFound(f"cannot load the model {source!r}: {_first_line(error)}") from error
     finally:
         if was_shown:
@@ -192,23 +198,24 @@ def _hash_tensor(tensor: Tensor) -> bytes:
     return hashlib.sha256(flat.numpy().data).digest()
 
 
-def _layers(model: Any, settings: Any) -> dict[int, LayerShape]:
-    """The layers' shapes; refuses a model whose layers do not all come to our attention."""
+def _layers(model: Any, settings: Any) -> Recorder:
+    """The layers' shapes and windows; refuses a model whose layers do not all come to our attention."""
     try:
-        shapes, keeps_rows = record_layers(model)
+        recorder, keeps_rows = record_layers(model)
     except (TypeError, AttributeError, RuntimeError, ValueError, IndexError) as error:
         raise ModelUnsupported(
             f"{settings.model_type} does not run through our attention: {_first_line(error)}"
         ) from error
-    expected = int(getattr(settings.get_text_config(), "num_hidden_layers", len(shapes)))
-    if len(shapes) != expected:
+    found = len(recorder.shapes)
+    expected = int(getattr(settings.get_text_config(), "num_hidden_layers", found))
+    if found != expected:
         raise ModelUnsupported(
-            f"{settings.model_type} has {expected} layers, but only {len(shapes)} of them attend through the interface; "
+            f"{settings.model_type} has {expected} layers, but only {found} of them attend through the interface; "
             "the others keep state that paged KV does not hold"
         )
     if not keeps_rows:
         raise ModelUnsupported(f"{settings.model_type} does not take logits_to_keep, which the engine needs")
-    return shapes
+    return recorder
 
 
 def _pack(model: Any, config: EngineConfig, device: torch.device, progress: Callable[[str], None]) -> None:
@@ -224,9 +231,11 @@ def _pack(model: Any, config: EngineConfig, device: torch.device, progress: Call
         linear.pack(model, budget)
 
 
-def _model_length(text: Any, config: EngineConfig) -> int:
+def _model_length(text: Any, windows: Mapping[int, int | None], config: EngineConfig) -> int:
     """How long a text the model may have. Where the rotary embedding changes with the length of the text, KV of one length
-    is wrong for another: such models are held to the length up to which it does not change."""
+    is wrong for another: such models are held to the length up to which it does not change. A model that puts its sliding
+    window into a mask, but does not tell the attention interface, is held to the window: up to there it is full attention.
+    """
     length = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 1 << 20
     rope = getattr(text, "rope_parameters", None) or {}
     for part in [rope, *[value for value in rope.values() if isinstance(value, dict)]]:
@@ -235,6 +244,8 @@ def _model_length(text: Any, config: EngineConfig) -> int:
                 text, "original_max_position_embeddings", None
             )
             length = min(length, int(original or length))
+    if _has_window(text) and not any(windows.values()):
+        length = min(length, int(text.sliding_window))
     if config.max_model_len is not None:
         if config.max_model_len > length:
             raise ConfigError(
@@ -242,6 +253,13 @@ def _model_length(text: Any, config: EngineConfig) -> int:
             )
         return config.max_model_len
     return int(length)
+
+
+def _has_window(text: Any) -> bool:
+    """Whether the configuration says that at least one layer has a sliding window."""
+    kinds = getattr(text, "layer_types", None)
+    slides = "sliding_attention" in kinds if kinds else getattr(text, "use_sliding_window", True)
+    return bool(slides and getattr(text, "sliding_window", None))
 
 
 def _end_tokens(model: Any) -> tuple[int, ...]:
@@ -293,13 +311,19 @@ def self_check(loaded: LoadedModel, block_size: int) -> float:
     length = min(length, loaded.max_model_len - 1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, loaded.vocab_size, (length,), generator=generator).tolist()
+    family = loaded.model.config.model_type
     expected = _own_logits(loaded, tokens)
-    computed = _engine_logits(loaded, tokens, block_size)
+    if torch.isnan(expected).any():
+        raise ModelUnsupported(f"{family}: the model's own logits are not numbers; its weights may be damaged")
+    try:
+        computed = _engine_logits(loaded, tokens, block_size)
+    except (TypeError, AttributeError, RuntimeError, ValueError, IndexError) as error:
+        raise ModelUnsupported(f"{family} does not run through paged attention: {_first_line(error)}") from error
     error = max(_relative(logits, expected[position]) for position, logits in computed)
     limit = TOLERANCE[loaded.dtype]
     if not error <= limit:  # also true for NaN
         raise ModelUnsupported(
-            f"{loaded.model.config.model_type}: the engine's logits differ from the model's own by {error:.2g} "
+            f"{family}: the engine's logits differ from the model's own by {error:.2g} "
             f"(at most {limit:g} is rounding); this family does something that paged attention does not do here"
         )
     return error

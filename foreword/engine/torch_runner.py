@@ -98,9 +98,9 @@ class TorchRunner:
 
 
 @torch.inference_mode()
-def record_layers(model: Any) -> tuple[dict[int, LayerShape], bool]:
-    """What each layer that asks for attention keeps per token, found by one pass over two tokens; and whether the model
-    keeps to `logits_to_keep` (one that does not computes logits for every token of a prompt)."""
+def record_layers(model: Any) -> tuple[Recorder, bool]:
+    """What each layer that asks for attention keeps per token, and its window, found by one pass over two tokens; and
+    whether the model keeps to `logits_to_keep` (one that does not computes logits for every token of a prompt)."""
     recorder = Recorder()
     ids = torch.tensor([[0, 1]], device=model.device)
     with active(recorder):
@@ -110,4 +110,4 @@ def record_layers(model: Any) -> tuple[dict[int, LayerShape], bool]:
             use_cache=False,
             logits_to_keep=torch.tensor([1], device=model.device),
         )
-    return recorder.shapes, output.logits.shape[1] == 1
+    return recorder, output.logits.shape[1] == 1

@@ -1,0 +1,236 @@
+"""The name of a block: the written format, its golden vectors, and what changes a key (R2)."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.blocks.keys import KEY_BYTES, KEY_FORMAT, Scope, TokenChain, chain_keys, token_bytes
+from foreword.errors import BadRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PLAIN = Scope(b"", 16)
+PLAIN_ROOT = "d34f560763ccc29c0f8bc6bb864261b5add55772104cdf4e1a1550bcca72c66c"
+PLAIN_KEYS = [  # tokens 0..31
+    "8854e045fc246cf8500c609c21bcc2bce484774917dc94fc6dc47c35986fcdf7",
+    "3b3827ad25ab248ecd25f73c6f402a090d2abe4ae4a6b1fe36076c6f3a441a34",
+]
+TENANT = Scope(b"model", 4, b"tenant")
+TENANT_SCOPE = "666f7265776f72642f6b6579000100000004000000050000006d6f64656c0600000074656e616e74"
+TENANT_ROOT = "16cb29f755ba5a28f0a2f042fdf8b844f7e513967120f697bb3a2bd3dceb24f2"
+TENANT_TOKENS = [0, 1, 2**31, 2**32 - 1, 5, 6, 7, 8]
+TENANT_KEYS = [
+    "fd5425f1adc9d2a2c131cf1af50e9be969c4392d11e2fb3ccb775c5046510b9a",
+    "3d69dffceca9cf312d23059d41dee87a0ca4fab756745752eba6afcb2fc39c21",
+]
+ADAPTER_KEY = "b2c28c8d5dbe7ea9103d4972b0f948a7953da1d68f197ecf6c0d13c8632da6a3"  # block 1, its extra b"adapter"
+
+tokens_of = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+small_tokens = st.lists(st.integers(0, 3), max_size=40)
+block_sizes = st.integers(1, 7)
+extras_of = st.lists(st.binary(max_size=3), max_size=12)
+
+
+def written_scope(scope: Scope) -> bytes:
+    """The scope as docs/formats.md writes it, made without the code under test."""
+    text = b"foreword/key\x00" + (1).to_bytes(4, "little") + scope.block_size.to_bytes(4, "little")
+    for part in (scope.model, scope.salt):
+        text += len(part).to_bytes(4, "little") + part
+    return text
+
+
+def written_keys(root: bytes, tokens: Sequence[int], block_size: int, extras: Sequence[bytes] = ()) -> list[bytes]:
+    """The chain as docs/formats.md writes it, made without the code under test."""
+    keys, parent = [], root
+    for number in range(len(tokens) // block_size):
+        block = tokens[number * block_size : (number + 1) * block_size]
+        extra = extras[number] if number < len(extras) else b""
+        parent = sha256(parent + struct.pack(f"<{block_size}I", *block) + extra).digest()
+        keys.append(parent)
+    return keys
+
+
+def hexes(keys: Iterable[bytes]) -> list[str]:
+    return [key.hex() for key in keys]
+
+
+def test_r2_golden_vectors() -> None:
+    """The keys of three written-down chains never change; a change of the format must change KEY_FORMAT and these."""
+    assert (KEY_FORMAT, KEY_BYTES) == (1, 32)
+    assert PLAIN.root().hex() == PLAIN_ROOT
+    assert hexes(chain_keys(PLAIN.root(), range(32), 16)) == PLAIN_KEYS
+    assert TENANT.encode().hex() == TENANT_SCOPE
+    assert TENANT.root().hex() == TENANT_ROOT
+    assert hexes(chain_keys(TENANT.root(), TENANT_TOKENS, 4)) == TENANT_KEYS
+    assert hexes(chain_keys(TENANT.root(), TENANT_TOKENS, 4, [b"", b"adapter"])) == [TENANT_KEYS[0], ADAPTER_KEY]
+
+
+def test_r2_golden_vectors_agree_with_the_written_format() -> None:
+    """The golden vectors are what the written format gives when it is followed by hand."""
+    assert hexes(written_keys(sha256(written_scope(PLAIN)).digest(), range(32), 16)) == PLAIN_KEYS
+    root = sha256(written_scope(TENANT)).digest()
+    assert hexes(written_keys(root, TENANT_TOKENS, 4)) == TENANT_KEYS
+    assert written_keys(root, TENANT_TOKENS, 4, [b"", b"adapter"])[1].hex() == ADAPTER_KEY
+
+
+def test_the_documented_vectors_are_the_tested_ones() -> None:
+    """docs/formats.md quotes exactly the golden vectors."""
+    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+    for vector in (PLAIN_ROOT, *PLAIN_KEYS, TENANT_SCOPE, TENANT_ROOT, *TENANT_KEYS, ADAPTER_KEY):
+        assert vector in text
+
+
+@given(st.binary(max_size=40), st.integers(1, 2**32 - 1), st.binary(max_size=40))
+def test_r2_scope_follows_the_written_format(model: bytes, block_size: int, salt: bytes) -> None:
+    """Every scope is encoded as written, and its root is the SHA-256 of that."""
+    scope = Scope(model, block_size, salt)
+    assert scope.encode() == written_scope(scope)
+    assert scope.root() == sha256(written_scope(scope)).digest()
+
+
+@given(tokens_of, block_sizes, extras_of)
+def test_r2_chain_follows_the_written_format(tokens: list[int], block_size: int, extras: list[bytes]) -> None:
+    """Every chain is encoded as written, with and without extras, and a partial last block has no key."""
+    root = Scope(b"model", block_size).root()
+    assert chain_keys(root, tokens, block_size) == written_keys(root, tokens, block_size)
+    assert chain_keys(root, tokens, block_size, extras) == written_keys(root, tokens, block_size, extras)
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "4294967295"])
+def test_r2_same_keys_in_a_fresh_process(seed: str) -> None:
+    """Another process with another hash seed computes the same keys."""
+    program = (
+        "from foreword.blocks import Scope, chain_keys\n"
+        "scope = Scope(b'model', 4, b'tenant')\n"
+        "keys = chain_keys(scope.root(), [0, 1, 2**31, 2**32 - 1, 5, 6, 7, 8], 4)\n"
+        "print(scope.root().hex(), *(key.hex() for key in keys))\n"
+    )
+    environ = {**os.environ, "PYTHONHASHSEED": seed}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environ, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == [TENANT_ROOT, *TENANT_KEYS]
+
+
+@pytest.mark.parametrize("other", [Scope(b"model2", 4, b"tenant"), Scope(b"model", 4, b"other"), Scope(b"model", 4)])
+def test_r2_model_and_salt_change_every_key(other: Scope) -> None:
+    """A chain of another model or another tenant has no key in common."""
+    mine = {TENANT.root(), *chain_keys(TENANT.root(), TENANT_TOKENS, 4)}
+    theirs = {other.root(), *chain_keys(other.root(), TENANT_TOKENS, 4)}
+    assert not mine & theirs
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_r2_block_size_changes_every_key(first: int, second: int) -> None:
+    """Chains of the same tokens under different block sizes have no key in common."""
+    a, b = Scope(b"model", first), Scope(b"model", second)
+    mine = {a.root(), *chain_keys(a.root(), range(24), first)}
+    theirs = {b.root(), *chain_keys(b.root(), range(24), second)}
+    assert bool(mine & theirs) == (first == second)
+
+
+@given(st.binary(max_size=6), st.binary(max_size=6), st.binary(max_size=6), st.binary(max_size=6))
+def test_r2_scope_has_one_reading(model: bytes, salt: bytes, other_model: bytes, other_salt: bytes) -> None:
+    """No bytes can wander from the model to the salt: equal encodings mean equal scopes."""
+    first, second = Scope(model, 4, salt), Scope(other_model, 4, other_salt)
+    assert (first.encode() == second.encode()) == (first == second)
+
+
+@given(small_tokens, small_tokens, block_sizes)
+def test_r2_a_key_names_the_whole_prefix(first: list[int], second: list[int], block_size: int) -> None:
+    """Two chains share the keys of exactly the leading blocks in which they agree, and never find each other later."""
+    root = Scope(b"model", block_size).root()
+    mine, theirs = chain_keys(root, first, block_size), chain_keys(root, second, block_size)
+    for number, key in enumerate(mine):
+        end = (number + 1) * block_size
+        assert (key in theirs) == (len(second) >= end and first[:end] == second[:end])
+
+
+def test_r2_an_extra_changes_its_block_and_all_that_follow() -> None:
+    """What is written behind block 1 changes the keys of blocks 1, 2, ... and leaves block 0 alone."""
+    root = TENANT.root()
+    plain = chain_keys(root, range(16), 4)
+    marked = chain_keys(root, range(16), 4, [b"", b"adapter"])
+    assert plain[0] == marked[0]
+    assert not set(plain[1:]) & set(marked[1:])
+
+
+@given(small_tokens, block_sizes, st.integers(0, 12))
+def test_r2_an_empty_extra_is_none(tokens: list[int], block_size: int, count: int) -> None:
+    """b"" as an extra, any number of times, is the same as no extra."""
+    root = Scope(b"model", block_size).root()
+    assert chain_keys(root, tokens, block_size, [b""] * count) == chain_keys(root, tokens, block_size)
+
+
+@given(tokens_of, block_sizes, extras_of, st.lists(st.integers(0, 40), max_size=6), st.integers(0, 40))
+def test_r2_a_chain_grown_lazily_is_the_chain_made_at_once(
+    tokens: list[int], block_size: int, extras: list[bytes], asks: list[int], given_first: int
+) -> None:
+    """However tokens are appended and keys are asked for, a TokenChain has the keys that `chain_keys` makes at once."""
+    root = Scope(b"model", block_size).root()
+    expected = chain_keys(root, tokens, block_size, extras)
+    chain = TokenChain(root, block_size, tokens[:given_first], extras)
+    for ask in asks:
+        full = len(chain) // block_size
+        assert chain.keys_to(min(ask, full))[:full] == expected[: max(min(ask, full), len(chain.keys))]
+        if len(chain) < len(tokens):
+            chain.tokens.append(tokens[len(chain)])
+    for token in tokens[len(chain) :]:
+        chain.tokens.append(token)
+    assert chain.keys_to(len(tokens) // block_size) == expected
+    assert [chain.key_before(number) for number in range(len(expected) + 1)] == [root, *expected]
+
+
+@given(small_tokens, block_sizes, st.integers(0, 40), st.integers(0, 40), st.booleans())
+def test_r2_a_forked_chain_is_a_chain_of_its_own(
+    tokens: list[int], block_size: int, kept: int, asked: int, extra: bool
+) -> None:
+    """A fork has the keys of the tokens it kept, and what is appended to one of the two does not reach the other."""
+    root, extras = Scope(b"model", block_size).root(), [b"x"] if extra else []
+    parent = TokenChain(root, block_size, tokens, extras)
+    parent.keys_to(min(asked, len(tokens) // block_size))
+    child = parent.fork(kept)
+    child.tokens.extend([9] * block_size)
+    mine = [*tokens[:kept], *[9] * block_size]
+    assert child.tokens.tolist() == mine
+    assert child.keys_to(len(mine) // block_size) == chain_keys(root, mine, block_size, extras)
+    assert parent.tokens.tolist() == tokens
+    assert parent.keys_to(len(tokens) // block_size) == chain_keys(root, tokens, block_size, extras)
+
+
+def test_a_chain_does_not_keep_the_callers_array() -> None:
+    """The caller's array stays the caller's: a chain appends to a copy."""
+    given_tokens = array("I", [1, 2, 3])
+    chain = TokenChain(TENANT.root(), 4, given_tokens)
+    chain.tokens.append(4)
+    assert given_tokens.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32, 10**30, 1.5, "7", None])
+def test_a_token_out_of_range_is_a_bad_request(bad: object) -> None:
+    """Whatever is not an integer of 32 bits is refused as the client's mistake, wherever tokens come in."""
+    tokens: list[int] = [1, 2, 3, bad]  # type: ignore[list-item]
+    with pytest.raises(BadRequest, match="0 to 4294967295") as caught:
+        token_bytes(tokens)
+    assert caught.value.param == "prompt"
+    with pytest.raises(BadRequest):
+        chain_keys(TENANT.root(), tokens, 4)
+    with pytest.raises(BadRequest):
+        TokenChain(TENANT.root(), 4, tokens)
+
+
+@pytest.mark.parametrize("make", [list, tuple, bytes, bytearray, iter, lambda t: array("I", t), lambda t: array("q", t)])
+def test_tokens_mean_the_same_in_every_container(make: type) -> None:
+    """A token is one item of the iterable, whatever the iterable is; bytes are tokens below 256."""
+    assert token_bytes(make([1, 0, 0, 255, 7])) == struct.pack("<5I", 1, 0, 0, 255, 7)
