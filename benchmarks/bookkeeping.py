@@ -139,7 +139,7 @@ class Vllm:
         return Request(str(self._made), tokens, SamplingParams(max_tokens=1 << 16), None)
 
     def name(self, request: Any) -> Any:
-        request._block_hasher = self._hasher  # noqa: SLF001
+        request._block_hasher = self._hasher
         request.update_block_hashes()
         return request
 
@@ -175,7 +175,7 @@ class Tokens:
     """Prompts of random tokens, never the same twice."""
 
     def __init__(self) -> None:
-        self._random = random.Random(1)  # noqa: S311
+        self._random = random.Random(1)
 
     def prompt(self, length: int) -> list[int]:
         return self._random.choices(range(VOCABULARY), k=length)
@@ -303,7 +303,7 @@ def fill(books: Books, source: Tokens, num_blocks: int) -> list[list[int]]:
     for sequence in sequences:
         books.take(sequence)
     order = list(range(len(prompts)))
-    random.Random(2).shuffle(order)  # noqa: S311
+    random.Random(2).shuffle(order)
     for number in order:
         books.free(sequences[number])
     return [prompts[number] for number in order[-SHORT_PROMPTS:]]
@@ -364,7 +364,7 @@ def run_worker(python: str, kinds: Sequence[str], rounds: int) -> dict[str, Any]
     path = os.pathsep.join(filter(None, [str(here.parent.parent), os.environ.get("PYTHONPATH", "")]))
     variables = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     command = [python, str(here), "--worker", *kinds, "--rounds", str(rounds)]
-    done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
+    done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 

@@ -170,7 +170,7 @@ class Prompter:
 
     def __init__(self, vocabulary: int, seed: int) -> None:
         self._vocabulary = vocabulary
-        self._random = random.Random(seed)  # noqa: S311
+        self._random = random.Random(seed)
 
     def prompts(self, count: int, length: int) -> Prompts:
         return [[self._random.randrange(1, self._vocabulary) for _ in range(length)] for _ in range(count)]

@@ -696,10 +696,9 @@ pipeline_tag: text-generation
 
 # stdlib-nano
 
-A very small Llama-architecture language model, trained from scratch in {minutes:.0f} minutes on {threads} CPU \
-thread(s). It ships
-with the package so that every feature of the serving engine can be tried, tested and measured on any machine
-without a download.
+A very small Llama-architecture language model, trained from scratch in {minutes:.1f} minutes with {threads} CPU
+thread(s). It ships with the package so that every feature of the serving engine can be tried, tested and measured on
+any machine without a download.
 
 ## Architecture
 
@@ -723,7 +722,7 @@ modules carry the further notices listed in Python's "Licenses and Acknowledgeme
 - the language reference that `pydoc_data/topics.py` carries;
 - conversations generated from signatures, docstrings and function bodies (single questions, several questions in a
   row, and questions about code given in the prompt). Conversations about {core} well-known modules and ten lines of
-  small talk occur {repeats} times per pass, in different wordings, so that the model can learn them by heart.
+  small talk occur {repeats} times per pass, in different wordings.
 
 {held_files} source files (chosen by a hash of their path, and `textwrap.py`) are held out for validation; neither the
 tokenizer nor the model saw them. Training corpus: {train_tokens:,} tokens a pass; training consumed
@@ -745,15 +744,17 @@ Uniform guessing would be a loss of {uniform:.2f}.
 
 ## What it is good for
 
-Tests, examples, demonstrations and measurements of serving: the text looks like Python and like its documentation,
-answers end by themselves, and conversations share long prefixes. Training mixed in randomly skipped positions, so
+Tests, examples, demonstrations and measurements of serving: real weights, a real tokenizer and a chat template whose
+renderings share long prefixes. The text has the looks of Python and of its documentation, and most short answers end
+by themselves. Training mixed in randomly skipped positions, so
 that distances up to {positions} occurred, although most windows were of 256 to 1024 tokens.
 
 ## What it is not good for
 
-Anything that needs facts or reasoning. It invents signatures, arguments and behaviour, knows no other subject
-than Python's library and no other language than English, and its code usually does not run. Do not rely on its
-answers.
+Anything that needs facts, reasoning or fluent text. It was trained for minutes on a few million tokens: answers are
+usually wrong, also about the modules that were repeated in training; sampled text is often not even grammatical, and
+greedy decoding often falls into repetition. It knows no other subject than Python's library and no other language
+than English. Do not rely on its answers.
 
 ## Training it again
 

@@ -170,8 +170,9 @@ def _read_weights(source: str, settings: Any, dtype: torch.dtype, config: Engine
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         if isinstance(error, KeyError) and error.args == (attention.NAME,):
-            reason = f"{settings.model_type} does not go through Transformers' attention interface, which the engine needs"
-            raise ModelUnsupported(reason) from error
+            raise ModelUnsupported(
+                f"{settings.model_type} does not go through Transformers' attention interface, which the engine needs"
+            ) from error
         raise ModelNotFound(f"cannot load the model {source!r}: {_first_line(error)}") from error
     finally:
         if was_shown:
@@ -317,8 +318,8 @@ def self_check(loaded: LoadedModel, block_size: int) -> float:
         raise ModelUnsupported(f"{family}: the model's own logits are not numbers; its weights may be damaged")
     try:
         computed = _engine_logits(loaded, tokens, block_size)
-    except (TypeError, AttributeError, RuntimeError, ValueError, IndexError) as error:
-        raise ModelUnsupported(f"{family} does not run through paged attention: {_first_line(error)}") from error
+    except (TypeError, AttributeError, RuntimeError, ValueError, IndexError) as failure:
+        raise ModelUnsupported(f"{family} does not run through paged attention: {_first_line(failure)}") from failure
     error = max(_relative(logits, expected[position]) for position, logits in computed)
     limit = TOLERANCE[loaded.dtype]
     if not error <= limit:  # also true for NaN

@@ -1,0 +1,494 @@
+"""PrefixCache against a slow and obvious model of it, with a simulated KV memory: a wrong block must be impossible.
+
+The model knows a block by the *whole token prefix* that its KV stands for, not by a key. The memory is a dictionary from
+(block, slot) to the prefix of the token whose KV lies there; it is written when a step runs, copied on `Copy`, and filled
+with garbage when a step fails. Steps are made and run as the scheduler makes and runs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from foreword.blocks import BlockTable, Copy, Match, PrefixCache, chain_keys
+
+Prefix = tuple[int, ...]  # the tenant's number, then tokens from the first one on
+GARBAGE: Prefix = (-1,)
+MAX_SEQUENCES = 5
+MAX_TOKENS = 14
+
+tokens = st.integers(0, 1)
+picks = st.integers(0, 60)
+prompts = st.lists(tokens, min_size=1, max_size=10)
+
+
+class Model:
+    """What the pool and the noted tails are, in plain lists and dictionaries."""
+
+    def __init__(self, num_blocks: int, size: int, unfilled_first: bool, lookahead: int) -> None:
+        self.size = size
+        self.unfilled_first = unfilled_first
+        self.lookahead = lookahead
+        self.free = list(range(num_blocks))
+        self.refs = [0] * num_blocks
+        self.name: list[Prefix | None] = [None] * num_blocks
+        self.holders: dict[Prefix, list[int]] = {}  # who holds a prefix; lookups find the first
+        self.tails: list[tuple[Prefix, int, Prefix]] = []  # (what comes before, block, its tokens), latest last
+
+    def take(self, count: int) -> list[int]:
+        taken, self.free = self.free[:count], self.free[count:]
+        for block in taken:
+            self.refs[block] = 1
+            self.unname(block)
+            self.tails = [tail for tail in self.tails if tail[1] != block]
+        return taken
+
+    def unname(self, block: int) -> None:
+        name = self.name[block]
+        if name is not None:
+            self.name[block] = None
+            self.holders[name].remove(block)
+            if not self.holders[name]:
+                del self.holders[name]
+
+    def give_name(self, block: int, name: Prefix) -> None:
+        self.name[block] = name
+        self.holders.setdefault(name, []).append(block)
+
+    def share(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if self.refs[block] == 0:
+                self.free.remove(block)
+            self.refs[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        front: list[int] = []
+        back: list[int] = []
+        for block in reversed(blocks):
+            self.refs[block] -= 1
+            if self.refs[block]:
+                continue
+            name = self.name[block]
+            if name is not None and self.holders[name][0] != block:
+                first = self.holders[name][0]
+                if self.refs[first]:  # the first is in use and stays; this copy is worth nothing
+                    self.unname(block)
+                else:  # of two free ones the one used last stays
+                    self.unname(first)
+                    self.holders[name].remove(block)
+                    self.holders[name].insert(0, block)
+                    self.free.remove(first)
+                    self.free.insert(0, first)
+            (front if self.name[block] is None and self.unfilled_first else back).append(block)
+        self.free = [*reversed(front), *self.free, *back]
+
+    def clear(self) -> int:
+        named = [block for block in self.free if self.name[block] is not None]
+        for block in named:
+            self.unname(block)
+        self.tails = []
+        return len(named)
+
+    def note_tail(self, before: Prefix, block: int, held: Prefix) -> None:
+        self.tails = [tail for tail in self.tails if tail[0] != before and tail[1] != block]
+        self.tails.append((before, block, held))
+
+    def lookup(self, prefix: Prefix) -> Match:
+        """The longest prefix whose blocks are all held, and how far a noted tail goes on, but for the last token."""
+        full = 0
+        while 1 + (full + 1) * self.size <= len(prefix) and prefix[: 1 + (full + 1) * self.size] in self.holders:
+            full += 1
+        end = 1 + full * self.size
+        blocks = [self.holders[prefix[: 1 + (n + 1) * self.size]][0] for n in range(full)]
+        for before, block, held in self.tails:
+            if before == prefix[:end]:
+                same = 0
+                while same < len(held) and end + same < len(prefix) - 1 and prefix[end + same] == held[same]:
+                    same += 1
+                if same:
+                    return Match(blocks, block, same, full * self.size + same)
+        return Match(blocks, -1, 0, full * self.size)
+
+
+@dataclass(eq=False)
+class Seq:
+    """A sequence: the real table and what the model thinks of it."""
+
+    tenant: int
+    table: BlockTable
+    blocks: list[int] = field(default_factory=list)
+    visible: int = 0
+    computed: int = 0
+    running: bool = False
+
+    def prefix(self, num_tokens: int) -> Prefix:
+        return (self.tenant, *self.table.chain.tokens[:num_tokens])
+
+    @property
+    def missing(self) -> int:
+        return len(self.table) - self.computed
+
+
+@dataclass
+class Chunk:
+    seq: Seq
+    start: int
+    count: int
+    named_before: int
+
+
+class PrefixCacheMachine(RuleBasedStateMachine):
+    """Sequences come, grow, fork, fail, are preempted and end; after every rule the cache is what the model is."""
+
+    @initialize(
+        size=st.integers(1, 4),
+        num_blocks=st.integers(3, 9),
+        unfilled_first=st.sampled_from([True, True, False]),
+        lookahead=st.sampled_from([0, 0, 1, 2]),
+        partial=st.sampled_from([True, True, True, False]),
+        enabled=st.sampled_from([True, True, True, True, True, False]),
+    )
+    def make(
+        self, size: int, num_blocks: int, unfilled_first: bool, lookahead: int, partial: bool, enabled: bool
+    ) -> None:
+        self.size = size
+        self.enabled = enabled
+        self.partial = partial and enabled
+        self.known: set[bytes] = set()  # by what the cache told its listeners
+        self.cache = PrefixCache(
+            num_blocks,
+            size,
+            model=b"model",
+            enabled=enabled,
+            partial_reuse=partial,
+            unfilled_first=unfilled_first,
+            lookahead_blocks=lookahead,
+            on_stored=self.on_stored,
+            on_removed=self.on_removed,
+        )
+        self.model = Model(num_blocks, size, unfilled_first, lookahead)
+        self.memory: dict[tuple[int, int], Prefix] = {}
+        self.seqs: list[Seq] = []
+        self.pins: list[list[int]] = []
+        self.chunks: list[Chunk] = []
+        self.copies: list[Copy] = []
+        self.admitted: list[Seq] = []  # in the step that is being made
+        self.seen: list[Prefix] = [(0,)]  # token sequences to draw related prompts from
+
+    def on_stored(self, parent: bytes, keys: list[bytes]) -> None:
+        assert parent in self.known or parent in {self.root(0), self.root(1)}
+        self.known.update(keys)
+
+    def on_removed(self, keys: list[bytes]) -> None:
+        assert self.known.issuperset(keys)
+        self.known.difference_update(keys)
+
+    # Helpers
+
+    def root(self, tenant: int) -> bytes:
+        return self.cache.root(bytes([tenant]))
+
+    def key(self, name: Prefix) -> bytes:
+        return chain_keys(self.root(name[0]), name[1:], self.size)[-1]
+
+    def open(self, tenant: int, prompt: list[int]) -> Seq:
+        return Seq(tenant, self.cache.open(prompt, salt=bytes([tenant])))
+
+    def related(self, pick: int, kept: int, fresh: list[int]) -> list[int]:
+        """A prompt that begins like one seen before."""
+        old = self.seen[pick % len(self.seen)][1:]
+        return [*old[:kept], *fresh][:MAX_TOKENS]
+
+    def running(self, idle: bool) -> list[Seq]:
+        """Running sequences; the idle ones are those that the step in the making does not contain."""
+        busy = [chunk.seq for chunk in self.chunks]
+        return [seq for seq in self.seqs if seq.running and not (idle and seq in busy)]
+
+    def look_up(self, seq: Seq) -> Match:
+        match = self.cache.lookup(seq.table)
+        expected = self.model.lookup(seq.prefix(len(seq.table)))
+        assert (list(match.blocks), match.tail, match.tail_tokens) == (expected.blocks, expected.tail, expected.tail_tokens)
+        assert match.cached_tokens == expected.cached_tokens
+        return match
+
+    def advance(self, seq: Seq, num_tokens: int) -> bool:
+        """Advance table and model."""
+        model, size = self.model, self.size
+        before = seq.visible
+        done = self.cache.advance(seq.table, num_tokens)
+        missing = -(-num_tokens // size) - len(seq.blocks)
+        if missing > 0:
+            assert done == (missing <= len(model.free))
+            if not done:
+                return False
+            ahead = model.lookahead if missing + model.lookahead <= len(model.free) else 0
+            seq.blocks += model.take(missing + ahead)
+        assert done
+        if self.enabled:
+            while (seq.visible + 1) * size <= num_tokens:
+                model.give_name(seq.blocks[seq.visible], seq.prefix((seq.visible + 1) * size))
+                seq.visible += 1
+        assert seq.visible >= before
+        return True
+
+    def retract(self, seq: Seq, num_blocks: int) -> None:
+        self.cache.retract(seq.table, num_blocks)
+        for block in seq.blocks[num_blocks : seq.visible]:
+            self.model.unname(block)
+        seq.visible = min(seq.visible, num_blocks)
+
+    def note_tail(self, seq: Seq) -> None:
+        self.cache.note_tail(seq.table, seq.computed)
+        depth, held = divmod(seq.computed, self.size)
+        if self.partial and held:
+            start = depth * self.size
+            before = seq.prefix(start)
+            self.model.note_tail(before, seq.blocks[depth], seq.prefix(seq.computed)[1 + start :])
+
+    def release(self, seq: Seq) -> None:
+        self.cache.release(seq.table)
+        self.model.release(seq.blocks)
+        seq.blocks, seq.visible, seq.computed, seq.running = [], 0, 0, False
+
+    def remember(self, prefix: Prefix) -> None:
+        if prefix not in self.seen:
+            self.seen.append(prefix)
+
+    # Making a step
+
+    @precondition(lambda self: len(self.seqs) < MAX_SEQUENCES)
+    @rule(tenant=st.sampled_from([0, 0, 0, 1]), pick=picks, kept=st.integers(0, MAX_TOKENS), fresh=prompts)
+    def come(self, tenant: int, pick: int, kept: int, fresh: list[int]) -> None:
+        prompt = self.related(pick, kept, fresh)
+        self.seqs.append(self.open(tenant, prompt))
+        self.remember((tenant, *prompt))
+
+    @precondition(lambda self: any(not seq.running for seq in self.seqs))
+    @rule(pick=picks, budget=st.integers(1, MAX_TOKENS))
+    def admit(self, pick: int, budget: int) -> None:
+        waiting = [seq for seq in self.seqs if not seq.running]
+        seq = waiting[pick % len(waiting)]
+        length = len(seq.table)
+        match = self.look_up(seq)
+        start = min(match.cached_tokens, length - 1)
+        count = min(budget, length - start)
+        needed = self.cache.new_blocks(seq.table, match, start + count)
+        free = self.cache.pool.num_free
+        if needed > free:
+            return
+        self.cache.admit(seq.table, match)
+        self.model.share(list(match.blocks))
+        seq.blocks, seq.visible, seq.computed, seq.running = list(match.blocks), len(match.blocks), start, True
+        assert self.advance(seq, start + count)
+        assert free - self.cache.pool.num_free in range(needed, needed + self.model.lookahead + 1)
+        copy = self.cache.copy_tail(seq.table, match)
+        if match.tail_tokens and seq.blocks[len(match.blocks)] != match.tail:
+            assert copy == Copy(match.tail, seq.blocks[len(match.blocks)], match.tail_tokens)
+            self.copies.append(copy)
+        else:
+            assert copy is None
+        self.chunks.append(Chunk(seq, start, count, len(match.blocks)))
+        self.admitted.append(seq)
+
+    @precondition(lambda self: any(seq.missing for seq in self.running(idle=True)))
+    @rule(pick=picks, budget=st.integers(1, MAX_TOKENS))
+    def grow(self, pick: int, budget: int) -> None:
+        idle = [seq for seq in self.running(idle=True) if seq.missing]
+        seq = idle[pick % len(idle)]
+        count = min(budget, seq.missing)
+        named = seq.visible
+        if self.advance(seq, seq.computed + count):
+            self.chunks.append(Chunk(seq, seq.computed, count, named))
+
+    @precondition(lambda self: self.running(idle=bool(self.admitted)))
+    @rule(pick=picks)
+    def preempt(self, pick: int) -> None:
+        """As the scheduler does: out of a step in the making only before it admits anybody."""
+        candidates = self.running(idle=bool(self.admitted))
+        seq = candidates[pick % len(candidates)]
+        for chunk in [chunk for chunk in self.chunks if chunk.seq is seq]:
+            self.retract(seq, chunk.named_before)
+            self.chunks.remove(chunk)
+        self.note_tail(seq)
+        self.release(seq)
+
+    # Ending a step
+
+    def write(self, fail: bool) -> None:
+        """What the device does: the copies in their order, then the KV of all chunks. A failing one leaves garbage."""
+        size = self.size
+        for copy in self.copies:
+            for slot in range(copy.tokens):
+                self.memory[copy.target, slot] = GARBAGE if fail else self.memory[copy.source, slot]
+        for chunk in self.chunks:
+            write_from = max(chunk.start, chunk.named_before * size)
+            for position in range(write_from, chunk.start + chunk.count):
+                place = chunk.seq.blocks[position // size], position % size
+                self.memory[place] = GARBAGE if fail else chunk.seq.prefix(position + 1)
+        self.copies = []
+
+    @precondition(lambda self: self.chunks)
+    @rule(sampled=st.lists(tokens, min_size=MAX_SEQUENCES, max_size=MAX_SEQUENCES), note=st.booleans())
+    def run(self, sampled: list[int], note: bool) -> None:
+        self.write(fail=False)
+        for chunk in self.chunks:  # what attention reads
+            for position in range(chunk.start + chunk.count):
+                held = self.memory.get((chunk.seq.blocks[position // self.size], position % self.size))
+                assert held == chunk.seq.prefix(position + 1), "a step read the KV of another prefix"
+        for chunk, token in zip(self.chunks, sampled, strict=False):
+            seq = chunk.seq
+            seq.computed = chunk.start + chunk.count
+            if seq.missing == 0:
+                if note and chunk.count > 1:
+                    self.note_tail(seq)
+                seq.table.append(token)
+        self.chunks, self.admitted = [], []
+
+    @precondition(lambda self: self.chunks)
+    @rule()
+    def fail(self) -> None:
+        """The step fails: its blocks are withdrawn, its sequences end, and nothing is said of how much they computed."""
+        self.write(fail=True)
+        for chunk in self.chunks:
+            self.retract(chunk.seq, chunk.named_before)
+        for chunk in self.chunks:
+            self.release(chunk.seq)
+            self.seqs.remove(chunk.seq)
+        self.chunks, self.admitted = [], []
+
+    # Between chunks
+
+    @precondition(lambda self: self.running(idle=True))
+    @rule(pick=picks)
+    def finish(self, pick: int) -> None:
+        idle = self.running(idle=True)
+        seq = idle[pick % len(idle)]
+        self.remember(seq.prefix(len(seq.table)))
+        self.note_tail(seq)
+        self.release(seq)
+        self.seqs.remove(seq)
+
+    @precondition(lambda self: any(len(seq.table) >= MAX_TOKENS for seq in self.running(idle=True)))
+    @rule()
+    def finish_the_long(self) -> None:
+        for seq in [seq for seq in self.running(idle=True) if len(seq.table) >= MAX_TOKENS]:
+            self.note_tail(seq)
+            self.release(seq)
+            self.seqs.remove(seq)
+
+    @precondition(lambda self: not self.chunks and self.running(idle=True) and len(self.seqs) < MAX_SEQUENCES)
+    @rule(pick=picks, kept=st.integers(1, MAX_TOKENS), token=tokens)
+    def fork(self, pick: int, kept: int, token: int) -> None:
+        idle = self.running(idle=True)
+        parent = idle[pick % len(idle)]
+        kept = min(kept, parent.computed)
+        depth, held = divmod(kept, self.size)
+        forked = self.cache.fork(parent.table, kept)
+        assert (forked is None) == (held > 0 and not self.model.free)
+        if forked is None:
+            return
+        table, copy = forked
+        blocks = parent.blocks[:depth]
+        self.model.share(blocks)
+        if held:
+            blocks = [*blocks, *self.model.take(1)]
+            assert copy == Copy(parent.blocks[depth], blocks[-1], held)
+            for slot in range(held):
+                self.memory[copy.target, slot] = self.memory[copy.source, slot]
+        else:
+            assert copy is None
+        table.append(token)
+        self.seqs.append(Seq(parent.tenant, table, blocks, depth if self.enabled else 0, kept, True))
+
+    @precondition(lambda self: self.running(idle=True) and len(self.pins) < 2)
+    @rule(pick=picks, count=st.integers(1, 4))
+    def pin(self, pick: int, count: int) -> None:
+        idle = self.running(idle=True)
+        seq = idle[pick % len(idle)]
+        pinned = self.cache.pin(seq.table, count)
+        assert pinned == seq.blocks[: min(count, seq.visible)]
+        self.model.share(pinned)
+        self.pins.append(pinned)
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self) -> None:
+        blocks = self.pins.pop()
+        self.cache.unpin(blocks)
+        self.model.release(blocks)
+
+    @rule(chance=st.integers(0, 5))
+    def clear(self, chance: int) -> None:
+        if chance == 0:
+            assert self.cache.clear() == self.model.clear()
+
+    @rule(tenant=st.sampled_from([0, 0, 0, 1]), pick=picks, kept=st.integers(0, MAX_TOKENS), fresh=prompts)
+    def probe(self, tenant: int, pick: int, kept: int, fresh: list[int]) -> None:
+        """A lookup finds the longest cached prefix, and where the memory is settled it holds exactly that prefix."""
+        seq = self.open(tenant, self.related(pick, kept, fresh))
+        match = self.look_up(seq)
+        blocks = [*match.blocks, match.tail]
+        if not self.chunks:
+            for position in range(match.cached_tokens):
+                assert self.memory[blocks[position // self.size], position % self.size] == seq.prefix(position + 1)
+
+    # After every rule
+
+    @invariant()
+    def sound(self) -> None:
+        """The cache's own proof of its invariants."""
+        self.cache.check()
+
+    @invariant()
+    def agree(self) -> None:
+        """Free list in eviction order, references, names and tables are the model's."""
+        pool, model = self.cache.pool, self.model
+        assert pool.free_blocks() == model.free
+        assert [pool.references(block) for block in range(pool.num_blocks)] == model.refs
+        names = [None if name is None else self.key(name) for name in model.name]
+        assert [pool.key(block) for block in range(pool.num_blocks)] == names
+        assert pool.num_cached == len(model.holders)
+        assert self.known == {self.key(name) for name in model.holders}
+        for seq in self.seqs:
+            assert seq.table.blocks == seq.blocks
+            assert seq.table.visible == seq.visible
+
+    @invariant()
+    def counted(self) -> None:
+        """Every reference is somebody's: as many as tables and pins name the block."""
+        tables = [*(seq.blocks for seq in self.seqs), *self.pins]
+        for block, count in enumerate(self.model.refs):
+            assert count == sum(blocks.count(block) for blocks in tables)
+
+    @invariant()
+    def no_orphans(self) -> None:
+        """A parent is never evicted before its children: whatever is cached can be found."""
+        for name in self.model.holders:
+            parent = name[: -self.size]
+            assert len(parent) == 1 or parent in self.model.holders
+
+    @invariant()
+    def contents(self) -> None:
+        """Every named block that is not being filled by the step in the making holds the prefix of its name, and every
+        noted tail holds its tokens."""
+        pending = {block for c in self.chunks for block in c.seq.blocks[c.named_before : c.seq.visible]}
+        for block, name in enumerate(self.model.name):
+            if name is not None and block not in pending:
+                for slot in range(self.size):
+                    assert self.memory[block, slot] == name[: len(name) - self.size + slot + 1]
+        for before, block, held in self.model.tails:
+            for slot in range(len(held)):
+                assert self.memory[block, slot] == (*before, *held[: slot + 1])
+
+
+TestAWrongBlockIsImpossible = PrefixCacheMachine.TestCase
+TestAWrongBlockIsImpossible.__doc__ = "Whatever happens in whatever order, the cache does what the obvious model does."
+TestAWrongBlockIsImpossible.settings = settings(
+    max_examples=100,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
