@@ -291,9 +291,9 @@ def _unwrap(server: str, answer: httpx.Response) -> Any:
         body = answer.json()
     except ValueError:
         raise ConfigError(f"{server} did not answer as a Foreword server does (HTTP {answer.status_code})") from None
-    if answer.is_success:
-        return body
-    _complain(server, answer.status_code, body)
+    if not answer.is_success:
+        _complain(server, answer.status_code, body)
+    return body
 
 
 def _complain(server: str, status: int, body: Any) -> NoReturn:

@@ -47,7 +47,7 @@ class EngineConfig:
         max_batch_tokens: tokens computed in a step at most; longer prompts are prefilled in chunks of it.
         max_num_seqs: sequences in a step at most.
         reserve: share of the blocks that a new admission must leave free, so that running requests can grow (R11).
-        lookahead_blocks: blocks taken ahead of need per sequence (R10).
+        lookahead_blocks: blocks taken ahead of need per sequence while there are any, so that they lie in a row (R10).
         enable_prefix_caching: reuse blocks between requests (R14).
         partial_reuse: reuse a partly filled block by copying it (R8).
         shared_prefix_attention: read a prefix that decoding sequences share once per batch.
@@ -71,7 +71,7 @@ class EngineConfig:
     max_batch_tokens: int = 512
     max_num_seqs: int = 64
     reserve: float = 0.01
-    lookahead_blocks: int = 0
+    lookahead_blocks: int = 4
     enable_prefix_caching: bool = True
     partial_reuse: bool = True
     shared_prefix_attention: bool = True

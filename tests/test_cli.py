@@ -144,7 +144,7 @@ def test_doctor_loads_the_model() -> None:
     """`doctor` loads the embedded model and says how large it is; a missing model is a finding, not a crash."""
     engine = EngineConfig(kv_memory="1024 tokens", threads=1)
     found = {item.topic: item for item in examine(Config(engine), load=True)}
-    assert found["model"].fine and "1024 tokens of KV" in found["model"].text
+    assert found["model"].fine and "room for 1024 tokens of KV" in found["model"].text
     missing = dataclasses.replace(engine, model="/nonexistent/model")
     found = {item.topic: item for item in examine(Config(missing), load=True)}
     assert not found["model"].fine and "/nonexistent/model" in found["model"].text

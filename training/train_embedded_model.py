@@ -128,14 +128,14 @@ class Phase:
     length: int
     batch: int
     chat_share: float
-    compiled: bool = True
+    compilable: bool = True
 
 
 PHASES: Final = (
     Phase(0.35, 256, 8, 0.35),
     Phase(0.72, 512, 4, 0.40),
     Phase(0.93, 1024, 2, 0.50),
-    Phase(1.00, 3072, 1, 0.50, compiled=False),
+    Phase(1.00, 3072, 1, 0.50, compilable=False),
 )
 
 
@@ -587,7 +587,7 @@ def train(model: LlamaForCausalLM, source: BatchSource, budget: Budget, peak: fl
             phase = phase_at(progress)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(progress, peak)
-            loss = (fast if phase.compiled else eager)(model, *source.draw(phase)).mean()
+            loss = (fast if phase.compilable else eager)(model, *source.draw(phase)).mean()
             torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -18,6 +18,9 @@ from foreword.blocks.free_list import FreeList
 from foreword.errors import ConfigError, IntegrityError
 
 
+_MIN_ROW = 4
+
+
 class BlockPool:
     """Reference counts, keys and eviction over `num_blocks` blocks. It holds no KV: a block is its number.
 
@@ -87,11 +90,14 @@ class BlockPool:
     def allocate(self, count: int) -> list[int] | None:
         """Take `count` blocks from the front of the free list, evicting what they cache; None if there are not as many.
 
-        The blocks come with one reference each and without a key (R4, miss).
+        The blocks come with one reference each and without a key (R4, miss), in the order of the free list but for longer
+        runs of descending numbers, which are turned around: a chain that was freed tail first lies in a row again.
         """
         if count > len(self._free):
             return None
         blocks = self._free.take(count)
+        if count >= _MIN_ROW:
+            _turn_around(blocks)
         refs, keys, index, copies = self._refs, self._keys, self._index, self._copies
         removed: list[bytes] = []
         for block in blocks:
@@ -236,3 +242,16 @@ class BlockPool:
 def _hold(condition: bool, invariant: str) -> None:
     if not condition:
         raise IntegrityError(f"block pool: broken invariant: {invariant}")
+
+
+def _turn_around(blocks: list[int]) -> None:
+    """Make every run of at least _MIN_ROW numbers, each one less than the last, ascend."""
+    start, expected = 0, blocks[0] - 1
+    for position in range(1, len(blocks) + 1):
+        if position < len(blocks) and blocks[position] == expected:
+            expected -= 1
+            continue
+        if position - start >= _MIN_ROW:
+            blocks[start:position] = blocks[start:position][::-1]
+        if position < len(blocks):
+            start, expected = position, blocks[position] - 1

@@ -5,7 +5,7 @@ tensors and then lets each sequence attend to its own past. Attention over a set
 together exactly, given each part's output and log-sum-exp (the partial softmax of FlashAttention, Dao et al. 2022, and of
 Hydragen, Juravsky et al. 2024). So
 
-- blocks that lie in a row are read where they are: a run of blocks is a view, and a few runs are a few parts;
+- blocks that lie in a row are read where they are: a run of blocks is a view, and a few long runs are a few parts;
 - a prefix that several decoding sequences share is read once for all of them, and merged with each one's own part;
 - a chunk of a prompt is causal attention over itself plus unmasked attention over what is cached.
 """
@@ -25,6 +25,7 @@ from foreword.engine.scheduler import Chunk, Step
 
 NAME = "foreword"
 MAX_RUNS = 3
+LONG_RUN = 256
 MIN_SHARED_TOKENS = 128
 _DENSE_ROWS = 256
 
@@ -46,45 +47,85 @@ class LayerShape:
 class PagedLayer:
     """K and V of one layer for all blocks, token-major: slot `block * block_size + offset` is row `slot`.
 
-    `k` and `v` are `[slots, kv_heads, dim]`; `k_heads` and `v_heads` are the same memory as `[1, kv_heads, slots, dim]`.
+    `k` and `v` are `[slots, kv_heads, dim]`; `k_heads` and `v_heads` are the same memory as `[1, kv_heads, slots, dim]`,
+    `k_blocks` and `v_blocks` as `[num_blocks, block_size, kv_heads, dim]`.
     """
 
-    __slots__ = ("k", "k_heads", "v", "v_heads")
+    __slots__ = ("k", "k_blocks", "k_heads", "v", "v_blocks", "v_heads")
 
-    def __init__(self, shape: LayerShape, num_slots: int, device: torch.device) -> None:
-        self.k = torch.empty(num_slots, shape.kv_heads, shape.key_dim, dtype=shape.dtype, device=device)
-        self.v = torch.empty(num_slots, shape.kv_heads, shape.value_dim, dtype=shape.dtype, device=device)
+    def __init__(self, shape: LayerShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+        heads = (num_blocks, block_size, shape.kv_heads)
+        self.k_blocks = torch.empty(*heads, shape.key_dim, dtype=shape.dtype, device=device)
+        self.v_blocks = torch.empty(*heads, shape.value_dim, dtype=shape.dtype, device=device)
+        self.k = self.k_blocks.flatten(0, 1)
+        self.v = self.v_blocks.flatten(0, 1)
         self.k_heads = self.k.transpose(0, 1).unsqueeze(0)
         self.v_heads = self.v.transpose(0, 1).unsqueeze(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Slots that hold consecutive tokens of one sequence: a few runs to be viewed, or an index to be gathered."""
+    """Slots that hold consecutive tokens of one sequence: runs to be viewed, and blocks to be gathered.
+
+    Attributes:
+        runs: intervals `[low, high)` of slots.
+        blocks: block numbers, in the order of the tokens; their first `skip` slots do not count, nor does what follows
+            the `gathered` slots after them. None if the runs are all.
+        count: tokens in runs and blocks together.
+    """
 
     runs: tuple[tuple[int, int], ...]
-    index: Tensor | None
+    blocks: Tensor | None
+    skip: int
+    gathered: int
     count: int
 
 
-def locate(blocks: Sequence[int], start: int, stop: int, block_size: int, device: torch.device) -> Keys:
-    """Where tokens `[start, stop)` of a block table lie. More than MAX_RUNS runs become an index."""
-    runs: list[tuple[int, int]] = []
+def locate(
+    table: Sequence[int], start: int, stop: int, block_size: int, device: torch.device, *, ordered: bool = False
+) -> Keys:
+    """Where tokens `[start, stop)` of a block table lie.
+
+    One run is a view. Of several, the longest are views, MAX_RUNS of at least LONG_RUN tokens; the rest is gathered, whole
+    blocks at a time. `ordered` keys are one run, or gathered as a whole: attention over parts forgets their order.
+    """
     first, last = start // block_size, (stop - 1) // block_size
-    run_start = previous = blocks[first]
-    for block in blocks[first + 1 : last + 1]:
-        if block != previous + 1:
-            runs.append((run_start * block_size, (previous + 1) * block_size))
-            run_start = block
-        previous = block
-    runs.append((run_start * block_size, (previous + 1) * block_size))
-    # The ends lie within a block: cut what precedes `start` and what follows `stop`.
-    runs[0] = (runs[0][0] + start - first * block_size, runs[0][1])
-    runs[-1] = (runs[-1][0], runs[-1][1] - ((last + 1) * block_size - stop))
-    if len(runs) <= MAX_RUNS:
-        return Keys(tuple(runs), None, stop - start)
-    index = torch.cat([torch.arange(low, high) for low, high in runs])
-    return Keys((), index.to(device), stop - start)
+    spans = _spans(table, first, last)
+    if len(spans) == 1:
+        low = table[first] * block_size + start - first * block_size
+        return Keys(((low, low + stop - start),), None, 0, 0, stop - start)
+    by_length = sorted(spans, key=lambda span: span[0] - span[1])[:MAX_RUNS]
+    viewed = {span for span in by_length if (span[1] - span[0]) * block_size >= LONG_RUN and not ordered}
+    # Only the first and the last block can be there in part: cut what precedes `start` and what follows `stop`.
+    before, after = start - first * block_size, (last + 1) * block_size - stop
+    runs = tuple(
+        (
+            table[low] * block_size + (before if low == first else 0),
+            (table[low] + high - low) * block_size - (after if high == last + 1 else 0),
+        )
+        for low, high in spans
+        if (low, high) in viewed
+    )
+    rest = [block for low, high in spans if (low, high) not in viewed for block in table[low:high]]
+    if not rest:
+        return Keys(runs, None, 0, 0, stop - start)
+    skip = 0 if spans[0] in viewed else before
+    gathered = stop - start - sum(high - low for low, high in runs)
+    return Keys(runs, torch.tensor(rest, dtype=torch.long, device=device), skip, gathered, stop - start)
+
+
+def _spans(table: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
+    """Intervals of block table positions whose blocks lie in a row, covering `[first, last]`."""
+    spans = []
+    low, expected = first, table[first] + 1
+    for position in range(first + 1, last + 1):
+        block = table[position]
+        if block != expected:
+            spans.append((low, position))
+            low = position
+        expected = block + 1
+    spans.append((low, last + 1))
+    return spans
 
 
 @dataclass(slots=True)
@@ -224,7 +265,9 @@ class StepAttention:
             windowed = window is not None and end > window
             if windowed:
                 assert window is not None
-                keys: Keys | None = locate(blocks, max(0, chunk.start - window + 1), end, size, device)
+                keys: Keys | None = locate(
+                    blocks, max(0, chunk.start - window + 1), end, size, device, ordered=True
+                )
             else:
                 keys = locate(blocks, 0, chunk.start, size, device) if chunk.start else None
             prefill.append((row, chunk, keys, windowed))
@@ -299,22 +342,18 @@ class _Compute:
         self._flash = paged.k.device.type == "cpu" and softcap is None and paged.k.shape[2] == paged.v.shape[2]
 
     def over_keys(self, query: Tensor, keys: Keys, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Every query sees every key, but for `bias` `[rows, keys]`, which is added to the scores."""
+        """Every query sees every key, but for `bias` `[rows, keys]`, which is added to the scores (then the keys are ordered:
+        one run, or all gathered)."""
         k, v = self.paged.k_heads, self.paged.v_heads
-        if keys.index is not None:
-            return self._one(query, *self._gather(keys.index), bias)
-        if bias is not None and len(keys.runs) > 1:
-            slots = torch.cat([torch.arange(low, high, device=query.device) for low, high in keys.runs])
-            return self._one(query, *self._gather(slots), bias)
-        low, high = keys.runs[0]
-        result, lse = self._one(query, k[:, :, low:high], v[:, :, low:high], bias)
-        for low, high in keys.runs[1:]:
-            result, lse = merge(result, lse, *self._one(query, k[:, :, low:high], v[:, :, low:high], None))
+        parts = [self._one(query, k[:, :, low:high], v[:, :, low:high], bias) for low, high in keys.runs]
+        if keys.blocks is not None:
+            gathered_k = _gather(self.paged.k_blocks, keys)
+            gathered_v = _gather(self.paged.v_blocks, keys)
+            parts.append(self._one(query, gathered_k, gathered_v, bias))
+        result, lse = parts[0]
+        for part in parts[1:]:
+            result, lse = merge(result, lse, *part)
         return result, lse
-
-    def _gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = self.paged.k.index_select(0, slots), self.paged.v.index_select(0, slots)
-        return k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Query row i sees keys 0..i."""
@@ -367,6 +406,13 @@ def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) 
     result = first.float() * torch.exp(first_lse - lse).unsqueeze(-1)
     result += second.float() * torch.exp(second_lse - lse).unsqueeze(-1)
     return result.to(first.dtype), lse
+
+
+def _gather(blocks: Tensor, keys: Keys) -> Tensor:
+    """`[num_blocks, block_size, kv_heads, dim]` to `[1, kv_heads, keys.gathered, dim]`, copied a block at a time."""
+    assert keys.blocks is not None
+    rows = blocks.index_select(0, keys.blocks).flatten(0, 1)[keys.skip : keys.skip + keys.gathered]
+    return rows.transpose(0, 1).unsqueeze(0)
 
 
 def _band(chunk: Chunk, num_keys: int, window: int | None, like: Tensor) -> Tensor:

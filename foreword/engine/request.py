@@ -75,6 +75,8 @@ class SamplingParams:
             raise BadRequest("top_p must be greater than 0", param="top_p")
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             raise BadRequest("repetition_penalty must be greater than 0", param="repetition_penalty")
+        for bias in self.logit_bias.values():
+            _within("logit_bias", bias, -math.inf, None)
         if any(not text for text in self.stop):
             raise BadRequest("a stop string must not be empty", param="stop")
 
@@ -88,6 +90,7 @@ def _within(name: str, value: float | None, low: float, high: float | None) -> N
         return
     if not math.isfinite(value) or value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        bounds = "finite" if low == -math.inf else bounds
         raise BadRequest(f"{name} must be {bounds}, not {value}", param=name)
 
 

@@ -125,7 +125,8 @@ class StopFinder:
         text = self._held + text
         found = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if found:
-            place, stop = min(found, key=lambda item: (item[0], -len(item[1])))
+            # The first to be complete, and the longer of two that end together: so it does not matter how tokens cut the text.
+            place, stop = min(found, key=lambda item: (item[0] + len(item[1]), item[0]))
             self._held = ""
             return text[: place + (len(stop) if self._include else 0)], stop
         keep = max(_overlap(text, stop) for stop in self._stops)

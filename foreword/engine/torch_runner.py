@@ -20,7 +20,7 @@ class TorchRunner:
     Args:
         model: on its device, in evaluation mode, with `attn_implementation` set to ours.
         shapes: what each layer keeps per token (`record_layers`).
-        num_blocks, block_size: the pool; `num_blocks * block_size` slots are allocated per layer.
+        num_blocks, block_size: the pool; every layer gets tensors of that many blocks.
         share_prefixes: read a prefix that decoding sequences share once per batch.
     """
 
@@ -39,8 +39,9 @@ class TorchRunner:
         self._device: torch.device = model.device
         self._block_size = block_size
         self._share = share_prefixes
-        slots = num_blocks * block_size
-        self._layers = {layer: PagedLayer(shape, slots, self._device) for layer, shape in shapes.items()}
+        self._layers = {
+            layer: PagedLayer(shape, num_blocks, block_size, self._device) for layer, shape in shapes.items()
+        }
 
     @torch.inference_mode()
     def run(self, step: Step, draws: Mapping[int, Draw]) -> dict[int, Sampled]:

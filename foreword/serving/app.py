@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from foreword import __version__
 from foreword.config import Config
 from foreword.errors import ForewordError
 from foreword.metrics import PrometheusObserver
@@ -32,7 +32,7 @@ def create_app(engine: Engine | Gate, registry: PrometheusObserver, config: Conf
     gate = engine if isinstance(engine, Gate) else Gate(config.server.max_queue, engine)
     tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizing")
     front = Front(gate, Tenants.from_config(config.server), tokenizing)
-    app = FastAPI(title="Foreword", version=version(), docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="Foreword", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(RequestsLog, counted=registry.count_response)
     app.include_router(openai_api.router(front))
     app.include_router(prefixes_api.router(front))
@@ -46,14 +46,6 @@ def serve(config: Config) -> int:
     from foreword.serving.server import run  # it imports this module
 
     return run(config)
-
-
-def version() -> str:
-    """Foreword's version, as installed."""
-    try:
-        return metadata.version("foreword")
-    except metadata.PackageNotFoundError:
-        return "0+uninstalled"
 
 
 def _add_probes(app: FastAPI, gate: Gate, registry: PrometheusObserver) -> None:
@@ -84,4 +76,4 @@ def _add_probes(app: FastAPI, gate: Gate, registry: PrometheusObserver) -> None:
     @app.get("/version", tags=["probes"])
     async def show_version() -> dict[str, Any]:
         """Foreword's version."""
-        return {"version": version()}
+        return {"version": __version__}

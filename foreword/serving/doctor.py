@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from foreword import __version__
 from foreword.config import Config
 from foreword.errors import ForewordError
 
-_PACKAGES = ("foreword", "torch", "transformers", "tokenizers", "fastapi", "uvicorn", "pydantic", "prometheus_client")
+_PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "pydantic", "prometheus_client")
 # Features that decide how fast a model runs on a CPU.
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 _GIB = 2**30
@@ -41,7 +42,7 @@ def examine(config: Config, load: bool) -> Iterator[Finding]:
 
 
 def _versions() -> str:
-    found = [f"python {platform.python_version()}"]
+    found = [f"foreword {__version__}", f"python {platform.python_version()}"]
     for name in _PACKAGES:
         try:
             found.append(f"{name} {metadata.version(name)}")
@@ -103,9 +104,11 @@ def _model(config: Config) -> Finding:
     info = engine.info
     engine.close()
     pool = info.num_blocks * info.block_size
-    size = info.num_blocks * info.kv_bytes_per_block / _GIB
+    each = info.kv_bytes_per_block // info.block_size
     text = f"{info.name}: loaded in {seconds:.1f} s, {info.parameters} parameters, {info.dtype} on {info.device}, "
-    return Finding("model", text + f"up to {info.max_model_len} tokens, {pool} tokens of KV ({size:.2f} GiB)")
+    return Finding(
+        "model", text + f"up to {info.max_model_len} tokens, room for {pool} tokens of KV at {each} bytes each"
+    )
 
 
 def _first_line(path: str) -> str:

@@ -21,7 +21,6 @@ class Gate:
 
     def __init__(self, max_queue: int, engine: Engine | None = None) -> None:
         self.max_queue = max_queue
-        self.rejected = 0
         self._engine = engine
         self._draining = False
         self._inside = 0
@@ -68,7 +67,6 @@ class Gate:
         status = self.engine().status()
         waiting = max(status.waiting, self._inside - status.running)
         if waiting + sequences > self.max_queue:
-            self.rejected += 1
             raise QueueFull(f"{waiting} sequences wait already and at most {self.max_queue} may; retry later")
 
     @contextmanager

@@ -44,10 +44,11 @@ class Offsets:
         # A character may be spread over tokens: it counts where its last byte is.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def next(self, token_bytes: bytes) -> int:
-        """The offset of the next token."""
+    def next(self, tokenizer: Tokenizer, token: int) -> int:
+        """The offset of the next token. Special tokens are listed, but no part of the text."""
         offset = self._position
-        self._position += len(self._decoder.decode(token_bytes))
+        if tokenizer.decode([token]):
+            self._position += len(self._decoder.decode(tokenizer.token_bytes(token)))
         return offset
 
 
@@ -57,7 +58,7 @@ def for_completion(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], offset
         "tokens": [name_of(tokenizer, entry.token) for entry in entries],
         "token_logprobs": [max(entry.logprob, _IMPOSSIBLE) for entry in entries],
         "top_logprobs": [_likeliest(tokenizer, entry) for entry in entries],
-        "text_offset": [offsets.next(tokenizer.token_bytes(entry.token)) for entry in entries],
+        "text_offset": [offsets.next(tokenizer, entry.token) for entry in entries],
     }
 
 

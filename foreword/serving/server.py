@@ -13,10 +13,11 @@ from types import FrameType
 
 import uvicorn
 
+from foreword import __version__
 from foreword.config import Config, ServerConfig
 from foreword.errors import ConfigError, ForewordError
 from foreword.metrics import PrometheusObserver
-from foreword.serving.app import create_app, version
+from foreword.serving.app import create_app
 from foreword.serving.backend import Engine
 from foreword.serving.gate import Gate
 
@@ -51,7 +52,7 @@ def run(config: Config, load: Load | None = None) -> int:
     server = Server(settings, gate, config.server.drain_seconds)
     loader = Loader(config, registry, server, load or load_engine)
     server.on_started = loader.start
-    logger.info("Foreword %s listens on %s; loading the model", version(), _url(listener))
+    logger.info("Foreword %s listens on %s; loading the model", __version__, _url(listener))
     server.run(sockets=[listener])
     return _leave(server, loader)
 
@@ -175,8 +176,7 @@ class Loader:
     def _open(self, engine: Engine) -> None:
         self._registry.watch(engine)
         self._server.gate.open(engine)
-        info = engine.info
-        logger.info("ready: %s, %s on %s, %d tokens of KV", info.name, info.dtype, info.device, _pool_tokens(engine))
+        logger.info("ready: %s", _describe(engine))
 
 
 def load_engine(config: Config, registry: PrometheusObserver, progress: Progress) -> Engine:
@@ -186,8 +186,11 @@ def load_engine(config: Config, registry: PrometheusObserver, progress: Progress
     return AsyncEngine.from_config(config.engine, prefixes=config.prefixes, observers=[registry], progress=progress)
 
 
-def _pool_tokens(engine: Engine) -> int:
-    return engine.info.num_blocks * engine.info.block_size
+def _describe(engine: Engine) -> str:
+    info = engine.info
+    pool, each = info.num_blocks * info.block_size, info.kv_bytes_per_block // info.block_size
+    kept = f"room for {pool} tokens of KV at {each} bytes each"
+    return f"{info.name}, {info.dtype} on {info.device}, texts up to {info.max_model_len} tokens, {kept}"
 
 
 def _leave(server: Server, loader: Loader) -> int:

@@ -230,7 +230,9 @@ def test_a_token_out_of_range_is_a_bad_request(bad: object) -> None:
         TokenChain(TENANT.root(), 4, tokens)
 
 
-@pytest.mark.parametrize("make", [list, tuple, bytes, bytearray, iter, lambda t: array("I", t), lambda t: array("q", t)])
+@pytest.mark.parametrize(
+    "make", [list, tuple, bytes, bytearray, iter, lambda t: array("I", t), lambda t: array("q", t)]
+)
 def test_tokens_mean_the_same_in_every_container(make: type) -> None:
     """A token is one item of the iterable, whatever the iterable is; bytes are tokens below 256."""
     assert token_bytes(make([1, 0, 0, 255, 7])) == struct.pack("<5I", 1, 0, 0, 255, 7)

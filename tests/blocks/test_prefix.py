@@ -641,9 +641,7 @@ def test_clear_forgets_what_is_not_in_use() -> None:
 def test_disabled_nothing_is_named_and_nothing_is_found() -> None:
     """With caching off the pool works as before, every lookup misses, and freed blocks hold nothing."""
     heard: list[object] = []
-    cache = PrefixCache(
-        8, 4, enabled=False, on_stored=lambda parent, keys: heard.append(keys), on_removed=heard.append
-    )
+    cache = PrefixCache(8, 4, enabled=False, on_stored=lambda parent, keys: heard.append(keys), on_removed=heard.append)
     table, match = admit(cache, ABC)
     cache.note_tail(table, 10)
     assert (match, table.visible) == (Match((), -1, 0, 0), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import openai
-from conftest import Door, words
+from doors import Door, words
 
 
 def say(topic: str, count: int = 6) -> list[Any]:
@@ -19,7 +19,7 @@ def joined(chunks: list[Any], index: int = 0) -> str:
 
 def test_streaming_equals_not_streaming(ai: openai.OpenAI, door: Door) -> None:
     """The deltas of a stream, put together, are the message that is given without streaming; usage included."""
-    body: dict[str, Any] = dict(model=door.model, messages=say("talk"), max_tokens=20, temperature=0)
+    body: dict[str, Any] = {"model": door.model, "messages": say("talk"), "max_tokens": 20, "temperature": 0}
     whole = ai.chat.completions.create(**body)
     chunks = list(ai.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
     assert joined(chunks) == whole.choices[0].message.content
@@ -38,7 +38,7 @@ def test_stream_without_usage_has_none(ai: openai.OpenAI, door: Door) -> None:
 
 def test_n_answers(ai: openai.OpenAI, door: Door) -> None:
     """n=3 gives three choices, each with its own role and finish reason in a stream."""
-    body: dict[str, Any] = dict(model=door.model, messages=say("three"), max_tokens=5, n=3, seed=1)
+    body: dict[str, Any] = {"model": door.model, "messages": say("three"), "max_tokens": 5, "n": 3, "seed": 1}
     whole = ai.chat.completions.create(**body)
     chunks = list(ai.chat.completions.create(**body, stream=True))
     for index in range(3):
@@ -59,7 +59,7 @@ def test_prompt_is_the_rendered_template(ai: openai.OpenAI, door: Door) -> None:
 
 def test_max_completion_tokens(ai: openai.OpenAI, door: Door) -> None:
     """`max_completion_tokens` is the newer name of `max_tokens` and wins over it."""
-    body: dict[str, Any] = dict(model=door.model, messages=say("limit"), max_completion_tokens=2, max_tokens=9)
+    body: dict[str, Any] = {"model": door.model, "messages": say("limit"), "max_completion_tokens": 2, "max_tokens": 9}
     whole = ai.chat.completions.create(**body, extra_body={"ignore_eos": True})
     assert whole.usage is not None and whole.usage.completion_tokens == 2
     assert whole.choices[0].finish_reason == "length"
@@ -70,7 +70,7 @@ def test_without_a_limit_it_ends(ai: openai.OpenAI, door: Door) -> None:
     longest, count = door.engine.info.max_model_len, 10
     while len(door.engine.tokenizer.render_chat(say("endless", count), add_generation_prompt=True)) < longest - 60:
         count += 10
-    body: dict[str, Any] = dict(model=door.model, messages=say("endless", count), temperature=0)
+    body: dict[str, Any] = {"model": door.model, "messages": say("endless", count), "temperature": 0}
     whole = ai.chat.completions.create(**body, extra_body={"ignore_eos": True})
     assert whole.usage is not None and whole.usage.total_tokens == longest
     assert whole.choices[0].finish_reason == "length"
@@ -78,7 +78,7 @@ def test_without_a_limit_it_ends(ai: openai.OpenAI, door: Door) -> None:
 
 def test_logprobs_have_openais_shape(ai: openai.OpenAI, door: Door) -> None:
     """Each token comes with its log-probability, its bytes and the likeliest alternatives, streamed or not."""
-    body: dict[str, Any] = dict(model=door.model, messages=say("odds"), max_tokens=6, temperature=0)
+    body: dict[str, Any] = {"model": door.model, "messages": say("odds"), "max_tokens": 6, "temperature": 0}
     body |= {"logprobs": True, "top_logprobs": 4, "extra_body": {"ignore_eos": True}}
     choice = ai.chat.completions.create(**body).choices[0]
     assert choice.logprobs is not None and choice.logprobs.content is not None
@@ -87,11 +87,8 @@ def test_logprobs_have_openais_shape(ai: openai.OpenAI, door: Door) -> None:
     for entry in content:
         assert entry.top_logprobs[0].logprob == entry.logprob <= 0
         assert entry.token.startswith("bytes:") or bytes(entry.bytes or ()).decode() == entry.token
-    assert (
-        b"".join(bytes(entry.bytes or ()) for entry in content)
-        .decode(errors="replace")
-        .startswith((choice.message.content or "").rstrip("\ufffd"))
-    )
+    spoken = b"".join(bytes(entry.bytes or ()) for entry in content if not entry.token.startswith("<|"))
+    assert spoken.decode(errors="replace").startswith((choice.message.content or "").rstrip("\ufffd"))
     chunks = list(ai.chat.completions.create(**body, stream=True))
     shown = [c.logprobs.content for chunk in chunks for c in chunk.choices if c.logprobs and c.logprobs.content]
     assert [entry.token for entries in shown for entry in entries] == [entry.token for entry in content]
@@ -99,7 +96,7 @@ def test_logprobs_have_openais_shape(ai: openai.OpenAI, door: Door) -> None:
 
 def test_logprobs_without_alternatives(ai: openai.OpenAI, door: Door) -> None:
     """`logprobs` alone reports the chosen tokens; without it nothing is reported."""
-    body: dict[str, Any] = dict(model=door.model, messages=say("alone"), max_tokens=2)
+    body: dict[str, Any] = {"model": door.model, "messages": say("alone"), "max_tokens": 2}
     shown = ai.chat.completions.create(**body, logprobs=True, extra_body={"ignore_eos": True}).choices[0].logprobs
     assert shown is not None and shown.content is not None and len(shown.content) == 2
     assert all(entry.top_logprobs == [] for entry in shown.content)

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Door, until, words
+from doors import Door, until, words
 
 
 def long_request(door: Door, **more: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import Door, Doors, until, words
+from doors import Door, Doors, until, words
 
 CHAT = [{"role": "user", "content": "hi"}]
 

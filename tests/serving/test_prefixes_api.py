@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from conftest import Door, words
+from doors import Door, words
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import httpx
 import openai
 import pytest
-from conftest import Door, words
+from doors import Door, words
 from prometheus_client.parser import text_string_to_metric_families
 
 VLLM_NAMES = {

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from conftest import until
+from doors import until
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 FLAGS = ["--port", "0", "--kv-memory", "8192 tokens", "--threads", "1"]
 
@@ -49,7 +49,8 @@ class Process:
 
     def wait_ready(self) -> str:
         url = self.url()
-        until(lambda: httpx.get(f"{url}/ready").status_code == 200 or self.popen.poll() is not None, 120)
+        until(lambda: self.popen.poll() is not None or httpx.get(f"{url}/ready").status_code == 200, 200)
+        assert self.popen.poll() is None, self.text
         return url
 
     def end(self, seconds: float = 30) -> int:
@@ -163,7 +164,7 @@ def test_signal_while_loading(start: Callable[..., Process]) -> None:
 def test_failed_load(start: Callable[..., Process]) -> None:
     """A model that cannot be loaded ends the process with status 1 and a sentence, without a traceback."""
     process = start("/nonexistent/model")
-    assert process.end(120) == 1
+    assert process.end(200) == 1
     assert "/nonexistent/model" in process.text and "Traceback" not in process.text
 
 

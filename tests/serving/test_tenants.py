@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Doors, words
+from doors import Doors, words
 
 from foreword.config import ServerConfig
 from foreword.errors import ConfigError, Unauthorized

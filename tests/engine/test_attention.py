@@ -1,0 +1,341 @@
+"""Paged attention against its definition in float64, for all ways in which blocks may lie and chunks be cut."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foreword.blocks import BlockTable, PrefixCache
+from foreword.engine.attention import LayerShape, PagedLayer, StepAttention, locate, merge, shared_tokens
+from foreword.engine.request import Request, SamplingParams
+from foreword.engine.scheduler import Chunk, Sequence, Step
+
+CPU = torch.device("cpu")
+EXACT = {"rtol": 1e-4, "atol": 2e-5}
+
+
+@dataclass
+class Case:
+    """One layer, and the sequences of a step: `(start, count)` each, of which the first `shared` tokens are common."""
+
+    chunks: list[tuple[int, int]]
+    shared: int = 0
+    block_size: int = 4
+    kv_heads: int = 2
+    groups: int = 2
+    key_dim: int = 8
+    value_dim: int = 8
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    in_a_row: bool = False
+    share: bool = True
+    seed: int = 0
+    scale: float = 0.4
+    # Made from the above:
+    tables: list[list[int]] = field(default_factory=list)
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    queries: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        noise = torch.Generator().manual_seed(self.seed)
+        size, heads = self.block_size, self.kv_heads * self.groups
+        whole = self.shared // size
+        lengths = [start + count for start, count in self.chunks]
+        needed = [max(-(-length // size) - whole, 0) for length in lengths]
+        self.num_blocks = whole + sum(needed) + 3
+        free = list(range(self.num_blocks))
+        if not self.in_a_row:
+            random.Random(self.seed).shuffle(free)
+        common, free = free[:whole], free[whole:]
+        first_k = torch.randn(whole * size, self.kv_heads, self.key_dim, generator=noise)
+        first_v = torch.randn(whole * size, self.kv_heads, self.value_dim, generator=noise)
+        for length, count in zip(lengths, needed, strict=True):
+            self.tables.append(common + free[:count])
+            free = free[count:]
+            k = torch.randn(length, self.kv_heads, self.key_dim, generator=noise)
+            v = torch.randn(length, self.kv_heads, self.value_dim, generator=noise)
+            self.keys.append(torch.cat([first_k, k[len(first_k) :]]))
+            self.values.append(torch.cat([first_v, v[len(first_v) :]]))
+        self.queries = [torch.randn(count, heads, self.key_dim, generator=noise) for _, count in self.chunks]
+        self.sink_values = torch.randn(heads, generator=noise) if self.sinks else None
+
+    def step(self) -> Step:
+        chunks = []
+        for (start, count), blocks in zip(self.chunks, self.tables, strict=True):
+            table: BlockTable = PrefixCache(1, self.block_size).open(range(start + count))
+            table.blocks = list(blocks)
+            sequence = Sequence(Request("r", tuple(range(start + count)), SamplingParams()), table, 0, 1 << 20)
+            chunks.append(Chunk(sequence, start, count, start, True, 0))
+        return Step(tuple(chunks))
+
+    def layer(self) -> PagedLayer:
+        """The paged tensors before the step. What nobody wrote is NaN: whoever reads it is found out."""
+        shape = LayerShape(self.kv_heads, self.key_dim, self.value_dim, torch.float32)
+        paged = PagedLayer(shape, self.num_blocks, self.block_size, CPU)
+        paged.k.fill_(math.nan)
+        paged.v.fill_(math.nan)
+        for (start, _), blocks, k, v in zip(self.chunks, self.tables, self.keys, self.values, strict=True):
+            for position in range(start):
+                slot = blocks[position // self.block_size] * self.block_size + position % self.block_size
+                paged.k[slot], paged.v[slot] = k[position], v[position]
+        return paged
+
+    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of the step's tokens as the model gives them: `[1, heads, tokens, dim]`."""
+        k = [k[start:] for (start, _), k in zip(self.chunks, self.keys, strict=True)]
+        v = [v[start:] for (start, _), v in zip(self.chunks, self.values, strict=True)]
+        return tuple(torch.cat(rows).transpose(0, 1).unsqueeze(0) for rows in (self.queries, k, v))  # type: ignore[return-value]
+
+    def compute(self, paged: PagedLayer, **options: Any) -> Tensor:
+        step = StepAttention(self.step(), {0: paged}, self.block_size, CPU, **({"share": self.share} | options))
+        return step.attend(0, *self.packed(), self.scale, self.window, self.softcap, self.sink_values)[0]
+
+    def expected(self) -> Tensor:
+        """The definition, a token and a head at a time."""
+        rows = []
+        for (start, count), query, k, v in zip(self.chunks, self.queries, self.keys, self.values, strict=True):
+            for i in range(count):
+                position = start + i
+                first = 0 if self.window is None else max(0, position - self.window + 1)
+                heads = []
+                for head in range(self.kv_heads * self.groups):
+                    kv = head // self.groups
+                    scores = k[first : position + 1, kv].double() @ query[i, head].double() * self.scale
+                    if self.softcap is not None:
+                        scores = torch.tanh(scores / self.softcap) * self.softcap
+                    if self.sink_values is not None:
+                        scores = torch.cat([scores, self.sink_values[head].double().reshape(1)])
+                    weights = torch.softmax(scores, 0)[: position + 1 - first]
+                    heads.append(weights @ v[first : position + 1, kv].double())
+                rows.append(torch.stack(heads))
+        return torch.stack(rows)
+
+
+def check(case: Case) -> None:
+    found = case.compute(case.layer())
+    assert torch.allclose(found.double(), case.expected(), **EXACT), (found - case.expected()).abs().max()
+
+
+chunk = st.one_of(
+    st.tuples(st.integers(0, 60), st.just(1)),
+    st.tuples(st.integers(0, 40), st.integers(2, 24)),
+    st.tuples(st.just(0), st.integers(1, 24)),
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    chunks=st.lists(chunk, min_size=1, max_size=5),
+    block_size=st.integers(1, 9),
+    kv_heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    dims=st.sampled_from([(8, 8), (8, 4), (4, 8)]),
+    window=st.one_of(st.none(), st.integers(1, 30)),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
+    in_a_row=st.booleans(),
+    share=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_is_attention(dims: tuple[int, int], **options: Any) -> None:
+    """For any tables, chunks, windows, caps, sinks, groups and head sizes the result is attention by its definition."""
+    check(Case(key_dim=dims[0], value_dim=dims[1], **options))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    own=st.lists(st.integers(0, 20), min_size=2, max_size=6),
+    others=st.lists(chunk, max_size=2),
+    blocks=st.integers(8, 24),
+    block_size=st.sampled_from([4, 8, 16]),
+    groups=st.integers(1, 3),
+    value_dim=st.sampled_from([8, 4]),
+    window=st.sampled_from([None, 10, 150, 10_000]),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
+    in_a_row=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_shared_prefix(own: list[int], others: list[tuple[int, int]], blocks: int, **options: Any) -> None:
+    """Decoding sequences that share a prefix get what each of them would get alone, and what the definition says."""
+    shared = blocks * options["block_size"]
+    # The others are long enough to hold the prefix as well: they prefill behind it.
+    chunks = [(shared + length, 1) for length in own] + [(shared + start, count) for start, count in others]
+    case = Case(chunks=chunks, shared=shared, **options)
+    check(case)
+    together, alone = case.compute(case.layer(), share=True), case.compute(case.layer(), share=False)
+    assert torch.allclose(together, alone, **EXACT)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("value_dim", [8, 4])
+def test_long_prompt(window: int | None, value_dim: int) -> None:
+    """A prompt of many hundred tokens, with and without a past, is attention too."""
+    check(Case(chunks=[(0, 700), (90, 300)], window=window, value_dim=value_dim, kv_heads=1, block_size=16))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, 30), min_size=2, max_size=6),
+    spread=st.sampled_from([0.1, 1.0, 30.0]),
+    shift=st.sampled_from([0.0, 80.0, -300.0]),
+    seed=st.integers(0, 1000),
+)
+def test_merge(cuts: list[int], spread: float, shift: float, seed: int) -> None:
+    """Attention over keys cut into parts in any way, merged in any order, is attention over all of them."""
+    noise = torch.Generator().manual_seed(seed)
+    total = sum(cuts)
+    scores = torch.randn(2, 3, total, generator=noise) * spread
+    scores[..., : cuts[0]] += shift
+    values = torch.randn(2, total, 4, generator=noise)
+
+    def attend(low: int, high: int) -> tuple[Tensor, Tensor]:
+        part = scores[..., low:high]
+        return torch.softmax(part, -1) @ values[:, low:high], torch.logsumexp(part, -1)
+
+    parts = [attend(sum(cuts[:i]), sum(cuts[: i + 1])) for i in range(len(cuts))]
+    random.Random(seed).shuffle(parts)
+    result, lse = parts[0]
+    for part in parts[1:]:
+        result, lse = merge(result, lse, *part)
+    whole, whole_lse = attend(0, total)
+    assert torch.allclose(result, whole, **EXACT)
+    assert torch.allclose(lse, whole_lse, **EXACT)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    blocks=st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True),
+    block_size=st.integers(1, 8),
+    data=st.data(),
+)
+def test_locate(blocks: list[int], block_size: int, data: st.DataObject) -> None:
+    """`locate` names exactly the slots of the tokens asked for, in order; blocks in a row are one run, without an index."""
+    if data.draw(st.booleans()):
+        blocks = list(range(blocks[0], blocks[0] + len(blocks)))
+    stop = data.draw(st.integers(1, len(blocks) * block_size))
+    start = data.draw(st.integers(0, stop - 1))
+    keys = locate(blocks, start, stop, block_size, CPU)
+    slots = [blocks[p // block_size] * block_size + p % block_size for p in range(start, stop)]
+    viewed = [slot for low, high in keys.runs for slot in range(low, high)]
+    held = [] if keys.blocks is None else keys.blocks.tolist()
+    spread = [block * block_size + offset for block in held for offset in range(block_size)]
+    gathered = spread[keys.skip : keys.skip + keys.gathered]
+    assert sorted(viewed + gathered) == sorted(slots)
+    assert keys.count == stop - start
+    if all(b == a + 1 for a, b in itertools.pairwise(slots)):
+        assert keys.blocks is None
+        assert len(keys.runs) == 1
+    in_order = locate(blocks, start, stop, block_size, CPU, ordered=True)
+    if in_order.blocks is None:
+        assert [slot for low, high in in_order.runs for slot in range(low, high)] == slots
+    else:
+        spread = [block * block_size + offset for block in in_order.blocks.tolist() for offset in range(block_size)]
+        assert spread[in_order.skip : in_order.skip + in_order.gathered] == slots
+
+
+class Reads(TorchDispatchMode):
+    """Counts the slots of K that operators other than views read, and whether any of them gathers."""
+
+    def __init__(self, paged: PagedLayer) -> None:
+        super().__init__()
+        self._storage = paged.k.untyped_storage().data_ptr()
+        self._row = paged.k[0].numel()
+        self.slots = 0
+        self.gathers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("index_select", "index", "gather", "embedding", "take"):
+            self.gathers += 1
+            self.slots += result.numel() // self._row if self._is_k(args[0]) else 0
+            return result
+        made = result if isinstance(result, tuple | list) else (result,)
+        if not any(self._is_k(one) for one in made):  # neither a view of K nor a write to it
+            self.slots += sum(one.numel() // self._row for one in args if self._is_k(one))
+        return result
+
+    def _is_k(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.untyped_storage().data_ptr() == self._storage
+
+
+def reads(case: Case) -> Reads:
+    paged = case.layer()
+    with Reads(paged) as counter:
+        case.compute(paged)
+    return counter
+
+
+def test_blocks_in_a_row_are_read_in_place() -> None:
+    """A sequence whose blocks lie in a row is read where it is, each slot once: nothing is gathered."""
+    for chunks, window, slots in (([(37, 1)], None, 38), ([(30, 8)], None, 30), ([(60, 1)], 10, 10)):
+        found = reads(Case(chunks=chunks, window=window, in_a_row=True))
+        assert (found.slots, found.gathers) == (slots, 0)
+    assert reads(Case(chunks=[(100, 1)], in_a_row=False)).gathers > 0
+
+
+@pytest.mark.parametrize("in_a_row", [True, False])
+def test_shared_prefix_is_read_once(in_a_row: bool) -> None:
+    """A prefix that a batch shares is read once per layer and step, not once per sequence."""
+    chunks, shared = [(128 + own, 1) for own in (0, 3, 5, 9, 20, 33)], 128
+    together = reads(Case(chunks=chunks, shared=shared, in_a_row=in_a_row))
+    apart = reads(Case(chunks=chunks, shared=shared, in_a_row=in_a_row, share=False))
+    own = sum(start + 1 - shared for start, _ in chunks)
+    # What does not lie in a row is gathered in whole blocks of 4.
+    blocks = 4 * 2 * len(chunks)
+    assert shared + own <= together.slots <= shared + own + blocks
+    assert 6 * shared + own <= apart.slots <= 6 * shared + own + blocks
+
+
+def test_window_that_has_slid_past_the_prefix() -> None:
+    """With a window shorter than the prefix only the window's tokens are read."""
+    case = Case(chunks=[(200, 1), (205, 1)], shared=192, window=16, in_a_row=True)
+    check(case)
+    assert reads(case).slots <= 2 * 2 * 16
+
+
+def test_shared_tokens() -> None:
+    """Tables agree in whole blocks, and everyone keeps at least the newest token."""
+    case = Case(chunks=[(16, 1), (23, 1), (16, 1)], shared=16)
+    assert shared_tokens(case.step().chunks, 4) == 16
+    assert shared_tokens(case.step().chunks[:1], 4) == 16
+    apart = Case(chunks=[(16, 1), (16, 1)], shared=8)
+    assert shared_tokens(apart.step().chunks, 4) == 8
+
+
+def test_writes_only_what_is_its_own() -> None:
+    """A token whose KV others share is computed but not written (R8); the others of its chunk are."""
+    case = Case(chunks=[(11, 1), (6, 5)], in_a_row=True)
+    step = case.step()
+    first, second = step.chunks
+    # All of the first sequence is shared, and two tokens of the second's chunk.
+    chunks = (Chunk(first.sequence, 11, 1, 12, True, 3), Chunk(second.sequence, 6, 5, 8, True, 2))
+    paged = case.layer()
+    for position in (11, *range(6, 8)):
+        sequence, which = (0, first) if position == 11 else (1, second)
+        slot = which.sequence.table.blocks[position // 4] * 4 + position % 4
+        paged.k[slot], paged.v[slot] = case.keys[sequence][position], case.values[sequence][position]
+    before = paged.k.clone()
+    query, key, value = case.packed()
+    attention = StepAttention(Step(chunks), {0: paged}, 4, CPU)
+    found = attention.attend(0, query, key, value, case.scale, None, None, None)[0]
+    assert torch.allclose(found.double(), case.expected(), **EXACT)
+    changed = (paged.k.nan_to_num(7.0) != before.nan_to_num(7.0)).any(dim=(1, 2)).nonzero().flatten().tolist()
+    assert changed == [second.sequence.table.blocks[2] * 4 + offset for offset in range(3)]
+
+
+def test_bytes_per_token() -> None:
+    """A layer's bytes per token count K and V, of unequal sizes too."""
+    assert LayerShape(2, 24, 12, torch.bfloat16).bytes_per_token == 2 * (24 + 12) * 2

@@ -1,0 +1,166 @@
+"""Packed linear layers multiply by the same weights as before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foreword.config import EngineConfig
+from foreword.engine import linear
+from foreword.engine.llm import LLM
+from foreword.engine.model import load_model
+from foreword.errors import ConfigError
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def no_bfloat16_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test what CPUs without bfloat16 units do, wherever the test runs."""
+    monkeypatch.setattr(linear, "has_bfloat16_units", lambda: False)
+
+
+def make(inputs: int, outputs: int, bias: bool, dtype: torch.dtype, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(inputs, outputs, bias=bias, dtype=dtype)).requires_grad_(False)
+    return model.eval()
+
+
+def exact(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The product of the very same numbers in float64."""
+    bias = None if layer.bias is None else layer.bias.double()
+    return functional.linear(x.double(), layer.weight.double(), bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    inputs=st.integers(1, 96),
+    outputs=st.integers(1, 96),
+    bias=st.booleans(),
+    cubic=st.booleans(),
+    strided=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_is_linear(
+    dtype: torch.dtype, rows: int, inputs: int, outputs: int, bias: bool, cubic: bool, strided: bool, seed: int
+) -> None:
+    """A packed layer gives `F.linear` up to rounding of its dtype, for any shape, few rows and many, 2D and 3D."""
+    model = make(inputs, outputs, bias, dtype, seed)
+    layer = model[0]
+    assert linear.pack(model, 1 << 30) == 4 * inputs * outputs
+    x = torch.randn(rows, inputs, dtype=dtype)
+    if strided:  # every other row of a larger tensor
+        x = torch.randn(rows, 2, inputs, dtype=dtype)[:, 1]
+    if cubic:
+        x = x.unsqueeze(0)
+    with torch.inference_mode():
+        found = model(x)
+    expected = exact(layer, x)
+    assert found.dtype == dtype
+    assert found.shape == expected.shape
+    # float32 sums `inputs` products; bfloat16 rounds only the result.
+    rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2**-8, 2**-8)
+    assert torch.allclose(found.double(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_input(dtype: torch.dtype) -> None:
+    """No rows in, no rows out."""
+    model = make(8, 6, True, dtype)
+    linear.pack(model, 1 << 30)
+    assert model(torch.empty(1, 0, 8, dtype=dtype)).shape == (1, 0, 6)
+
+
+class Tied(nn.Module):
+    """An output layer that is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.other = nn.Linear(8, 8)
+
+
+def test_tied_weights_stay_tied() -> None:
+    """Packing replaces no parameter: tied weights are still one tensor, and names, shapes and values are as before."""
+    model = Tied().requires_grad_(False)
+    before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
+    linear.pack(model, 1 << 30)
+    assert model.head.weight is model.embedding.weight
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(after[name].data_ptr() == place for name, (place, _) in before.items())
+    assert all(torch.equal(after[name], value) for name, (_, value) in before.items())
+
+
+def test_budget_is_respected() -> None:
+    """Layers are packed in order while their copies fit; the rest stays as it was and still computes."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 4)).requires_grad_(False)
+    plain = copy.deepcopy(model)
+    sizes = [4 * 64, 4 * 256, 4 * 256, 4 * 32]
+    assert linear.packed_bytes(model) == sum(sizes)
+    x = torch.randn(5, 8)
+    for budget in (0, 100, 4 * 64, 4 * 64 + 4 * 255, 4 * 64 + 4 * 256 + 200, sum(sizes)):
+        packed = copy.deepcopy(model)
+        used = linear.pack(packed, budget)
+        assert used <= budget
+        changed = [size for size, layer in zip(sizes, packed, strict=True) if "forward" in vars(layer)]
+        assert sum(changed) == used
+        assert torch.allclose(packed(x), plain(x), rtol=1e-5, atol=1e-5)
+    assert used == sum(sizes)
+
+
+def test_only_plain_linear_layers_are_packed() -> None:
+    """Subclasses of `nn.Linear`, which may compute something else, and other dtypes are left alone."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(Doubled(8, 8), nn.Linear(8, 8, dtype=torch.float64)).requires_grad_(False)
+    assert linear.packed_bytes(model) == 0
+    assert linear.pack(model, 1 << 30) == 0
+
+
+def test_bfloat16_is_left_to_the_units_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that multiplies bfloat16 natively keeps bfloat16 weights as they are; float32 ones are packed all the same."""
+    monkeypatch.setattr(linear, "has_bfloat16_units", lambda: True)
+    assert linear.packed_bytes(make(8, 8, True, torch.bfloat16)) == 0
+    assert linear.packed_bytes(make(8, 8, True, torch.float32)) == 256
+
+
+@pytest.mark.parametrize("budget", ["auto", "0", "64KiB"])
+def test_engine_with_any_budget(
+    budget: str, engine: Callable[..., LLM], reference: Callable[[str], tiny.Reference]
+) -> None:
+    """`linear_memory` changes speed, not output."""
+    tokens = tiny.prompt(30, 1)
+    found = engine("llama", linear_memory=budget).generate([tokens], tiny.greedy(16))[0]
+    reference("llama").check(tokens, found.outputs[0], 16)
+
+
+def test_fingerprint_does_not_see_packing(llama: Path) -> None:
+    """Packed or not, the model's fingerprint, and with it every key, is the same."""
+    prints = {
+        load_model(EngineConfig(model=str(llama), dtype="float32", linear_memory=budget)).fingerprint
+        for budget in ("0", "64KiB", "auto")
+    }
+    assert len(prints) == 1
+
+
+def test_bad_budget(llama: Path) -> None:
+    """A budget that is no size in bytes is an error of the configuration."""
+    with pytest.raises(ConfigError, match="not a size in bytes"):
+        load_model(EngineConfig(model=str(llama), linear_memory="plenty"))

@@ -1,0 +1,289 @@
+"""Which token comes next: the filters, the penalties and the randomness, against definitions written in float64."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import assume, given, reject, settings
+from hypothesis import strategies as st
+from tiny import Reference, prompt
+
+from foreword.engine.llm import LLM
+from foreword.engine.request import SamplingParams
+from foreword.engine.sampling import Draw, sample, uniform
+from foreword.errors import BadRequest
+
+VOCAB = 12
+logit_rows = st.lists(st.floats(-6, 6, width=32), min_size=VOCAB, max_size=VOCAB, unique=True)
+shares = st.one_of(st.just(1.0), st.floats(0.01, 0.99))
+
+
+def draw(params: SamplingParams, seed: int = 0, **known: Any) -> Draw:
+    blank: dict[str, Any] = {"index": 0, "position": 5, "prompt": (), "output": (), "end_tokens": ()}
+    return Draw(params=params, seed=seed, **(blank | known))
+
+
+def tokens_of(row: Sequence[float], params: SamplingParams, count: int) -> list[int]:
+    """As many independent samples from the same logits."""
+    logits = torch.tensor([list(row)]).expand(count, -1)
+    return [one.token for one in sample(logits, [draw(params, seed) for seed in range(count)])]
+
+
+def _certain(clear: bool) -> None:
+    if not clear:
+        reject()
+
+
+def distribution(row: Sequence[float], params: SamplingParams) -> list[float]:
+    """What is sampled from, by definition: temperature, top-k, min-p, top-p. Rejects cases on the edge of a filter."""
+    scaled = [value / params.temperature for value in row]
+    weights = [math.exp(value - max(scaled)) for value in scaled]
+    probabilities = [weight / sum(weights) for weight in weights]
+    ranked = sorted(range(len(row)), key=lambda token: -probabilities[token])
+    kept = ranked[: params.top_k or len(row)]
+    edge = params.min_p * max(probabilities)
+    _certain(params.min_p == 0 or all(abs(probabilities[token] - edge) > 1e-6 for token in kept))
+    kept = [token for token in kept if probabilities[token] >= edge]
+    if params.top_p < 1:
+        total, before, nucleus = sum(probabilities[token] for token in kept), 0.0, []
+        for token in kept:
+            _certain(abs(before - params.top_p * total) > 1e-6)
+            if before < params.top_p * total:
+                nucleus.append(token)
+            before += probabilities[token]
+        kept = nucleus
+    total = sum(probabilities[token] for token in kept)
+    return [probabilities[token] / total if token in kept else 0.0 for token in range(len(row))]
+
+
+@settings(max_examples=100, deadline=None)
+@given(row=logit_rows)
+def test_greedy(row: list[float]) -> None:
+    """Temperature 0 takes the likeliest token, whatever the filters say."""
+    best = max(range(VOCAB), key=row.__getitem__)
+    params = SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.2)
+    assert tokens_of(row, params, 3) == [best] * 3
+
+
+@settings(max_examples=200, deadline=None)
+@given(row=logit_rows, temperature=st.floats(0.3, 3.0), top_k=st.integers(0, 15), top_p=shares, min_p=st.floats(0, 0.9))
+def test_filters(row: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Only tokens that pass all filters are sampled, and every likely one of them is."""
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = distribution(row, params)
+    found = Counter(tokens_of(row, params, 60))
+    assert all(expected[token] > 0 for token in found)
+    # A token of probability p is missed by 60 samples with probability (1 - p) ** 60.
+    assert all(token in found for token, probability in enumerate(expected) if probability > 0.35)
+
+
+ROW = [2.0, 1.5, 1.2, 0.9, 0.3, 0.0, -0.4, -1.0, -1.5, -2.0, -3.0, -5.0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=3.0),
+        SamplingParams(top_k=4),
+        SamplingParams(top_p=0.7),
+        SamplingParams(min_p=0.15),
+        SamplingParams(temperature=2.0, top_k=9, top_p=0.9, min_p=0.05),
+    ],
+    ids=["plain", "cold", "hot", "top_k", "top_p", "min_p", "all"],
+)
+def test_frequencies(params: SamplingParams) -> None:
+    """Over many seeds tokens come as often as their probability says (chi-square, six standard deviations)."""
+    count = 4000
+    expected = [count * probability for probability in distribution(ROW, params)]
+    found = Counter(tokens_of(ROW, params, count))
+    terms = [(found[token] - mean) ** 2 / mean for token, mean in enumerate(expected) if mean > 0]
+    freedom = len(terms) - 1
+    assert sum(found[token] for token, mean in enumerate(expected) if mean == 0) == 0
+    assert sum(terms) < freedom + 6 * math.sqrt(2 * freedom) + 6
+
+
+def test_tiny_temperature_and_equal_logits() -> None:
+    """A temperature near 0 is greedy and finite; equal logits are sampled evenly."""
+    assert set(tokens_of(ROW, SamplingParams(temperature=1e-30), 5)) == {0}
+    assert set(tokens_of([1.0] * 4, SamplingParams(), 100)) == {0, 1, 2, 3}
+    assert set(tokens_of([-math.inf, 3.0, -math.inf], SamplingParams(temperature=2.0), 20)) == {1}
+
+
+def test_uniform() -> None:
+    """Randomness is a written function of seed, sequence and position: the same on every machine, and even."""
+    assert uniform(1, 2, 3) == 0.7665242227656246
+    numbers = [uniform(seed, index, position) for seed in range(20) for index in range(10) for position in range(10)]
+    assert len(set(numbers)) == 2000
+    assert all(0 <= number < 1 for number in numbers)
+    tenths = Counter(int(number * 10) for number in numbers)
+    assert sum((count - 200) ** 2 / 200 for count in tenths.values()) < 30
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    row=logit_rows,
+    prompt_tokens=st.lists(st.integers(0, VOCAB - 1), max_size=6),
+    output=st.lists(st.integers(0, VOCAB - 1), max_size=8),
+    presence=st.floats(-2, 2),
+    frequency=st.floats(-2, 2),
+    repetition=st.floats(0.3, 3.0),
+)
+def test_penalties(
+    row: list[float],
+    prompt_tokens: list[int],
+    output: list[int],
+    presence: float,
+    frequency: float,
+    repetition: float,
+) -> None:
+    """Repetition is punished over prompt and output, presence and frequency over the output, as defined."""
+    expected = list(row)
+    for token in {*prompt_tokens, *output}:
+        expected[token] = expected[token] / repetition if expected[token] > 0 else expected[token] * repetition
+    for token, count in Counter(output).items():
+        expected[token] -= presence + frequency * count
+    best, second = sorted(expected)[-1], sorted(expected)[-2]
+    assume(best - second > 1e-4)
+    params = SamplingParams(
+        temperature=0.0, presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition
+    )
+    # The other row of the batch asks for none of this.
+    plain = draw(SamplingParams(temperature=0.0))
+    drawn = sample(torch.tensor([row, row]), [draw(params, prompt=prompt_tokens, output=output), plain])
+    assert [one.token for one in drawn] == [expected.index(best), row.index(max(row))]
+
+
+@settings(max_examples=100, deadline=None)
+@given(row=logit_rows, bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-10, 10), max_size=5))
+def test_logit_bias(row: list[float], bias: dict[int, float]) -> None:
+    """A bias is added to its token's logit; reported log-probabilities stay the model's own."""
+    expected = [value + bias.get(token, 0.0) for token, value in enumerate(row)]
+    best, second = sorted(expected)[-1], sorted(expected)[-2]
+    assume(best - second > 1e-4)
+    [found] = sample(torch.tensor([row]), [draw(SamplingParams(temperature=0.0, logit_bias=bias, logprobs=VOCAB))])
+    assert found.token == expected.index(best)
+    own = torch.log_softmax(torch.tensor(row).double(), 0)
+    assert found.logprob is not None
+    assert found.logprob.logprob == pytest.approx(float(own[found.token]), abs=1e-5)
+    assert sorted(token for token, _ in found.logprob.top) == list(range(VOCAB))
+    assert all(value == pytest.approx(float(own[token]), abs=1e-5) for token, value in found.logprob.top)
+    assert [value for _, value in found.logprob.top] == pytest.approx(sorted(own.tolist(), reverse=True), abs=1e-5)
+
+
+def test_min_tokens_holds_the_end_back() -> None:
+    """Before `min_tokens` tokens have come, no end token is chosen, however likely."""
+    row = torch.tensor([[0.0, 9.0, 1.0, 8.0]])
+    params = SamplingParams(temperature=0.0, min_tokens=2)
+    found = [sample(row, [draw(params, output=[0] * n, end_tokens=(1, 3))])[0].token for n in range(3)]
+    assert found == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": 1.5},
+        {"n": 0},
+        {"n": 1000},
+        {"max_tokens": -1},
+        {"min_tokens": -1},
+        {"logprobs": 21},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": math.inf},
+        {"stop": ("",)},
+        {"logit_bias": {3: math.nan}},
+        {"logit_bias": {3: math.inf}},
+    ],
+    ids=str,
+)
+def test_bad_parameters(wrong: dict[str, Any]) -> None:
+    """A parameter out of range is the client's error and is named."""
+    with pytest.raises(BadRequest) as refusal:
+        SamplingParams(**wrong)
+    assert refusal.value.param == next(iter(wrong))
+
+
+RANDOM = SamplingParams(temperature=1.5, seed=11, max_tokens=20, ignore_eos=True, top_p=0.95)
+
+
+def outputs(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[tuple[int, ...]]:
+    return [output.outputs[0].tokens for output in llm.generate(prompts, params)]
+
+
+def test_seed_decides(engine: Callable[..., LLM]) -> None:
+    """A seed gives the same tokens alone, in a batch, from the cache, in chunks and after preemption; another, others."""
+    mine, others = prompt(19, 1), [prompt(length, length) for length in (3, 12, 21, 30)]
+    llm = engine("llama")
+    [alone] = outputs(llm, [mine], RANDOM)
+    batch = [SamplingParams(temperature=1.0, max_tokens=25, ignore_eos=True)] * 4
+    assert outputs(llm, [*others, mine], [*batch, RANDOM])[-1] == alone
+    assert outputs(engine("llama", max_batch_tokens=5), [mine], RANDOM) == [alone]
+    small = engine("llama", kv_memory="92 tokens", reserve=0.0)
+    assert outputs(small, [*others, mine], [*batch, RANDOM])[-1] == alone
+    assert small._core.scheduler.num_preemptions > 0
+    assert outputs(llm, [mine], SamplingParams(temperature=1.5, seed=12, max_tokens=20, ignore_eos=True)) != [alone]
+
+
+def test_without_seed(engine: Callable[..., LLM]) -> None:
+    """Without a seed the engine's seed decides; without that, no two runs are alike."""
+    params = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
+    tokens = [prompt(9, 1)]
+    assert outputs(engine("llama", seed=3), tokens, params) == outputs(engine("llama", seed=3), tokens, params)
+    assert outputs(engine("llama", seed=3), tokens, params) != outputs(engine("llama", seed=4), tokens, params)
+    llm = engine("llama")
+    assert outputs(llm, tokens, params) != outputs(llm, tokens, params)
+
+
+def test_n_sequences(engine: Callable[..., LLM]) -> None:
+    """`n` sequences of a prompt differ from each other, and a seed reproduces each of them."""
+    params = SamplingParams(temperature=1.5, seed=5, max_tokens=16, ignore_eos=True, n=4)
+    llm = engine("llama")
+    runs = [llm.generate([prompt(10, 1)], params)[0] for _ in range(2)]
+    found = [[completion.tokens for completion in run.outputs] for run in runs]
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4
+    assert [completion.index for completion in runs[0].outputs] == [0, 1, 2, 3]
+    # Fewer sequences are the first of more.
+    fewer = llm.generate([prompt(10, 1)], SamplingParams(temperature=1.5, seed=5, max_tokens=16, ignore_eos=True, n=2))
+    assert [completion.tokens for completion in fewer[0].outputs] == found[0][:2]
+
+
+def test_logprobs_are_the_models(engine: Callable[..., LLM], llama: Path) -> None:
+    """Whatever reshapes the choice, log-probabilities are `log_softmax` of the Transformers model's logits."""
+    params = SamplingParams(
+        temperature=1.4, top_p=0.9, seed=1, max_tokens=15, ignore_eos=True, logprobs=20, repetition_penalty=1.3
+    )
+    tokens = prompt(11, 3)
+    completion = engine("llama").generate([tokens], params)[0].outputs[0]
+    own = Reference(llama).logprobs(tokens, completion.tokens)
+    assert len(completion.logprobs) == 15
+    for row, token, found in zip(own, completion.tokens, completion.logprobs, strict=True):
+        assert found.token == token
+        assert found.logprob == pytest.approx(float(row[token]), abs=tiny.ROUNDING)
+        assert [value for _, value in found.top] == pytest.approx(row.topk(20).values.tolist(), abs=tiny.ROUNDING)
+        assert all(value == pytest.approx(float(row[other]), abs=tiny.ROUNDING) for other, value in found.top)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_number_of_logprobs(count: int, engine: Callable[..., LLM]) -> None:
+    """As many alternatives are reported as were asked for, and none to a neighbour who asked for none."""
+    asked = SamplingParams(temperature=0.0, max_tokens=3, logprobs=count, ignore_eos=True)
+    without = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    first, second = engine("llama").generate([prompt(5, 1), prompt(6, 2)], [asked, without])
+    assert [len(one.top) for one in first.outputs[0].logprobs] == [count] * 3
+    assert second.outputs[0].logprobs == ()

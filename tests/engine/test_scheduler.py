@@ -1,0 +1,387 @@
+"""Continuous batching, chunked prefill, preemption and same-step hits (R8 to R11), without a model and without tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory import FakeMemory, expected
+
+from foreword.blocks import PrefixCache
+from foreword.engine.request import Request, SamplingParams
+from foreword.engine.scheduler import Scheduler, Sequence, Step
+
+SIZE = 4
+
+
+@dataclass
+class Plant:
+    """A scheduler at work: schedules, computes in fake memory, appends tokens, finishes."""
+
+    num_blocks: int = 64
+    block_size: int = SIZE
+    cache_options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.memory = FakeMemory(self.num_blocks, self.block_size)
+        self.cache = PrefixCache(self.num_blocks, self.block_size, **self.cache_options)
+        self.scheduler = Scheduler(self.cache, **({"reserve": 0.0} | self.options))
+        self.finished: dict[str, list[int]] = {}
+        self._names = itertools.count()
+
+    def add(self, tokens: Iterable[int], count: int, salt: bytes = b"") -> Sequence:
+        prompt = tuple(tokens)
+        request = Request(f"r{next(self._names)}", prompt, SamplingParams(), salt=salt)
+        sequence = Sequence(request, self.cache.open(prompt, salt=salt), 0, len(prompt) + count)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> Step:
+        step = self.scheduler.schedule()
+        following = self.memory.compute(step)
+        self.scheduler.settle(step)
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            if not chunk.samples:
+                continue
+            if len(sequence.table) < sequence.max_total:
+                sequence.table.append(following[id(sequence)])
+            if len(sequence.table) >= sequence.max_total:
+                self.finish(sequence)
+        return step
+
+    def finish(self, sequence: Sequence) -> None:
+        self.finished[sequence.request.id] = sequence.output
+        self.scheduler.finish(sequence)
+
+    def run(self, limit: int = 10_000) -> list[Step]:
+        steps = []
+        while self.scheduler.has_work():
+            steps.append(self.step())
+            assert len(steps) < limit, "no end"
+        self.cache.check()
+        assert self.cache.pool.num_free == self.num_blocks
+        return steps
+
+
+def sizes(steps: Iterable[Step], sequence: Sequence) -> list[int]:
+    """How many tokens of a sequence each step computed."""
+    return [sum(chunk.count for chunk in step.chunks if chunk.sequence is sequence) for step in steps]
+
+
+def test_chunks() -> None:
+    """A long prompt is computed in chunks of the step's budget, and only a chunk's blocks are taken (R10)."""
+    plant = Plant(options={"max_batch_tokens": 10})
+    sequence = plant.add(range(100, 134), 2)
+    held = []
+    for count in (10, 10, 10, 4):
+        step = plant.step()
+        assert [(chunk.start, chunk.count) for chunk in step.chunks] == [(sum([10] * len(held)), count)]
+        held.append(len(sequence.table.blocks))
+    assert held == [3, 5, 8, 9]
+    plant.run()
+
+
+def test_lookahead() -> None:
+    """With blocks taken ahead a sequence holds a few more than it needs, and gives all of them back (R10)."""
+    plant = Plant(cache_options={"lookahead_blocks": 2}, options={"max_batch_tokens": 8})
+    sequence = plant.add(range(20), 9)
+    plant.step()
+    assert len(sequence.table.blocks) == 4
+    plant.run()
+    # Ahead of need only while there are some: the last blocks go to whoever needs them.
+    tight = Plant(num_blocks=6, cache_options={"lookahead_blocks": 5})
+    tight.add(range(20), 3)
+    tight.run()
+
+
+def test_decoding_is_not_starved() -> None:
+    """While a long prompt is prefilled, every decoding sequence gets its token in every step, within the budget."""
+    plant = Plant(num_blocks=200, options={"max_batch_tokens": 8})
+    decoding = [plant.add(range(50 * i, 50 * i + 3), 60) for i in range(4)]
+    for _ in range(3):
+        plant.step()
+    long = plant.add(range(1000, 1100), 1)
+    while long.computed < 100:
+        step = plant.step()
+        assert step.num_tokens == min(8, 4 + 100 - long.computed + sizes([step], long)[0])
+        assert all(sizes([step], sequence) == [1] for sequence in decoding)
+        assert sizes([step], long)[0] > 0
+    plant.run()
+
+
+def test_order_of_arrival() -> None:
+    """Requests are admitted in order of arrival: one that does not fit is not overtaken by one that would."""
+    plant = Plant(num_blocks=10)
+    first, large, small = plant.add(range(20), 8), plant.add(range(50, 86), 2), plant.add(range(90, 92), 2)
+    plant.step()
+    assert plant.scheduler.running == [first]
+    assert list(plant.scheduler.waiting) == [large, small]
+    plant.run()
+
+
+def test_number_of_sequences() -> None:
+    """No more than `max_num_seqs` sequences run at once."""
+    plant = Plant(options={"max_num_seqs": 3})
+    for i in range(7):
+        plant.add(range(10 * i, 10 * i + 5), 4)
+    assert max(len(step.chunks) for step in plant.run()) == 3
+
+
+def test_preemption_takes_the_last_admitted() -> None:
+    """When memory runs out, who was admitted last loses its blocks, waits in front, and resumes to the same output (R11)."""
+    plant = Plant(num_blocks=10)
+    prompts = [tuple(range(100 * i, 100 * i + 11)) for i in range(3)]
+    first, second, third = (plant.add(prompt, 14) for prompt in prompts)
+    waiting = plant.add(range(900, 904), 5)
+    steps = []
+    while waiting not in plant.scheduler.running and plant.scheduler.has_work():
+        steps.append(plant.step())
+    # Whoever was preempted goes before whoever only waited.
+    assert third in plant.scheduler.running or third.request.id in plant.finished
+    preempted = [sequence for step in (*steps, *plant.run()) for sequence in step.preempted]
+    assert preempted[0] is third
+    assert second in preempted
+    assert first not in preempted
+    assert plant.scheduler.num_preemptions == len(preempted) == third.preemptions + second.preemptions
+    for sequence, prompt in zip((first, second, third), prompts, strict=True):
+        assert plant.finished[sequence.request.id] == expected(b"", prompt, 14)
+
+
+def test_resumed_from_the_cache() -> None:
+    """A preempted sequence finds those of its blocks that nobody took, partly filled ones too (R11)."""
+    plant = Plant(num_blocks=9)
+    first, second = plant.add(range(13), 12), plant.add(range(100, 113), 12)
+    step = plant.step()
+    while not step.preempted:
+        step = plant.step()
+    assert step.preempted == (second,)
+    had = len(second.table) - 1
+    plant.finish(first)
+    step = plant.step()
+    [chunk] = step.chunks
+    # All but the block that the first sequence took when it ran out.
+    assert chunk.start == had // SIZE * SIZE - SIZE or chunk.start >= had - SIZE
+    plant.run()
+    assert plant.finished[second.request.id] == expected(b"", tuple(range(100, 113)), 12)
+
+
+def test_reserve() -> None:
+    """A reserve keeps an admission from taking the last blocks while others run, but never keeps the engine idle (R11)."""
+    free = Plant(num_blocks=20)
+    kept = Plant(num_blocks=20, options={"reserve": 0.25})
+    for plant in (free, kept):
+        for i in range(2):
+            plant.add(range(100 * i, 100 * i + 37), 20)
+        plant.step()
+    assert [len(plant.scheduler.running) for plant in (free, kept)] == [2, 1]
+    free.run()
+    kept.run()
+    assert (free.scheduler.num_preemptions > 0, kept.scheduler.num_preemptions) == (True, 0)
+    full = Plant(num_blocks=20, options={"reserve": 0.9})
+    full.add(range(76), 4)
+    full.run()
+
+
+def test_prefills_in_progress_count() -> None:
+    """What running prefills have yet to take is not given to a newcomer."""
+    plant = Plant(num_blocks=12, options={"max_batch_tokens": 8})
+    plant.add(range(40), 2)
+    plant.add(range(100, 108), 2)
+    steps = plant.run()
+    assert plant.scheduler.num_preemptions == 0
+    assert [len(step.admitted) for step in steps[:5]] == [1, 0, 0, 0, 0]
+
+
+def test_hit_in_the_same_step() -> None:
+    """A block that one request fills in a step is hit by the next request of the same step (R9)."""
+    plant = Plant()
+    first, second = plant.add(range(12), 3), plant.add([*range(8), 99, 98], 3)
+    step = plant.step()
+    assert sizes([step], first) == [12]
+    assert sizes([step], second) == [2]
+    assert second.cached_tokens == second.shared_tokens == 8
+    assert first.table.blocks[:2] == second.table.blocks[:2]
+    plant.run()
+
+
+def test_no_hit_on_what_is_not_scheduled() -> None:
+    """Only blocks that the step fills are hit in it: a chunk's end is where sharing ends."""
+    plant = Plant(options={"max_batch_tokens": 20})
+    first, second = plant.add(range(17), 2), plant.add(range(40), 2)
+    step = plant.step()
+    assert sizes([step], first) == [17]
+    # Four blocks are shared; what follows is the second's own, as far as the budget goes.
+    assert (second.cached_tokens, sizes([step], second)) == (16, [3])
+    plant.run()
+
+
+@pytest.mark.parametrize("length", [16, 17, 18])
+def test_fully_cached_prompt(length: int) -> None:
+    """A prompt cached to its last token computes one token, and writes none into blocks that others share (R8)."""
+    plant = Plant()
+    plant.add(range(length), 3)
+    plant.run()
+    again = plant.add(range(length), 3)
+    step = plant.step()
+    [chunk] = step.chunks
+    assert (chunk.start, chunk.count, chunk.samples) == (length - 1, 1, True)
+    assert again.cached_tokens == length - 1
+    if length == 16:
+        assert chunk.write_from >= 16  # nothing is written
+        assert not step.copies
+    else:
+        assert chunk.write_from <= length - 1
+    plant.run()
+    assert plant.finished[again.request.id] == expected(b"", tuple(range(length)), 3)
+
+
+def test_partial_block_is_copied() -> None:
+    """The beginning of a partly filled block is reused by copying it; without partial reuse it is computed (R8)."""
+    for partial in (True, False):
+        plant = Plant(cache_options={"partial_reuse": partial})
+        running = plant.add(range(14), 30)
+        plant.step()
+        second = plant.add([*range(14), 77, 78], 2)
+        step = plant.step()
+        assert len(step.copies) == partial
+        assert (second.cached_tokens, second.shared_tokens) == (14 if partial else 12, 12)
+        assert running.table.blocks[3] != second.table.blocks[3]
+        plant.run()
+
+
+def fail(plant: Plant) -> Step:
+    """A step that breaks in the middle, and its sequences' end."""
+    step = plant.scheduler.schedule()
+    plant.memory.fail = True
+    with pytest.raises(RuntimeError, match="on fire"):
+        plant.memory.compute(step)
+    plant.scheduler.withdraw(step)
+    for chunk in step.chunks:
+        plant.scheduler.finish(chunk.sequence)
+    return step
+
+
+def test_failed_prefill_leaves_nothing() -> None:
+    """What a failed step would have filled is found by nobody, not even by those who hit it in the same step."""
+    plant = Plant(options={"max_batch_tokens": 12})
+    plant.add(range(9), 3)
+    plant.add([*range(8), 50, 51, 52], 3)
+    assert len(fail(plant).chunks) == 2
+    plant.cache.check()
+    third = plant.add(range(14), 3)
+    plant.step()
+    assert third.cached_tokens == 0
+    # What earlier steps computed stays.
+    fail(plant)
+    fourth = plant.add(range(14), 3)
+    plant.step()
+    assert fourth.cached_tokens == 12
+    plant.run()
+    assert plant.finished[fourth.request.id] == expected(b"", tuple(range(14)), 3)
+
+
+def test_failed_copy_leaves_nothing() -> None:
+    """A partly filled block that a failed step should have copied is not copied from."""
+    plant = Plant()
+    plant.add(range(14), 20)
+    plant.step()
+    plant.add([*range(14), 77, 78], 2)
+    assert len(fail(plant).copies) == 1
+    again = plant.add([*range(14), 77, 78], 2)
+    plant.run()
+    assert plant.finished[again.request.id] == expected(b"", (*range(14), 77, 78), 2)
+
+
+def test_caching_off() -> None:
+    """With caching off nothing is shared and everything is right."""
+    plant = Plant(num_blocks=16, cache_options={"enabled": False})
+    for _ in range(4):
+        plant.add(range(15), 10)
+    steps = plant.run()
+    assert sum(step.num_tokens for step in steps) >= 4 * 24
+    assert plant.cache.pool.num_cached == 0
+    assert all(output == expected(b"", tuple(range(15)), 10) for output in plant.finished.values())
+
+
+def test_nothing_to_do() -> None:
+    """Without requests a step is empty."""
+    plant = Plant()
+    assert not plant.scheduler.has_work()
+    assert plant.scheduler.schedule() == Step(())
+
+
+prompts = st.builds(
+    lambda family, length, end: tuple([family] * length) + tuple(end),
+    st.integers(0, 2),
+    st.integers(0, 20),
+    st.lists(st.integers(0, 2), min_size=1, max_size=4),
+)
+actions = st.one_of(
+    st.tuples(st.just("add"), prompts, st.integers(0, 14), st.sampled_from([b"", b"", b"other"])),
+    st.tuples(st.just("step"), st.integers(1, 4)),
+    st.tuples(st.just("cancel"), st.integers(0, 9)),
+    st.tuples(st.just("fail"), st.just(0)),
+    st.tuples(st.just("clear"), st.just(0)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    plan=st.lists(actions, min_size=1, max_size=30),
+    num_blocks=st.integers(12, 40),
+    block_size=st.integers(1, 5),
+    cache_options=st.fixed_dictionaries(
+        {
+            "enabled": st.sampled_from([True, True, True, False]),
+            "partial_reuse": st.booleans(),
+            "unfilled_first": st.booleans(),
+            "lookahead_blocks": st.integers(0, 2),
+        }
+    ),
+    options=st.fixed_dictionaries(
+        {
+            "max_batch_tokens": st.integers(1, 40),
+            "max_num_seqs": st.integers(1, 8),
+            "reserve": st.sampled_from([0.0, 0.1, 0.5]),
+        }
+    ),
+)
+def test_everyone_reads_the_right_kv(plan: list[tuple[Any, ...]], options: dict[str, Any], **shape: Any) -> None:
+    """Whatever arrives, is cancelled, fails or is preempted: every token attends to its own prefix, all end, nothing leaks."""
+    plant = Plant(options=options, **shape)
+    alive: list[Sequence] = []
+    known: dict[str, list[int]] = {}
+    for action, *details in plan:
+        if action == "add":
+            tokens, count, salt = details
+            count = min(count, shape["num_blocks"] * shape["block_size"] - len(tokens))
+            if count >= 0:
+                alive.append(plant.add(tokens, count, salt))
+                known[alive[-1].request.id] = expected(salt, tokens, count)
+        elif action == "cancel" and alive:
+            gone = alive.pop(details[0] % len(alive))
+            known.pop(gone.request.id)
+            plant.scheduler.finish(gone)
+        elif action == "clear":
+            plant.cache.clear()
+        elif action == "fail":
+            for chunk in fail(plant).chunks:
+                known.pop(chunk.sequence.request.id)
+        else:
+            for _ in range(details[0] if action == "step" else 0):
+                step = plant.step()
+                assert step.num_tokens <= options["max_batch_tokens"]
+                assert len(plant.scheduler.running) <= options["max_num_seqs"]
+        plant.cache.check()
+        left = {id(sequence) for sequence in (*plant.scheduler.running, *plant.scheduler.waiting)}
+        alive = [sequence for sequence in alive if id(sequence) in left]
+    plant.run()
+    for name, output in known.items():
+        assert plant.finished[name] == output

@@ -1,0 +1,175 @@
+"""Where a text ends: end tokens, stop tokens, stop strings across tokens, and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import TOKENIZER, run, say
+from tiny import EOS, prompt
+
+from foreword.engine.llm import LLM
+from foreword.engine.request import Delta, SamplingParams
+from foreword.engine.tokenizer import StopFinder
+from foreword.errors import BadRequest, PromptTooLong
+
+
+def answer(text: str, **params: object) -> tuple[str, Delta, int]:
+    """The text that leaves when the model says `text`, the last delta, and the number of tokens."""
+    tokens = TOKENIZER.encode(text)
+    deltas = run(say([*tokens, EOS, *tokens]), SamplingParams(**params))  # type: ignore[arg-type]
+    assert [delta.finish_reason is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
+    return "".join(delta.text for delta in deltas), deltas[-1], sum(len(delta.tokens) for delta in deltas)
+
+
+def test_end_token() -> None:
+    """The end token ends the text and is counted, but is not part of it."""
+    text, last, count = answer("the cat")
+    assert (text, last.finish_reason, last.stop_match, count) == (
+        "the cat",
+        "stop",
+        None,
+        len(TOKENIZER.encode("the cat")) + 1,
+    )
+
+
+def test_ignore_eos() -> None:
+    """With `ignore_eos` the text goes on behind the end token, which stands for no text."""
+    text, last, _ = answer("ab", ignore_eos=True, max_tokens=5)
+    assert (text, last.finish_reason) == ("abab", "length")
+
+
+@pytest.mark.parametrize(
+    ("stop", "include", "expected", "match"),
+    [
+        (("at in",), False, "the c", "at in"),
+        (("at in",), True, "the cat in", "at in"),
+        (("h",), False, "t", "h"),  # inside the token "th"
+        (("the cat in the hat", "x"), False, "", "the cat in the hat"),
+        (("hat", "cat"), False, "the ", "cat"),
+        (("cat", "at"), False, "the ", "cat"),
+        (("hats", "dog"), False, "the cat in the hat", None),  # begins, but never comes: held back, then given
+    ],
+)
+def test_stop_strings(stop: tuple[str, ...], include: bool, expected: str, match: str | None) -> None:
+    """The text ends before (or with) the first stop string, wherever tokens are cut; no part of it leaves earlier."""
+    text, last, _ = answer("the cat in the hat", stop=stop, include_stop=include)
+    assert (text, last.stop_match, last.finish_reason) == (expected, match, "stop")
+
+
+def test_stop_string_at_the_last_token() -> None:
+    """A stop string that the last allowed token completes is a stop, not a length."""
+    text, last, count = answer("abcd", stop=("cd",), max_tokens=4)
+    assert (text, last.finish_reason, last.stop_match, count) == ("ab", "stop", "cd", 4)
+    text, last, _ = answer("abcd", stop=("cde",), max_tokens=4)
+    assert (text, last.finish_reason) == ("abcd", "length")
+
+
+def test_stop_token_ids() -> None:
+    """A stop token ends the text, with `ignore_eos` too, and is named."""
+    token = ord("c") - ord("!")
+    assert TOKENIZER.token_text(token) == "c"
+    for ignore in (True, False):
+        text, last, _ = answer("abcd", stop_token_ids=(token,), ignore_eos=ignore)
+        assert (text, last.finish_reason, last.stop_match) == ("ab", "stop", token)
+
+
+def test_half_characters() -> None:
+    """Characters of several tokens leave whole; one that is never finished leaves as U+FFFD."""
+    deltas = run(say([*TOKENIZER.encode("a€ö"), EOS]), SamplingParams())
+    assert [delta.text for delta in deltas] == ["a", "", "", "€", "", "ö", ""]
+    deltas = run(say(TOKENIZER.encode("a€")), SamplingParams(max_tokens=3))
+    assert "".join(delta.text for delta in deltas) == "a\ufffd"
+
+
+@pytest.mark.parametrize("length", [1, 4, 5])
+def test_max_tokens(length: int) -> None:
+    """No more than `max_tokens` tokens come."""
+    _, last, count = answer("abcdefgh", max_tokens=length)
+    assert (count, last.finish_reason) == (length, "length")
+
+
+def test_max_tokens_0(engine: Callable[..., LLM]) -> None:
+    """`max_tokens=0` computes the prompt, caches it, and says nothing."""
+    llm, tokens = engine("llama"), prompt(17, 1)
+    output = llm.generate([tokens], SamplingParams(max_tokens=0))[0]
+    assert (output.outputs[0].tokens, output.outputs[0].text, output.outputs[0].finish_reason) == ((), "", "length")
+    assert llm.generate([tokens], SamplingParams(max_tokens=1))[0].cached_tokens == 16
+
+
+def test_min_tokens(engine: Callable[..., LLM]) -> None:
+    """A model that only wants to end says `min_tokens` other tokens first."""
+    eager = {EOS: 1000.0}
+    llm = engine("llama")
+    for least in (0, 1, 6):
+        params = SamplingParams(temperature=0.0, logit_bias=eager, min_tokens=least, max_tokens=20)
+        output = llm.generate([prompt(5, 1)], params)[0].outputs[0]
+        assert (len(output.tokens), output.tokens[-1], output.finish_reason) == (least + 1, EOS, "stop")
+        assert EOS not in output.tokens[:-1]
+
+
+def test_length_of_the_model(engine: Callable[..., LLM]) -> None:
+    """A text ends at the model's length, or at the pool's if that is shorter; what cannot fit is refused."""
+    for options, longest in (({"max_model_len": 40}, 40), ({"kv_memory": "32 tokens"}, 32)):
+        llm = engine("llama", **options)
+        output = llm.generate([prompt(10, 1)], SamplingParams(ignore_eos=True))[0].outputs[0]
+        assert (len(output.tokens), output.finish_reason) == (longest - 10, "length")
+        llm.generate([prompt(longest, 2)], SamplingParams(max_tokens=0))
+        for length, tokens in ((longest, None), (longest, 1), (longest + 1, 0), (10, longest - 9)):
+            with pytest.raises(PromptTooLong, match=f"longest text is {longest} tokens"):
+                llm.generate([prompt(length, 2)], SamplingParams(max_tokens=tokens))
+        llm.check()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params"),
+    [
+        ([], {}),
+        ([1, 260], {}),
+        ([-1], {}),
+        ([1], {"logit_bias": {260: 1.0}}),
+        ([1], {"stop_token_ids": (-1,)}),
+    ],
+)
+def test_bad_tokens(tokens: list[int], params: dict[str, object], engine: Callable[..., LLM]) -> None:
+    """An empty prompt and tokens outside the vocabulary are refused before anything is computed."""
+    with pytest.raises(BadRequest):
+        engine("llama").generate([[1, 2], tokens], SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
+    """Where the first stop string to be complete begins; of two that end together, the longer."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return end - len(longest), longest
+    return None
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    pieces=st.lists(st.text("ab ", max_size=4), max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3, unique=True),
+    include=st.booleans(),
+)
+def test_stops_do_not_depend_on_tokens(pieces: list[str], stops: list[str], include: bool) -> None:
+    """Whatever the pieces in which a text comes, it is cut at the same place, and nothing behind it ever leaves."""
+    finder = StopFinder(stops, include=include)
+    given_text, match = "", None
+    for piece in pieces:
+        text, match = finder.push(piece)
+        given_text += text
+        if match is not None:
+            break
+    else:
+        given_text += finder.flush()
+    whole = "".join(pieces)
+    expected = first_stop(whole, stops)
+    if expected is None:
+        assert (given_text, match) == (whole, None)
+    else:
+        place, stop = expected
+        assert (given_text, match) == (whole[: place + (len(stop) if include else 0)], stop)
