@@ -129,13 +129,12 @@ class ForewordEngine:
     """Foreword's own `LLM`."""
 
     def __init__(self, options: Options) -> None:
-        import torch
-
         from foreword import LLM, SamplingParams
 
-        torch.set_num_threads(options.threads)
         self._sampling: Any = SamplingParams
-        self._llm: Any = LLM(str(options.model), dtype=options.dtype, enable_prefix_caching=False)
+        self._llm: Any = LLM(
+            str(options.model), dtype=options.dtype, threads=options.threads, enable_prefix_caching=False
+        )
 
     def generate(self, prompts: Prompts, new_tokens: int) -> list[list[int]]:
         sampling = self._sampling(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)

@@ -110,7 +110,9 @@ def ttft(bench: Bench, rounds: int) -> list[tuple[str, str, str, str]]:
         prompt = bench.prompts(1, 4096)
         colds.append(bench.seconds(bench.on, prompt, 1))
         first = median([bench.seconds(bench.on, prompt, 1) for _ in range(5)])
-        step = median([(bench.seconds(bench.on, prompt, 17) - bench.seconds(bench.on, prompt, 1)) / 16 for _ in range(3)])
+        step = median(
+            [(bench.seconds(bench.on, prompt, 17) - bench.seconds(bench.on, prompt, 1)) / 16 for _ in range(3)]
+        )
         firsts.append(first)
         ratios.append(first / step)
     return [

@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,8 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size in bytes; write for example 4GiB, 500MB or 1048576")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    # Exact for any size: a float would overflow, or lose bytes of a large whole number.
+    return int(Fraction(match[1]) * _UNITS[match[2].lower()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +243,13 @@ def _coerce(where: str, hint: Any, value: Any) -> Any:
         return None
     wanted = next(option for option in options if option is not type(None))
     if typing.get_origin(wanted) is tuple:
-        items = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)
-        return tuple(str(item) for item in items)
+        if not isinstance(value, str | list | tuple):
+            raise ConfigError(f"{where} must be a list of texts, not {value!r}")
+        items = value.split(",") if isinstance(value, str) else [str(item) for item in value]
+        return tuple(item.strip() for item in items if item.strip())
     try:
         return _scalar(wanted, value)
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):
         raise ConfigError(f"{where} must be of type {wanted.__name__}, not {value!r}") from None
 
 

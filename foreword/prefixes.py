@@ -65,7 +65,8 @@ class PrefixBook:
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(entry.prefix.bytes for entry in self._entries.values())
+        # A copy: other threads ask while the engine's thread adds and removes.
+        return sum(entry.prefix.bytes for entry in list(self._entries.values()))
 
     def size_of(self, tokens: Sequence[int]) -> int:
         """Bytes that pinning these tokens takes: full blocks only, the rest is recomputed."""
@@ -131,7 +132,7 @@ class PrefixBook:
         """Raises UnknownPrefix with close names (R17)."""
         entry = self._entries.get((salt, name))
         if entry is None:
-            raise UnknownPrefix(name, [known for owner, known in self._entries if owner == salt])
+            raise UnknownPrefix(name, [known for owner, known in list(self._entries) if owner == salt])
         return entry.prefix
 
     def use(self, name: str, kind: Literal["text", "messages"], *, salt: bytes = b"") -> NamedPrefix:
@@ -146,7 +147,9 @@ class PrefixBook:
                 param="prefix",
             )
         used = replace(prefix, uses=prefix.uses + 1, last_used=time.time())
-        self._entries[salt, name].prefix = used
+        entry = self._entries.get((salt, name))
+        if entry is not None:  # removed meanwhile: its blocks stay cached while they can
+            entry.prefix = used
         return used
 
     def note_hit(self, name: str, tokens: int, *, salt: bytes = b"") -> None:
@@ -164,4 +167,6 @@ class PrefixBook:
 
     def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
         """By name."""
-        return sorted((e.prefix for (owner, _), e in self._entries.items() if owner == salt), key=lambda p: p.name)
+        return sorted(
+            (e.prefix for (owner, _), e in list(self._entries.items()) if owner == salt), key=lambda p: p.name
+        )

@@ -61,7 +61,9 @@ class History:
             detail = f"The whole prompt was seen before; its last {length - cached} tokens do not fill a shared block."
             return Explanation("shorter_than_block", None, detail)
         if same < cached:  # what was reused is older than this memory
-            return Explanation("never_seen", None, f"No recent prompt agrees beyond the {cached} tokens that were cached.")
+            return Explanation(
+                "never_seen", None, f"No recent prompt agrees beyond the {cached} tokens that were cached."
+            )
         if same == 0:
             return Explanation("never_seen", None, "No recent prompt begins with the same token.")
         detail = f"The nearest recent prompt agrees in {same} tokens and differs at position {same}."

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from foreword.blocks.free_list import FreeList
 from foreword.errors import ConfigError, IntegrityError
 
-
 _MIN_ROW = 4
 
 

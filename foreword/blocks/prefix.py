@@ -225,6 +225,8 @@ class PrefixCache:
         if not self._partial_reuse or not held or depth >= len(table.blocks):
             return
         key, block = table.chain.key_before(depth), table.blocks[depth]
+        if depth < table.visible and self.pool.key(block) is None:
+            return  # shared from a sequence whose step failed: it was withdrawn, so nothing is in it
         if block in self._tail_of:
             self._forget_tail(block)
         if key in self._tails:

@@ -86,8 +86,9 @@ class AsyncEngine:
         Raises BadRequest or PromptTooLong at the first step, EngineFailed if the engine breaks.
         """
         self.validate(request)
-        async for delta in self._listen(request, None):
-            yield delta
+        async with contextlib.aclosing(self._listen(request, None)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def _listen(
         self, request: Request, on_finish: Callable[[Running], None] | None

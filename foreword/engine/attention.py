@@ -265,9 +265,7 @@ class StepAttention:
             windowed = window is not None and end > window
             if windowed:
                 assert window is not None
-                keys: Keys | None = locate(
-                    blocks, max(0, chunk.start - window + 1), end, size, device, ordered=True
-                )
+                keys: Keys | None = locate(blocks, max(0, chunk.start - window + 1), end, size, device, ordered=True)
             else:
                 keys = locate(blocks, 0, chunk.start, size, device) if chunk.start else None
             prefill.append((row, chunk, keys, windowed))

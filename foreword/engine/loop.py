@@ -135,11 +135,11 @@ class EngineCore:
         step = self.scheduler.schedule()
         self._note_admissions(step)
         if not step.chunks:
-            return []
+            return self._end_stuck(step)
         drawing = [c.sequence for c in step.chunks if c.samples and len(c.sequence.table) < c.sequence.max_total]
         try:
             sampled = self._runner.run(step, {id(s): draw_of(s, self._end_tokens(s.request.params)) for s in drawing})
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, LookupError, ValueError) as error:
             return self._fail(step, error)
         self.scheduler.settle(step)
         now = self._clock()
@@ -156,6 +156,22 @@ class EngineCore:
         self.scheduler.withdraw(step)
         message = f"the step failed: {type(error).__name__}: {error}"
         return [self._end(chunk.sequence, "error", error=message) for chunk in step.chunks]
+
+    def _end_stuck(self, step: Step) -> list[Delta]:
+        """Nothing runs, and the first in the queue finds no room: pinned blocks hold it, so waiting would not help. A text
+        that has begun ends here; a prompt that cannot be computed is an error."""
+        scheduler, pool = self.scheduler, self.cache.pool
+        if scheduler.running or step.preempted or not scheduler.waiting:
+            return []
+        sequence = scheduler.waiting[0]
+        if sequence.num_output:
+            text, stop = self._last_text(self._running[id(sequence)])
+            return [self._end(sequence, "length" if stop is None else "stop", (), text, stop_match=stop)]
+        message = (
+            f"no room for a text of {len(sequence.table)} tokens: {pool.num_blocks - pool.num_free} of {pool.num_blocks} "
+            f"blocks of {self.cache.block_size} tokens are pinned by named prefixes"
+        )
+        return [self._end(sequence, "error", error=message)]
 
     def _settle(self, chunk: Chunk, sampled: dict[int, Sampled], now: float) -> list[Delta]:
         sequence = chunk.sequence
@@ -178,10 +194,15 @@ class EngineCore:
         if stop is not None:
             return self._end(sequence, "stop", (token,), text, logprobs, stop_match=stop)
         if len(sequence.table) >= sequence.max_total:
-            rest, stop = running.stops.push(running.text.flush())
-            text += rest + (running.stops.flush() if stop is None else "")
-            return self._end(sequence, "length" if stop is None else "stop", (token,), text, logprobs, stop_match=stop)
+            rest, stop = self._last_text(running)
+            reason: FinishReason = "length" if stop is None else "stop"
+            return self._end(sequence, reason, (token,), text + rest, logprobs, stop_match=stop)
         return self._make_delta(sequence, (token,), text, logprobs)
+
+    def _last_text(self, running: _Running) -> tuple[str, str | None]:
+        """What was held back, now that no more tokens come, and the stop string that it completes."""
+        text, stop = running.stops.push(running.text.flush())
+        return text + (running.stops.flush() if stop is None else ""), stop
 
     def _end_tokens(self, params: SamplingParams) -> tuple[int, ...]:
         return params.stop_token_ids if params.ignore_eos else (*self.limits.end_tokens, *params.stop_token_ids)

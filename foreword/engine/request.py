@@ -31,7 +31,8 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this.
         min_p: drop tokens less likely than this share of the likeliest.
-        seed: the same seed, prompt and parameters give the same tokens, whatever else is in the batch.
+        seed: the same seed, prompt and parameters give the same tokens, whatever else is in the batch (in bfloat16 the
+            logits' rounding may depend on the batch and on what was cached, and then a close call can fall otherwise).
         stop: strings that end the text (they are not part of it unless `include_stop`).
         stop_token_ids: tokens that end it, besides the model's own end tokens.
         ignore_eos: go on after the model's end tokens.
@@ -73,8 +74,7 @@ class SamplingParams:
         _within("n", self.n, 1, MAX_N)
         if self.top_p == 0.0:
             raise BadRequest("top_p must be greater than 0", param="top_p")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise BadRequest("repetition_penalty must be greater than 0", param="repetition_penalty")
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         for bias in self.logit_bias.values():
             _within("logit_bias", bias, -math.inf, None)
         if any(not text for text in self.stop):

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from foreword.engine.request import SamplingParams, TokenLogprob
 
+# Below this a temperature is zero in float32, and nothing but the likeliest token is left long before.
+_COLDEST = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -98,14 +101,16 @@ def _choose(row: Tensor, draw: Draw) -> int:
     """Temperature, then top-k, min-p and top-p, then the inverse of the cumulative distribution."""
     params = draw.params
     # Subtracting the maximum first keeps tiny temperatures finite.
-    row = (row - row.max()) / params.temperature
+    row = (row - row.max()) / max(params.temperature, _COLDEST)
     probabilities = torch.softmax(row, dim=-1)
     ranked, tokens = _rank(probabilities, params)
     if params.min_p > 0:
         ranked = ranked.masked_fill(ranked < params.min_p * probabilities.max(), 0.0)
     if params.top_p < 1.0:
         before = torch.cumsum(ranked, 0) - ranked
-        ranked = ranked.masked_fill(before >= params.top_p * ranked.sum(), 0.0)
+        dropped = before >= params.top_p * ranked.sum()
+        dropped[0] = False  # the likeliest token stays, however small top_p is
+        ranked = ranked.masked_fill(dropped, 0.0)
     summed = torch.cumsum(ranked.double(), 0)
     target = uniform(draw.seed, draw.index, draw.position) * summed[-1]
     place = int(torch.searchsorted(summed, target, right=True))

@@ -237,9 +237,10 @@ class Scheduler:
                 self.cache.note_tail(sequence.table, sequence.computed)
 
     def withdraw(self, step: Step) -> None:
-        """The step failed: no block that it would have filled may be found by anyone."""
+        """The step failed: no block that it would have filled, and none that it would have copied, may be found by anyone."""
         for chunk in step.chunks:
             self.cache.retract(chunk.sequence.table, chunk.named_before)
+            chunk.sequence.computed = min(chunk.sequence.computed, chunk.named_before * self.cache.block_size)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""

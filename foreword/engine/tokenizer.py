@@ -54,7 +54,10 @@ class Tokenizer:
 
     def token_text(self, token: int) -> str:
         """One token as text; bytes that are no character on their own become U+FFFD."""
-        return self.decode([token], skip_special_tokens=False)
+        text = self.decode([token], skip_special_tokens=False)
+        # SentencePiece decoders drop a leading space, which they take for the beginning of a text.
+        piece = self._backend.id_to_token(token) or ""
+        return f" {text}" if piece.startswith("\u2581") and not text.startswith(" ") else text
 
     def token_bytes(self, token: int) -> bytes:
         """One token as the bytes that it stands for."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from foreword.blocks import BlockPool
 from foreword.errors import ConfigError, IntegrityError
@@ -165,6 +167,37 @@ def test_r6_an_unfilled_block_goes_to_the_back_when_the_rule_is_off() -> None:
     table = [*fill(pool, "c"), *(pool.allocate(2) or ())]
     pool.release(table)
     assert pool.free_blocks() == [3, 4, 5, 2, 1, 0]
+
+
+def test_a_chain_that_was_freed_lies_in_a_row_again() -> None:
+    """A chain freed tail first and evicted as a whole is handed out with ascending numbers; short runs stay as they lie."""
+    pool = BlockPool(9, unfilled_first=False)
+    blocks = pool.allocate(9)
+    assert blocks is not None
+    pool.release([0, 1, 2, 3, 4])
+    pool.release([7, 6, 8, 5])
+    assert pool.free_blocks() == [4, 3, 2, 1, 0, 5, 8, 6, 7]
+    assert pool.allocate(3) == [4, 3, 2]
+    pool.release([2, 3, 4])
+    assert pool.free_blocks() == [1, 0, 5, 8, 6, 7, 4, 3, 2]
+    assert pool.allocate(9) == [1, 0, 5, 8, 6, 7, 4, 3, 2]
+    pool.release([5, 6, 7, 8, 0, 1, 2, 3, 4])
+    assert pool.free_blocks() == [4, 3, 2, 1, 0, 8, 7, 6, 5]
+    assert pool.allocate(9) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@given(st.permutations(range(12)), st.integers(0, 12))
+def test_r6_whatever_their_order_the_front_of_the_list_is_taken(order: list[int], count: int) -> None:
+    """An allocation takes exactly the blocks at the front of the free list, and what is left keeps its order."""
+    pool = BlockPool(12, unfilled_first=False)
+    assert pool.allocate(12) is not None
+    pool.release(order[::-1])
+    assert pool.free_blocks() == order
+    taken = pool.allocate(count)
+    assert taken is not None
+    assert sorted(taken) == sorted(order[:count])
+    assert pool.free_blocks() == order[count:]
+    pool.check()
 
 
 def test_r7_the_first_copy_is_found() -> None:

@@ -527,6 +527,21 @@ def test_retract_withdraws_what_a_failed_step_named() -> None:
     assert cache.pool.num_cached == 1
 
 
+def test_retract_leaves_no_tail_in_a_withdrawn_block() -> None:
+    """Who shared a block of a failed step in that step cannot offer it for copying when it ends: nothing is in it."""
+    cache = PrefixCache(8, 4)
+    first, _ = admit(cache, [1, 2, 3, 4])
+    second, match = admit(cache, [1, 2, 3, 4])  # in the same step; its last token is to be computed again
+    assert match.cached_tokens == 4
+    cache.retract(first, 0)
+    cache.retract(second, 1)
+    cache.note_tail(second, 3)
+    cache.release(second)
+    cache.release(first)
+    assert found(cache, [1, 2, 3, 9]).cached_tokens == 0
+    cache.check()
+
+
 def test_retract_then_compute_again() -> None:
     """A table whose blocks were withdrawn can compute them again: then they are found."""
     cache = PrefixCache(8, 4)

@@ -48,6 +48,8 @@ def distribution(row: Sequence[float], params: SamplingParams) -> list[float]:
     probabilities = [weight / sum(weights) for weight in weights]
     ranked = sorted(range(len(row)), key=lambda token: -probabilities[token])
     kept = ranked[: params.top_k or len(row)]
+    if len(kept) < len(row):
+        _certain(probabilities[kept[-1]] - probabilities[ranked[len(kept)]] > 1e-6)
     edge = params.min_p * max(probabilities)
     _certain(params.min_p == 0 or all(abs(probabilities[token] - edge) > 1e-6 for token in kept))
     kept = [token for token in kept if probabilities[token] >= edge]

@@ -139,7 +139,7 @@ def test_preemption_takes_the_last_admitted() -> None:
     plant = Plant(num_blocks=10)
     prompts = [tuple(range(100 * i, 100 * i + 11)) for i in range(3)]
     first, second, third = (plant.add(prompt, 14) for prompt in prompts)
-    waiting = plant.add(range(900, 904), 5)
+    waiting = plant.add(range(900, 908), 5)
     steps = []
     while waiting not in plant.scheduler.running and plant.scheduler.has_work():
         steps.append(plant.step())
@@ -323,8 +323,11 @@ prompts = st.builds(
     st.integers(0, 20),
     st.lists(st.integers(0, 2), min_size=1, max_size=4),
 )
+who = (st.integers(0, 5), st.integers(0, 14), st.sampled_from([b"", b"", b"other"]))
 actions = st.one_of(
-    st.tuples(st.just("add"), prompts, st.integers(0, 14), st.sampled_from([b"", b"", b"other"])),
+    st.tuples(st.just("add"), *who),
+    st.tuples(st.just("add"), *who),
+    st.tuples(st.just("add and fail"), *who),
     st.tuples(st.just("step"), st.integers(1, 4)),
     st.tuples(st.just("cancel"), st.integers(0, 9)),
     st.tuples(st.just("fail"), st.just(0)),
@@ -332,8 +335,9 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
+    texts=st.lists(prompts, min_size=1, max_size=4),
     plan=st.lists(actions, min_size=1, max_size=30),
     num_blocks=st.integers(12, 40),
     block_size=st.integers(1, 5),
@@ -353,29 +357,32 @@ actions = st.one_of(
         }
     ),
 )
-def test_everyone_reads_the_right_kv(plan: list[tuple[Any, ...]], options: dict[str, Any], **shape: Any) -> None:
+def test_everyone_reads_the_right_kv(
+    texts: list[tuple[int, ...]], plan: list[tuple[Any, ...]], options: dict[str, Any], **shape: Any
+) -> None:
     """Whatever arrives, is cancelled, fails or is preempted: every token attends to its own prefix, all end, nothing leaks."""
     plant = Plant(options=options, **shape)
     alive: list[Sequence] = []
     known: dict[str, list[int]] = {}
     for action, *details in plan:
-        if action == "add":
-            tokens, count, salt = details
+        if action.startswith("add"):
+            which, count, salt = details
+            tokens = texts[which % len(texts)]
             count = min(count, shape["num_blocks"] * shape["block_size"] - len(tokens))
             if count >= 0:
                 alive.append(plant.add(tokens, count, salt))
                 known[alive[-1].request.id] = expected(salt, tokens, count)
-        elif action == "cancel" and alive:
+        if action == "cancel" and alive:
             gone = alive.pop(details[0] % len(alive))
             known.pop(gone.request.id)
             plant.scheduler.finish(gone)
         elif action == "clear":
             plant.cache.clear()
-        elif action == "fail":
+        elif action.endswith("fail"):
             for chunk in fail(plant).chunks:
                 known.pop(chunk.sequence.request.id)
-        else:
-            for _ in range(details[0] if action == "step" else 0):
+        elif action == "step":
+            for _ in range(details[0]):
                 step = plant.step()
                 assert step.num_tokens <= options["max_batch_tokens"]
                 assert len(plant.scheduler.running) <= options["max_num_seqs"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 from typing import Any
 
 import httpx
@@ -52,3 +55,37 @@ def test_leaving_the_queue(door: Door) -> None:
             client.post("/v1/completions", json=long_request(door))
         until(lambda: door.engine.status().waiting == 0, 5)
     until(lambda: is_idle(door))
+
+
+def test_many_come_and_go(door: Door) -> None:
+    """Clients that stay, leave early and give up, all at once, leave a whole pool and an idle engine behind."""
+    until(lambda: is_idle(door))
+    free = door.engine.status().free_blocks
+    finished: list[int] = []
+
+    def stay(number: int) -> None:
+        body = {"prompt": words("crowd", number + 1), "max_tokens": 8, "ignore_eos": True}
+        with door.http() as client:
+            finished.append(client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"])
+
+    def leave(number: int) -> None:
+        body = long_request(door, stream=True, n=1 + number % 2)
+        with door.http() as client, client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            for _ in range(number):
+                next(lines)
+
+    def give_up(number: int) -> None:
+        with door.http(timeout=0.05 * (number + 1)) as client, contextlib.suppress(httpx.TimeoutException):
+            client.post("/v1/completions", json=long_request(door))
+
+    kinds = (stay, leave, give_up)
+    threads = [threading.Thread(target=kinds[number % 3], args=(number,)) for number in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert finished == [8] * 8
+    until(lambda: is_idle(door))
+    assert door.engine.status().free_blocks == free
+    asyncio.run(door.engine.check_integrity())

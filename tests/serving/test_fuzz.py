@@ -43,23 +43,27 @@ sampling = {
     "min_p": st.floats(0, 1),
     "seed": st.integers(-(2**63), 2**63 - 1),
     "n": st.integers(1, 5),
-    "stop": text | st.lists(text, max_size=3),
+    "stop": st.text("ab \n", min_size=1, max_size=3) | st.lists(text, max_size=3),
     "stop_token_ids": st.lists(st.integers(0, 300), max_size=3),
     "presence_penalty": st.floats(-2, 2),
     "frequency_penalty": st.floats(-2, 2),
     "repetition_penalty": st.floats(0, 10) | st.sampled_from([1e-300, 1e-30, 1e30, 1e300]),
     "logit_bias": st.dictionaries(st.integers(0, 300).map(str), st.floats(-100, 100), max_size=3),
     "min_tokens": st.integers(0, 8),
-    "logprobs": st.integers(0, 20) | st.booleans(),
-    "top_logprobs": st.integers(0, 20),
     "stream": st.booleans(),
     "ignore_eos": st.booleans(),
     "include_stop_str_in_output": st.booleans(),
-    "echo": st.booleans(),
     "cache_report": st.booleans(),
 }
 # Valid enough to reach the engine; every body is small, or the test would take for ever.
-reasonable = st.fixed_dictionaries({"max_tokens": st.integers(0, 3)}, optional=sampling)
+small = {"max_tokens": st.integers(0, 3)}
+for_completion = st.fixed_dictionaries(small, optional={**sampling, "logprobs": st.integers(0, 20)}) | (
+    st.fixed_dictionaries({**small, "echo": st.booleans()}, optional=sampling)
+)
+for_chat = st.fixed_dictionaries(small, optional={**sampling, "logprobs": st.booleans()}) | st.fixed_dictionaries(
+    {**small, "logprobs": st.just(True), "top_logprobs": st.integers(0, 20)}, optional=sampling
+)
+spoken = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": text})
 
 
 def fields_of(kind: Any) -> st.SearchStrategy[dict[str, Any]]:
@@ -85,7 +89,8 @@ def check(answer: httpx.Response) -> None:
 
 @FUZZ
 @given(
-    prompt=text | st.lists(st.integers(0, 300), min_size=1, max_size=20) | st.lists(text, max_size=3), body=reasonable
+    prompt=text | st.lists(st.integers(0, 300), min_size=1, max_size=20) | st.lists(text, max_size=3),
+    body=for_completion,
 )
 @example(prompt="x", body={"max_tokens": 2, "temperature": 1e-300, "n": 2})
 @example(prompt="x", body={"max_tokens": 2, "repetition_penalty": 1e-300})
@@ -97,7 +102,7 @@ def test_reasonable_completions(client: httpx.Client, prompt: Any, body: dict[st
 
 
 @FUZZ
-@given(messages, reasonable)
+@given(st.lists(spoken, min_size=1, max_size=4) | messages, for_chat)
 def test_reasonable_chats(client: httpx.Client, messages: list[Any], body: dict[str, Any]) -> None:
     """Every chat with parameters that are allowed is answered, or refused with a 400."""
     check(post(client, "/v1/chat/completions", {"messages": messages, **body}))
