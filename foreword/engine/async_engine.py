@@ -166,12 +166,13 @@ class AsyncEngine:
                 method(value)
 
         def work() -> None:
+            answer: tuple[Callable[[Any], None], Any]
             try:
-                result = function()
+                answer = future.set_result, function()
             except BaseException as error:  # noqa: BLE001 - handed to the caller, who waits on another thread
-                loop.call_soon_threadsafe(resolve, future.set_exception, error)
-            else:
-                loop.call_soon_threadsafe(resolve, future.set_result, result)
+                answer = future.set_exception, error
+            with contextlib.suppress(RuntimeError):  # the caller's loop was closed meanwhile
+                loop.call_soon_threadsafe(resolve, *answer)
 
         if not self._post(work):
             raise EngineFailed(self._failed) if self._failed else ShuttingDown("the engine is closed")
@@ -187,6 +188,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         """The engine's thread."""
+        message = "the engine was closed"
         try:
             while self._wait():
                 while self._inbox:
@@ -196,13 +198,15 @@ class AsyncEngine:
         except Exception as error:
             with self._wake:
                 self._failed = f"{type(error).__name__}: {error}"
-            self._deliver(self._core.fail_all(f"the engine stopped: {self._failed}"))
+            message = f"the engine stopped: {self._failed}"
             raise
-        else:
-            self._deliver(self._core.fail_all("the engine was closed"))
         finally:
+            # From here on nothing is put into the inbox. What is in it came too late for a step, but not for an answer.
             while self._inbox:
                 self._inbox.popleft()()
+            ends = [Delta(name, 0, (), "", finish_reason="error", error=message) for name in list(self._listeners)]
+            self._deliver(ends)
+            self._core.fail_all(message)
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when the engine closes."""
