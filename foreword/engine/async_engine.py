@@ -260,22 +260,32 @@ class PrefixRegistry:
         """Register a prefix, compute its KV and pin it. Raises BadRequest, PromptTooLong or PrefixBudgetExceeded."""
         kind, held, tokens = prefix_tokens(self._engine.tokenizer, content, messages)
         engine = self._engine
-        size = await engine._call(lambda: self._book.promise(name, tokens, salt=salt, replacing=replace))
+        promised: list[int] = []
         kept: list[NamedPrefix] = []
+
+        def promise() -> None:
+            promised.append(self._book.promise(name, tokens, salt=salt, replacing=replace))
 
         def keep(sequence: Running) -> None:
             blocks = engine._core.cache.pin(sequence.table, len(tokens) // engine.info.block_size)
             kept.append(self._book.keep(name, kind, held, tokens, blocks, salt=salt))
 
+        def settle() -> None:
+            if promised and not kept:
+                self._book.break_promise(promised[0])
+
         self._counter += 1
         request = Request(f"prefix-{self._counter}-{name}", tokens, SamplingParams(max_tokens=0), salt=salt)
         try:
+            # All three run on the engine's thread, in this order, wherever the caller is cancelled.
+            await engine._call(promise)
             engine.validate(request)
             async for _ in engine._listen(request, keep):
                 pass
         finally:
-            if not kept:
-                engine._post(lambda: self._book.break_promise(size))
+            engine._post(settle)
+        if not kept:
+            raise ShuttingDown(f"the engine ended before the prefix {name!r} was computed")
         return kept[0]
 
     def get(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
