@@ -43,7 +43,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"prompt": "x", "n": 129}, "n", "between 1"),
         ({"prompt": ["x"] * 100, "n": 100}, "n", "server.max_queue"),
         ({"prompt": "x", "presence_penalty": 3}, "presence_penalty", "between"),
-        ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "between 0.01 and 100"),
         ({"prompt": "x", "stop": ""}, "stop", "none of them empty"),
         ({"prompt": "x", "stop": ["a", 1]}, "stop", "list of strings"),
         ({"prompt": "x", "stop": ["a"] * 65}, "stop", "at most 64"),
