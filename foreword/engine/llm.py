@@ -15,7 +15,7 @@ from foreword.engine.assembly import assemble
 from foreword.engine.async_engine import prefix_tokens, prefixed_chat, prefixed_prompt
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
 from foreword.engine.scheduler import Sequence as Running
-from foreword.errors import EngineFailed
+from foreword.errors import BadRequest, EngineFailed
 from foreword.events import Observer
 from foreword.prefixes import Message, NamedPrefix
 
@@ -104,11 +104,13 @@ class LLM:
             blocks = self._core.cache.pin(sequence.table, len(tokens) // self.info.block_size)
             kept.append(self._book.keep(name, kind, held, tokens, blocks, salt=b""))
 
+        request = Request(f"prefix-{next(self._ids)}", tokens, SamplingParams(max_tokens=0))
         try:
-            self._core.add(Request(f"prefix-{next(self._ids)}", tokens, SamplingParams(max_tokens=0)), keep)
+            self._core.add(request, keep)
             self._drain([])
         finally:
             if not kept:
+                self._core.abort(request.id)
                 self._book.break_promise(size)
         return kept[0]
 
@@ -140,6 +142,8 @@ class LLM:
         progress: bool,
     ) -> list[RequestOutput]:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise BadRequest(f"{len(prompts)} prompts, but {len(each)} sets of parameters", param="params")
         requests = [
             Request(f"llm-{next(self._ids)}", tuple(tokens), one, want_cache_report=cache_report)
             for tokens, one in zip(prompts, each, strict=True)

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from foreword.engine.request import Completion, SamplingParams
 
+CHAT = (
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
 EOS = 256
 VOCAB = 260
 # Log-probabilities of two correct float32 computations differ by less than this; a wrong mask changes them by 0.1 and more.
@@ -115,14 +119,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def tokenizer() -> Any:
-    """Bytes as GPT-2 writes them, an end token, and three merges."""
+    """Bytes as GPT-2 writes them, an end token, three merges, and a chat template."""
     merges = [("t", "h"), ("h", "e"), ("i", "n")]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*alphabet, "<eos>", *("".join(pair) for pair in merges)]
     inner = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", chat_template=CHAT, clean_up_tokenization_spaces=False
+    )
 
 
 def random_model(config: Any, seed: int = 0) -> Any:
