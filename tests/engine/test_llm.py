@@ -179,10 +179,10 @@ def test_pinned_prefix_survives_pressure(engine: Make) -> None:
 
 def test_budget(engine: Make) -> None:
     """Named prefixes never pin more than their budget: one that does not fit is refused before it is computed (R18)."""
-    llm = engine("llama", prefix_budget=str(40 * 4 * 768))
-    per_block = llm.info.kv_bytes_per_block
-    room = 40 * 4 * 768 // per_block
-    llm.add_prefix("half", llm.tokenizer.decode([65] * (4 * room // 2)))
+    room, per_block = 40, 3072
+    llm = engine("llama", prefix_budget=str(room * per_block))
+    assert llm.info.kv_bytes_per_block == per_block
+    llm.add_prefix("half", "a" * (4 * room // 2))
     steps = llm._core.steps
     with pytest.raises(PrefixBudgetExceeded, match=r"are left; remove one, or raise prefixes\.budget"):
         llm.add_prefix("more", "x" * (4 * room // 2 + 4))
