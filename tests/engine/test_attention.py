@@ -16,12 +16,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreword.blocks import BlockTable, PrefixCache
+from foreword.engine import attention
 from foreword.engine.attention import LayerShape, PagedLayer, StepAttention, locate, merge, shared_tokens
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Chunk, Sequence, Step
 
 CPU = torch.device("cpu")
 EXACT = {"rtol": 1e-4, "atol": 2e-5}
+
+
+def pieces(num_blocks: int, seed: int) -> list[int]:
+    """All blocks, out of order, but for a few short and long rows."""
+    chance = random.Random(seed)
+    left, found = list(range(num_blocks)), []
+    while left:
+        length = chance.choice((1, 1, 2, 6, 20))
+        found.append(left[:length])
+        left = left[length:]
+    chance.shuffle(found)
+    return [block for piece in found for block in piece]
 
 
 @dataclass
@@ -55,9 +68,7 @@ class Case:
         lengths = [start + count for start, count in self.chunks]
         needed = [max(-(-length // size) - whole, 0) for length in lengths]
         self.num_blocks = whole + sum(needed) + 3
-        free = list(range(self.num_blocks))
-        if not self.in_a_row:
-            random.Random(self.seed).shuffle(free)
+        free = list(range(self.num_blocks)) if self.in_a_row else pieces(self.num_blocks, self.seed)
         common, free = free[:whole], free[whole:]
         first_k = torch.randn(whole * size, self.kv_heads, self.key_dim, generator=noise)
         first_v = torch.randn(whole * size, self.kv_heads, self.value_dim, generator=noise)
@@ -123,8 +134,11 @@ class Case:
         return torch.stack(rows)
 
 
-def check(case: Case) -> None:
-    found = case.compute(case.layer())
+def check(case: Case, long_run: int = attention.LONG_RUN) -> None:
+    """`long_run`: how long a run must be to be read in place beside others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "LONG_RUN", long_run)
+        found = case.compute(case.layer())
     assert torch.allclose(found.double(), case.expected(), **EXACT), (found - case.expected()).abs().max()
 
 
@@ -133,6 +147,9 @@ chunk = st.one_of(
     st.tuples(st.integers(0, 40), st.integers(2, 24)),
     st.tuples(st.just(0), st.integers(1, 24)),
 )
+
+
+long_runs = st.sampled_from([attention.LONG_RUN, 1, 7])
 
 
 @settings(max_examples=250, deadline=None)
@@ -148,10 +165,11 @@ chunk = st.one_of(
     in_a_row=st.booleans(),
     share=st.booleans(),
     seed=st.integers(0, 1000),
+    long_run=long_runs,
 )
-def test_is_attention(dims: tuple[int, int], **options: Any) -> None:
+def test_is_attention(dims: tuple[int, int], long_run: int, **options: Any) -> None:
     """For any tables, chunks, windows, caps, sinks, groups and head sizes the result is attention by its definition."""
-    check(Case(key_dim=dims[0], value_dim=dims[1], **options))
+    check(Case(key_dim=dims[0], value_dim=dims[1], **options), long_run)
 
 
 @settings(max_examples=100, deadline=None)
@@ -167,14 +185,17 @@ def test_is_attention(dims: tuple[int, int], **options: Any) -> None:
     sinks=st.booleans(),
     in_a_row=st.booleans(),
     seed=st.integers(0, 1000),
+    long_run=long_runs,
 )
-def test_shared_prefix(own: list[int], others: list[tuple[int, int]], blocks: int, **options: Any) -> None:
+def test_shared_prefix(
+    own: list[int], others: list[tuple[int, int]], blocks: int, long_run: int, **options: Any
+) -> None:
     """Decoding sequences that share a prefix get what each of them would get alone, and what the definition says."""
     shared = blocks * options["block_size"]
     # The others are long enough to hold the prefix as well: they prefill behind it.
     chunks = [(shared + length, 1) for length in own] + [(shared + start, count) for start, count in others]
     case = Case(chunks=chunks, shared=shared, **options)
-    check(case)
+    check(case, long_run)
     together, alone = case.compute(case.layer(), share=True), case.compute(case.layer(), share=False)
     assert torch.allclose(together, alone, **EXACT)
 
@@ -219,15 +240,20 @@ def test_merge(cuts: list[int], spread: float, shift: float, seed: int) -> None:
 @given(
     blocks=st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True),
     block_size=st.integers(1, 8),
+    long_run=long_runs,
     data=st.data(),
 )
-def test_locate(blocks: list[int], block_size: int, data: st.DataObject) -> None:
+def test_locate(blocks: list[int], block_size: int, long_run: int, data: st.DataObject) -> None:
     """`locate` names exactly the slots of the tokens asked for, in order; blocks in a row are one run, without an index."""
-    if data.draw(st.booleans()):
-        blocks = list(range(blocks[0], blocks[0] + len(blocks)))
+    kind = data.draw(st.sampled_from(["random", "row", "pieces"]))
+    if kind != "random":
+        blocks = list(range(40)) if kind == "row" else pieces(40, blocks[0])
     stop = data.draw(st.integers(1, len(blocks) * block_size))
     start = data.draw(st.integers(0, stop - 1))
-    keys = locate(blocks, start, stop, block_size, CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "LONG_RUN", long_run)
+        keys = locate(blocks, start, stop, block_size, CPU)
+        in_order = locate(blocks, start, stop, block_size, CPU, ordered=True)
     slots = [blocks[p // block_size] * block_size + p % block_size for p in range(start, stop)]
     viewed = [slot for low, high in keys.runs for slot in range(low, high)]
     held = [] if keys.blocks is None else keys.blocks.tolist()
@@ -238,7 +264,6 @@ def test_locate(blocks: list[int], block_size: int, data: st.DataObject) -> None
     if all(b == a + 1 for a, b in itertools.pairwise(slots)):
         assert keys.blocks is None
         assert len(keys.runs) == 1
-    in_order = locate(blocks, start, stop, block_size, CPU, ordered=True)
     if in_order.blocks is None:
         assert [slot for low, high in in_order.runs for slot in range(low, high)] == slots
     else:
@@ -329,8 +354,8 @@ def test_writes_only_what_is_its_own() -> None:
         paged.k[slot], paged.v[slot] = case.keys[sequence][position], case.values[sequence][position]
     before = paged.k.clone()
     query, key, value = case.packed()
-    attention = StepAttention(Step(chunks), {0: paged}, 4, CPU)
-    found = attention.attend(0, query, key, value, case.scale, None, None, None)[0]
+    step_attention = StepAttention(Step(chunks), {0: paged}, 4, CPU)
+    found = step_attention.attend(0, query, key, value, case.scale, None, None, None)[0]
     assert torch.allclose(found.double(), case.expected(), **EXACT)
     changed = (paged.k.nan_to_num(7.0) != before.nan_to_num(7.0)).any(dim=(1, 2)).nonzero().flatten().tolist()
     assert changed == [second.sequence.table.blocks[2] * 4 + offset for offset in range(3)]
