@@ -81,7 +81,7 @@ class VllmEngine:
             enforce_eager=options.mode != "compile",
             enable_prefix_caching=False,
             max_model_len=CONTEXT,
-            max_num_batched_tokens=CONTEXT,
+            max_num_batched_tokens=PREFILL_TOKENS,  # any of the tasks' prompts in one step
             max_num_seqs=max(BATCHES),
             kv_cache_memory_bytes=2 << 30,
             disable_log_stats=True,
