@@ -145,6 +145,56 @@ class IntegrityError(ForewordError):
     code = "integrity_error"
 
 
+class StoreError(ForewordError):
+    """A store could not do what it was asked. Never reaches a user of the engine: there it is a miss."""
+
+    retry = True
+    code = "store_error"
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be reached, refuses, or answers nonsense."""
+
+    code = "store_unavailable"
+
+
+class StoreTimeout(StoreError):
+    """The deadline passed."""
+
+    code = "store_timeout"
+
+
+class StoreFull(StoreError):
+    """There is no room: the disk is full, or everything that could be evicted is pinned."""
+
+    code = "store_full"
+
+
+class StoreReadOnly(StoreError):
+    """The store takes no writes."""
+
+    retry = False
+    code = "store_read_only"
+
+
+class StoreConfigError(StoreError):
+    """A store's URL is wrong."""
+
+    fault = "operator"
+    retry = False
+    code = "store_configuration_error"
+
+
+class BadFrame(ForewordError):
+    """Bytes that are not the frame they should be. `reason` is a stable word for counters."""
+
+    code = "bad_frame"
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error sentence: close names if there are any, else what is known, else nothing."""
     names = sorted(known)

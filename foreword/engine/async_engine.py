@@ -59,6 +59,7 @@ class AsyncEngine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._listeners: dict[str, _Listener] = {}
+        self._active: set[str] = set()
         self._closing = False
         self._failed: str | None = None
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
@@ -93,12 +94,12 @@ class AsyncEngine:
     async def _listen(
         self, request: Request, on_finish: Callable[[Running], None] | None
     ) -> AsyncGenerator[Delta, None]:
-        if request.id in self._listeners:
+        if request.id in self._active:
             raise BadRequest(f"a request with the id {request.id!r} is already running", param="request_id")
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        self._listeners[request.id] = listener
+        self._active.add(request.id)
         try:
-            await self._call(lambda: self._core.add(request, on_finish))
+            await self._call(lambda: self._begin(request, listener, on_finish))
             left = request.params.n
             while left:
                 delta = await listener.queue.get()
@@ -107,10 +108,18 @@ class AsyncEngine:
                 yield delta
                 left -= delta.finish_reason is not None
         finally:
-            del self._listeners[request.id]
-            self._post(lambda: self._abort(request.id))
+            # In this order: whoever takes the id next is behind this in the inbox.
+            if not self._post(lambda: self._forget(request.id)):
+                self._listeners.pop(request.id, None)
+            self._active.discard(request.id)
 
-    def _abort(self, request_id: str) -> None:
+    def _begin(self, request: Request, listener: _Listener, on_finish: Callable[[Running], None] | None) -> None:
+        # On the engine's thread: a step in flight may still bring a delta for an earlier request of this id.
+        self._core.add(request, on_finish)
+        self._listeners[request.id] = listener
+
+    def _forget(self, request_id: str) -> None:
+        self._listeners.pop(request_id, None)
         self._core.abort(request_id)
 
     def _abort_and_tell(self, request_id: str) -> None:
@@ -143,9 +152,9 @@ class AsyncEngine:
     async def drain(self, timeout: float) -> None:
         """Wait until nothing runs, at most `timeout` seconds, then end what is left."""
         deadline = time.monotonic() + timeout
-        while self._listeners and time.monotonic() < deadline:
+        while self._active and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        for request_id in list(self._listeners):
+        for request_id in list(self._active):
             await self._call(functools.partial(self._abort_and_tell, request_id))
 
     def close(self) -> None:

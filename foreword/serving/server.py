@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -52,6 +53,7 @@ def run(config: Config, load: Load | None = None) -> int:
     server = Server(settings, gate, config.server.drain_seconds)
     loader = Loader(config, registry, server, load or load_engine)
     server.on_started = loader.start
+    server.catch_signals()
     logger.info("Foreword %s listens on %s; loading the model", __version__, _url(listener))
     server.run(sockets=[listener])
     return _leave(server, loader)
@@ -100,6 +102,12 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
         self._draining: asyncio.Task[None] | None = None
+
+    def catch_signals(self) -> None:
+        """From now on, not only once the loop runs: whoever reads that we listen may already send one."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self.handle_exit)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

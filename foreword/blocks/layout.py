@@ -1,0 +1,82 @@
+"""What the bytes of a block's KV mean: layers, heads, dimensions, dtype, block size, order, shard, loss.
+
+The layout is not part of a block's key (whoever routes requests knows the tokens, not the tensors), but of the name under
+which a store keeps it: `name = layout fingerprint (16 bytes) || key (32 bytes)`. The written format is in docs/formats.md.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+
+from foreword.blocks.keys import KEY_BYTES
+from foreword.errors import BadRequest
+
+LAYOUT_FORMAT = 1
+FINGERPRINT_BYTES = 16
+NAME_BYTES = FINGERPRINT_BYTES + KEY_BYTES
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """What one layer keeps per token: K is `[kv_heads, key_dim]`, V is `[kv_heads, value_dim]`."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def elements(self) -> int:
+        """Numbers per token."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The arrangement of one block's bytes. A payload is, layer after layer, K `[block_size, kv_heads, key_dim]` and V
+    `[block_size, kv_heads, value_dim]`, little-endian, for `order` "tokens"; other engines name an order of their own.
+
+    Attributes:
+        model: fingerprint of the weights. The key covers it too; here it lets a tool tell whose blocks a store holds.
+        dtype: `float32`, `bfloat16` or `float16`.
+        shard: `(index, count)` of tensor parallelism.
+        loss: the lossy codecs that a block may have passed, "" for none. Blocks that were altered never meet exact ones.
+    """
+
+    model: bytes
+    block_size: int
+    layers: tuple[LayerLayout, ...]
+    dtype: str
+    order: str = "tokens"
+    shard: tuple[int, int] = (0, 1)
+    loss: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise BadRequest(f"no layout for dtype {self.dtype!r}; known are {', '.join(ITEM_BYTES)}")
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes per number."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block's KV, all layers."""
+        return self.block_size * self.item_bytes * sum(layer.elements for layer in self.layers)
+
+    def describe(self) -> dict[str, object]:
+        """As a JSON object; `fingerprint` is a digest of its canonical form."""
+        described = asdict(self)
+        described["model"] = self.model.hex()
+        described["layers"] = [[layer.kv_heads, layer.key_dim, layer.value_dim] for layer in self.layers]
+        described["format"] = LAYOUT_FORMAT
+        return described
+
+    @property
+    def fingerprint(self) -> bytes:
+        """The first 16 bytes of the SHA-256 of the canonical JSON (sorted keys, no spaces, ASCII)."""
+        canonical = json.dumps(self.describe(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return sha256(b"foreword/layout\x00" + canonical.encode()).digest()[:FINGERPRINT_BYTES]
