@@ -1,0 +1,5 @@
+"""The contract's asserts speak as those of a test module do."""
+
+import pytest
+
+pytest.register_assert_rewrite("foreword.testing")
