@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +19,8 @@ from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
 from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.prefixes import PrefixBook
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ def assemble(
     """Load the model, check it, take the memory for KV. Raises ForewordError."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    _keep_freed_memory()
     loaded = models.load_model(config, progress)
     tokenizer = Tokenizer.load(loaded.source, loaded.end_tokens, trust_remote_code=config.trust_remote_code)
     if config.self_check:
@@ -90,6 +95,15 @@ def assemble(
     budget = (prefixes or PrefixConfig()).budget_bytes(num_blocks * runner.bytes_per_block)
     book = PrefixBook(budget, runner.bytes_per_block, config.block_size, cache.unpin)
     return Assembly(core, info, tokenizer, book)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what is freed instead of giving it back: activations of a step are as large as those of the next, and
+    touching fresh pages costs a CPU a fifth of its speed (docs/lab-notes.md). Other C libraries are left as they are."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def _cache(config: EngineConfig, num_blocks: int, fingerprint: bytes, observers: Sequence[Observer]) -> PrefixCache:

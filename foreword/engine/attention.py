@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +27,11 @@ NAME = "foreword"
 MAX_RUNS = 3
 LONG_RUN = 256
 MIN_SHARED_TOKENS = 128
+# Decoding sequences with at most so many own tokens are gathered and attended to together: for them the calls cost more than
+# the copy. Longer ones are read where they lie.
+MAX_TOGETHER = 1024
+# Sequences go together while padding them to the longest makes them at most so much longer.
+_MAX_PADDING = 1.5
 _DENSE_ROWS = 256
 
 
@@ -128,6 +133,21 @@ def _spans(table: Sequence[int], first: int, last: int) -> list[tuple[int, int]]
     return spans
 
 
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Own tokens of several decoding sequences, to be gathered a block at a time into one batch.
+
+    Attributes:
+        members: which of the group's sequences.
+        blocks: `[members * width]` block numbers, each sequence's padded with its last.
+        bias: `[members, 1, 1, width * block_size]`, 0 for a token that counts and -inf for one that does not.
+    """
+
+    members: list[int]
+    blocks: Tensor
+    bias: Tensor
+
+
 @dataclass(slots=True)
 class DecodeGroup:
     """Decoding sequences (rows of the step) with `shared` leading tokens in common; 0 for no shared part."""
@@ -142,8 +162,18 @@ class _Plan:
     """How one kind of layer (all those with the same sliding window) attends in this step."""
 
     prefill: list[tuple[int, Chunk, Keys | None, bool]]
-    groups: list[tuple[list[int], Keys | None, list[Keys]]]
-    order: Tensor | None = field(default=None)
+    groups: list[_Group]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows that decode: the part they share, if any, and each one's own part: alone, or in one of the batches."""
+
+    rows: list[int]
+    shared: Keys | None
+    alone: list[tuple[int, Keys]]
+    batches: list[Together]
+    order: Tensor | None
 
 
 class StepAttention:
@@ -156,6 +186,9 @@ class StepAttention:
         self._block_size = block_size
         self._device = device
         self._share = share
+        any_layer = next(iter(layers.values()))
+        self._layers_dtype = any_layer.k.dtype
+        self._batches = all(layer.k.shape[2] == layer.v.shape[2] for layer in layers.values())
         self._plans: dict[int | None, _Plan] = {}
         self._prefills: list[tuple[int, Chunk]] = []
         self._decodes: list[tuple[int, Chunk]] = []
@@ -203,8 +236,8 @@ class StepAttention:
             plan = self._plans[window] = self._make_plan(window)
         compute = _Compute(paged, scale, softcap, sinks)
         heads, value_dim = query.shape[1], value.shape[3]
-        if not plan.prefill and len(plan.groups) == 1 and plan.groups[0][1] is None:
-            return self._decode(plan, plan.groups[0], query, compute, heads, value_dim).unsqueeze(0)
+        if not plan.prefill and len(plan.groups) == 1:
+            return self._decode(plan.groups[0], query, compute, heads, value_dim).unsqueeze(0)
         out = query.new_empty(self._num_rows, heads, value_dim)
         for row, chunk, context, windowed in plan.prefill:
             rows = slice(row, row + chunk.count)
@@ -219,7 +252,7 @@ class StepAttention:
                     result, lse = merge(result, lse, *compute.over_keys(part, context, None))
             out[rows] = compute.finish(result, lse)[0].transpose(0, 1)
         for group in plan.groups:
-            out[group[0]] = self._decode(plan, group, query, compute, heads, value_dim)
+            out[group.rows] = self._decode(group, query, compute, heads, value_dim)
         return out.unsqueeze(0)
 
     def _write(self, paged: PagedLayer, key: Tensor, value: Tensor) -> None:
@@ -229,25 +262,20 @@ class StepAttention:
         paged.k.index_copy_(0, self._slots, new_k)
         paged.v.index_copy_(0, self._slots, new_v)
 
-    def _decode(
-        self,
-        plan: _Plan,
-        group: tuple[list[int], Keys | None, list[Keys]],
-        query: Tensor,
-        compute: _Compute,
-        heads: int,
-        value_dim: int,
-    ) -> Tensor:
+    def _decode(self, group: _Group, query: Tensor, compute: _Compute, heads: int, value_dim: int) -> Tensor:
         """Rows of a group, `[rows, heads, value_dim]`. The query heads of one KV head are folded into rows."""
-        rows, shared, own = group
+        rows, shared = group.rows, group.shared
         kv_heads = compute.paged.k.shape[1]
         folded = query[0].transpose(0, 1)
         if len(rows) != self._num_rows:
             folded = folded[rows]
         folded = folded.reshape(len(rows), kv_heads, heads // kv_heads, -1)
-        parts = [compute.over_keys(one, keys, None) for one, keys in zip(torch.split(folded, 1), own, strict=True)]
+        parts = [compute.over_keys(folded[one : one + 1], keys, None) for one, keys in group.alone]
+        parts += [compute.together(folded, batch) for batch in group.batches]
         result = torch.cat([part[0] for part in parts]) if len(parts) > 1 else parts[0][0]
         lse = torch.cat([part[1] for part in parts]) if len(parts) > 1 else parts[0][1]
+        if group.order is not None:
+            result, lse = result[group.order], lse[group.order]
         if shared is not None:
             together = folded.transpose(0, 1).reshape(1, kv_heads, -1, folded.shape[-1])
             common, common_lse = compute.over_keys(together, shared, None)
@@ -272,15 +300,62 @@ class StepAttention:
         groups = [self._plan_group(group, window) for group in self._group_decodes(window)]
         return _Plan(prefill, groups)
 
-    def _plan_group(self, group: DecodeGroup, window: int | None) -> tuple[list[int], Keys | None, list[Keys]]:
+    def _plan_group(self, group: DecodeGroup, window: int | None) -> _Group:
         size, device, shared = self._block_size, self._device, group.shared
-        own = []
+        spans = []
         for chunk in group.chunks:
             end = chunk.start + 1
-            low = shared if window is None else max(shared, end - window)
-            own.append(locate(chunk.sequence.table.blocks, low, end, size, device))
+            spans.append((shared if window is None else max(shared, end - window), end))
+        alone, batches = self._arrange(group.chunks, spans)
+        kept = [(one, locate(group.chunks[one].sequence.table.blocks, *spans[one], size, device)) for one in alone]
         common = locate(group.chunks[0].sequence.table.blocks, 0, shared, size, device) if shared else None
-        return group.rows, common, own
+        together = [self._gathered(group.chunks, spans, members) for members in batches]
+        placed = [*alone, *(one for members in batches for one in members)]
+        order = None
+        if placed != sorted(placed):
+            order = torch.tensor(placed, device=device).argsort()
+        return _Group(group.rows, common, kept, together, order)
+
+    def _arrange(self, chunks: Sequence[Chunk], spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[list[int]]]:
+        """Which of the sequences are attended to one by one, and which together."""
+        short = [one for one, (low, end) in enumerate(spans) if end - low <= MAX_TOGETHER]
+        if self._device.type != "cpu" or not self._batches or len(short) < 2:
+            return list(range(len(chunks))), []
+        widths = {one: self._width(spans[one]) for one in short}
+        short.sort(key=lambda one: (widths[one], one))
+        batches: list[list[int]] = []
+        for one in short:
+            if batches and widths[one] <= _MAX_PADDING * widths[batches[-1][0]] + 1:
+                batches[-1].append(one)
+            else:
+                batches.append([one])
+        left = {one for members in batches if len(members) == 1 for one in members}
+        together = [sorted(members) for members in batches if len(members) > 1]
+        members = {one for batch in together for one in batch}
+        return [one for one in range(len(chunks)) if one in left or one not in members], together
+
+    def _width(self, span: tuple[int, int]) -> int:
+        """Blocks that the span touches."""
+        return (span[1] - 1) // self._block_size - span[0] // self._block_size + 1
+
+    def _gathered(
+        self, chunks: Sequence[Chunk], spans: Sequence[tuple[int, int]], members: list[int]
+    ) -> Together:
+        size = self._block_size
+        width = max(self._width(spans[one]) for one in members)
+        blocks: list[int] = []
+        lows, ends = [], []
+        for one in members:
+            (low, end), table = spans[one], chunks[one].sequence.table.blocks
+            first = low // size
+            mine = table[first : (end - 1) // size + 1]
+            blocks += mine + mine[-1:] * (width - len(mine))
+            lows.append(low - first * size)
+            ends.append(end - first * size)
+        slots = torch.arange(width * size).unsqueeze(0)
+        hidden = (slots < torch.tensor(lows).unsqueeze(1)) | (slots >= torch.tensor(ends).unsqueeze(1))
+        bias = torch.zeros(hidden.shape, dtype=self._layers_dtype).masked_fill_(hidden, -math.inf)
+        return Together(members, torch.tensor(blocks, dtype=torch.long), bias[:, None, None, :])
 
     def _group_decodes(self, window: int | None) -> list[DecodeGroup]:
         """Sequences that begin with the same block, and how far their tables agree. A sequence that slid past its beginning
@@ -352,6 +427,24 @@ class _Compute:
         for part in parts[1:]:
             result, lse = merge(result, lse, *part)
         return result, lse
+
+    def together(self, folded: Tensor, batch: Together) -> tuple[Tensor, Tensor]:
+        """Each of the batch's rows of `folded` `[rows, kv_heads, group, dim]` over its own tokens."""
+        count, width = len(batch.members), batch.bias.shape[-1]
+        query = folded if count == len(folded) else folded[batch.members]
+        k, v = self.paged.k_blocks, self.paged.v_blocks
+        key = k.index_select(0, batch.blocks).view(count, width, *k.shape[2:]).transpose(1, 2)
+        value = v.index_select(0, batch.blocks).view(count, width, *v.shape[2:]).transpose(1, 2)
+        if self._flash:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            result, lse = flash(query, key, value, 0.0, False, attn_mask=batch.bias, scale=self._scale)
+            return result, lse
+        scores = torch.matmul(query.float(), key.float().transpose(-1, -2)) * self._scale
+        if self._softcap is not None:
+            scores = torch.tanh(scores / self._softcap) * self._softcap
+        scores += batch.bias
+        lse = torch.logsumexp(scores, dim=-1)
+        return torch.matmul(torch.exp(scores - lse.unsqueeze(-1)), value.float()).to(query.dtype), lse
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Query row i sees keys 0..i."""

@@ -229,7 +229,8 @@ def _pack(model: Any, config: EngineConfig, device: torch.device, progress: Call
         budget = parse_bytes(config.linear_memory)
     if needed and budget:
         progress("packing the weights")
-        linear.pack(model, budget)
+        siblings = linear.find_siblings(model, lambda: record_layers(model))
+        linear.pack(model, budget, siblings)
 
 
 def _model_length(text: Any, windows: Mapping[int, int | None], config: EngineConfig) -> int:
