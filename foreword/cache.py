@@ -1,0 +1,519 @@
+"""Between an engine and everything off its device: find, load, save, pin, forget.
+
+The engine's thread asks and goes on; threads of this module do the waiting. Three promises hold whatever a store does:
+
+- a step is never held up: saving copies blocks into a staging arena and returns, and when the arena is full the oldest
+  blocks that nobody writes yet are dropped;
+- a request waits no longer than loading can save: `LoadPlan` compares each tier's measured bandwidth with the engine's own
+  prefill speed, and a load that turns out slower is cut off where it stands;
+- nothing is written into a block that the engine has taken back: `Ticket.close` and the copy into the device exclude
+  each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from foreword.blocks.layout import Layout
+from foreword.store.base import Name
+from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, seal
+from foreword.store.tiered import Found, Rate, TieredStore
+
+_GROUP_BYTES: Final = 8 << 20
+_PROBE_BYTES: Final = 1 << 20
+_WRITE_BLOCKS: Final = 32
+_RECENT: Final = 1 << 14
+_WRITE_WITHIN: Final = 30.0
+# Of the time that computing would take, the part that the first bytes of an unknown store may take.
+_PATIENCE: Final = 0.1
+_SHORTEST_PATIENCE: Final = 0.05
+
+
+class Staging(Protocol):
+    """Host memory with one slot per frame, and the copies between it and the device (`foreword.paged.Staging`)."""
+
+    slots: int
+    block_bytes: int
+    frame_bytes: int
+
+    def buffer(self, slot: int) -> memoryview: ...
+    def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None: ...
+    def scatter(self, slots: Sequence[int], blocks: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatus:
+    """Blocks since the start, and the queue of now.
+
+    Attributes:
+        queued, dropped: blocks that wait to be written, and that never will be because the queue was full.
+        loaded, cut, stopped: blocks loaded; loads that brought less than they set out for, and those of them that were
+            cut off because computing was sooner.
+    """
+
+    queued: int = 0
+    dropped: int = 0
+    saved: int = 0
+    loaded: int = 0
+    cut: int = 0
+    stopped: int = 0
+    declined: int = 0
+
+
+class Slots:
+    """The free slots of the staging arena, lowest first, so that what is taken together tends to lie in a row."""
+
+    def __init__(self, slots: Iterable[int]) -> None:
+        self._free = sorted(slots)
+        self._changed = threading.Condition()
+
+    def take(self, count: int) -> list[int] | None:
+        with self._changed:
+            if len(self._free) < count:
+                return None
+            return [heapq.heappop(self._free) for _ in range(count)]
+
+    def wait_for(self, count: int, deadline: float) -> list[int] | None:
+        """`count` slots, or None if the deadline passes first."""
+        with self._changed:
+            enough = self._changed.wait_for(lambda: len(self._free) >= count, max(deadline - time.monotonic(), 0))
+            return [heapq.heappop(self._free) for _ in range(count)] if enough else None
+
+    def give(self, slots: Iterable[int]) -> None:
+        with self._changed:
+            for slot in slots:
+                heapq.heappush(self._free, slot)
+            self._changed.notify_all()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+
+class Ticket:
+    """One request's search in the store, and its load. The engine's thread owns it; a loading thread fills it.
+
+    Attributes:
+        places: tier of each block that the search found, in chain order; None while it is under way.
+        loaded: blocks that are on the device, from the first one asked for.
+        finished: nothing more will come.
+    """
+
+    __slots__ = (
+        "_lock",
+        "asked",
+        "blocks",
+        "deadline",
+        "finished",
+        "loaded",
+        "names",
+        "places",
+        "skip",
+        "started",
+        "tiers",
+    )
+
+    def __init__(self, names: list[Name], deadline: float) -> None:
+        self._lock = threading.Lock()
+        self.names = names
+        self.deadline = deadline
+        self.places: list[int] | None = None
+        self.skip = 0
+        self.asked = 0
+        self.blocks: list[int] = []
+        self.loaded = 0
+        self.tiers: list[int] = []
+        self.finished = False
+        self.started = 0.0
+
+    def close(self) -> int:
+        """No block is written from now on; returns how many are loaded."""
+        with self._lock:
+            self.finished = True
+            return self.loaded
+
+    def fill(self, count: int, tiers: list[int], copy: Callable[[], None]) -> bool:
+        """Copy `count` more blocks into the device, unless the ticket was closed."""
+        with self._lock:
+            if self.finished:
+                return False
+            copy()
+            self.loaded += count
+            self.tiers += tiers
+            return True
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Blocks that wait to be written. `todo` are the tiers that have not written them yet."""
+
+    headers: list[Header]
+    slots: list[int]
+    todo: set[int]
+    busy: int = 0
+    sealed: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class WriteBehind:
+    """Writes staged blocks into every tier, each on a thread of its own, so that a slow tier holds up no other."""
+
+    def __init__(self, store: TieredStore, staging: Staging, slots: Slots) -> None:
+        self._store = store
+        self._staging = staging
+        self._slots = slots
+        self._batches: OrderedDict[int, _Batch] = OrderedDict()
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._closing = False
+        self.dropped = 0
+        self.saved = 0
+        self._threads = [
+            threading.Thread(target=self._run, args=(tier,), name=f"foreword-write-{tier}", daemon=True)
+            for tier in range(len(store.tiers))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def queued(self) -> int:
+        with self._changed:
+            return sum(len(batch.slots) for batch in self._batches.values())
+
+    def add(self, headers: list[Header], slots: list[int], tiers: Iterable[int]) -> None:
+        todo = set(tiers)
+        with self._changed:
+            if not todo or self._closing:
+                self._slots.give(slots)
+                return
+            self._batches[next(self._numbers)] = _Batch(headers, slots, todo)
+            self._changed.notify_all()
+
+    def make_room(self) -> bool:
+        """Drop the oldest blocks that nobody is writing. False if there are none."""
+        with self._changed:
+            number = next((number for number, batch in self._batches.items() if not batch.busy), None)
+            if number is None:
+                return False
+            batch = self._batches.pop(number)
+            self.dropped += len(batch.slots)
+        self._slots.give(batch.slots)
+        return True
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until everything is written; False if that takes longer than `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._batches, timeout)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(5)
+
+    def _run(self, tier: int) -> None:
+        while (taken := self._take(tier)) is not None:
+            frames = [frame for _, batch in taken for frame in self._sealed(batch)]
+            self._store.tiers[tier].put(frames, time.monotonic() + _WRITE_WITHIN)
+            self._finish(tier, taken)
+
+    def _take(self, tier: int) -> list[tuple[int, _Batch]] | None:
+        """The oldest batches that this tier has not written, together up to _WRITE_BLOCKS blocks; None at the end."""
+        with self._changed:
+            while True:
+                taken: list[tuple[int, _Batch]] = []
+                size = 0
+                for number, batch in self._batches.items():
+                    if tier in batch.todo and (not taken or size + len(batch.slots) <= _WRITE_BLOCKS):
+                        batch.todo.discard(tier)
+                        batch.busy += 1
+                        taken.append((number, batch))
+                        size += len(batch.slots)
+                    if size >= _WRITE_BLOCKS:
+                        break
+                if taken:
+                    return taken
+                if self._closing:
+                    return None
+                self._changed.wait()
+
+    def _sealed(self, batch: _Batch) -> list[Frame]:
+        """The batch's frames; the first tier that comes writes headers and checksums."""
+        buffers = [self._staging.buffer(slot) for slot in batch.slots]
+        with batch.lock:
+            if not batch.sealed:
+                for header, buffer in zip(batch.headers, buffers, strict=True):
+                    seal(header, buffer)
+                batch.sealed = True
+        pairs = zip(batch.headers, buffers, strict=True)
+        return [Frame(header, buffer[: HEADER_BYTES + header.length]) for header, buffer in pairs]
+
+    def _finish(self, tier: int, taken: Sequence[tuple[int, _Batch]]) -> None:
+        freed: list[int] = []
+        with self._changed:
+            for number, batch in taken:
+                batch.busy -= 1
+                if not batch.busy and not batch.todo:
+                    del self._batches[number]
+                    freed += batch.slots
+            self.saved += len(freed)
+            self._changed.notify_all()
+        self._slots.give(freed)
+
+
+class BlockCache:
+    """What an engine sees of all tiers together. Calls come from the engine's thread and return at once.
+
+    Args:
+        store: the tiers.
+        staging: at least four slots. Half of them are the queue of writes, half are for loads.
+        layout: of the engine's blocks.
+        lookup_timeout: seconds that a request may wait for the search.
+        load_timeout: seconds that a load may take, if computing takes longer still.
+        on_change: called from other threads when a ticket changed: wakes the engine.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        staging: Staging,
+        layout: Layout,
+        *,
+        lookup_timeout: float = 0.25,
+        load_timeout: float = 30.0,
+        on_change: Callable[[], None] = lambda: None,
+        loaders: int = 4,
+    ) -> None:
+        self.store = store
+        self.layout = layout
+        self.on_change = on_change
+        self.prefill_seconds = Rate()
+        self._fingerprint = layout.fingerprint
+        self._staging = staging
+        half = staging.slots // 2
+        self._saving_slots = Slots(range(half))
+        self._loading_slots = Slots(range(half, staging.slots))
+        self._writes = WriteBehind(store, staging, self._saving_slots)
+        self._lookup_timeout = lookup_timeout
+        self._load_timeout = load_timeout
+        self._finders = ThreadPoolExecutor(loaders, "foreword-find")
+        self._loaders = ThreadPoolExecutor(loaders, "foreword-load")
+        self._control = ThreadPoolExecutor(1, "foreword-control")
+        self._changed = threading.Condition()
+        self._recent: OrderedDict[bytes, None] = OrderedDict()
+        self._dropped = 0
+        self._counts = dict.fromkeys(("loaded", "cut", "stopped", "declined"), 0)
+        self._closed = False
+
+    # Loading
+
+    def find(self, keys: Sequence[bytes]) -> Ticket:
+        """Search the store for a chain's blocks; the ticket's `places` is set when that is known, or at its deadline."""
+        ticket = Ticket([self._fingerprint + key for key in keys], time.monotonic() + self._lookup_timeout)
+
+        def search() -> None:
+            ticket.places = self.store.locate(ticket.names, deadline=ticket.deadline)
+            self._tell()
+
+        self._finders.submit(search)
+        return ticket
+
+    def worth_loading(self, ticket: Ticket, skip: int, tokens: int) -> int:
+        """How many blocks after the first `skip` should be loaded rather than computed; 0 for none. `tokens` is the length of
+        the prompt. The engine computes what is not loaded, at the speed that it was measured at."""
+        places = ticket.places or []
+        found = len(places) - skip
+        if found <= 0:
+            return 0
+        per_token = self._seconds_per_token()
+        if per_token is None:
+            return found
+        per_block = per_token * self.layout.block_size
+        best, gained, seconds = 0, 0.0, 0.0
+        for count, tier in enumerate(places[skip:], start=1):
+            rate = self.store.tiers[tier].read_rate.value
+            seconds += self._staging.frame_bytes / rate if rate else 0.0
+            if count * per_block - seconds > gained:
+                best, gained = count, count * per_block - seconds
+        if best == 0:
+            self._counts["declined"] += 1
+        return best
+
+    def _seconds_per_token(self) -> float | None:
+        speed = self.prefill_seconds.value
+        return 1 / speed if speed else None
+
+    def load(self, ticket: Ticket, skip: int, blocks: Sequence[int]) -> None:
+        """Load the ticket's blocks from number `skip` on into device blocks, in order."""
+        ticket.skip, ticket.blocks, ticket.asked = skip, list(blocks), len(blocks)
+        ticket.started = time.monotonic()
+        per_token = self._seconds_per_token()
+        compute = len(blocks) * self.layout.block_size * per_token if per_token is not None else self._load_timeout
+        # Twice as long as computing: a load that is slower than that is cut off by its measured rate long before.
+        ticket.deadline = ticket.started + min(self._load_timeout, max(2 * compute, 2 * _SHORTEST_PATIENCE))
+        self._loaders.submit(self._load, ticket, compute)
+
+    def _load(self, ticket: Ticket, compute: float) -> None:
+        try:
+            self._load_groups(ticket, compute)
+        finally:
+            ticket.close()
+            self._counts["loaded"] += ticket.loaded
+            self._counts["cut"] += ticket.loaded < ticket.asked
+            self._tell()
+
+    def _load_groups(self, ticket: Ticket, compute: float) -> None:
+        frame_bytes = self._staging.frame_bytes
+        done = 0
+        while done < ticket.asked and not ticket.finished:
+            known = done > 0 or self._rate_known(ticket, ticket.skip)
+            size = _GROUP_BYTES if known else _PROBE_BYTES
+            count = min(max(size // frame_bytes, 1), ticket.asked - done, self._staging.slots // 4 or 1)
+            patience = max(_PATIENCE * compute, _SHORTEST_PATIENCE)
+            deadline = ticket.deadline if done else min(ticket.deadline, time.monotonic() + patience)
+            slots = self._loading_slots.wait_for(count, deadline)
+            if slots is None:
+                return
+            brought = self._load_group(ticket, done, slots, deadline)
+            done += brought
+            if brought < count:
+                return
+            if self._slower_than_computing(ticket, done, compute):
+                self._counts["stopped"] += 1
+                return
+
+    def _rate_known(self, ticket: Ticket, number: int) -> bool:
+        assert ticket.places is not None
+        return bool(self.store.tiers[ticket.places[number]].read_rate.value)
+
+    def _load_group(self, ticket: Ticket, done: int, slots: list[int], deadline: float) -> int:
+        """Load as many blocks as there are slots; returns how many came, without a gap. Keeps the slots only for promotion."""
+        first = ticket.skip + done
+        names = ticket.names[first : first + len(slots)]
+        try:
+            found = self.store.fetch(names, [self._staging.buffer(slot) for slot in slots], deadline=deadline)
+            whole: list[Found] = []
+            for one in found:
+                if one is None or not self._fits(one):
+                    break
+                whole.append(one)
+            count = len(whole)
+            targets = ticket.blocks[done : done + count]
+            tiers = [one.tier for one in whole]
+            if not count or not ticket.fill(count, tiers, lambda: self._staging.scatter(slots[:count], targets)):
+                return 0
+            self.store.promote(whole, deadline=time.monotonic() + _WRITE_WITHIN)
+            return count
+        finally:
+            self._loading_slots.give(slots)
+
+    def _fits(self, found: Found) -> bool:
+        header = found.frame.header
+        return header.codec == RAW and header.length == self._staging.block_bytes
+
+    def _slower_than_computing(self, ticket: Ticket, done: int, compute: float) -> bool:
+        """Whether what is left of a load would take longer than computing it, at the pace so far."""
+        left = ticket.asked - done
+        pace = (time.monotonic() - ticket.started) / done
+        return left > 0 and left * pace > compute * left / ticket.asked
+
+    def wait(self, timeout: float) -> None:
+        """Sleep until a ticket changes."""
+        with self._changed:
+            self._changed.wait(timeout)
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        self.on_change()
+
+    # Saving
+
+    def save(self, keys: Sequence[bytes], parent: bytes, depth: int, blocks: Sequence[int]) -> None:
+        """Keep full, computed blocks, which follow `parent` at number `depth` of their chain. When it returns, the blocks may
+        be reused: they were copied. What does not fit into the queue is dropped, the oldest first."""
+        start = 0
+        while start < len(keys) and keys[start] in self._recent:
+            self._recent.move_to_end(keys[start])
+            start += 1
+        step = max(min(_WRITE_BLOCKS, self._staging.slots // 4), 1)
+        for low in range(start, len(keys), step):
+            some = keys[low : low + step]
+            slots = self._room(len(some))
+            if slots is None:
+                self._dropped += len(keys) - low
+                return
+            self._staging.gather(blocks[low : low + len(some)], slots)
+            before = [keys[low - 1] if low else parent, *some[:-1]]
+            headers = [
+                self._header(key, above, depth + low + i)
+                for i, (key, above) in enumerate(zip(some, before, strict=True))
+            ]
+            self._writes.add(headers, slots, range(len(self.store.tiers)))
+            self._note_saved(some)
+
+    def _room(self, count: int) -> list[int] | None:
+        slots = self._saving_slots.take(count)
+        while slots is None:
+            if not self._writes.make_room():
+                return None
+            slots = self._saving_slots.take(count)
+        return slots
+
+    def _header(self, key: bytes, parent: bytes, depth: int) -> Header:
+        size = self._staging.block_bytes
+        return Header(self._fingerprint, key, parent, depth, RAW, size, size)
+
+    def _note_saved(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._recent[key] = None
+        while len(self._recent) > _RECENT:
+            self._recent.popitem(last=False)
+
+    # The rest
+
+    def pin(self, keys: Sequence[bytes], *, pinned: bool = True) -> Future[int]:
+        """Keep blocks in every tier from eviction, or no longer. What still waits to be written is written first."""
+        names = [self._fingerprint + key for key in keys]
+
+        def work() -> int:
+            self._writes.flush(_WRITE_WITHIN)
+            return self.store.pin(names, pinned=pinned, deadline=time.monotonic() + _WRITE_WITHIN)
+
+        return self._control.submit(work)
+
+    def forget_recent(self) -> None:
+        """Blocks that were saved a moment ago may have been removed from the store: save them again when they come."""
+        self._recent.clear()
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Wait until everything saved so far is written; False if `timeout` seconds were not enough."""
+        return self._writes.flush(timeout)
+
+    def status(self) -> CacheStatus:
+        return CacheStatus(
+            queued=self._writes.queued,
+            dropped=self._dropped + self._writes.dropped,
+            saved=self._writes.saved,
+            **self._counts,
+        )
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Write what is queued, within `timeout` seconds, and close the store."""
+        if self._closed:
+            return
+        self._closed = True
+        self._writes.flush(timeout)
+        self._writes.close()
+        for pool in (self._finders, self._loaders, self._control):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.store.close()

@@ -1,0 +1,113 @@
+"""Blocks leave the device and come back: paged tensors on one side, a staging arena of frames in host memory on the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from foreword.blocks.layout import LayerLayout, Layout
+from foreword.store.frame import HEADER_BYTES
+
+_ALIGNMENT = 64
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+class Paged(Protocol):
+    """One layer's paged tensors, `[num_blocks, block_size, kv_heads, dim]`, contiguous."""
+
+    @property
+    def k_blocks(self) -> Tensor: ...
+    @property
+    def v_blocks(self) -> Tensor: ...
+
+
+def layout_of(layers: Mapping[int, Paged], model: bytes, loss: str = "") -> Layout:
+    """What a block of these layers looks like in a store."""
+    ordered = [layers[number] for number in sorted(layers)]
+    kind = ordered[0].k_blocks.dtype
+    shapes = tuple(
+        LayerLayout(layer.k_blocks.shape[2], layer.k_blocks.shape[3], layer.v_blocks.shape[3]) for layer in ordered
+    )
+    block_size = ordered[0].k_blocks.shape[1]
+    return Layout(model, block_size, shapes, str(kind).removeprefix("torch."), loss=loss)
+
+
+class Staging:
+    """A preallocated arena of slots, each for one frame: 128 bytes of header, then the payload. Page-locked where the device
+    is not the CPU.
+
+    Copies by whole runs: blocks in a row that go to slots in a row are one copy per tensor. Two threads may copy at once,
+    for different blocks and slots.
+
+    Args:
+        layers: by layer number; K before V, layer after layer, is the payload's order.
+        slots: how many frames there is room for.
+    """
+
+    def __init__(self, layers: Mapping[int, Paged], slots: int) -> None:
+        ordered = [layers[number] for number in sorted(layers)]
+        tensors = [tensor for layer in ordered for tensor in (layer.k_blocks, layer.v_blocks)]
+        self.device = tensors[0].device
+        self.slots = slots
+        self.block_bytes = sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
+        self.frame_bytes = HEADER_BYTES + self.block_bytes
+        stride = -(-self.frame_bytes // _ALIGNMENT) * _ALIGNMENT
+        arena = torch.empty(slots, stride, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
+        self._bytes = memoryview(cast(Any, arena.numpy())).cast("B")
+        self._stride = stride
+        self._parts = list(_pair(tensors, arena))
+
+    def buffer(self, slot: int) -> memoryview:
+        """The slot's memory, `frame_bytes` long."""
+        start = slot * self._stride
+        return self._bytes[start : start + self.frame_bytes]
+
+    @torch.inference_mode()
+    def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy device blocks into the payloads of slots. When it returns, the blocks may change."""
+        for block, slot, count in _runs(blocks, slots):
+            for paged, staged in self._parts:
+                staged[slot : slot + count].copy_(paged[block : block + count], non_blocking=True)
+        self._settle()
+
+    @torch.inference_mode()
+    def scatter(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy payloads into device blocks. When it returns, the blocks hold them."""
+        for block, slot, count in _runs(blocks, slots):
+            for paged, staged in self._parts:
+                paged[block : block + count].copy_(staged[slot : slot + count], non_blocking=True)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":  # pragma: no cover - needs a GPU
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def _pair(tensors: Sequence[Tensor], arena: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor as `[num_blocks, words]` beside its part of the arena, in words as wide as all sizes allow."""
+    offset = HEADER_BYTES
+    for tensor in tensors:
+        size = tensor[0].numel() * tensor.element_size()
+        width, kind = next((w, k) for w, k in _WORDS if math.gcd(size, offset) % w == 0)
+        paged = tensor.reshape(tensor.shape[0], -1).view(torch.uint8).view(kind)
+        staged = arena.view(kind)[:, offset // width : (offset + size) // width]
+        yield paged, staged
+        offset += size
+
+
+def _runs(blocks: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """`(block, slot, count)` for stretches in which both go up by one."""
+    start = 0
+    for position in range(1, len(blocks) + 1):
+        if (
+            position < len(blocks)
+            and blocks[position] == blocks[position - 1] + 1
+            and slots[position] == slots[position - 1] + 1
+        ):
+            continue
+        yield blocks[start], slots[start], position - start
+        start = position
