@@ -12,17 +12,20 @@ The engine's thread asks and goes on; threads of this module do the waiting. Thr
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
+import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from foreword.blocks.layout import Layout
+from foreword.errors import StoreError
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, seal
 from foreword.store.tiered import Found, Rate, TieredStore
@@ -134,11 +137,21 @@ class Ticket:
         self.finished = False
         self.started = 0.0
 
-    def close(self) -> int:
-        """No block is written from now on; returns how many are loaded."""
+    @property
+    def answered(self) -> bool:
+        """Whether the search has ended, or has taken too long."""
+        return self.places is not None or time.monotonic() >= self.deadline
+
+    @property
+    def done(self) -> bool:
+        """Whether the load has ended, or has taken too long."""
+        return self.finished or time.monotonic() >= self.deadline
+
+    def close(self) -> list[int]:
+        """No block is written from now on; returns the tier of each block that is loaded."""
         with self._lock:
             self.finished = True
-            return self.loaded
+            return self.tiers
 
     def fill(self, count: int, tiers: list[int], copy: Callable[[], None]) -> bool:
         """Copy `count` more blocks into the device, unless the ticket was closed."""
@@ -309,6 +322,7 @@ class BlockCache:
         self._loaders = ThreadPoolExecutor(loaders, "foreword-load")
         self._control = ThreadPoolExecutor(1, "foreword-control")
         self._changed = threading.Condition()
+        self.changes = 0
         self._recent: OrderedDict[bytes, None] = OrderedDict()
         self._dropped = 0
         self._counts = dict.fromkeys(("loaded", "cut", "stopped", "declined"), 0)
@@ -426,13 +440,14 @@ class BlockCache:
         pace = (time.monotonic() - ticket.started) / done
         return left > 0 and left * pace > compute * left / ticket.asked
 
-    def wait(self, timeout: float) -> None:
-        """Sleep until a ticket changes."""
+    def wait(self, seen: int, timeout: float) -> None:
+        """Sleep until a ticket changes, unless one has since `changes` was `seen`."""
         with self._changed:
-            self._changed.wait(timeout)
+            self._changed.wait_for(lambda: self.changes != seen, timeout)
 
     def _tell(self) -> None:
         with self._changed:
+            self.changes += 1
             self._changed.notify_all()
         self.on_change()
 
@@ -488,6 +503,17 @@ class BlockCache:
         def work() -> int:
             self._writes.flush(_WRITE_WITHIN)
             return self.store.pin(names, pinned=pinned, deadline=time.monotonic() + _WRITE_WITHIN)
+
+        return self._control.submit(work)
+
+    def describe(self, facts: Mapping[str, object]) -> Future[None]:
+        """Leave a record of what blocks of this layout are, for tools: `layouts/<fingerprint>`."""
+        record = json.dumps({**facts, "layout": self.layout.describe()}, sort_keys=True).encode()
+        word = f"layouts/{self._fingerprint.hex()}"
+
+        def work() -> None:
+            with contextlib.suppress(StoreError):  # counted by the tier; blocks are found without it
+                self.store.put_record(word, record, deadline=time.monotonic() + _WRITE_WITHIN)
 
         return self._control.submit(work)
 

@@ -55,6 +55,7 @@ def main() -> None:
 
 _FLAG_PREFIX = {"engine": "", "server": "", "prefixes": "prefix-"}
 _POSITIONAL = ("engine", "model")
+_FLAG_NAMES = {("store", "urls"): "store"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ class _Flag:
 
     @property
     def name(self) -> str:
-        return _FLAG_PREFIX.get(self.room, f"{self.room}-") + self.key.replace("_", "-")
+        named = _FLAG_NAMES.get((self.room, self.key))
+        return named or _FLAG_PREFIX.get(self.room, f"{self.room}-") + self.key.replace("_", "-")
 
     @property
     def variable(self) -> str:

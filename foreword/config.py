@@ -159,12 +159,38 @@ class PrefixConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Where blocks rest off the device.
+
+    Attributes:
+        urls: stores, the fastest first, such as `memory://?size=4GiB` and `disk:///var/cache/foreword?size=200GiB`.
+        staging: bytes of host memory through which blocks leave the device and come back.
+        lookup_timeout: seconds that a request waits at most for the search in the stores.
+        load_timeout: seconds that loading may take at most, where computing would take longer still.
+        flush_seconds: how long the end of the process waits for blocks that are not written yet.
+    """
+
+    urls: tuple[str, ...] = ()
+    staging: str = "256MiB"
+    lookup_timeout: float = 0.25
+    load_timeout: float = 30.0
+    flush_seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.staging)
+        for name in ("lookup_timeout", "load_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"store.{name} must be more than 0 seconds, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All rooms together."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     prefixes: PrefixConfig = field(default_factory=PrefixConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
 
 
 def load_config(

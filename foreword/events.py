@@ -26,11 +26,13 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """A request was admitted for the first time: how many of its prompt's tokens were asked for and found."""
+    """A request was admitted for the first time: how many of its prompt's tokens were asked for and found, and how many of
+    the found ones came from each tier off the device."""
 
     request_id: str
     queried_tokens: int
     hit_tokens: int
+    loaded_tokens: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,14 +180,31 @@ class PrefixCache:
             table.blocks += blocks
         full = num_tokens // self.block_size
         if full > table.visible and self.enabled:
-            start = table.visible
-            keys = table.chain.keys_to(full)[start:full]
-            self.pool.publish(table.blocks[start:full], keys)
-            if self._on_stored is not None:
-                self._on_stored(table.chain.key_before(start), keys)
-            table.visible = full
-        self._set_quiet(table)
+            self.publish(table, full)
+        else:
+            self._set_quiet(table)
         return True
+
+    def extend(self, table: BlockTable, num_blocks: int) -> list[int] | None:
+        """Take blocks for a table until it has `num_blocks`, without naming them: somebody else will fill them. Returns the
+        new ones; None, and nothing changed, if memory is short."""
+        fresh = self._allocate(num_blocks - len(table.blocks), ahead=False)
+        if fresh is not None:
+            table.blocks += fresh
+            self._set_quiet(table)
+        return fresh
+
+    def publish(self, table: BlockTable, num_blocks: int) -> None:
+        """The table's first `num_blocks` blocks hold their KV by now: those that are not visible yet become so."""
+        start = table.visible
+        if num_blocks <= start or not self.enabled:
+            return
+        keys = table.chain.keys_to(num_blocks)[start:num_blocks]
+        self.pool.publish(table.blocks[start:num_blocks], keys)
+        if self._on_stored is not None:
+            self._on_stored(table.chain.key_before(start), keys)
+        table.visible = num_blocks
+        self._set_quiet(table)
 
     def _set_quiet(self, table: BlockTable) -> None:
         held = len(table.blocks)
@@ -198,8 +215,8 @@ class PrefixCache:
         else:
             table.quiet_below = held * self.block_size + 1
 
-    def _allocate(self, count: int) -> list[int] | None:
-        blocks = self.pool.allocate(count + self._lookahead) if self._lookahead else None
+    def _allocate(self, count: int, *, ahead: bool = True) -> list[int] | None:
+        blocks = self.pool.allocate(count + self._lookahead) if self._lookahead and ahead else None
         if blocks is None:
             blocks = self.pool.allocate(count)
         if blocks is not None and self._tail_of:

@@ -11,16 +11,22 @@ import torch
 
 from foreword.blocks import PrefixCache
 from foreword.blocks.history import History
-from foreword.config import EngineConfig, PrefixConfig
+from foreword.cache import BlockCache
+from foreword.config import EngineConfig, PrefixConfig, StoreConfig, parse_bytes
 from foreword.engine import model as models
 from foreword.engine.loop import EngineCore, Limits
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
+from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
+from foreword.paged import Staging, layout_of
 from foreword.prefixes import PrefixBook
+from foreword.store.frame import HEADER_BYTES
+from foreword.store.urls import loss_of, open_store
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
+_FEWEST_SLOTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +53,22 @@ class Assembly:
     info: ModelInfo
     tokenizer: Tokenizer
     prefixes: PrefixBook
+    off_device: BlockCache | None = None
+    flush_seconds: float = 0.0
 
 
 def assemble(
     config: EngineConfig,
     *,
     prefixes: PrefixConfig | None = None,
+    store: StoreConfig | None = None,
     observers: Iterable[Observer] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> Assembly:
-    """Load the model, check it, take the memory for KV. Raises ForewordError."""
+    """Load the model, check it, take the memory for KV, open the stores. Raises ForewordError."""
+    stores = store or StoreConfig()
+    if stores.urls and not config.enable_prefix_caching:
+        raise ConfigError("a store (--store) needs prefix caching, which is switched off (--no-enable-prefix-caching)")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     _keep_freed_memory()
@@ -72,14 +84,21 @@ def assemble(
     )
     watchers = tuple(observers)
     cache = _cache(config, num_blocks, loaded.fingerprint, watchers)
+    off_device = open_cache(stores, runner, loaded.fingerprint, progress) if stores.urls else None
     scheduler = Scheduler(
-        cache, max_batch_tokens=config.max_batch_tokens, max_num_seqs=config.max_num_seqs, reserve=config.reserve
+        cache,
+        max_batch_tokens=config.max_batch_tokens,
+        max_num_seqs=config.max_num_seqs,
+        reserve=config.reserve,
+        off_device=off_device,
     )
     # A text that fills the pool to its last block could never be joined by another; it must still fit alone.
     longest = min(loaded.max_model_len, num_blocks * config.block_size)
     limits = Limits(longest, loaded.vocab_size, tokenizer.eos_token_ids, config.seed, config.report_other_tenants)
     history = History(config.history_tokens)
-    core = EngineCore(runner, cache, scheduler, tokenizer, limits, history=history, observers=watchers)
+    core = EngineCore(
+        runner, cache, scheduler, tokenizer, limits, history=history, observers=watchers, off_device=off_device
+    )
     info = ModelInfo(
         name=loaded.name,
         max_model_len=longest,
@@ -94,7 +113,21 @@ def assemble(
     )
     budget = (prefixes or PrefixConfig()).budget_bytes(num_blocks * runner.bytes_per_block)
     book = PrefixBook(budget, runner.bytes_per_block, config.block_size, cache.unpin)
-    return Assembly(core, info, tokenizer, book)
+    if off_device is not None:
+        off_device.describe({"model": info.name, "fingerprint": info.fingerprint})
+    return Assembly(core, info, tokenizer, book, off_device, stores.flush_seconds)
+
+
+def open_cache(
+    config: StoreConfig, runner: TorchRunner, fingerprint: bytes, progress: Callable[[str], None]
+) -> BlockCache:
+    """Open the stores for a runner's blocks. Raises StoreError."""
+    layout = layout_of(runner.layers, fingerprint, loss_of(config.urls))
+    progress(f"opening {len(config.urls)} stores for blocks of {layout.block_bytes} bytes")
+    tiers = open_store(config.urls, layout)
+    wanted = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
+    staging = Staging(runner.layers, max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))
+    return BlockCache(tiers, staging, layout, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout)
 
 
 def _keep_freed_memory() -> None:

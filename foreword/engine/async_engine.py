@@ -12,7 +12,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from foreword.config import EngineConfig, PrefixConfig
+from foreword.cache import BlockCache
+from foreword.config import EngineConfig, PrefixConfig, StoreConfig
 from foreword.engine.assembly import Assembly, ModelInfo, assemble
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.scheduler import Sequence as Running
@@ -55,7 +56,9 @@ class AsyncEngine:
         self.info: ModelInfo = assembly.info
         self.tokenizer: Tokenizer = assembly.tokenizer
         self.prefixes = PrefixRegistry(self, assembly.prefixes)
+        self.off_device: BlockCache | None = assembly.off_device
         self._core = assembly.core
+        self._flush_seconds = assembly.flush_seconds
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._listeners: dict[str, _Listener] = {}
@@ -71,11 +74,13 @@ class AsyncEngine:
         config: EngineConfig | None = None,
         *,
         prefixes: PrefixConfig | None = None,
+        store: StoreConfig | None = None,
         observers: Sequence[Observer] = (),
         progress: Callable[[str], None] = lambda _: None,
     ) -> AsyncEngine:
         """Load the model and start. Blocking: seconds to minutes. Raises ForewordError."""
-        return cls(assemble(config or EngineConfig(), prefixes=prefixes, observers=observers, progress=progress))
+        chosen = config or EngineConfig()
+        return cls(assemble(chosen, prefixes=prefixes, store=store, observers=observers, progress=progress))
 
     def validate(self, request: Request) -> None:
         """Raises PromptTooLong or BadRequest for a request that `generate` would refuse."""
@@ -158,12 +163,14 @@ class AsyncEngine:
             await self._call(functools.partial(self._abort_and_tell, request_id))
 
     def close(self) -> None:
-        """End the thread; requests that still run get an error."""
+        """End the thread; requests that still run get an error. What is not in the stores yet is written."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        if self.off_device is not None:
+            self.off_device.close(self._flush_seconds)
 
     async def _call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the engine's thread, between two steps."""

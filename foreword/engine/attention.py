@@ -338,9 +338,7 @@ class StepAttention:
         """Blocks that the span touches."""
         return (span[1] - 1) // self._block_size - span[0] // self._block_size + 1
 
-    def _gathered(
-        self, chunks: Sequence[Chunk], spans: Sequence[tuple[int, int]], members: list[int]
-    ) -> Together:
+    def _gathered(self, chunks: Sequence[Chunk], spans: Sequence[tuple[int, int]], members: list[int]) -> Together:
         size = self._block_size
         width = max(self._width(spans[one]) for one in members)
         blocks: list[int] = []

@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from tqdm import tqdm
 
-from foreword.config import EngineConfig, PrefixConfig, build
+from foreword.config import EngineConfig, PrefixConfig, StoreConfig, build
 from foreword.engine.assembly import assemble
 from foreword.engine.async_engine import prefix_tokens, prefixed_chat, prefixed_prompt
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
@@ -35,12 +35,18 @@ class LLM:
         model: str | None = None,
         *,
         prefix_budget: str = "50%",
+        store: str | Sequence[str] | StoreConfig = (),
         observers: Sequence[Observer] = (),
         **options: Any,
     ) -> None:
-        """`options` are the fields of `EngineConfig`. Raises ForewordError."""
+        """`store` is one URL or several, the fastest first (docs/operating.md); with one, `close` the LLM in the end, so that
+        everything is written. `options` are the fields of `EngineConfig`. Raises ForewordError."""
         config = build(EngineConfig, "engine", {"model": model, **options})
-        assembly = assemble(config, prefixes=PrefixConfig(prefix_budget), observers=observers)
+        if not isinstance(store, StoreConfig):
+            store = StoreConfig(urls=(store,) if isinstance(store, str) else tuple(store))
+        assembly = assemble(config, prefixes=PrefixConfig(prefix_budget), store=store, observers=observers)
+        self.off_device = assembly.off_device
+        self._flush_seconds = assembly.flush_seconds
         self.config = config
         self.info = assembly.info
         self.tokenizer = assembly.tokenizer
@@ -119,6 +125,21 @@ class LLM:
 
     def remove_prefix(self, name: str) -> NamedPrefix:
         return self._book.remove(name)
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Wait until the stores have everything; False if `timeout` seconds were not enough. True without a store."""
+        return self.off_device is None or self.off_device.flush(timeout)
+
+    def close(self) -> None:
+        """Write what the stores do not have yet, and close them. Nothing to do without a store."""
+        if self.off_device is not None:
+            self.off_device.close(self._flush_seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def clear_cache(self) -> int:
         """Forget all cached blocks that are not pinned; returns their number."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from foreword.blocks import PrefixCache
 from foreword.blocks.history import Explanation, History
+from foreword.cache import BlockCache
 from foreword.engine.request import CacheReport, Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from foreword.engine.runner import Runner, draw_of
 from foreword.engine.sampling import Sampled
@@ -29,6 +30,11 @@ from foreword.events import (
     RequestPreempted,
     StepFinished,
 )
+
+# Seconds that the engine sleeps at most when it has nothing to do but to wait for a store.
+_NEWS_WITHIN = 0.005
+# Steps with fewer tokens of prompts say little about the speed of prefill.
+_MEASURED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +72,10 @@ class EngineCore:
         history: History | None = None,
         observers: Iterable[Observer] = (),
         clock: Callable[[], float] = time.monotonic,
+        off_device: BlockCache | None = None,
     ) -> None:
         self.cache = cache
+        self.off_device = off_device
         self.scheduler = scheduler
         self.limits = limits
         self.steps = 0
@@ -132,9 +140,13 @@ class EngineCore:
     def step(self) -> list[Delta]:
         """One step. A failure of the device ends the requests of the step, withdraws their blocks, and is not raised."""
         started = self._clock()
+        seen = self.off_device.changes if self.off_device is not None else 0
         step = self.scheduler.schedule()
         self._note_admissions(step)
         if not step.chunks:
+            if self.off_device is not None and self.scheduler.expects():
+                self.off_device.wait(seen, _NEWS_WITHIN)
+                return []
             return self._end_stuck(step)
         drawing = [c.sequence for c in step.chunks if c.samples and len(c.sequence.table) < c.sequence.max_total]
         try:
@@ -142,11 +154,25 @@ class EngineCore:
         except (RuntimeError, MemoryError, LookupError, ValueError) as error:
             return self._fail(step, error)
         self.scheduler.settle(step)
+        if self.off_device is not None:
+            self._save(step, self.off_device, self._clock() - started)
         now = self._clock()
         deltas = [delta for chunk in step.chunks if chunk.samples for delta in self._settle(chunk, sampled, now)]
         self.steps += 1
         self._note_step(step, now - started)
         return deltas
+
+    def _save(self, step: Step, off_device: BlockCache, seconds: float) -> None:
+        """Hand over the blocks that this step filled, of prompts and of answers (R19)."""
+        prefill = sum(chunk.count for chunk in step.chunks if chunk.count > 1)
+        if prefill >= _MEASURED_TOKENS:
+            off_device.prefill_seconds.note(step.num_tokens, seconds)
+        for chunk in step.chunks:
+            table, first = chunk.sequence.table, chunk.named_before
+            full = min((chunk.start + chunk.count) // self.cache.block_size, table.visible)
+            if full > first:
+                keys = table.chain.keys_to(full)[first:full]
+                off_device.save(keys, table.chain.key_before(first), first, table.blocks[first:full])
 
     def fail_all(self, message: str) -> list[Delta]:
         """End everything with an error (the engine's thread cannot go on)."""
@@ -267,7 +293,8 @@ class EngineCore:
             if sequence.request.want_cache_report:
                 sequence.report = self._explain(sequence)
             self._history.add(sequence.request.salt, sequence.table.chain.tokens)
-            self._notify(PrefixLookup(sequence.request.id, sequence.num_prompt, sequence.cached_tokens))
+            loaded = tuple(self._loaded_tokens(sequence).items())
+            self._notify(PrefixLookup(sequence.request.id, sequence.num_prompt, sequence.cached_tokens, loaded))
         for sequence in step.preempted:
             self._notify(RequestPreempted(sequence.request.id))
 
@@ -284,7 +311,24 @@ class EngineCore:
             )
         shared = sequence.shared_tokens
         copied, computed = cached - shared, length - cached
-        return CacheReport(length, cached, shared, copied, computed, found.reason, found.diverged_at, found.detail)
+        loaded = self._loaded_tokens(sequence)
+        on_device = shared - sum(loaded.values())
+        return CacheReport(
+            length, cached, on_device, copied, computed, found.reason, found.diverged_at, found.detail, loaded
+        )
+
+    def _loaded_tokens(self, sequence: Sequence) -> dict[str, int]:
+        """Prompt tokens that came from each tier. A prompt that is cached to its end computes its last token again."""
+        if not sequence.loaded or self.off_device is None:
+            return {}
+        tiers, size = self.off_device.store.tiers, self.cache.block_size
+        counts: dict[str, int] = {}
+        for number in sequence.loaded:
+            counts[tiers[number].label] = counts.get(tiers[number].label, 0) + size
+        last = tiers[sequence.loaded[-1]].label
+        on_device = sequence.table.visible * size
+        counts[last] -= max(on_device - sequence.shared_tokens, 0) if on_device >= sequence.num_prompt else 0
+        return counts
 
     def _note_token(self, sequence: Sequence, now: float) -> None:
         if sequence.last_token_at < 0:

@@ -129,13 +129,14 @@ class CacheReport:
 
     Attributes:
         prompt_tokens: length of the prompt.
-        cached_tokens: tokens whose KV was reused, `device_tokens` + `copied_tokens`.
+        cached_tokens: tokens whose KV was reused, `device_tokens` + `copied_tokens` + all of `loaded_tokens`.
         device_tokens: reused from full blocks shared in place.
         copied_tokens: reused by copying the beginning of a partly filled block.
         computed_tokens: tokens that were computed.
         reason: why reuse ended where it did.
         diverged_at: for `diverged`, the position of the first token that differs from the nearest cached prompt.
         detail: the same in a sentence.
+        loaded_tokens: reused from each tier off the device, by the tier's label.
     """
 
     prompt_tokens: int
@@ -146,6 +147,7 @@ class CacheReport:
     reason: MissReason
     diverged_at: int | None
     detail: str
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Which tokens the next step computes: continuous batching, chunked prefill, preemption (R8 to R11). Pure: no torch, no I/O.
 
-A sequence is *waiting* (without blocks), *running*, or finished. Every step computes, for each running sequence in order of
+A sequence is *waiting* (without blocks), *loading* (it has blocks, which a store is about to fill), *running*, or finished.
+Every step computes, for each running sequence in order of
 admission, what is missing of its tokens: one for a sequence that decodes, a chunk for one that prefills. Then waiting
 sequences are admitted in order of arrival while budget and memory last.
 """
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from foreword.blocks import BlockTable, Copy, Match, PrefixCache
+from foreword.cache import BlockCache, Ticket
 from foreword.engine.request import CacheReport, Request
 
 
@@ -24,6 +26,8 @@ class Sequence:
         computed: tokens whose KV is in the table's blocks. A decoding sequence has exactly one more token than that.
         arrived: seconds of the engine's clock.
         cached_tokens: prompt tokens found in the cache at the first admission (-1: never admitted yet).
+        ticket: the search for its blocks off the device, and their load; it began at block `searched_from`.
+        loaded: blocks that came from each tier, by the tier's number, at the first admission.
     """
 
     request: Request
@@ -38,6 +42,9 @@ class Sequence:
     shared_tokens: int = 0
     preemptions: int = 0
     report: CacheReport | None = None
+    ticket: Ticket | None = None
+    searched_from: int = 0
+    loaded: list[int] = field(default_factory=list)
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,12 +108,23 @@ class Scheduler:
     Args:
         max_batch_tokens, max_num_seqs: bounds of a step.
         reserve: share of the pool that an admission leaves free while others run, so that they can grow (R11).
+        off_device: where blocks may lie that the device does not have.
     """
 
     def __init__(
-        self, cache: PrefixCache, *, max_batch_tokens: int = 512, max_num_seqs: int = 64, reserve: float = 0.01
+        self,
+        cache: PrefixCache,
+        *,
+        max_batch_tokens: int = 512,
+        max_num_seqs: int = 64,
+        reserve: float = 0.01,
+        off_device: BlockCache | None = None,
     ) -> None:
         self.cache = cache
+        self.loading: list[Sequence] = []
+        self._off = off_device
+        self._arrived: list[Sequence] = []
+        self._in_flight: set[bytes] = set()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -118,11 +136,19 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self.loading)
+
+    def expects(self) -> bool:
+        """Whether a store is about to bring news: then a step without work is no dead end."""
+        return bool(self.loading) or any(s.ticket is not None and not s.ticket.answered for s in self.waiting)
 
     def schedule(self) -> Step:
         """Decide the next step and take its blocks. An empty step means that there is nothing to do."""
         draft = _Draft(self._max_batch_tokens)
+        if self.loading:
+            self._collect()
+        draft.admitted += self._arrived
+        self._arrived = []
         self._continue_running(draft)
         if not draft.preempted:
             self._admit_waiting(draft)
@@ -187,29 +213,97 @@ class Scheduler:
         draft.preempted.append(victim)
 
     def _admit_waiting(self, draft: _Draft) -> None:
-        while self.waiting and draft.budget > 0 and len(self.running) < self._max_num_seqs:
-            sequence = self.waiting[0]
+        for sequence in list(self.waiting):
+            if draft.budget <= 0 or len(self.running) + len(self.loading) >= self._max_num_seqs:
+                break
             match = self.cache.lookup(sequence.table)
+            if self._off is not None and not self._is_decided(sequence, match):
+                continue  # the search is under way; whoever comes after it need not wait for that
             if not self._fits(sequence, match):
                 break
-            self.waiting.popleft()
-            self._admit(draft, sequence, match)
+            self.waiting.remove(sequence)
+            count = self._to_load(sequence, match)
+            if count:
+                self._begin_load(sequence, match, count)
+            else:
+                self._admit(draft, sequence, match)
+
+    def _is_decided(self, sequence: Sequence, match: Match) -> bool:
+        """Whether it is known what the stores have of a sequence beyond what the device has; asks them if need be."""
+        assert self._off is not None
+        table, held = sequence.table, len(match.blocks)
+        full = len(table) // self.cache.block_size
+        if held >= full:
+            return True
+        keys = table.chain.keys_to(full)
+        if keys[held] in self._in_flight:
+            return False  # another request is loading it; it will be on the device in a moment
+        if sequence.ticket is None or held < sequence.searched_from:
+            sequence.ticket, sequence.searched_from = self._off.find(keys[held:full]), held
+        return sequence.ticket.answered
+
+    def _to_load(self, sequence: Sequence, match: Match) -> int:
+        """How many blocks after those of `match` come from a store."""
+        held = len(match.blocks)
+        if self._off is None or sequence.ticket is None or held < sequence.searched_from:
+            return 0
+        return self._off.worth_loading(sequence.ticket, held - sequence.searched_from, len(sequence.table))
+
+    def _begin_load(self, sequence: Sequence, match: Match, count: int) -> None:
+        """Take blocks for what a store will bring. Nobody finds them before they are filled."""
+        assert self._off is not None and sequence.ticket is not None
+        table, held = sequence.table, len(match.blocks)
+        self.cache.admit(table, match)
+        blocks = self.cache.extend(table, held + count)
+        assert blocks is not None, "`_fits` said that there is room"
+        self._in_flight.update(table.chain.keys[held : held + count])
+        sequence.computed = held * self.cache.block_size
+        self._off.load(sequence.ticket, held - sequence.searched_from, blocks)
+        self.loading.append(sequence)
+
+    def _collect(self) -> None:
+        """Loads that ended, whole, in part, or at their deadline: the sequences run, and compute what is missing."""
+        for sequence in list(self.loading):
+            assert sequence.ticket is not None
+            if not sequence.ticket.done:
+                continue
+            tiers = self._end_load(sequence)
+            held = sequence.table.visible + len(tiers)
+            self.cache.publish(sequence.table, held)
+            shared = held * self.cache.block_size
+            sequence.computed = min(shared, len(sequence.table) - 1)
+            self.running.append(sequence)
+            if sequence.cached_tokens < 0:
+                sequence.cached_tokens = min(sequence.computed, sequence.num_prompt)
+                sequence.shared_tokens = sequence.cached_tokens
+                sequence.loaded = tiers
+                self._arrived.append(sequence)
+
+    def _end_load(self, sequence: Sequence) -> list[int]:
+        """Close a load; returns the tier of each block that it brought."""
+        assert sequence.ticket is not None
+        tiers = sequence.ticket.close()
+        self._in_flight.difference_update(sequence.table.chain.keys)
+        self.loading.remove(sequence)
+        sequence.ticket = None
+        return tiers
 
     def _fits(self, sequence: Sequence, match: Match) -> bool:
         """Whether the pool has room for all the tokens that the sequence has so far, and for what running prefills have yet
         to take, above the reserve. An engine without other work needs no reserve."""
         cache = self.cache
         needed = cache.new_blocks(sequence.table, match, len(sequence.table))
-        if self.running:
+        if self.running or self.loading:
             needed += self._reserve + self._owed()
         return needed <= cache.pool.num_free
 
     def _owed(self) -> int:
         size = self.cache.block_size
-        return sum(max(-(-len(s.table) // size) - len(s.table.blocks), 0) for s in self.running)
+        return sum(max(-(-len(s.table) // size) - len(s.table.blocks), 0) for s in (*self.running, *self.loading))
 
     def _admit(self, draft: _Draft, sequence: Sequence, match: Match) -> None:
         cache, table = self.cache, sequence.table
+        sequence.ticket = None
         # A prompt that is cached to its end computes its last token again, for the logits; its KV is not written (R8).
         sequence.computed = min(match.cached_tokens, len(table) - 1)
         count = min(len(table) - sequence.computed, draft.budget)
@@ -247,6 +341,9 @@ class Scheduler:
         if sequence in self.running:
             self.running.remove(sequence)
             self.cache.note_tail(sequence.table, sequence.computed)
+            self.cache.release(sequence.table)
+        elif sequence in self.loading:
+            self._end_load(sequence)
             self.cache.release(sequence.table)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)

@@ -39,7 +39,7 @@ class TorchRunner:
         self._device: torch.device = model.device
         self._block_size = block_size
         self._share = share_prefixes
-        self._layers = {
+        self.layers = {
             layer: PagedLayer(shape, num_blocks, block_size, self._device) for layer, shape in shapes.items()
         }
 
@@ -76,7 +76,7 @@ class TorchRunner:
             end = chunk.start + chunk.count
             tokens += chunk.sequence.table.chain.tokens[chunk.start : end]
             positions += range(chunk.start, end)
-        attention = StepAttention(step, self._layers, self._block_size, self._device, share=self._share)
+        attention = StepAttention(step, self.layers, self._block_size, self._device, share=self._share)
         with active(attention):
             output = self._model(
                 input_ids=torch.tensor([tokens], dtype=torch.long, device=self._device),
@@ -93,7 +93,7 @@ class TorchRunner:
         size = self._block_size
         for copy in copies:
             source, target, count = copy.source * size, copy.target * size, copy.tokens
-            for layer in self._layers.values():
+            for layer in self.layers.values():
                 layer.k[target : target + count] = layer.k[source : source + count]
                 layer.v[target : target + count] = layer.v[source : source + count]
 

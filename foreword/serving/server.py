@@ -191,7 +191,9 @@ def load_engine(config: Config, registry: PrometheusObserver, progress: Progress
     """Load the real engine; imports torch. Raises ForewordError."""
     from foreword.engine.async_engine import AsyncEngine
 
-    return AsyncEngine.from_config(config.engine, prefixes=config.prefixes, observers=[registry], progress=progress)
+    return AsyncEngine.from_config(
+        config.engine, prefixes=config.prefixes, store=config.store, observers=[registry], progress=progress
+    )
 
 
 def _describe(engine: Engine) -> str:
