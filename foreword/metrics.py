@@ -5,14 +5,15 @@ Names are vLLM's where vLLM has the same quantity, so its dashboards and alerts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from foreword.cache import BlockCache
 from foreword.events import (
     BlocksRemoved,
     BlocksStored,
@@ -24,6 +25,7 @@ from foreword.events import (
     RequestPreempted,
     StepFinished,
 )
+from foreword.store.tiered import Tier, TierCounters
 
 # vLLM's buckets, so that quantiles compare.
 _LONG = (2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -83,6 +85,8 @@ class Watched(Protocol):
     def info(self) -> _Info: ...
     @property
     def prefixes(self) -> _Pins: ...
+    @property
+    def off_device(self) -> BlockCache | None: ...
     def status(self) -> _Status: ...
 
 
@@ -144,6 +148,91 @@ class PrometheusObserver(Collector):
             yield gauge
         yield _info_metric(info)
         yield _cache_config_metric(info)
+        if self._watched.off_device is not None:
+            yield from _store_metrics(info.name, self._watched.off_device)
+
+
+# Name, text, and how a tier's counters give the value.
+_TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierCounters], float]], ...] = (
+    ("tier_hit_blocks", "Blocks that were read from a tier, whole.", lambda c: c.hit_blocks),
+    (
+        "tier_missed_blocks",
+        "Blocks that a tier was asked for and did not have, or not whole.",
+        lambda c: c.missed_blocks,
+    ),
+    ("tier_read_bytes", "Bytes read from a tier.", lambda c: c.read_bytes),
+    ("tier_read_seconds", "Seconds spent reading.", lambda c: c.read_seconds),
+    ("tier_written_blocks", "Blocks that a tier took, or had already.", lambda c: c.written_blocks),
+    ("tier_written_bytes", "Bytes of those blocks.", lambda c: c.written_bytes),
+    ("tier_write_seconds", "Seconds spent writing.", lambda c: c.write_seconds),
+    ("tier_lookups", "Searches for a chain.", lambda c: c.lookups),
+    ("tier_lookup_seconds", "Seconds spent searching.", lambda c: c.lookup_seconds),
+    ("tier_skipped", "Calls not made because the tier kept failing.", lambda c: c.skipped),
+)
+
+
+def _store_metrics(model: str, cache: BlockCache) -> Iterator[Metric]:
+    """What happened in each tier, and between it and the engine."""
+    tiers = cache.store.tiers
+    for name, text, value in _TIER_COUNTERS:
+        counter = CounterMetricFamily(f"foreword:{name}", text, labels=("model_name", "tier"))
+        for tier in tiers:
+            counter.add_metric((model, tier.label), value(tier.counters))
+        yield counter
+    for name, text, pick in (
+        ("tier_errors", "Calls that failed, by kind.", lambda c: c.errors),
+        ("tier_bad_blocks", "Blocks that did not pass the check, by what was wrong.", lambda c: c.bad),
+    ):
+        counter = CounterMetricFamily(f"foreword:{name}", text, labels=("model_name", "tier", "kind"))
+        for tier in tiers:
+            for kind, count in dict(pick(tier.counters)).items():
+                counter.add_metric((model, tier.label, kind), count)
+        yield counter
+    yield from _tier_gauges(model, tiers)
+    status = cache.status()
+    for name, text, count in (
+        ("store_saved_blocks", "Blocks that were written behind, once for all tiers.", status.saved),
+        ("store_dropped_blocks", "Blocks that were not written because the queue was full.", status.dropped),
+        ("store_loaded_blocks", "Blocks that were loaded to the device.", status.loaded),
+        ("store_cut_loads", "Loads that brought less than was found.", status.cut),
+        ("store_stopped_loads", "Loads that were stopped because computing was sooner.", status.stopped),
+        (
+            "store_declined_loads",
+            "Prompts that were computed because loading would have taken longer.",
+            status.declined,
+        ),
+    ):
+        counter = CounterMetricFamily(f"foreword:{name}", text, labels=("model_name",))
+        counter.add_metric((model,), count)
+        yield counter
+    queue = GaugeMetricFamily("foreword:store_queued_blocks", "Blocks that wait to be written.", labels=("model_name",))
+    queue.add_metric((model,), status.queued)
+    yield queue
+
+
+def _tier_gauges(model: str, tiers: Sequence[Tier]) -> Iterator[Metric]:
+    each = [(tier, tier.store.status()) for tier in tiers]
+    evictions = CounterMetricFamily(
+        "foreword:tier_evictions", "Blocks that made room for others.", labels=("model_name", "tier")
+    )
+    for tier, status in each:
+        evictions.add_metric((model, tier.label), status.evictions)
+    yield evictions
+    for name, text, value in (
+        ("tier_bytes", "Bytes of blocks in a tier.", lambda tier, status: status.bytes),
+        (
+            "tier_budget_bytes",
+            "Bytes that a tier never passes; 0 if it sets no bound of its own.",
+            lambda t, s: s.budget,
+        ),
+        ("tier_blocks", "Blocks in a tier; -1 if it does not count them.", lambda tier, status: status.blocks),
+        ("tier_pinned_bytes", "Bytes of blocks that named prefixes keep.", lambda tier, status: status.pinned_bytes),
+        ("tier_open", "1 while a tier is left alone because it kept failing.", lambda t, s: float(t.breaker.is_open)),
+    ):
+        gauge = GaugeMetricFamily(f"foreword:{name}", text, labels=("model_name", "tier"))
+        for tier, status in each:
+            gauge.add_metric((model, tier.label), value(tier, status))
+        yield gauge
 
 
 def _info_metric(info: _Info) -> Metric:
@@ -176,6 +265,7 @@ class _Series:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, ("model_name",), registry=registry, buckets=buckets).labels(info.name)
 
+        self.model = info.name
         request_tokens = _one_two_five(info.max_model_len)
         self.queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
@@ -224,7 +314,9 @@ class _Series:
         self.queries.inc(event.queried_tokens)
         self.hits.inc(event.hit_tokens)
         self.cached.inc(event.hit_tokens)
-        self.from_device.inc(event.hit_tokens)
+        for tier, tokens in event.loaded_tokens:
+            self.by_source.labels(self.model, tier).inc(tokens)
+        self.from_device.inc(event.hit_tokens - sum(tokens for _, tokens in event.loaded_tokens))
 
     def _on_stored(self, event: BlocksStored) -> None:
         self.stored.inc(len(event.keys))

@@ -109,24 +109,43 @@ class PrefixBook:
         blocks: list[int],
         *,
         salt: bytes,
+        stored_version: int = 0,
+        adopted: NamedPrefix | None = None,
     ) -> NamedPrefix:
-        """The prefix is computed and `blocks` are pinned; an earlier version gives its blocks back."""
+        """The prefix is computed and `blocks` are pinned; an earlier version gives its blocks back.
+
+        `stored_version` is one that other instances know; the new one comes after it. `adopted` is the very version that is
+        now on the device.
+        """
         self._promised -= self.size_of(tokens)
         known = self._entries.pop((salt, name), None)
         if known is not None:
             self._unpin(known.blocks)
+        before = max(known.prefix.version if known is not None else 0, stored_version)
         prefix = NamedPrefix(
             name=name,
-            version=known.prefix.version + 1 if known is not None else 1,
+            version=adopted.version if adopted is not None else before + 1,
             kind=kind,
             content=content,
             tokens=tuple(tokens),
-            created=time.time(),
+            created=adopted.created if adopted is not None else time.time(),
             bytes=len(blocks) * self._block_bytes,
             ready=True,
         )
         self._entries[salt, name] = _Entry(prefix, blocks)
         return prefix
+
+    def adopt(self, prefix: NamedPrefix, *, salt: bytes) -> None:
+        """A version that another instance, or an earlier process, registered: known from now on, pinned later, if at all."""
+        known = self._entries.pop((salt, prefix.name), None)
+        if known is not None:
+            self._unpin(known.blocks)
+        self._entries[salt, prefix.name] = _Entry(replace(prefix, bytes=0, ready=False), [])
+
+    def version(self, name: str, *, salt: bytes) -> int:
+        """0 if the name is not known here."""
+        entry = self._entries.get((salt, name))
+        return entry.prefix.version if entry is not None else 0
 
     def get(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
         """Raises UnknownPrefix with close names (R17)."""

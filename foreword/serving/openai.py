@@ -160,6 +160,8 @@ async def completion_job(front: Front, engine: Engine, tenant: Tenant, body: Com
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     params = _params(engine, body, max_tokens, body.logprobs)
     front.gate.check_room(len(body.prompt) * params.n)
+    if body.prefix is not None:
+        await engine.prefixes.refresh(tenant.salt, body.prefix)
     prompts = [await front.tokenize(_completion_tokens, engine, tenant, body, prompt) for prompt in body.prompt]
     echoes = [await front.tokenize(_echo, engine, body, prompt) for prompt in body.prompt]
     shapes = [CompletionShape(engine.tokenizer, echo) for echo in echoes for _ in range(params.n)]
@@ -172,6 +174,8 @@ async def chat_job(front: Front, engine: Engine, tenant: Tenant, body: ChatReque
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = _params(engine, body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
     front.gate.check_room(params.n)
+    if body.prefix is not None:
+        await engine.prefixes.refresh(tenant.salt, body.prefix)
     prompt = await front.tokenize(_chat_tokens, engine, tenant, body)
     shapes = [ChatShape(engine.tokenizer) for _ in range(params.n)]
     return _job(engine, tenant, body, params, f"chatcmpl-{request_id}", [prompt], shapes)

@@ -30,6 +30,7 @@ def router(front: Front) -> APIRouter:
     async def list_all(request: Request) -> dict[str, Any]:
         """All named prefixes of the caller, the bytes they pin, and the server's budget for everybody's."""
         salt, engine = front.tenant(request).salt, front.gate.engine()
+        await engine.prefixes.refresh(salt)
         found = engine.prefixes.list(salt=salt)
         return {
             "object": "list",
@@ -42,6 +43,7 @@ def router(front: Front) -> APIRouter:
     async def show(request: Request, name: str) -> dict[str, Any]:
         """One prefix with its content."""
         salt, engine = front.tenant(request).salt, front.gate.engine()
+        await engine.prefixes.refresh(salt, name)
         prefix = engine.prefixes.get(name, salt=salt)
         return {**describe(prefix), **_content(prefix)}
 

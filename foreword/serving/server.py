@@ -36,6 +36,7 @@ Load = Callable[[Config, PrometheusObserver, Progress], Engine]
 def run(config: Config, load: Load | None = None) -> int:
     """Serve until a signal or a failed load; returns the exit status. Raises ConfigError before anything is started."""
     _configure_logging(config.server.log_level)
+    check_salts(config)
     gate = Gate(config.server.max_queue)
     registry = PrometheusObserver()
     app = create_app(gate, registry, config)
@@ -57,6 +58,17 @@ def run(config: Config, load: Load | None = None) -> int:
     logger.info("Foreword %s listens on %s; loading the model", __version__, _url(listener))
     server.run(sockets=[listener])
     return _leave(server, loader)
+
+
+def check_salts(config: Config) -> None:
+    """Raises ConfigError if tenants' salts would not outlive this process but the blocks named after them would."""
+    lasting = [url for url in config.store.urls if not url.startswith("memory:")]
+    tenants = config.server.api_keys or config.server.api_key_file
+    if lasting and tenants and not config.server.tenant_secret:
+        raise ConfigError(
+            "with API keys and a store that lasts, give --tenant-secret (any long random text, the same on every server that "
+            "shares the store): tenants' salts are derived from it, and without it no block would be found again"
+        )
 
 
 def bind(config: ServerConfig) -> socket.socket:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from foreword.errors import BadFrame, StoreError, StoreTimeout
+from foreword.errors import BadFrame, StoreError
 from foreword.store.base import Entry, Name, Store, StoreStatus
-from foreword.store.frame import Frame, check, read_header
+from foreword.store.frame import Frame, check
 
 Result = TypeVar("Result")
 
@@ -298,9 +298,10 @@ class TieredStore:
         return any(gone)
 
     def records(self, start: str, *, deadline: float) -> list[str]:
+        """Raises StoreError if one tier does not say: a list with gaps would read as if something had been removed."""
         words: set[str] = set()
         for tier in self._record_tiers:
-            words.update(tier.attempt(lambda tier=tier: tier.store.records(start, deadline=deadline), []))  # type: ignore[misc]
+            words.update(tier.store.records(start, deadline=deadline))
         return sorted(words)
 
     # All of it
@@ -323,12 +324,3 @@ class TieredStore:
                 tier.store.close()
             except StoreError as error:
                 tier.count_error(error)
-
-
-def parent_of(data: memoryview) -> tuple[bytes, int]:
-    """Parent key and depth of a frame of which at least the header is there. Raises BadFrame."""
-    header = read_header(data)
-    return header.parent, header.depth
-
-
-__all__ = ["Breaker", "Found", "Rate", "StoreTimeout", "Tier", "TierCounters", "TieredStore", "parent_of"]

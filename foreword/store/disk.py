@@ -1,0 +1,585 @@
+"""Blocks as files, on any file system, shared by all processes that open the same folder.
+
+A put is: one transaction of the index that chooses what goes, unlinks it and notes what comes; then the files, each under its
+own name once it is whole; then a second transaction that makes them visible. So at no moment, whoever is killed, do the
+files of blocks take more bytes than the index has noted, and that is never more than the budget of the process that wrote
+last. A read is open, read, close; a file that another process evicts meanwhile stays readable.
+
+Not counted: the index (about 250 bytes per block), folders, records, and what the file system adds to a file's length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
+from foreword.store.base import Entry, Name, StoreStatus, time_left
+from foreword.store.disk_files import (
+    Files,
+    Found,
+    Presence,
+    Records,
+    boot_of_host,
+    folder_lock,
+    header_of,
+    is_alive,
+    is_name,
+    make_folder,
+    remove_file,
+    remove_presence,
+)
+from foreword.store.disk_index import BrokenIndex, Index, Row, Transaction, block_id, parent_id
+from foreword.store.frame import Frame
+
+_GROUP_FRAMES: Final = 64  # what one transaction admits: others wait while it unlinks
+_GROUP_BYTES: Final = 64 << 20
+_FLUSH_SECONDS: Final = 5.0
+_FLUSH_WAIT_SECONDS: Final = 0.02
+_OPEN_SECONDS: Final = 120.0
+_SETTLE_SECONDS: Final = 1.0  # beyond the caller's deadline, to take back what was noted
+_SCAN_ROWS: Final = 1024
+
+_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
+
+
+@dataclass(slots=True)
+class _Group:
+    """Frames admitted by one transaction. `kept`: how many others of the group were there already."""
+
+    new: list[Frame] = field(default_factory=list)
+    kept: int = 0
+    full: bool = False
+
+
+class DiskStore:
+    """A store of `size` bytes of blocks below the folder `path`.
+
+    Args:
+        size: bytes, each file's length counted. Processes with different sizes each keep to their own when they write.
+        pin_share: how much of `size` may be pinned.
+        read_only: never write, not even what was used; also so where the folder cannot be written.
+        journal: "delete" on network file systems, where SQLite's write-ahead log does not work across hosts.
+
+    A call to a file system that hangs (a network mount whose server is gone) cannot be ended by a deadline.
+
+    Raises:
+        StoreConfigError: a size or share that makes no sense.
+        StoreUnavailable: the folder cannot be made or used.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        size: int,
+        *,
+        label: str = "disk",
+        pin_share: float = 0.5,
+        read_only: bool = False,
+        journal: Literal["wal", "delete"] = "wal",
+    ) -> None:
+        if size < 1 or not 0.0 <= pin_share <= 1.0 or journal not in ("wal", "delete"):
+            raise StoreConfigError(f"no disk store of {size} bytes with a share of {pin_share} and journal {journal!r}")
+        self.label = label
+        self.size = size
+        self.path = os.path.abspath(path)
+        if not read_only:
+            _make_or_leave(self.path)
+        self.read_only = read_only or not os.access(self.path, os.W_OK | os.X_OK)
+        self._pin_limit = int(size * pin_share)
+        self._files = Files(self.path)
+        self._records = Records(f"{self.path}/records")
+        self._index = Index(f"{self.path}/index.sqlite", journal=journal, read_only=self.read_only)
+        self._closed = False
+        self._notes: Counter[str] = Counter(missing=0, buried=0, rebuilt=0)
+        self._evictions = 0
+        self._last = StoreStatus(budget=size)
+        self._presence: Presence | None = None
+        self._clear()
+        self._open(time.monotonic() + _OPEN_SECONDS)
+        _stores.add(self)
+
+    def _clear(self) -> None:
+        """What belongs to this process alone."""
+        self._opening = threading.RLock()
+        self._lock = threading.Lock()
+        self._writer = 0  # our number in the index as it is now, 0 before the first write
+        self._uses: dict[int, tuple[int, int, float]] = {}  # number -> order, hits, time, not yet in the index
+        self._order = 0
+        self._flushed = time.monotonic()
+        self._written: list[Name] = []  # whole, but the index does not know yet
+        self._dropped: list[Name] = []  # given up, but the index does not know yet
+
+    def after_fork(self) -> None:
+        """In the child: the connections, the presence and everything under way are the parent's."""
+        self._index.after_fork()
+        if self._presence is not None:
+            self._presence.forget()
+            self._presence = None
+        self._clear()
+
+    # Blocks
+
+    def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
+        if not self._ready(deadline):
+            return next((n for n, name in enumerate(names) if self._files.size(name) < 0), len(names))
+        return self._index.lookup(names, deadline)
+
+    def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+        indexed = self._ready(deadline)
+        lengths = []
+        missing = []
+        for name, buffer in zip(names, buffers, strict=True):
+            time_left(deadline)
+            length = self._files.read(name, buffer) if is_name(name) else 0
+            if length is None:
+                missing.append(name)
+            lengths.append(length or 0)
+        if indexed and not self.read_only:
+            self._note([name for name, length in zip(names, lengths, strict=True) if length], deadline)
+            if missing:
+                self._forget_missing(missing, deadline)
+        return lengths
+
+    def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
+        """As the contract says. A block that another process or thread is writing at this moment is not counted."""
+        self._ready_to_write(deadline)
+        kept, full, now = 0, False, 0
+        for part in _in_groups(frames):
+            if full:  # what is new would only make a gap
+                there = self._index.ready([block_id(one.name) for one in part], deadline)
+                kept += sum(block_id(one.name) in there for one in part)
+                continue
+            group, now = self._admit(part, now, deadline)
+            kept += group.kept + self._write(group.new, deadline)
+            full = group.full
+        if full and not kept:
+            raise StoreFull("all that could be evicted is pinned or in use")
+        return kept
+
+    def delete(self, names: Sequence[Name], *, deadline: float) -> int:
+        self._ready_to_write(deadline)
+        wanted = [name for name in dict.fromkeys(names) if is_name(name)]
+        count = 0
+        with self._transaction(deadline) as transaction:
+            rows = transaction.find(wanted)
+            for name in wanted:
+                row = rows.get(block_id(name))
+                if row is None or row.name != name:
+                    count += self._files.remove(name)
+                elif (
+                    not row.writer
+                ):  # else not there yet; whoever writes it would not know that it is no longer counted
+                    count += self._files.remove(name)
+                    transaction.remove(row)
+        return count
+
+    def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
+        self._ready_to_write(deadline)
+        wanted = [name for name in dict.fromkeys(names) if is_name(name)]
+        count = 0
+        with self._transaction(deadline) as transaction:
+            rows = transaction.find(wanted)
+            for name in wanted:
+                row = rows.get(block_id(name))
+                if row is None or row.name != name or row.writer:
+                    continue
+                if bool(row.pinned) != pinned:
+                    if pinned and transaction.pinned_bytes + row.size > self._pin_limit:
+                        continue
+                    transaction.pin(row, pinned)
+                count += 1
+        return count
+
+    def scan(self, *, deadline: float) -> Iterator[Entry]:
+        return self._scan(self._ready(deadline), deadline)
+
+    def _scan(self, indexed: bool, deadline: float) -> Iterator[Entry]:
+        if not indexed:
+            for found in self._files.walk():
+                time_left(deadline)
+                header = None if found.token else header_of(found)
+                if header is not None:
+                    yield Entry(found.name, header.parent, header.depth, found.size, found.modified)
+            return
+        after, entries = self._page(-1, deadline)
+        while entries:
+            yield from entries
+            after, entries = self._page(after, deadline)
+
+    def _page(self, after: int, deadline: float) -> tuple[int, list[Entry]]:
+        self._ready(deadline)
+        entries, last = self._index.entries(after, _SCAN_ROWS, deadline)
+        return last, entries
+
+    # Records
+
+    def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
+        self._ready_to_write(deadline)
+        self._records.put(word, data, self._token())
+
+    def get_record(self, word: str, *, deadline: float) -> bytes | None:
+        self._check_open(deadline)
+        return self._records.get(word)
+
+    def delete_record(self, word: str, *, deadline: float) -> bool:
+        self._ready_to_write(deadline)
+        return self._records.delete(word)
+
+    def records(self, start: str, *, deadline: float) -> list[str]:
+        self._check_open(deadline)
+        return self._records.words(start)
+
+    # The store itself
+
+    def status(self) -> StoreStatus:
+        """`notes`: missing (blocks whose file was gone), buried (blocks that a dead process was writing), rebuilt (how often
+        the index was made anew). Evictions are this process's."""
+        soon = time.monotonic() + _FLUSH_WAIT_SECONDS
+        try:
+            if not self._closed and self._index.usable():
+                blocks, size, pinned = self._index.totals(soon)
+                self._last = StoreStatus(blocks, size, self.size, pinned, self._evictions, dict(self._notes))
+        except StoreError:
+            return self._last
+        return self._last
+
+    def close(self) -> None:
+        with self._opening:
+            if self._closed:
+                return
+            self._closed = True
+            soon = time.monotonic() + _SETTLE_SECONDS
+            if not self.read_only and self._index.usable():
+                self._say_goodbye(soon)
+            if self._presence is not None:
+                self._presence.leave()
+                self._presence = None
+            try:
+                self._index.close(soon)
+            except StoreTimeout:  # a call is still under way; it has the connection, and it is the last one
+                return
+
+    def _say_goodbye(self, deadline: float) -> None:
+        try:
+            with self._transaction(deadline) as transaction:
+                if self._writer and not transaction.unfinished(self._writer):
+                    transaction.unregister(self._writer)
+        except StoreError:
+            return  # what others find unfinished they bury
+
+    def _check_open(self, deadline: float) -> None:
+        if self._closed:
+            raise StoreUnavailable(f"the store {self.label!r} is closed")
+        time_left(deadline)
+
+    def _ready(self, deadline: float) -> bool:
+        """Whether there is an index to ask; only a folder that cannot be written may do without."""
+        self._check_open(deadline)
+        if not self._index.usable():
+            self._open(deadline)
+        return self._index.usable()
+
+    def _ready_to_write(self, deadline: float) -> None:
+        self._check_open(deadline)
+        if self.read_only:
+            raise StoreReadOnly(f"the store {self.label!r} takes no writes")
+        self._ready(deadline)
+
+    # Opening
+
+    def _open(self, deadline: float) -> None:
+        with self._opening:
+            if self._index.usable() or self._closed:
+                return
+            if self.read_only:
+                self._open_for_reading(deadline)
+                return
+            make_folder(self.path)
+            with folder_lock(self.path, deadline):
+                made = self._open_index(deadline)
+                self._writer = 0
+                self._take_over(made, deadline)
+
+    def _open_for_reading(self, deadline: float) -> None:
+        if not os.path.isdir(self.path):
+            raise StoreUnavailable(f"there is no folder {self.path}")
+        try:
+            self._index.open(deadline)
+        except StoreUnavailable:
+            return  # the files speak for themselves
+
+    def _open_index(self, deadline: float) -> bool:
+        """True if it was made just now. A broken one is set aside; the blocks tell what was in it."""
+        try:
+            return self._index.open(deadline)
+        except BrokenIndex:
+            self._notes["rebuilt"] += 1
+            file = self._index.file
+            try:
+                os.replace(file, file + ".broken")
+            except OSError as error:
+                raise StoreUnavailable(f"the index is broken and cannot be set aside: {error}") from error
+            for end in ("-wal", "-shm", "-journal"):
+                remove_file(file + end)
+            return self._index.open(deadline)
+
+    def _take_over(self, made: bool, deadline: float) -> None:
+        """Bring index and files together, as far as somebody may have left them apart."""
+        host, boot = boot_of_host()
+        with self._index.write(deadline) as transaction:
+            crashed = transaction.boot(host) not in (None, boot)  # SQLite's last transactions may be lost then
+            if made or crashed:
+                self._compare(transaction)
+            transaction.note_boot(host, boot)
+            self._bury(transaction)
+        self._records.sweep(lambda token: not is_alive(self.path, token))
+
+    def _compare(self, transaction: Transaction) -> None:
+        """Look at every file: adopt sound blocks that have no row, remove other files, forget rows without a file."""
+        rows = transaction.all()
+        whole: set[Name] = set()
+        adopted: list[Found] = []
+        for found in self._files.walk():
+            row = rows.get(found.name)
+            if found.token is not None:
+                if not is_alive(self.path, found.token):
+                    remove_file(found.path)
+            elif row is None:
+                adopted.append(found)
+            elif row.size == found.size or row.writer:
+                whole.add(found.name)
+            else:
+                remove_file(found.path)
+        for row in rows.values():
+            if row.name not in whole and not row.writer:
+                transaction.remove(row)
+        self._adopt(transaction, adopted)
+        transaction.recount()
+
+    def _adopt(self, transaction: Transaction, files: list[Found]) -> None:
+        """Rows for files, the latest written used last."""
+        for found in sorted(files, key=lambda found: found.modified):
+            header = header_of(found)
+            if header is None or not transaction.adopt(header, found.size, transaction.tick(), found.modified):
+                remove_file(found.path)
+
+    def _bury(self, transaction: Transaction) -> None:
+        """Finish or take back what dead processes were writing."""
+        for writer, token in transaction.writers().items():
+            if writer == self._writer or is_alive(self.path, token):
+                continue
+            for row in transaction.unfinished(writer):
+                self._files.remove(row.name, token)
+                if self._files.size(row.name) == row.size:
+                    transaction.finish([row.name], writer)
+                else:
+                    self._files.remove(row.name)
+                    transaction.remove(row)
+                self._notes["buried"] += 1
+            transaction.unregister(writer)
+            remove_presence(self.path, token)
+
+    # Writing
+
+    @contextlib.contextmanager
+    def _transaction(self, deadline: float) -> Iterator[Transaction]:
+        """A transaction that begins with what the index does not know yet; if it fails, the next one begins with that."""
+        with self._lock:
+            uses, written, dropped = self._uses, self._written, self._dropped
+            self._uses, self._written, self._dropped, self._order = {}, [], [], 0
+        try:
+            with self._index.write(deadline) as transaction:
+                self._tell(transaction, uses, written, dropped)
+                yield transaction
+        except BaseException:
+            with self._lock:
+                self._written += written
+                self._dropped += dropped
+            raise
+        self._flushed = time.monotonic()
+
+    def _tell(
+        self,
+        transaction: Transaction,
+        uses: dict[int, tuple[int, int, float]],
+        written: list[Name],
+        dropped: list[Name],
+    ) -> None:
+        if uses:
+            clock = transaction.clock
+            transaction.note((clock + order, hits, at, number) for number, (order, hits, at) in uses.items())
+            transaction.clock += max(order for order, _, _ in uses.values())
+        if written:
+            for name in transaction.finish(written, self._writer):
+                self._files.remove(name)  # the index was made anew meanwhile and does not count it
+        if dropped and self._writer:
+            for row in transaction.find(dropped).values():
+                if row.writer == self._writer:
+                    transaction.remove(row)
+
+    def _token(self) -> str:
+        with self._lock:
+            if self._presence is None:
+                self._presence = Presence(self.path)
+            return self._presence.token
+
+    def _register(self, token: str, deadline: float) -> int:
+        """Our number in the index, before anything is noted under it."""
+        with self._opening:
+            if not self._writer:
+                with self._index.write(deadline) as transaction:
+                    number = transaction.register(token)
+                self._writer = number
+            return self._writer
+
+    def _admit(self, frames: Sequence[Frame], now: int, deadline: float) -> tuple[_Group, int]:
+        """Choose what of `frames` is to be written, and make room for it. `now` is the time of the whole put, 0 if it has none
+        yet: nothing that was used since then is evicted."""
+        token = self._token()
+        writer = self._register(token, deadline)
+        group = _Group()
+        with self._transaction(deadline) as transaction:
+            if not transaction.is_registered(writer, token):
+                raise StoreUnavailable("the index was made anew at this moment")
+            now = now or transaction.tick()
+            new = self._sort_out(transaction, frames, group, now)
+            need = 0
+            for one in new:
+                if not self._make_room(transaction, need + len(one.data), now):
+                    group.full = True
+                    break
+                need += len(one.data)
+                group.new.append(one)
+            if group.new:
+                transaction.add(group.new, now, writer, time.time())
+        return group, now
+
+    def _sort_out(self, transaction: Transaction, frames: Sequence[Frame], group: _Group, now: int) -> list[Frame]:
+        """The frames that have to be written. What is there is counted and noted as used, and so is what the others hang on."""
+        rows = transaction.find(one.name for one in frames)
+        if any(row.writer not in (0, self._writer) for row in rows.values()):
+            self._bury(transaction)
+            rows = transaction.find(one.name for one in frames)
+        new: dict[int, Frame] = {}
+        for one in frames:
+            number = block_id(one.name)
+            row = rows.get(number)
+            if row is not None and not row.writer and self._files.size(row.name) != row.size:
+                self._discard(transaction, row)
+                del rows[number]
+                row = None
+            if row is not None:
+                group.kept += row.name == one.name and not row.writer
+            elif number in new:
+                group.kept += new[number].name == one.name
+            elif len(one.data) <= self.size and is_name(one.name):
+                new[number] = one
+        parents = {parent_id(one) for one in new.values()}
+        transaction.touch(rows.keys() | parents - new.keys(), now)
+        return list(new.values())
+
+    def _discard(self, transaction: Transaction, row: Row) -> None:
+        """A row whose file is gone, or not as long as it was."""
+        self._files.remove(row.name)
+        transaction.remove(row)
+        self._notes["missing"] += 1
+
+    def _make_room(self, transaction: Transaction, need: int, now: int) -> bool:
+        """Evict until `need` more bytes keep to the budget; False if that cannot be."""
+        searched = False
+        while transaction.bytes + need > self.size:
+            row = transaction.victim(now)
+            if row is not None:
+                self._files.remove(row.name)
+                transaction.remove(row)
+                self._evictions += 1
+            elif searched:
+                return False
+            else:
+                self._bury(transaction)
+                searched = True
+        return True
+
+    def _write(self, frames: Sequence[Frame], deadline: float) -> int:
+        """Write files and make them visible. Returns how many."""
+        if not frames:
+            return 0
+        token = self._token()
+        written: list[Name] = []
+        try:
+            for one in frames:
+                time_left(deadline)
+                self._files.write(one.name, one.data, token)
+                written.append(one.name)
+        finally:
+            with self._lock:
+                self._written += written
+                self._dropped += [one.name for one in frames[len(written) :]]
+            with self._transaction(max(deadline, time.monotonic() + _SETTLE_SECONDS)):
+                pass
+        return len(written)
+
+    # Reading
+
+    def _note(self, names: Sequence[Name], deadline: float) -> None:
+        """Remember uses; they reach the index with the next transaction, or now if that was long ago."""
+        if names:
+            clock = time.time()
+            with self._lock:
+                self._order += 1
+                for name in names:
+                    number = block_id(name)
+                    _, hits, _ = self._uses.get(number, (0, 0, 0.0))
+                    self._uses[number] = (self._order, hits + 1, clock)
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._flushed = time.monotonic()
+            soon = min(deadline, time.monotonic() + _FLUSH_WAIT_SECONDS)
+            with contextlib.suppress(StoreError), self._transaction(soon):
+                pass
+
+    def _forget_missing(self, names: Sequence[Name], deadline: float) -> None:
+        """Remove the rows of blocks whose file was found missing, if there are such rows."""
+        if not self._index.ready([block_id(name) for name in names], deadline):
+            return
+        with self._transaction(deadline) as transaction:
+            for row in transaction.find(names).values():
+                if not row.writer and self._files.size(row.name) < 0:
+                    self._discard(transaction, row)
+
+
+def _in_groups(frames: Sequence[Frame]) -> Iterator[list[Frame]]:
+    """Runs of frames, none longer than one transaction should admit."""
+    group: list[Frame] = []
+    size = 0
+    for one in frames:
+        if group and (len(group) == _GROUP_FRAMES or size + len(one.data) > _GROUP_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(one)
+        size += len(one.data)
+    if group:
+        yield group
+
+
+def _make_or_leave(path: str) -> None:
+    """Make the folder; one that is there already may be one that cannot be written. Raises StoreUnavailable."""
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StoreUnavailable(f"the folder {path} cannot be made: {error}") from error
+
+
+def _after_fork() -> None:
+    for store in list(_stores):
+        store.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,478 @@
+"""The index of a disk store: one SQLite database beside the blocks, shared by all processes that use the folder.
+
+A row is written before its file and removed after it, so the rows' sizes are never less than the bytes on disk, whoever is
+killed when. A row whose `writer` is not 0 belongs to a process that has not finished writing the file: nobody sees it or
+evicts it until that process is done, or dead.
+
+`used` is a count of transactions, not a time: clocks may jump. Children are counted as they come and go; those of a block that
+is not here are counted in `waiting`, so a parent may come after its child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+from urllib.parse import quote
+
+import xxhash
+
+from foreword.errors import StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
+from foreword.store.base import Entry, Name, time_left
+from foreword.store.frame import Frame, Header
+
+VERSION: Final = 1
+_SCHEMA: Final = f"""
+CREATE TABLE blocks (
+    id INTEGER PRIMARY KEY, writer INTEGER NOT NULL, children INTEGER NOT NULL, pinned INTEGER NOT NULL,
+    used INTEGER NOT NULL, size INTEGER NOT NULL, above INTEGER NOT NULL, depth INTEGER NOT NULL, hits INTEGER NOT NULL,
+    stored_at REAL NOT NULL, used_at REAL NOT NULL, name BLOB NOT NULL, parent BLOB NOT NULL
+);
+CREATE INDEX leaves ON blocks (used, depth DESC) WHERE children = 0 AND pinned = 0 AND writer = 0;
+CREATE INDEX unfinished ON blocks (writer) WHERE writer != 0;
+CREATE TABLE waiting (id INTEGER PRIMARY KEY, children INTEGER NOT NULL);
+CREATE TABLE writers (id INTEGER PRIMARY KEY AUTOINCREMENT, token TEXT NOT NULL);
+CREATE TABLE hosts (host TEXT PRIMARY KEY, boot TEXT NOT NULL);
+CREATE TABLE totals (
+    blocks INTEGER NOT NULL, bytes INTEGER NOT NULL, pinned_bytes INTEGER NOT NULL, clock INTEGER NOT NULL
+);
+INSERT INTO totals VALUES (0, 0, 0, 0);
+PRAGMA user_version = {VERSION};
+"""
+_ROW: Final = "id, name, above, size, used, children, pinned, writer"
+_FIRST_BATCH: Final = 64
+_BATCH: Final = 1024
+_CHECKED_BYTES: Final = 64 << 20  # an index up to this size is read through when it is opened
+_CACHE_KIB: Final = 32 << 10
+_LONGEST_WAIT: Final = 1e6
+_BROKEN: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
+
+# Connections that a fork left behind. SQLite must not use them there, nor close them: their locks are the parent's.
+_inherited: list[sqlite3.Connection] = []
+
+
+class BrokenIndex(StoreUnavailable):
+    """The database cannot be read, or is not one. It can be made again from the blocks."""
+
+
+class Row(NamedTuple):
+    """What decides a block's fate."""
+
+    id: int
+    name: Name
+    above: int
+    size: int
+    used: int
+    children: int
+    pinned: int
+    writer: int
+
+
+def block_id(name: Name) -> int:
+    """A block's number: 63 bits of a hash of its whole name. Two names with one number exclude each other: a miss."""
+    return xxhash.xxh3_64_intdigest(name) >> 1
+
+
+class Index:
+    """The database in `file`. Threads may call at once: one connection reads, one writes.
+
+    Args:
+        journal: SQLite's journal mode, "wal" or, for network file systems, "delete".
+    """
+
+    def __init__(self, file: str, *, journal: str, read_only: bool) -> None:
+        self.file = file
+        self.read_only = read_only
+        self._journal = journal
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """Let go of what belongs to the parent process."""
+        _inherited.extend(c for c in (getattr(self, "_reader", None), getattr(self, "_writer", None)) if c is not None)
+        self._reader: sqlite3.Connection | None = None
+        self._writer: sqlite3.Connection | None = None
+        self._read_lock = threading.Lock()
+        self._write_lock = threading.Lock()
+        self._inode = -1
+        self.broken = False
+
+    def usable(self) -> bool:
+        """Whether it is open, sound as far as is known, and still the file that lies there."""
+        if self._reader is None or self.broken:
+            return False
+        try:
+            return os.stat(self.file).st_ino == self._inode
+        except OSError:
+            return False
+
+    def open(self, deadline: float) -> bool:
+        """Connect; True if the database was made just now. Raises BrokenIndex, StoreUnavailable, StoreTimeout.
+
+        Must not be called by two processes at once.
+        """
+        self.close(deadline)
+        with _translated(self):
+            reader = self._connect(deadline)
+            try:
+                made = self._prepare(reader)
+                writer = reader if self.read_only else self._connect(deadline)
+            except BaseException:
+                reader.close()
+                raise
+            self._inode = os.stat(self.file).st_ino
+            self.broken = False
+            self._reader, self._writer = reader, writer
+            return made
+
+    def close(self, deadline: float) -> None:
+        """Disconnect, once the calls under way are done."""
+        with _held(self._write_lock, deadline), _held(self._read_lock, deadline):
+            reader, writer, self._reader, self._writer = self._reader, self._writer, None, None
+            for connection in {reader, writer} - {None}:
+                assert connection is not None
+                with contextlib.suppress(sqlite3.Error):
+                    connection.close()
+
+    def _connect(self, deadline: float) -> sqlite3.Connection:
+        if self.read_only:
+            return self._connect_for_reading()
+        connection = sqlite3.connect(
+            self.file, timeout=time_left(deadline), isolation_level=None, check_same_thread=False
+        )
+        os.chmod(self.file, 0o600)  # SQLite gives its other files the same mode
+        for pragma in (f"journal_mode={self._journal}", "synchronous=OFF", f"cache_size=-{_CACHE_KIB}"):
+            connection.execute(f"PRAGMA {pragma}").fetchone()
+        return connection
+
+    def _connect_for_reading(self) -> sqlite3.Connection:
+        """Beside a living writer if there is one; where the folder cannot be written the database is taken as it lies."""
+        address = "file:" + quote(os.path.abspath(self.file))
+        for mode in ("?mode=ro", "?immutable=1"):
+            connection = sqlite3.connect(address + mode, uri=True, isolation_level=None, check_same_thread=False)
+            try:
+                connection.execute("SELECT clock FROM totals").fetchone()
+            except sqlite3.OperationalError:
+                connection.close()
+                continue
+            return connection
+        raise BrokenIndex("the index cannot be read")
+
+    def _prepare(self, connection: sqlite3.Connection) -> bool:
+        """Make the tables, or see that they are sound."""
+        [version] = connection.execute("PRAGMA user_version").fetchone()
+        if version == 0 and not self.read_only:
+            if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
+                raise BrokenIndex("the index is not Foreword's")
+            connection.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}COMMIT;")
+            return True
+        if version != VERSION:
+            raise StoreUnavailable(f"the index {self.file} has format {version}, this program reads {VERSION}")
+        if os.path.getsize(self.file) <= _CHECKED_BYTES:
+            if connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
+                raise BrokenIndex("the index does not pass SQLite's check")
+            counted = "SELECT count(*), coalesce(sum(size), 0), coalesce(sum(pinned * size), 0) FROM blocks"
+            noted = "SELECT blocks, bytes, pinned_bytes FROM totals"
+            if connection.execute(f"{counted} EXCEPT {noted}").fetchone() is not None:
+                raise BrokenIndex("the index has lost count")
+        return False
+
+    @contextlib.contextmanager
+    def write(self, deadline: float) -> Iterator[Transaction]:
+        """A transaction that no other process's writes come between; undone if the block raises."""
+        with _translated(self), _held(self._write_lock, deadline):
+            connection = self._writer
+            if connection is None:
+                raise StoreUnavailable("the index is not open")
+            connection.execute(f"PRAGMA busy_timeout={_milliseconds(deadline)}")
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                if not self.usable():
+                    raise StoreUnavailable("another process has made the index anew")
+                transaction = Transaction(connection)
+                yield transaction
+                transaction.save()
+                connection.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    connection.execute("ROLLBACK")
+                raise
+
+    def _read(self, sql: str, values: Sequence[object], deadline: float) -> list[Any]:
+        with _translated(self), _held(self._read_lock, deadline):
+            if self._reader is None:
+                raise StoreUnavailable("the index is not open")
+            return self._reader.execute(sql, values).fetchall()
+
+    def lookup(self, names: Sequence[Name], deadline: float) -> int:
+        """How many of `names`, from the first on, are whole. In growing batches: most lookups of long chains end early."""
+        start, size = 0, _FIRST_BATCH
+        while start < len(names):
+            ids = [block_id(name) for name in names[start : start + size]]
+            there = self.ready(ids, deadline)
+            if len(there) < len(set(ids)):
+                return start + next(number for number, one in enumerate(ids) if one not in there)
+            start += size
+            size = min(_BATCH, size * 4)
+        return len(names)
+
+    def ready(self, ids: Sequence[int], deadline: float) -> set[int]:
+        """Which of the blocks are whole, as far as the index knows."""
+        sql = "SELECT id FROM blocks WHERE id IN (SELECT value FROM json_each(?)) AND writer = 0"
+        return {one for (one,) in self._read(sql, (json.dumps(ids),), deadline)}
+
+    def entries(self, after: int, count: int, deadline: float) -> tuple[list[Entry], int]:
+        """The next blocks by number, and the last one's number."""
+        rows = self._read(
+            "SELECT id, name, parent, depth, size, stored_at, used_at, hits, pinned FROM blocks"
+            " WHERE id > ? AND writer = 0 ORDER BY id LIMIT ?",
+            (after, count),
+            deadline,
+        )
+        return [_entry(*row[1:]) for row in rows], rows[-1][0] if rows else after
+
+    def totals(self, deadline: float) -> tuple[int, int, int]:
+        """Blocks, their bytes, and the bytes of the pinned ones."""
+        [row] = self._read("SELECT blocks, bytes, pinned_bytes FROM totals", (), deadline)
+        return row[0], row[1], row[2]
+
+
+class Transaction:
+    """The index while nobody else may change it. Files are the caller's business: unlink before `remove`, write after the
+    transaction that did `add`, then `finish` in another one."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._execute = connection.execute
+        self._execute_many = connection.executemany
+        self.blocks, self.bytes, self.pinned_bytes, self.clock = self._execute("SELECT * FROM totals").fetchone()
+
+    def save(self) -> None:
+        self._execute(
+            "UPDATE totals SET blocks = ?, bytes = ?, pinned_bytes = ?, clock = ?",
+            (self.blocks, self.bytes, self.pinned_bytes, self.clock),
+        )
+
+    def tick(self) -> int:
+        """The time of the next use."""
+        self.clock += 1
+        return int(self.clock)
+
+    def find(self, names: Iterable[Name]) -> dict[int, Row]:
+        """The rows that have the numbers of these names (and, but for one case in 2**63, the names)."""
+        ids = json.dumps([block_id(name) for name in names])
+        found = self._execute(f"SELECT {_ROW} FROM blocks WHERE id IN (SELECT value FROM json_each(?))", (ids,))
+        return {row.id: row for row in map(Row._make, found)}
+
+    def add(self, frames: Sequence[Frame], used: int, writer: int, clock: float) -> None:
+        """Rows for frames that have none, in the hands of `writer`."""
+        numbers = [block_id(one.name) for one in frames]
+        above = [parent_id(one) for one in frames]
+        children = self._claim(numbers)
+        elsewhere: dict[int, int] = {}
+        new = set(numbers)
+        for parent in above:
+            counts = children if parent in new else elsewhere
+            counts[parent] = counts.get(parent, 0) + 1
+        elsewhere.pop(0, None)
+        rows = [
+            (
+                *(number, writer, children.get(number, 0), 0, used, len(one.data), parent, one.header.depth, 0),
+                *(clock, clock, one.name, one.header.parent),
+            )
+            for one, number, parent in zip(frames, numbers, above, strict=True)
+        ]
+        self._execute_many("INSERT INTO blocks VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", rows)
+        for parent, count in elsewhere.items():
+            self._count_children(parent, count, used)
+        self.blocks += len(frames)
+        self.bytes += sum(len(one.data) for one in frames)
+
+    def _claim(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Children that came before these blocks."""
+        if self._execute("SELECT 1 FROM waiting LIMIT 1").fetchone() is None:
+            return {}
+        ids = json.dumps(numbers)
+        found = self._execute("SELECT * FROM waiting WHERE id IN (SELECT value FROM json_each(?))", (ids,)).fetchall()
+        self._execute("DELETE FROM waiting WHERE id IN (SELECT value FROM json_each(?))", (ids,))
+        return dict(found)
+
+    def _count_children(self, parent: int, more: int, used: int) -> None:
+        """A block has so many children more, or less; it was used when they were."""
+        changed = self._execute(
+            "UPDATE blocks SET children = children + ?, used = max(used, ?) WHERE id = ?", (more, used, parent)
+        ).rowcount
+        if changed:
+            return
+        self._execute(
+            "INSERT INTO waiting VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET children = children + excluded.children",
+            (parent, more),
+        )
+        self._execute("DELETE FROM waiting WHERE id = ? AND children <= 0", (parent,))
+
+    def finish(self, names: Sequence[Name], writer: int) -> list[Name]:
+        """The files of these blocks are whole. Returns those that no row speaks of any more: their files must go."""
+        ids = json.dumps([block_id(name) for name in names])
+        changed = self._execute(
+            "UPDATE blocks SET writer = 0 WHERE writer = ? AND id IN (SELECT value FROM json_each(?))", (writer, ids)
+        ).rowcount
+        if changed == len(names):
+            return []
+        rows = self.find(names)
+        return [name for name in names if (number := block_id(name)) not in rows or rows[number].name != name]
+
+    def remove(self, row: Row) -> None:
+        """Forget a block whose file is gone."""
+        # The row may be older than what this transaction did to the block's children.
+        children, used = self._execute("SELECT children, used FROM blocks WHERE id = ?", (row.id,)).fetchone()
+        self._execute("DELETE FROM blocks WHERE id = ?", (row.id,))
+        if children:
+            self._execute("INSERT OR REPLACE INTO waiting VALUES (?, ?)", (row.id, children))
+        if row.above:
+            self._count_children(row.above, -1, used)
+        self.blocks -= 1
+        self.bytes -= row.size
+        self.pinned_bytes -= row.size if row.pinned else 0
+
+    def victim(self, before: int) -> Row | None:
+        """The leaf used longest ago, and before the time `before`, that may be evicted; the deepest of equals."""
+        found = self._execute(
+            f"SELECT {_ROW} FROM blocks WHERE children = 0 AND pinned = 0 AND writer = 0 AND used < ?"
+            " ORDER BY used, depth DESC LIMIT 1",
+            (before,),
+        ).fetchone()
+        return None if found is None else Row._make(found)
+
+    def touch(self, numbers: Iterable[int], used: int) -> None:
+        """These blocks are in use at the time `used`."""
+        self._execute(
+            "UPDATE blocks SET used = max(used, ?) WHERE id IN (SELECT value FROM json_each(?))",
+            (used, json.dumps(list(numbers))),
+        )
+
+    def note(self, uses: Iterable[tuple[int, int, float, int]]) -> None:
+        """Uses by `get`: (time, how many more, seconds since the epoch, number)."""
+        self._execute_many("UPDATE blocks SET used = max(used, ?), hits = hits + ?, used_at = ? WHERE id = ?", uses)
+
+    def pin(self, row: Row, pinned: bool) -> None:
+        self._execute("UPDATE blocks SET pinned = ? WHERE id = ?", (int(pinned), row.id))
+        self.pinned_bytes += row.size if pinned else -row.size
+
+    # Writers
+
+    def register(self, token: str) -> int:
+        """A number for a writer."""
+        number = self._execute("INSERT INTO writers (token) VALUES (?)", (token,)).lastrowid
+        assert number is not None
+        return number
+
+    def is_registered(self, writer: int, token: str) -> bool:
+        return bool(self._execute("SELECT token FROM writers WHERE id = ?", (writer,)).fetchone() == (token,))
+
+    def writers(self) -> dict[int, str]:
+        return dict(self._execute("SELECT id, token FROM writers").fetchall())
+
+    def unfinished(self, writer: int) -> list[Row]:
+        """What a writer had in hand."""
+        found = self._execute(f"SELECT {_ROW} FROM blocks WHERE writer = ? AND writer != 0", (writer,)).fetchall()
+        return [Row._make(row) for row in found]
+
+    def unregister(self, writer: int) -> None:
+        self._execute("DELETE FROM writers WHERE id = ?", (writer,))
+
+    # After a crash of the machine, or of the index
+
+    def boot(self, host: str) -> str | None:
+        """Which run of the host used the index last."""
+        found = self._execute("SELECT boot FROM hosts WHERE host = ?", (host,)).fetchone()
+        return None if found is None else str(found[0])
+
+    def note_boot(self, host: str, boot: str) -> None:
+        self._execute("INSERT OR REPLACE INTO hosts VALUES (?, ?)", (host, boot))
+
+    def all(self) -> dict[Name, Row]:
+        return {row.name: row for row in map(Row._make, self._execute(f"SELECT {_ROW} FROM blocks"))}
+
+    def adopt(self, header: Header, size: int, used: int, clock: float) -> bool:
+        """A row for a file that has none; False if another block has its number. `recount` must follow."""
+        values = (block_id(header.name), 0, 0, 0, used, size, _above(header), header.depth, 0, clock, clock)
+        return bool(
+            self._execute(
+                "INSERT OR IGNORE INTO blocks VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", (*values, header.name, header.parent)
+            ).rowcount
+        )
+
+    def recount(self) -> None:
+        """Children and totals, from the rows alone."""
+        counts: dict[int, int] = {}
+        rows = self._execute("SELECT id, above, children FROM blocks").fetchall()
+        for _, above, _ in rows:
+            counts[above] = counts.get(above, 0) + 1
+        counts.pop(0, None)
+        wrong = [(counts.get(number, 0), number) for number, _, children in rows if counts.get(number, 0) != children]
+        self._execute_many("UPDATE blocks SET children = ? WHERE id = ?", wrong)
+        there = {number for number, _, _ in rows}
+        self._execute("DELETE FROM waiting")
+        away = [(number, count) for number, count in counts.items() if number not in there]
+        self._execute_many("INSERT INTO waiting VALUES (?, ?)", away)
+        self.blocks, self.bytes, self.pinned_bytes = self._execute(
+            "SELECT count(*), coalesce(sum(size), 0), coalesce(sum(pinned * size), 0) FROM blocks"
+        ).fetchone()
+
+
+def _entry(
+    name: Name, parent: bytes, depth: int, size: int, stored_at: float, used_at: float, hits: int, pinned: int
+) -> Entry:
+    return Entry(name, parent, depth, size, stored_at, used_at, hits, bool(pinned))
+
+
+def parent_id(one: Frame) -> int:
+    """The number of a frame's parent, 0 for the first of a chain."""
+    return _above(one.header)
+
+
+def _above(header: Header) -> int:
+    return block_id(header.layout + header.parent) if header.depth and header.parent != header.key else 0
+
+
+def _milliseconds(deadline: float) -> int:
+    return max(1, int(min(time_left(deadline), _LONGEST_WAIT) * 1000))
+
+
+@contextlib.contextmanager
+def _held(lock: threading.Lock, deadline: float) -> Iterator[None]:
+    if not lock.acquire(timeout=min(time_left(deadline), _LONGEST_WAIT)):
+        raise StoreTimeout("another thread holds the index")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _translated(index: Index) -> Iterator[None]:
+    """SQLite's errors as Foreword's."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        translated = _translate(error)
+        index.broken |= isinstance(translated, BrokenIndex)
+        raise translated from error
+    except OSError as error:
+        raise StoreUnavailable(f"the index cannot be used: {error}") from error
+
+
+def _translate(error: sqlite3.Error) -> StoreError:
+    code = getattr(error, "sqlite_errorcode", 0)
+    kind = code & 0xFF
+    if kind in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return StoreTimeout("another process holds the index")
+    if kind == sqlite3.SQLITE_FULL:
+        return StoreFull("there is no room for the index")
+    if kind in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+        return StoreReadOnly(f"the index cannot be written: {error}")
+    if kind in _BROKEN or code == sqlite3.SQLITE_IOERR_SHORT_READ:
+        return BrokenIndex(f"the index is broken: {error}")
+    return StoreUnavailable(f"the index cannot be used: {error}")

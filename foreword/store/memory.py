@@ -1,0 +1,494 @@
+"""Blocks in this process's memory: one arena of fixed slots, mapped once, no allocation per block.
+
+The lock is held to find slots and never while bytes are copied. A slot that is being read or written is *held*: it is not
+evicted, and a block that is deleted meanwhile leaves its slot only when the last reader is done. A block that is being
+written is in the index, so that nobody writes it twice, but not visible.
+
+The arena's pages are touched ahead of use by a thread of their own, because the first write to a page costs as much as the
+copy. The store belongs to one process; after a fork the child has a copy of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+
+from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreTimeout, StoreUnavailable
+from foreword.store.base import Entry, Name, StoreStatus, time_left
+from foreword.store.chains import Chains
+from foreword.store.frame import Frame
+
+RECORD_BYTES = 8 << 20
+_WORD = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
+_UNLOCKED_BYTES = 64 << 10  # copies from here on let other threads run meanwhile
+_POPULATE_BYTES = 16 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap does not name it
+_SCAN_SLOTS = 4096
+
+
+class MemoryStore:
+    """A store of `size` bytes in memory.
+
+    Args:
+        size: bytes of the arena. The index takes about 400 bytes per block besides.
+        pin_share: how much of the slots may be pinned.
+        slot_bytes: length of a slot; the largest frame of the first put decides if it is not given. Frames longer than
+            that are refused (not kept, not counted, no error; `notes["refused"]`), shorter ones take a whole slot.
+
+    Raises:
+        StoreConfigError: a size or share that makes no sense.
+        StoreUnavailable: the system does not give that much memory.
+    """
+
+    def __init__(
+        self, size: int, *, label: str = "memory", pin_share: float = 0.5, slot_bytes: int | None = None
+    ) -> None:
+        if size < 1 or not 0.0 <= pin_share <= 1.0 or (slot_bytes is not None and not 1 <= slot_bytes <= size):
+            raise StoreConfigError(
+                f"no memory store of {size} bytes with slots of {slot_bytes} and a share of {pin_share}"
+            )
+        self.label = label
+        self.size = size
+        self._pin_share = pin_share
+        self._lock = threading.Lock()
+        self._written = threading.Condition(self._lock)
+        self._closed = False
+        self._arena: _Arena | None = _Arena(size)
+        self._slots: _Slots | None = None if slot_bytes is None else _Slots(size, slot_bytes)
+        self._records: dict[str, bytes] = {}
+        self._evictions = 0
+        self._refused = 0
+        self._stop = threading.Event()
+        threading.Thread(
+            target=_populate, args=(self._arena, self._stop), name=f"foreword-{label}-pages", daemon=True
+        ).start()
+
+    @property
+    def arena(self) -> memoryview:
+        """The whole arena, for who wants to register it with a device. Not to be written. Raises StoreUnavailable."""
+        with self._lock:
+            return self._open().view.toreadonly()
+
+    def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
+        time_left(deadline)
+        with self._lock:
+            self._open()
+            slots = self._slots
+            if slots is None:
+                return 0
+            find, writing = slots.chains.index.get, slots.writing
+            for count, name in enumerate(names):
+                slot = find(name)
+                if slot is None or slot in writing:
+                    return count
+            return len(names)
+
+    def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+        time_left(deadline)
+        with self._lock:
+            arena = self._open()
+            slots = self._slots
+            if slots is None:
+                return [0] * len(names)
+            found = slots.hold(names, buffers)
+        try:
+            for (slot, length), buffer in zip(found, buffers, strict=True):
+                if length:
+                    time_left(deadline)
+                    arena.read(slot * slots.slot_bytes, length, buffer)
+        finally:
+            with self._lock:
+                for slot, length in found:
+                    if length:
+                        slots.let_go(slot)
+        return [length for _, length in found]
+
+    def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
+        time_left(deadline)
+        with self._lock:
+            arena = self._open()
+            slots = self._slots
+            if slots is None:
+                slots = self._slots = self._divide(frames)
+            if slots is None:
+                return 0
+            mine, theirs, kept, no_room = self._reserve(slots, frames)
+        written = 0
+        try:
+            for slot, one in mine:
+                time_left(deadline)
+                arena.write(slot * slots.slot_bytes, one.data)
+                with self._lock:
+                    slots.publish(slot)
+                written += 1
+        finally:
+            with self._written:
+                for slot, _ in mine[written:]:
+                    slots.abandon(slot)
+                self._written.notify_all()
+        kept += written + self._wait(slots, theirs, deadline)
+        if no_room and not kept:
+            raise StoreFull("all that could be evicted is pinned or in use")
+        return kept
+
+    def delete(self, names: Sequence[Name], *, deadline: float) -> int:
+        time_left(deadline)
+        with self._lock:
+            self._open()
+            found = self._there(names)
+            for slot in found:
+                assert self._slots is not None
+                self._slots.remove(slot)
+            return len(found)
+
+    def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
+        time_left(deadline)
+        with self._lock:
+            self._open()
+            slots = self._slots
+            if slots is None:
+                return 0
+            limit = int(slots.chains.slots * self._pin_share)
+            return sum(slots.pin(slot, pinned, limit) for slot in self._there(names))
+
+    def scan(self, *, deadline: float) -> Iterator[Entry]:
+        time_left(deadline)
+        with self._lock:
+            self._open()
+        return self._scan(deadline)
+
+    def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
+        time_left(deadline)
+        _check_word(word)
+        if len(data) > RECORD_BYTES:
+            raise StoreError(f"a record has at most {RECORD_BYTES} bytes, not {len(data)}")
+        with self._lock:
+            self._open()
+            self._records[word] = bytes(data)
+
+    def get_record(self, word: str, *, deadline: float) -> bytes | None:
+        time_left(deadline)
+        with self._lock:
+            self._open()
+            return self._records.get(word)
+
+    def delete_record(self, word: str, *, deadline: float) -> bool:
+        time_left(deadline)
+        with self._lock:
+            self._open()
+            return self._records.pop(word, None) is not None
+
+    def records(self, start: str, *, deadline: float) -> list[str]:
+        time_left(deadline)
+        with self._lock:
+            self._open()
+            return sorted(word for word in self._records if word.startswith(start))
+
+    def status(self) -> StoreStatus:
+        """`notes`: slots, slot_bytes (0 before the first put), refused (frames longer than a slot)."""
+        with self._lock:
+            slots = self._slots
+            notes = {"slots": 0, "slot_bytes": 0, "refused": self._refused}
+            if slots is None:
+                return StoreStatus(blocks=0, budget=self.size, evictions=self._evictions, notes=notes)
+            notes.update(slots=slots.chains.slots, slot_bytes=slots.slot_bytes)
+            return StoreStatus(
+                blocks=len(slots.chains.index) - len(slots.writing),
+                bytes=slots.bytes,
+                budget=self.size,
+                pinned_bytes=slots.pinned_bytes,
+                evictions=self._evictions,
+                notes=notes,
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._stop.set()
+            # Calls that are under way have the arena in hand; the last of them, or the thread that touches pages, frees it.
+            self._arena = None
+            self._slots = None
+            self._records = {}
+
+    def check(self) -> None:
+        """Prove the invariants of the bookkeeping. Raises IntegrityError. Takes O(slots)."""
+        with self._lock:
+            if self._slots is not None:
+                self._slots.chains.check()
+
+    def _open(self) -> _Arena:
+        if self._arena is None:
+            raise StoreUnavailable(f"the store {self.label!r} is closed")
+        return self._arena
+
+    def _divide(self, frames: Sequence[Frame]) -> _Slots | None:
+        """Slots as long as the longest of the first frames that fits at all."""
+        fitting = [len(one.data) for one in frames if len(one.data) <= self.size]
+        if not fitting:
+            self._refused += len(frames)
+            return None
+        return _Slots(self.size, max(fitting))
+
+    def _there(self, names: Sequence[Name]) -> list[int]:
+        """Slots of those of the names that are there, each once."""
+        slots = self._slots
+        if slots is None:
+            return []
+        found = (slots.chains.index.get(name) for name in dict.fromkeys(names))
+        return [slot for slot in found if slot is not None and slot not in slots.writing]
+
+    def _reserve(
+        self, slots: _Slots, frames: Sequence[Frame]
+    ) -> tuple[list[tuple[int, Frame]], list[tuple[int, Name]], int, bool]:
+        """Slots for what is new, held and not yet visible; what other threads are writing; how many are there already (names
+        that come twice included); and whether there was too little room. Evicts nothing that was used in this call."""
+        chains = slots.chains
+        now = chains.tick()
+        mine: list[tuple[int, Frame]] = []
+        theirs: list[tuple[int, Name]] = []
+        new: set[int] = set()
+        kept = 0
+        no_room = False
+        slots.touch(frames, now)
+        for one in frames:
+            name = one.name
+            slot = chains.index.get(name)
+            if slot is not None:
+                if slot in new or slot not in slots.writing:
+                    kept += 1
+                else:
+                    theirs.append((slot, name))
+                continue
+            if len(one.data) > slots.slot_bytes:
+                self._refused += 1
+                continue
+            slot = None if no_room else self._room(slots, now)
+            if slot is None:  # what comes after it would only make a gap
+                no_room = True
+                continue
+            slots.begin(slot, one, now)
+            new.add(slot)
+            mine.append((slot, one))
+        return mine, theirs, kept, no_room
+
+    def _room(self, slots: _Slots, now: int) -> int | None:
+        slot = slots.chains.take()
+        if slot is None:
+            slot = slots.chains.evict(now)
+            if slot is not None:
+                slots.forget(slot)
+                self._evictions += 1
+        return slot
+
+    def _wait(self, slots: _Slots, theirs: Sequence[tuple[int, Name]], deadline: float) -> int:
+        """Wait for what other threads are writing; how many of them are there then."""
+        if not theirs:
+            return 0
+        index = slots.chains.index
+
+        def settled() -> bool:
+            return not any(slot in slots.writing and index.get(name) == slot for slot, name in theirs)
+
+        with self._written:
+            if not self._written.wait_for(settled, timeout=max(0.0, deadline - time.monotonic())):
+                raise StoreTimeout("another thread is still writing the same blocks")
+            return sum(name in index for _, name in theirs)
+
+    def _scan(self, deadline: float) -> Iterator[Entry]:
+        start = 0
+        while True:
+            time_left(deadline)
+            with self._lock:
+                self._open()
+                slots = self._slots
+                if slots is None or start >= slots.chains.slots:
+                    return
+                entries = slots.entries(start, start + _SCAN_SLOTS)
+            yield from entries
+            start += _SCAN_SLOTS
+
+
+class _Slots:
+    """What lies in the slots of an arena. Every method is called under the store's lock."""
+
+    def __init__(self, size: int, slot_bytes: int) -> None:
+        count = size // slot_bytes
+        self.slot_bytes = slot_bytes
+        self.chains = Chains(count)
+        self.writing: set[int] = set()
+        self.bytes = 0
+        self.pinned_bytes = 0
+        self._pins = 0
+        self._lengths = array("Q", bytes(8 * count))
+        self._hits = array("I", bytes(4 * count))
+        self._stored_at = array("d", bytes(8 * count))
+        self._used_at = array("d", bytes(8 * count))
+        self._leaving: set[int] = set()  # deleted while somebody read them
+
+    def hold(self, names: Sequence[Name], buffers: Sequence[memoryview]) -> list[tuple[int, int]]:
+        """Slot and length of each name, held and noted as used; length 0 for what is missing or does not fit."""
+        chains, lengths, writing = self.chains, self._lengths, self.writing
+        find, held = chains.index.get, chains.held
+        now, clock = chains.tick(), time.time()
+        found = []
+        for name, buffer in zip(names, buffers, strict=True):
+            slot = find(name)
+            if slot is None or slot in writing or lengths[slot] > buffer.nbytes:
+                found.append((0, 0))
+                continue
+            held[slot] += 1
+            chains.touch(slot, now)
+            self._hits[slot] += 1
+            self._used_at[slot] = clock
+            found.append((slot, lengths[slot]))
+        return found
+
+    def let_go(self, slot: int) -> None:
+        held = self.chains.held
+        held[slot] -= 1
+        if not held[slot] and slot in self._leaving:
+            self._leaving.discard(slot)
+            self.chains.give_back(slot)
+
+    def touch(self, frames: Sequence[Frame], now: int) -> None:
+        """What is there of frames that come, and what they hang on, is in use."""
+        find = self.chains.index.get
+        for one in frames:
+            header = one.header
+            for slot in (find(one.name), find(header.layout + header.parent)):
+                if slot is not None:
+                    self.chains.touch(slot, now)
+
+    def begin(self, slot: int, one: Frame, now: int) -> None:
+        """A slot that was taken gets a block that is about to be written."""
+        header = one.header
+        self.chains.add(slot, one.name, header.layout + header.parent, header.depth, now)
+        self.chains.held[slot] = 1
+        self.writing.add(slot)
+        self._lengths[slot] = len(one.data)
+        self._hits[slot] = 0
+        self._stored_at[slot] = self._used_at[slot] = time.time()
+        self.bytes += len(one.data)
+
+    def publish(self, slot: int) -> None:
+        """The block is whole."""
+        self.writing.discard(slot)
+        self.chains.held[slot] = 0
+
+    def abandon(self, slot: int) -> None:
+        """The block will not be written."""
+        self.publish(slot)
+        self.remove(slot)
+
+    def remove(self, slot: int) -> None:
+        """Forget a block; its slot is free once nobody reads it."""
+        self._unpin(slot)
+        self.chains.remove(slot)
+        self.forget(slot)
+        if self.chains.held[slot]:
+            self._leaving.add(slot)
+        else:
+            self.chains.give_back(slot)
+
+    def forget(self, slot: int) -> None:
+        """The block that was evicted from a slot no longer counts."""
+        self.bytes -= self._lengths[slot]
+
+    def pin(self, slot: int, pinned: bool, limit: int) -> bool:
+        """Whether it is as wanted now; no more than `limit` are pinned."""
+        if not pinned:
+            self._unpin(slot)
+            return True
+        if self.chains.pinned[slot]:
+            return True
+        if self._pins >= limit:
+            return False
+        self.chains.pin(slot, True)
+        self._pins += 1
+        self.pinned_bytes += self._lengths[slot]
+        return True
+
+    def _unpin(self, slot: int) -> None:
+        if self.chains.pinned[slot]:
+            self.chains.pin(slot, False)
+            self._pins -= 1
+            self.pinned_bytes -= self._lengths[slot]
+
+    def entries(self, start: int, stop: int) -> list[Entry]:
+        """The blocks in a range of slots."""
+        chains = self.chains
+        return [
+            Entry(
+                name,
+                parent=(chains.parents[slot] or b"")[-32:],
+                depth=chains.depths[slot],
+                size=self._lengths[slot],
+                stored_at=self._stored_at[slot],
+                used_at=self._used_at[slot],
+                hits=self._hits[slot],
+                pinned=bool(chains.pinned[slot]),
+            )
+            for slot, name in chains.blocks(start, stop)
+            if slot not in self.writing
+        ]
+
+
+class _Arena:
+    """Anonymous private memory, freed with the last reference to this object."""
+
+    def __init__(self, size: int) -> None:
+        try:
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise StoreUnavailable(f"the system does not give {size} bytes of memory: {error}") from error
+        self.size = size
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._advise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._map)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def _advise(self, advice: int) -> None:
+        try:
+            self._map.madvise(advice)
+        except OSError:  # a kernel without it: slower, nothing else
+            return
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Copy `data` to `offset`."""
+        size = data.nbytes
+        if size >= _UNLOCKED_BYTES and not data.readonly:
+            ctypes.memmove(self._base + offset, ctypes.addressof(ctypes.c_char.from_buffer(data)), size)
+        else:
+            self.view[offset : offset + size] = data if data.format == "B" else data.cast("B")
+
+    def read(self, offset: int, size: int, buffer: memoryview) -> None:
+        """Copy `size` bytes from `offset` to the beginning of `buffer`."""
+        if size >= _UNLOCKED_BYTES:
+            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), self._base + offset, size)
+        else:
+            target = buffer if buffer.format == "B" else buffer.cast("B")
+            target[:size] = self.view[offset : offset + size]
+
+    def populate(self, offset: int, size: int) -> bool:
+        """Give pages to a range, whatever lies there staying as it is; False where the kernel cannot. Other threads run."""
+        libc = ctypes.CDLL(None)
+        return bool(
+            libc.madvise(ctypes.c_void_p(self._base + offset), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0
+        )
+
+
+def _populate(arena: _Arena, stop: threading.Event) -> None:
+    """Touch the arena's pages from its beginning on, in pieces, so that a close in between does not wait."""
+    for offset in range(0, arena.size, _POPULATE_BYTES):
+        if stop.is_set() or not arena.populate(offset, min(_POPULATE_BYTES, arena.size - offset)):
+            return
+
+
+def _check_word(word: str) -> None:
+    if not _WORD.fullmatch(word):
+        raise StoreError(f"a record's name has parts of [A-Za-z0-9._-] between slashes; {word!r} does not")

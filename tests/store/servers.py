@@ -1,0 +1,280 @@
+"""Real servers for the tests of stores: started by the tests, in folders of their own, ended with them."""
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+PATIENCE = 30.0
+
+
+def redis_binary() -> str:
+    """A Redis or Valkey server; skips the test where there is none."""
+    for program in ("redis-server", "valkey-server"):
+        found = shutil.which(program)
+        if found:
+            return found
+    pytest.skip("no redis-server: apt-get install -y redis-server")
+
+
+def free_port() -> int:
+    """A port that nobody uses at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(what: Callable[[], bool], name: str) -> None:
+    """Wait for something that comes about by itself."""
+    deadline = time.monotonic() + PATIENCE
+    while not what():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{name} did not come about within {PATIENCE:.0f} s")
+        time.sleep(0.02)
+
+
+class RedisServer:
+    """One server on a port and a Unix socket; keeps nothing when it is killed."""
+
+    def __init__(self, folder: Path, *options: str, password: str | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port = free_port()
+        self.socket = folder / "redis.sock"
+        self.password = password
+        self._folder = folder
+        self._options = [*options, *(["--requirepass", password] if password else [])]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://{f':{self.password}@' if self.password else ''}127.0.0.1:{self.port}"
+
+    def client(self) -> "redis.Redis":
+        """redis-py beside the store under test: to look at what lies there, and to spoil it."""
+        return redis.Redis(port=self.port, password=self.password)
+
+    def start(self) -> None:
+        command = [redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
+        command += ["--unixsocket", str(self.socket), "--save", "", "--appendonly", "no", *self._options]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder)
+        wait_until(self._answers, "redis-server")
+
+    def kill(self) -> None:
+        """`kill -9`."""
+        self.signal(signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Alive, with all its connections open, and answering nothing."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise RuntimeError((self._folder / "log").read_text())
+        try:
+            with self.client() as client:
+                return bool(client.ping())
+        except redis.exceptions.RedisError:
+            return False
+
+
+class RedisCluster:
+    """Three nodes that share the slots."""
+
+    def __init__(self, folder: Path) -> None:
+        self.nodes = []
+        try:
+            for number in range(3):
+                options = ["--cluster-enabled", "yes", "--cluster-port", str(free_port())]
+                self.nodes.append(RedisServer(folder / str(number), *options))
+            self._meet()
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+
+    def kill(self) -> None:
+        for node in self.nodes:
+            node.kill()
+
+    def move(self, key: bytes) -> tuple[int, str, str]:
+        """Begin to move a key's slot to the next node, the key included: from here on its owner answers ASK for it.
+
+        Returns the slot, and the ids of the node it leaves and of the one that it comes to.
+        """
+        slot = int(self.command(0, "CLUSTER", "KEYSLOT", key))
+        old = min(slot * 3 // 16384, 2)
+        new = (old + 1) % 3
+        ids = [self.command(number, "CLUSTER", "MYID").decode() for number in (old, new)]
+        self.command(new, "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+        self.command(old, "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+        self.command(old, "MIGRATE", "127.0.0.1", self.nodes[new].port, key, 0, 5000)
+        return slot, ids[0], ids[1]
+
+    def settle(self, slot: int, owner: str) -> None:
+        """End the move: from here on the old owner answers MOVED."""
+        for number in range(3):
+            self.command(number, "CLUSTER", "SETSLOT", slot, "NODE", owner)
+
+    def command(self, number: int, *words: Any) -> Any:
+        """The bare answer of one node."""
+        with self.nodes[number].client() as client:
+            connection = client.connection_pool.get_connection()
+            connection.send_command(*words)
+            return connection.read_response()
+
+    def _meet(self) -> None:
+        for number, node in enumerate(self.nodes):
+            first, last = -(-16384 * number // 3), -(-16384 * (number + 1) // 3) - 1
+            self.command(number, "CLUSTER", "ADDSLOTSRANGE", first, last)
+            self.command(number, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            bus = int(node._options[node._options.index("--cluster-port") + 1])
+            self.command(0, "CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        wait_until(lambda: all(self._agrees(number) for number in range(3)), "the cluster")
+
+    def _agrees(self, number: int) -> bool:
+        state = self.command(number, "CLUSTER", "INFO")
+        return b"cluster_state:ok" in state and len(self.command(number, "CLUSTER", "SLOTS")) == 3
+
+
+class ScriptedServer:
+    """A peer that answers whatever comes on a connection with the given bytes and closes it; silent with None."""
+
+    def __init__(self, answers: Sequence[bytes | None]) -> None:
+        self._answers = list(answers)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self.connections = 0
+        self._open: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        for connection in [*self._open, self._socket]:
+            connection.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            answer = self._answers[min(self.connections, len(self._answers) - 1)]
+            self.connections += 1
+            if answer is None:
+                self._open.append(connection)
+                continue
+            with connection, suppress(OSError):
+                connection.settimeout(PATIENCE)
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):  # so that nothing unread turns the end into a reset
+                    pass
+
+
+class S3Server:
+    """moto's S3, in a process of its own, with one bucket."""
+
+    bucket = "blocks"
+
+    def __init__(self, folder: Path) -> None:
+        pytest.importorskip("moto.server", reason="no S3 server: pip install 'moto[s3,server]'")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port = free_port()
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def url(self, path: str = "") -> str:
+        options = f"endpoint=http://127.0.0.1:{self.port}&region=us-east-1&access_key_id=tests&secret_access_key=tests"
+        return f"s3://{self.bucket}{path}?{options}"
+
+    def start(self) -> None:
+        import boto3
+
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        wait_until(self._listens, "moto")
+        keys = {"aws_access_key_id": "tests", "aws_secret_access_key": "tests", "region_name": "us-east-1"}
+        boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}", **keys).create_bucket(Bucket=self.bucket)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def _listens(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise RuntimeError((self._folder / "log").read_text())
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 1).close()
+        except OSError:
+            return False
+        return True
+
+
+class HttpServer:
+    """A web server that answers every request with one status, and a body."""
+
+    def __init__(self, status: int, body: bytes = b"") -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,395 @@
+"""ObjectStore against an S3 server and against folders: the contract, and everything that breaks."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from servers import HttpServer, S3Server, ScriptedServer, free_port
+
+from foreword.errors import StoreConfigError, StoreError, StoreReadOnly, StoreTimeout, StoreUnavailable
+from foreword.store.frame import HEADER_BYTES, frame
+from foreword.store.objects import ObjectStore
+from foreword.testing import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
+
+_numbers = itertools.count()
+_machine_folder = Path()
+
+
+def fresh() -> str:
+    """A prefix that nobody used yet: an empty store in a bucket that others use too."""
+    return f"test-{next(_numbers)}"
+
+
+def path_of(folder: Path, name: bytes) -> Path:
+    return folder / name[:16].hex() / name[16:].hex()
+
+
+def at(port: int) -> str:
+    """The URL of a bucket at whatever listens on a port."""
+    return f"s3://blocks?endpoint=http://127.0.0.1:{port}&region=us-east-1&access_key_id=a&secret_access_key=b"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    started = S3Server(tmp_path_factory.mktemp("s3"))
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "objects"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[ObjectStore]:
+    opened = ObjectStore(f"file://{folder}")
+    yield opened
+    opened.close()
+
+
+class TestContractOnS3(StoreContract):
+    pins = False
+
+    @pytest.fixture
+    def prefix(self) -> str:
+        return fresh()
+
+    @pytest.fixture
+    def store(self, server: S3Server, prefix: str) -> Iterator[ObjectStore]:
+        opened = ObjectStore(server.url(), prefix=prefix)
+        yield opened
+        opened.close()
+
+    @pytest.fixture
+    def second(self, server: S3Server, prefix: str) -> Iterator[ObjectStore]:
+        opened = ObjectStore(server.url(f"/{prefix}"))
+        yield opened
+        opened.close()
+
+
+class TestContractInAFolder(StoreContract):
+    pins = False
+
+    @pytest.fixture
+    def store(self, folder: Path) -> Iterator[ObjectStore]:
+        opened = ObjectStore(f"file://{folder}", prefix="some/where")
+        yield opened
+        opened.close()
+
+    @pytest.fixture
+    def second(self, folder: Path) -> Iterator[ObjectStore]:
+        opened = ObjectStore(f"file://{folder}/some", prefix="where")
+        yield opened
+        opened.close()
+
+
+class FolderMachine(StoreMachine):
+    pins = False
+
+    def make_store(self) -> ObjectStore:
+        return ObjectStore(f"file://{_machine_folder}", prefix=fresh())
+
+
+@pytest.fixture(scope="module")
+def machine_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    global _machine_folder
+    _machine_folder = tmp_path_factory.mktemp("machine")
+
+
+@pytest.mark.usefixtures("machine_folder")
+class TestMachine(FolderMachine.TestCase):
+    settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
+
+
+def calls_of(store: ObjectStore, seconds: float) -> dict[str, Callable[[], object]]:
+    """Every call that asks the service something, with a deadline so far away."""
+    frames = make_frames(1, 2, 1000)
+    names = names_of(frames)
+
+    def then() -> float:
+        return time.monotonic() + seconds
+
+    return {
+        "lookup": lambda: store.lookup(names, deadline=then()),
+        "get": lambda: store.get(names, [memoryview(bytearray(2000)) for _ in names], deadline=then()),
+        "put": lambda: store.put(frames, deadline=then()),
+        "delete": lambda: store.delete(names, deadline=then()),
+        "pin": lambda: store.pin(names, deadline=then()),
+        "scan": lambda: list(store.scan(deadline=then())),
+        "put_record": lambda: store.put_record("word", b"data", deadline=then()),
+        "get_record": lambda: store.get_record("word", deadline=then()),
+        "delete_record": lambda: store.delete_record("word", deadline=then()),
+        "records": lambda: store.records("", deadline=then()),
+    }
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_537, 7 << 20])
+def test_blocks_of_any_size(server: S3Server, size: int):
+    """Blocks of any size, larger than a part of a multipart upload too, come back whole."""
+    store = ObjectStore(server.url(), prefix=fresh())
+    frames = make_frames(2, 2, size)
+    assert store.put(frames, deadline=soon()) == 2
+    assert read(store, frames) == whole(frames)
+    store.close()
+
+
+def test_of_two_writers_one_wins(server: S3Server):
+    """Stores that write one name with different bytes at once leave one of the two, whole, and it stays."""
+    prefix = fresh()
+    stores = [ObjectStore(server.url(), prefix=prefix) for _ in range(2)]
+    [first] = make_frames(3, 1, 100_000)
+    other = frame(first.header, bytes(100_000))
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(s.put, [f], deadline=soon()) for s, f in zip(stores, (first, other), strict=True)]:
+            assert done.result() == 1
+    [kept] = read(stores[0], [first])
+    assert kept in (bytes(first.data), bytes(other.data))
+    assert stores[0].put([other], deadline=soon()) == stores[1].put([first], deadline=soon()) == 1
+    assert read(stores[1], [first]) == [kept]
+    assert stores[0].status().notes == {"conditional_put": 1}
+    for store in stores:
+        store.close()
+
+
+def test_a_service_without_conditional_put(server: S3Server):
+    """Where the service has no conditional PUT the block is written all the same."""
+    store = ObjectStore(server.url(), prefix=fresh(), conditional_put="disabled")
+    frames = make_frames(4, 3, 1000)
+    assert store.put(frames, deadline=soon()) == 3 and read(store, frames) == whole(frames)
+    assert store.status().notes == {"conditional_put": 0}
+    assert store.put(frames, deadline=soon()) == 3
+    store.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(length=st.integers(0, 600), there=st.integers(0, 600), exact=st.booleans())
+def test_lookup_finds_the_end_of_any_chain(
+    tmp_path_factory: pytest.TempPathFactory, length: int, there: int, exact: bool
+):
+    """However long a chain and however much of its head is there, a lookup finds just that, exact or not."""
+    folder = tmp_path_factory.mktemp("chain")
+    store = ObjectStore(f"file://{folder}", exact_lookup=exact)
+    names = names_of(_CHAIN[:length])
+    for name in names[:there]:
+        path = path_of(folder, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"frame")
+    assert store.lookup(names, deadline=soon()) == min(length, there)
+    store.close()
+
+
+_CHAIN = make_frames(5, 600, 1)
+
+
+def test_objects_that_are_not_whole(store: ObjectStore, folder: Path):
+    """A truncated object has its own length, an empty one is a miss, one that does not fit is; the others come whole."""
+    frames = make_frames(6, 5, 5000)
+    store.put(frames, deadline=soon())
+    path_of(folder, frames[0].name).write_bytes(frames[0].data[:2000])
+    path_of(folder, frames[1].name).write_bytes(b"")
+    path_of(folder, frames[2].name).write_bytes(bytes(frames[2].data) + b"x")
+    path_of(folder, frames[3].name).unlink()
+    assert read(store, frames) == [frames[0].data[:2000], None, None, None, frames[4].data]
+
+
+def test_scan_knows_places_and_times(server: S3Server, folder: Path):
+    """scan reads parent, depth, size and time of each block, in a bucket and in a folder."""
+    for url in (server.url(), f"file://{folder}"):
+        store = ObjectStore(url, prefix=fresh())
+        frames = make_frames(7, 20, 300)
+        store.put(frames, deadline=soon())
+        entries = {entry.name: entry for entry in store.scan(deadline=soon())}
+        for one in frames:
+            entry = entries[one.name]
+            assert (entry.parent, entry.depth, entry.size) == (one.header.parent, one.header.depth, len(one.data))
+            assert abs(entry.stored_at - time.time()) < 3600
+        store.close()
+
+
+def test_foreign_objects_are_no_blocks(store: ObjectStore, folder: Path):
+    """Whatever else lies in the folder is in no scan and no list; what lies under a block's name claims no parent."""
+    frames = make_frames(8, 3, 1000)
+    store.put(frames, deadline=soon())
+    path_of(folder, frames[1].name).write_bytes(b"rubbish" * 100)
+    path_of(folder, frames[2].name).write_bytes(frames[0].data)
+    store.put_record("a/b", b"data", deadline=soon())
+    (folder / "readme").write_bytes(b"hello")
+    (folder / "records" / "note.txt").write_bytes(b"hello")
+    (folder / frames[0].name[:16].hex() / "short").write_bytes(b"hello")
+    entries = {entry.name: entry for entry in store.scan(deadline=soon())}
+    assert set(entries) == set(names_of(frames))
+    assert [entries[one.name].parent for one in frames] == [frames[0].header.parent, b"", b""]
+    assert store.records("", deadline=soon()) == ["a/b"]
+
+
+def test_prefixes_are_kept_apart(server: S3Server):
+    """Stores under different prefixes of a bucket see nothing of each other, nor those whose prefix begins alike."""
+    prefix = fresh()
+    mine = ObjectStore(server.url(), prefix=prefix)
+    frames = make_frames(9, 2, 100)
+    mine.put(frames, deadline=soon())
+    mine.put_record("word", b"data", deadline=soon())
+    for other in (ObjectStore(server.url(), prefix=prefix + "x"), ObjectStore(server.url(), prefix=prefix[:-1])):
+        assert present(other, frames) == [False, False]
+        assert not {entry.name for entry in other.scan(deadline=soon())} & set(names_of(frames))
+        assert other.records("", deadline=soon()) == []
+        other.close()
+    mine.close()
+
+
+def test_words_of_records(store: ObjectStore):
+    """Words that look like paths upwards are names like others; those that are not made as words are refused."""
+    for word in ("..", ".", "../../x", "a/..", "a.record"):
+        store.put_record(word, word.encode(), deadline=soon())
+    assert store.records("", deadline=soon()) == sorted(["..", ".", "../../x", "a/..", "a.record"])
+    assert store.get_record("../../x", deadline=soon()) == b"../../x"
+    for word in ("", "/a", "a/", "a//b", "a b", "a!b", "ä", "a\n"):
+        with pytest.raises(StoreConfigError):
+            store.put_record(word, b"x", deadline=soon())
+
+
+# Failures
+
+
+def test_a_service_that_never_answers():
+    """A peer that accepts and says nothing costs every call its deadline and no more."""
+    silent = ScriptedServer([None])
+    store = ObjectStore(at(silent.port))
+    for call in calls_of(store, 0.15).values():
+        with pytest.raises(StoreTimeout):
+            call()
+    store.status()
+    store.close()
+    silent.close()
+
+
+def test_nothing_is_written_to_a_buffer_after_the_deadline(server: S3Server):
+    """Once a call has ended with its deadline, its buffers are the caller's alone."""
+    prefix = fresh()
+    store = ObjectStore(server.url(), prefix=prefix)
+    frames = make_frames(10, 12, 1 << 20)
+    store.put(frames, deadline=soon())
+    buffers = [memoryview(bytearray(len(one.data))) for one in frames]
+    with pytest.raises(StoreTimeout):
+        store.get(names_of(frames), buffers, deadline=time.monotonic() + 0.004)
+    for buffer in buffers:
+        buffer[:] = b"\xaa" * len(buffer)
+    assert read(store, frames) == whole(frames)
+    assert all(buffer == b"\xaa" * len(buffer) for buffer in buffers)
+    store.close()
+
+
+def test_a_service_that_is_gone_and_comes_back(tmp_path: Path):
+    """While the service is away every call raises StoreUnavailable; when it is back, the same store works."""
+    server = S3Server(tmp_path / "s3")
+    store = ObjectStore(server.url())
+    frames = make_frames(11, 3, 1000)
+    try:
+        assert store.put(frames, deadline=soon()) == 3
+        server.kill()
+        for call in calls_of(store, 60).values():
+            with pytest.raises(StoreUnavailable):
+                call()
+        server.start()
+        assert read(store, frames) == [None] * 3
+        assert store.put(frames, deadline=soon()) == 3 and read(store, frames) == whole(frames)
+    finally:
+        store.close()
+        server.kill()
+
+
+def test_nobody_listens():
+    """An endpoint where nobody listens is unavailable, for every call."""
+    store = ObjectStore(at(free_port()))
+    for call in calls_of(store, 60).values():
+        with pytest.raises(StoreUnavailable):
+            call()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "reading", "writing"),
+    [
+        (403, StoreConfigError, StoreReadOnly),
+        (401, StoreConfigError, StoreReadOnly),
+        (400, StoreUnavailable, StoreUnavailable),
+        (500, StoreUnavailable, StoreUnavailable),
+        (503, StoreUnavailable, StoreUnavailable),
+    ],
+)
+def test_a_service_that_refuses(status: int, reading: type[StoreError], writing: type[StoreError]):
+    """What the service refuses is named by what it means: no right to read, no right to write, or out of order."""
+    server = HttpServer(status, b"<Error><Code>No</Code></Error>")
+    store = ObjectStore(at(server.port))
+    for name, call in calls_of(store, 60).items():
+        with pytest.raises(writing if name in {"put", "put_record", "delete", "delete_record"} else reading):
+            call()
+    store.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"rubbish\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nshort", b"\x00" * 5000]
+)
+def test_a_service_that_talks_nonsense(answer: bytes):
+    """What is no answer, or not the whole of one, never counts as a block."""
+    liar = ScriptedServer([answer])
+    store = ObjectStore(at(liar.port))
+    with pytest.raises(StoreUnavailable):
+        read(store, make_frames(12, 1, 1000), deadline=soon(20))
+    store.close()
+    liar.close()
+
+
+def test_a_bucket_that_does_not_exist(server: S3Server):
+    """A bucket that is not there holds nothing, and whoever writes is told that the URL is wrong."""
+    store = ObjectStore(server.url().replace("s3://blocks", "s3://nowhere"))
+    frames = make_frames(13, 1, 100)
+    assert store.lookup(names_of(frames), deadline=soon()) == 0
+    with pytest.raises(StoreConfigError):
+        store.put(frames, deadline=soon())
+    store.close()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path):
+    """A folder that turned into a file makes writing fail with a StoreError."""
+    store = ObjectStore(f"file://{tmp_path}/place", prefix="below")
+    (tmp_path / "place" / "below").write_bytes(b"in the way")
+    with pytest.raises(StoreError):
+        store.put(make_frames(14, 1, 100), deadline=soon())
+    store.close()
+
+
+def test_wrong_urls(tmp_path: Path):
+    """A URL that leads nowhere, an unknown option and an odd prefix are refused when the store is made."""
+    for url in (
+        "redis://x",
+        "ftp://x/y",
+        "",
+        "s3://bucket?no_such_option=1",
+        "s3://bucket?region",
+        f"file://{tmp_path}?region=x",
+    ):
+        with pytest.raises(StoreConfigError):
+            ObjectStore(url)
+    for prefix in ("a b", "../up", "a//b", "ä"):
+        with pytest.raises(StoreConfigError):
+            ObjectStore(f"file://{tmp_path}", prefix=prefix)
+    with pytest.raises(StoreConfigError):
+        ObjectStore(f"file://{tmp_path}", parallel=0)
+
+
+def test_the_header_is_all_that_a_scan_reads(store: ObjectStore, folder: Path):
+    """A block cut off after its header is still scanned with its place in the chain."""
+    frames = make_frames(15, 2, 5000)
+    store.put(frames, deadline=soon())
+    path_of(folder, frames[1].name).write_bytes(frames[1].data[:HEADER_BYTES])
+    by_name = {entry.name: entry for entry in store.scan(deadline=soon())}
+    assert by_name[frames[1].name].parent == frames[0].header.key
+    assert by_name[frames[1].name].size == HEADER_BYTES

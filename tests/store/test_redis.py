@@ -1,0 +1,684 @@
+"""RedisStore against real servers: the contract over TCP, a Unix socket, TLS and in a cluster; and everything that breaks."""
+
+import itertools
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from servers import RedisCluster, RedisServer, ScriptedServer, free_port
+
+from foreword.errors import (
+    BadFrame,
+    StoreConfigError,
+    StoreError,
+    StoreFull,
+    StoreReadOnly,
+    StoreTimeout,
+    StoreUnavailable,
+)
+from foreword.store.frame import Frame, check
+from foreword.store.redis import RedisStore
+from foreword.testing import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
+
+MiB = 1 << 20
+_numbers = itertools.count()
+_machine_url = ""
+
+
+def fresh() -> str:
+    """A prefix that nobody used yet: an empty store on a server that others use too."""
+    return f"test-{next(_numbers)}"
+
+
+def key_of(prefix: str, name: bytes) -> str:
+    return f"{prefix}:b:{name.hex()}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    global _machine_url
+    started = RedisServer(tmp_path_factory.mktemp("redis"))
+    _machine_url = started.url
+    yield started
+    started.kill()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    started = RedisCluster(tmp_path_factory.mktemp("cluster"))
+    yield started
+    started.kill()
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a server that speaks TLS only, with a certificate of its own and a password."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl to make a certificate")
+    request = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    request += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(request, check=True, capture_output=True)
+    secure = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no"]
+    port = free_port()
+    started = RedisServer(folder, "--tls-port", str(port), *secure, password="geheim")
+    yield f"rediss://:geheim@localhost:{port}?ssl_ca_certs={certificate}"
+    started.kill()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server for one test, which may kill it."""
+    started = RedisServer(tmp_path / "own")
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def store(server: RedisServer) -> Iterator[RedisStore]:
+    opened = RedisStore(server.url, prefix=fresh())
+    yield opened
+    opened.close()
+
+
+class TestContract(StoreContract):
+    @pytest.fixture
+    def prefix(self) -> str:
+        return fresh()
+
+    @pytest.fixture
+    def store(self, server: RedisServer, prefix: str) -> Iterator[RedisStore]:
+        opened = RedisStore(server.url, prefix=prefix)
+        yield opened
+        opened.close()
+
+    @pytest.fixture
+    def second(self, server: RedisServer, prefix: str) -> Iterator[RedisStore]:
+        opened = RedisStore(f"unix://{server.socket}", prefix=prefix)
+        yield opened
+        opened.close()
+
+
+class TestContractOverUnixSocketWithTtl(StoreContract):
+    @pytest.fixture
+    def store(self, server: RedisServer) -> Iterator[RedisStore]:
+        opened = RedisStore(f"unix://{server.socket}", prefix=fresh(), ttl=600)
+        yield opened
+        opened.close()
+
+
+class TestContractInACluster(StoreContract):
+    @pytest.fixture
+    def store(self, cluster: RedisCluster) -> Iterator[RedisStore]:
+        opened = RedisStore(cluster.url, prefix=fresh())
+        yield opened
+        opened.close()
+
+
+class TestContractOverTls(StoreContract):
+    @pytest.fixture
+    def store(self, tls: str) -> Iterator[RedisStore]:
+        opened = RedisStore(tls, prefix=fresh())
+        yield opened
+        opened.close()
+
+
+class RedisMachine(StoreMachine):
+    def make_store(self) -> RedisStore:
+        return RedisStore(_machine_url, prefix=fresh())
+
+
+@pytest.mark.usefixtures("server")
+class TestMachine(RedisMachine.TestCase):
+    settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+
+
+def calls_of(store: RedisStore, seconds: float) -> dict[str, Callable[[], object]]:
+    """Every call that asks the server something, with a deadline so far away."""
+    frames = make_frames(1, 2, 1000)
+    names = names_of(frames)
+
+    def at() -> float:
+        return time.monotonic() + seconds
+
+    return {
+        "lookup": lambda: store.lookup(names, deadline=at()),
+        "get": lambda: store.get(names, [memoryview(bytearray(2000)) for _ in names], deadline=at()),
+        "put": lambda: store.put(frames, deadline=at()),
+        "delete": lambda: store.delete(names, deadline=at()),
+        "pin": lambda: store.pin(names, deadline=at()),
+        "scan": lambda: list(store.scan(deadline=at())),
+        "put_record": lambda: store.put_record("word", b"data", deadline=at()),
+        "get_record": lambda: store.get_record("word", deadline=at()),
+        "delete_record": lambda: store.delete_record("word", deadline=at()),
+        "records": lambda: store.records("", deadline=at()),
+    }
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("size", [0, 1, 16_383, 65_537, 4 * MiB])
+def test_blocks_of_any_size(store: RedisStore, size: int):
+    """Blocks smaller and larger than every buffer on the way come back whole, several in a row."""
+    frames = make_frames(2, 5, size)
+    assert store.put(frames, deadline=soon()) == 5
+    assert read(store, frames) == whole(frames)
+
+
+def test_more_blocks_than_are_asked_for_in_advance(store: RedisStore):
+    """A load far longer than the window of answers under way, with misses in it, brings each block to its place."""
+    frames = make_frames(3, 40, MiB)
+    store.put(frames[::2], deadline=soon())
+    assert read(store, frames) == [data if number % 2 == 0 else None for number, data in enumerate(whole(frames))]
+
+
+def test_a_long_lookup_takes_few_round_trips(server: RedisServer, store: RedisStore):
+    """2,048 names are asked for in a handful of exchanges: the server reads from its socket two orders less often."""
+    frames = make_frames(4, 2048, 16)
+    names = names_of(frames)
+    store.put(frames, deadline=soon())
+    with server.client() as client:
+        before = client.info("stats")["total_reads_processed"]
+        assert store.lookup(names, deadline=soon()) == 2048
+        assert client.info("stats")["total_reads_processed"] - before < 100
+
+
+def test_putting_again_sends_no_payload(server: RedisServer, store: RedisStore):
+    """A block that is there does not cross the network a second time."""
+    frames = make_frames(5, 4, MiB)
+    store.put(frames, deadline=soon())
+    with server.client() as client:
+        before = client.info("stats")["total_net_input_bytes"]
+        assert store.put(frames, deadline=soon()) == 4
+        assert client.info("stats")["total_net_input_bytes"] - before < 10_000
+
+
+# What lies there
+
+
+def test_a_truncated_value_has_its_own_length(server: RedisServer):
+    """A value cut short is given as it is, so that the check says so; one cut to nothing is a miss; the others are whole."""
+    prefix = fresh()
+    store = RedisStore(server.url, prefix=prefix)
+    frames = make_frames(6, 4, 50_000)
+    store.put(frames, deadline=soon())
+    with server.client() as client:
+        client.set(key_of(prefix, frames[0].name), bytes(frames[0].data[:40_000]))
+        client.set(key_of(prefix, frames[2].name), b"")
+    first, second, third, fourth = read(store, frames)
+    assert first == frames[0].data[:40_000] and third is None
+    with pytest.raises(BadFrame):
+        check(memoryview(first), frames[0].name)
+    assert [second, fourth] == [frames[1].data, frames[3].data]
+    assert {entry.size for entry in store.scan(deadline=soon())} == {40_000, len(frames[1].data)}
+    store.close()
+
+
+def test_a_value_larger_than_the_buffer_is_a_miss(server: RedisServer):
+    """A value that does not fit is passed over, however large, and the answers after it belong to their own names."""
+    prefix = fresh()
+    store = RedisStore(server.url, prefix=prefix)
+    frames = make_frames(7, 4, 1000)
+    store.put(frames, deadline=soon())
+    with server.client() as client:
+        client.set(key_of(prefix, frames[0].name), bytes(len(frames[0].data) + 1))
+        client.set(key_of(prefix, frames[2].name), bytes(5 * MiB))
+    assert read(store, frames) == [None, frames[1].data, None, frames[3].data]
+    store.close()
+
+
+def test_a_key_of_another_type_is_a_miss_and_can_be_written(server: RedisServer):
+    """What is no string under a block's key is a miss, shown by no scan, and does not keep the block from being stored."""
+    prefix = fresh()
+    store = RedisStore(server.url, prefix=prefix)
+    frames = make_frames(8, 3, 1000)
+    store.put(frames[::2], deadline=soon())
+    with server.client() as client:
+        client.rpush(key_of(prefix, frames[1].name), b"x")
+        client.set(f"{prefix}:b:no-name", b"x")
+    assert {entry.name for entry in store.scan(deadline=soon())} == {frames[0].name, frames[2].name}
+    assert read(store, frames) == [frames[0].data, None, frames[2].data]
+    store.put(frames, deadline=soon())
+    assert read(store, frames) == whole(frames)
+    store.close()
+
+
+def test_what_is_not_a_frame_is_scanned_without_a_place(server: RedisServer):
+    """scan names a value whose header cannot be read, or is another block's, and claims no parent for it."""
+    prefix = fresh()
+    store = RedisStore(server.url, prefix=prefix)
+    frames = make_frames(9, 3, 1000)
+    store.put(frames, deadline=soon())
+    with server.client() as client:
+        client.set(key_of(prefix, frames[1].name), b"rubbish" * 100)
+        client.set(key_of(prefix, frames[2].name), bytes(frames[0].data))
+    entries = {entry.name: entry for entry in store.scan(deadline=soon())}
+    assert entries[frames[0].name].parent == frames[0].header.parent
+    assert entries[frames[1].name].parent == entries[frames[2].name].parent == b""
+    store.close()
+
+
+def test_prefixes_and_databases_are_kept_apart(server: RedisServer):
+    """Stores with different prefixes or databases on one server see nothing of each other, records included."""
+    prefix = fresh()
+    frames = make_frames(10, 2, 100)
+    stores = [RedisStore(server.url, prefix=fresh()), RedisStore(f"{server.url}/3", prefix=prefix)]
+    mine = RedisStore(server.url, prefix=prefix)
+    mine.put(frames, deadline=soon())
+    mine.put_record("word", b"data", deadline=soon())
+    for other in stores:
+        assert present(other, frames) == [False, False]
+        assert list(other.scan(deadline=soon())) == [] and other.records("", deadline=soon()) == []
+        other.close()
+    mine.close()
+
+
+# Bounds
+
+
+def test_ttl_and_pins(server: RedisServer):
+    """Blocks end with their time to live, pinned ones have none, and unpinned ones have it again."""
+    prefix = fresh()
+    store = RedisStore(server.url, prefix=prefix, ttl=500)
+    frames = make_frames(11, 3, 100)
+    names = names_of(frames)
+    store.put(frames, deadline=soon())
+    store.pin(names[:2], deadline=soon())
+    store.pin(names[1:2], pinned=False, deadline=soon())
+    with server.client() as client:
+        left = [client.pttl(key_of(prefix, name)) for name in names]
+        assert left[0] == -1 and 0 < left[1] <= 500_000 and 0 < left[2] <= 500_000
+        client.pexpire(key_of(prefix, names[1]), 1)
+    while store.lookup([names[1]], deadline=soon()):
+        time.sleep(0.01)
+    assert present(store, frames) == [True, False, True]
+    store.close()
+
+
+def test_a_full_server_that_evicts_nothing(tmp_path: Path):
+    """`noeviction` and full: put raises StoreFull, and what is there is still read over the same connection."""
+    server = RedisServer(tmp_path / "full", "--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
+    try:
+        store = RedisStore(server.url)
+        frames = make_frames(12, 12, MiB)
+        with pytest.raises(StoreFull):
+            store.put(frames, deadline=soon())
+        with pytest.raises(StoreFull):
+            store.put(frames[-1:], deadline=soon())
+        there = present(store, frames)
+        assert 0 < sum(there) < 12
+        assert read(store, frames) == [
+            bytes(one.data) if known else None for one, known in zip(frames, there, strict=True)
+        ]
+        assert store.status().budget == 8 * MiB
+        store.close()
+    finally:
+        server.kill()
+
+
+def test_volatile_lru_keeps_pins_and_records(tmp_path: Path):
+    """With a ttl and `volatile-lru` a server that evicts takes neither pinned blocks nor records, and counts what it took."""
+    server = RedisServer(tmp_path / "lru", "--maxmemory", "16mb", "--maxmemory-policy", "volatile-lru")
+    try:
+        store = RedisStore(server.url, ttl=3600)
+        kept = make_frames(13, 3, MiB)
+        store.put(kept, deadline=soon())
+        store.put_record("prefix/a", b"data", deadline=soon())
+        assert store.pin(names_of(kept), deadline=soon()) == 3
+        for number in range(40):
+            store.put(make_frames(1000 + number, 1, MiB), deadline=soon())
+        assert read(store, kept) == whole(kept)
+        assert store.get_record("prefix/a", deadline=soon()) == b"data"
+        status = store.status()
+        assert status.evictions > 20 and status.budget == 16 * MiB and status.notes["unreachable"] == 0
+        store.close()
+    finally:
+        server.kill()
+
+
+def test_a_replica_is_read_only(tmp_path: Path, own: RedisServer):
+    """A server that takes no writes gives what it has and answers a put with StoreReadOnly."""
+    first = RedisStore(own.url)
+    frames = make_frames(14, 2, 1000)
+    first.put(frames[:1], deadline=soon())
+    replica = RedisServer(tmp_path / "replica", "--replicaof", "127.0.0.1", str(own.port))
+    try:
+        store = RedisStore(replica.url)
+        while not store.lookup(names_of(frames[:1]), deadline=soon()):
+            time.sleep(0.02)
+        with pytest.raises(StoreReadOnly):
+            store.put(frames, deadline=soon())
+        with pytest.raises(StoreReadOnly):
+            store.put_record("word", b"data", deadline=soon())
+        assert read(store, frames) == [frames[0].data, None]
+        store.close()
+    finally:
+        replica.kill()
+        first.close()
+
+
+def test_passwords(tmp_path: Path):
+    """The password of the URL opens the server; a wrong one and none are the operator's to mend, and named as such."""
+    server = RedisServer(tmp_path / "locked", password="p@ss:/w")
+    try:
+        right = RedisStore(f"redis://:p%40ss%3A%2Fw@127.0.0.1:{server.port}/1")
+        frames = make_frames(15, 2, 1000)
+        assert right.put(frames, deadline=soon()) == 2 and read(right, frames) == whole(frames)
+        user = RedisStore(f"redis://default:p%40ss%3A%2Fw@127.0.0.1:{server.port}/1")
+        assert read(user, frames) == whole(frames)
+        for wrong in (
+            RedisStore(f"redis://:no@127.0.0.1:{server.port}"),
+            RedisStore(f"redis://127.0.0.1:{server.port}"),
+        ):
+            for call in calls_of(wrong, 60).values():
+                with pytest.raises(StoreConfigError):
+                    call()
+            assert wrong.status().notes["unreachable"] == 1
+            wrong.close()
+        right.close()
+        user.close()
+    finally:
+        server.kill()
+
+
+# Failures
+
+
+def test_a_peer_that_never_answers():
+    """A peer that accepts and says nothing costs every call its deadline and no more; status neither waits nor raises."""
+    silent = ScriptedServer([None])
+    store = RedisStore(silent.url)
+    for call in calls_of(store, 0.1).values():
+        with pytest.raises(StoreTimeout):
+            call()
+    assert store.status().notes == {"unreachable": 1}
+    assert silent.connections > 5, "a connection that owes an answer is not used again"
+    store.close()
+    silent.close()
+
+
+def test_late_answers_belong_to_nobody(own: RedisServer):
+    """Answers that come after the deadline are never taken for those of the next question."""
+    store = RedisStore(own.url)
+    frames = make_frames(16, 8, 200_000)
+    store.put(frames, deadline=soon())
+    with own.stopped():
+        for one in frames:
+            with pytest.raises(StoreTimeout):
+                read(store, [one], deadline=time.monotonic() + 0.05)
+    for one in reversed(frames):
+        assert read(store, [one]) == [one.data]
+    store.close()
+
+
+def test_put_into_a_server_that_stopped_reading(own: RedisServer):
+    """A put whose bytes nobody takes ends with its deadline, and what it wrote of a block never becomes visible."""
+    store = RedisStore(own.url)
+    frames = make_frames(17, 12, 4 * MiB)
+
+    def put_until_it_fails() -> None:
+        while True:
+            store.put(frames, deadline=time.monotonic() + 0.5)
+            store.delete(names_of(frames), deadline=time.monotonic() + 0.5)
+
+    timer = threading.Timer(0.03, own.signal, [signal.SIGSTOP])
+    timer.start()
+    try:
+        with pytest.raises((StoreTimeout, StoreUnavailable)):
+            put_until_it_fails()
+    finally:
+        timer.join()
+        own.signal(signal.SIGCONT)
+    for one, data in zip(frames, read(store, frames), strict=True):
+        assert data in (None, one.data)
+    assert store.put(frames, deadline=soon()) == len(frames)
+    assert read(store, frames) == whole(frames)
+    store.close()
+
+
+def test_a_restart_between_calls_is_not_noticed(own: RedisServer):
+    """After the server was killed and started again the next call of every kind succeeds; what was lost is a miss."""
+    store = RedisStore(own.url)
+    frames = make_frames(18, 3, 1000)
+    for call in calls_of(store, 60).values():
+        store.put(frames, deadline=soon())
+        own.restart()
+        call()
+        store.delete(names_of(frames), deadline=soon())
+    own.restart()
+    assert read(store, frames) == [None] * 3
+    store.close()
+
+
+def test_a_server_that_is_gone(own: RedisServer):
+    """While the server is away every call raises StoreUnavailable; when it is back, the same store works."""
+    store = RedisStore(own.url)
+    frames = make_frames(19, 3, 1000)
+    store.put(frames, deadline=soon())
+    assert store.status().bytes > 0
+    own.kill()
+    for call in calls_of(store, 60).values():
+        with pytest.raises(StoreUnavailable):
+            call()
+    own.start()
+    assert store.put(frames, deadline=soon()) == 3 and read(store, frames) == whole(frames)
+    store.close()
+
+
+def test_killed_and_restarted_while_threads_load(own: RedisServer):
+    """Threads that load and save while the server is killed and restarted get whole blocks, misses or a StoreError."""
+    store = RedisStore(own.url)
+    chains = [make_frames(20 + number, 6, 300_000) for number in range(3)]
+    over = threading.Event()
+
+    def work(chain: list[Frame]) -> int:
+        loaded = 0
+        while not over.is_set() or not loaded:
+            with suppress(StoreUnavailable, StoreTimeout):
+                store.put(chain, deadline=soon(5))
+                for one, data in zip(chain, read(store, chain, deadline=soon(5)), strict=True):
+                    assert data in (None, one.data)
+                    loaded += data is not None
+        return loaded
+
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(work, chain) for chain in chains]
+        try:
+            for _ in range(4):
+                time.sleep(0.1)
+                own.restart()
+        finally:
+            over.set()
+        assert all(future.result() for future in running)
+    store.put(chains[0], deadline=soon())
+    assert read(store, chains[0]) == whole(chains[0])
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"$99999999999\r\n",
+        b"$-5\r\n",
+        b"*99999999999\r\n",
+        b":one\r\n",
+        b"?\r\n",
+        b"\r\n",
+        b"+" + b"x" * 200_000,
+        b"$5\r\nab",
+        b"$3\r\nabcdef\r\n",
+        b"*1\r\n" * 50,
+        b":1\r\n" * 500,
+        b"$3\r\nabc\r\n" * 500,
+    ],
+)
+def test_a_peer_that_talks_nonsense(answer: bytes):
+    """What no Redis server would answer makes a call fail with StoreUnavailable, and the connection is not used again."""
+    liar = ScriptedServer([answer])
+    store = RedisStore(liar.url)
+    for number, call in enumerate(calls_of(store, 20).values(), 1):
+        with pytest.raises(StoreUnavailable):
+            call()
+        assert liar.connections >= number
+    assert store.status().blocks == -1
+    store.close()
+    liar.close()
+
+
+replies = st.recursive(
+    st.one_of(
+        st.integers(-2, 3000).map(lambda n: b":%d\r\n" % n),
+        st.binary(max_size=300).map(lambda value: b"$%d\r\n%b\r\n" % (len(value), value)),
+        st.sampled_from(
+            [b"$-1\r\n", b"+OK\r\n", b"-ERR x\r\n", b"-WRONGTYPE x\r\n", b"-MOVED 1 :1\r\n", b"-\r\n", b"$1128\r\n"]
+        ),
+        st.binary(max_size=20),
+    ),
+    lambda inner: st.lists(inner, max_size=4).map(lambda parts: b"*%d\r\n" % len(parts) + b"".join(parts)),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(replies, max_size=4).map(b"".join), st.sampled_from(sorted(calls_of(RedisStore("redis://x"), 0))))
+def test_no_answer_breaks_a_call(answer: bytes, what: str):
+    """Whatever bytes a peer answers, a call returns or raises a StoreError, and nothing else."""
+    liar = ScriptedServer([answer])
+    store = RedisStore(liar.url)
+    try:
+        calls_of(store, 20)[what]()
+    except StoreError:
+        pass
+    finally:
+        store.close()
+        liar.close()
+
+
+def test_wrong_urls():
+    """A URL that leads nowhere is refused when the store is made, without a connection."""
+    for url in (
+        "http://localhost",
+        "redis+cluster://a,b/1",
+        "redis://a,b",
+        "redis://localhost:port",
+        "redis://localhost?no_such_option=1",
+        "unix+cluster:///tmp/x",
+        "",
+    ):
+        with pytest.raises(StoreConfigError):
+            RedisStore(url)
+    for prefix in ("", "a b", "{tag}", "*", "x" * 200):
+        with pytest.raises(StoreConfigError):
+            RedisStore("redis://localhost", prefix=prefix)
+    with pytest.raises(StoreConfigError):
+        RedisStore("redis://localhost", ttl=0)
+
+
+def test_words_of_records(store: RedisStore):
+    """A record's word that is not made as words are is refused."""
+    for word in ("", "/a", "a/", "a//b", "a b", "ä", "a\n"):
+        with pytest.raises(StoreConfigError):
+            store.put_record(word, b"x", deadline=soon())
+
+
+def test_a_store_crosses_a_fork(server: RedisServer, store: RedisStore):
+    """A child process uses connections of its own: both go on reading their own blocks."""
+    mine, theirs = make_frames(30, 5, 50_000), make_frames(31, 5, 50_000)
+    store.put([*mine, *theirs], deadline=soon())
+
+    def child() -> None:
+        for _ in range(50):
+            if read(store, theirs) != whole(theirs):
+                os._exit(1)
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    for _ in range(50):
+        assert read(store, mine) == whole(mine)
+    process.join()
+    assert process.exitcode == 0
+
+
+# Clusters
+
+
+def test_a_cluster_is_found_through_any_node(cluster: RedisCluster):
+    """One node's address is enough, one that is not there does no harm, and blocks lie on all nodes."""
+    prefix = fresh()
+    dead = ScriptedServer([b""])
+    store = RedisStore(f"redis+cluster://127.0.0.1:{dead.port},127.0.0.1:{cluster.nodes[2].port}", prefix=prefix)
+    frames = make_frames(40, 60, 1000)
+    assert store.put(frames, deadline=soon()) == 60
+    assert read(store, frames) == whole(frames)
+    for node in cluster.nodes:
+        with node.client() as client:
+            assert client.keys(f"{prefix}:b:*")
+    assert store.status().bytes > 0
+    store.close()
+    dead.close()
+
+
+def test_slots_that_move(cluster: RedisCluster):
+    """A block is found while its slot moves to another node (ASK), and after that (MOVED), and so are its neighbours."""
+    for number in range(3):
+        cluster.command(number, "FLUSHALL")
+    prefix = fresh()
+    store = RedisStore(cluster.url, prefix=prefix)
+    frames = make_frames(41, 20, 30_000)
+    store.put(frames, deadline=soon())
+    slot, old, new = cluster.move(key_of(prefix, frames[7].name).encode())
+    try:
+        assert read(store, frames) == whole(frames)
+        assert store.lookup(names_of(frames), deadline=soon()) == 20
+        cluster.settle(slot, new)
+        assert read(store, frames) == whole(frames)
+        assert len(list(store.scan(deadline=soon()))) == 20
+    finally:
+        store.delete(names_of(frames), deadline=soon())
+        store.close()
+        cluster.settle(slot, old)
+
+
+def test_a_cluster_that_loses_a_node(tmp_path: Path):
+    """With a node gone its blocks cannot be had: a StoreError before the deadline, not a hang; the other nodes' blocks come."""
+    cluster = RedisCluster(tmp_path / "cluster")
+    prefix = fresh()
+    store = RedisStore(cluster.url, prefix=prefix)
+    frames = make_frames(42, 30, 1000)
+    try:
+        store.put(frames, deadline=soon())
+        with cluster.nodes[0].client() as client:
+            gone = {bytes.fromhex(key.decode().rpartition(":")[2]) for key in client.keys(f"{prefix}:b:*")}
+        assert 0 < len(gone) < 30
+        cluster.nodes[0].kill()
+        with pytest.raises((StoreUnavailable, StoreTimeout)):
+            read(store, frames, deadline=time.monotonic() + 2)
+        assert store.status().notes["unreachable"] == 1
+    finally:
+        store.close()
+        cluster.kill()
+
+
+def test_a_server_that_is_no_cluster(server: RedisServer):
+    """A cluster URL on a single server is named as the mistake that it is."""
+    store = RedisStore(server.url.replace("redis://", "redis+cluster://"))
+    with pytest.raises(StoreConfigError):
+        store.lookup(names_of(make_frames(43, 1, 10)), deadline=soon())
+    store.close()
