@@ -352,6 +352,8 @@ def test_volatile_lru_keeps_pins_and_records(tmp_path: Path):
 
 def test_a_replica_is_read_only(tmp_path: Path, own: RedisServer):
     """A server that takes no writes gives what it has and answers a put with StoreReadOnly."""
+    with own.client() as client:
+        client.config_set("repl-diskless-sync-delay", 0)
     first = RedisStore(own.url)
     frames = make_frames(14, 2, 1000)
     first.put(frames[:1], deadline=soon())
