@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import sqlite3
+import stat
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from processes import in_child
 
+from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import Store
 from foreword.store.disk import DiskStore
-from foreword.testing import SMALL_BYTES, StoreContract
+from foreword.store.frame import Frame
+from foreword.testing import (
+    SMALL_BYTES,
+    SMALL_PAYLOAD,
+    StoreContract,
+    make_frames,
+    names_of,
+    present,
+    read,
+    soon,
+    whole,
+)
 
 
 class TestContract(StoreContract):
@@ -32,3 +52,180 @@ class TestContract(StoreContract):
         store = DiskStore(tmp_path / "small", SMALL_BYTES)
         yield store
         store.close()
+
+
+def on_disk(folder: Path) -> dict[str, int]:
+    """Files of blocks, whole or not, and their lengths. Only while nobody writes."""
+    return {str(path): path.stat().st_size for path in folder.glob("?" * 32 + "/??/*")}
+
+
+def file_of(folder: Path, one: Frame) -> Path:
+    key = one.header.key.hex()
+    return folder / one.header.layout.hex() / key[:2] / key
+
+
+def test_a_block_is_a_file(tmp_path: Path) -> None:
+    """A block lies under layout and key, and the file is the frame to the byte."""
+    frames = make_frames(1, 3, 3000)
+    with closing(DiskStore(tmp_path, 1 << 20)) as store:
+        store.put(frames, deadline=soon())
+        assert [file_of(tmp_path, one).read_bytes() for one in frames] == whole(frames)
+        assert len(on_disk(tmp_path)) == 3
+
+
+def test_nobody_else_may_read(tmp_path: Path) -> None:
+    """Every file is 0600 and every folder 0700, whatever the umask."""
+    before = os.umask(0)
+    try:
+        store = DiskStore(tmp_path / "deep" / "store", 1 << 20)
+        store.put(make_frames(2, 5, 100), deadline=soon())
+        store.put_record("a/b/c", b"data", deadline=soon())
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "deep" / "store", *(tmp_path / "deep" / "store").rglob("*")]
+    assert len(paths) > 15
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_dir()} == {0o700}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_file()} == {0o600}
+    store.close()
+
+
+def test_blocks_outlive_the_store(tmp_path: Path) -> None:
+    """Blocks, pins, uses and records are there when the folder is opened again."""
+    first, second = make_frames(3, 4, SMALL_PAYLOAD), make_frames(4, 4, SMALL_PAYLOAD)
+    with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
+        store.put(first, deadline=soon())
+        store.put(second, deadline=soon())
+        store.pin(names_of(second[:1]), deadline=soon())
+        store.put_record("word", b"data", deadline=soon())
+        assert read(store, first) == whole(first)
+    with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
+        assert read(store, second) == whole(second)
+        entries = {entry.name: entry for entry in store.scan(deadline=soon())}
+        assert [entries[one.name].hits for one in first] == [1] * 4
+        assert [entries[one.name].parent for one in first] == [one.header.parent for one in first]
+        assert [entries[one.name].pinned for one in second] == [True, False, False, False]
+        assert store.get_record("word", deadline=soon()) == b"data"
+
+
+def test_the_order_of_eviction_outlives_the_store(tmp_path: Path) -> None:
+    """What was read last before closing still stays longest after opening."""
+    first, second, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (5, 6, 7))
+    with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
+        store.put(first, deadline=soon())
+        store.put(second, deadline=soon())
+        read(store, first)
+    with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
+        store.put(third, deadline=soon())
+        assert present(store, first) == [True] * 4 and present(store, second) == [False] * 4
+
+
+def test_each_keeps_to_its_own_limit(tmp_path: Path) -> None:
+    """Of two stores on one folder the smaller one evicts down to its own size when it writes, the larger one to its own."""
+    small, large = DiskStore(tmp_path, SMALL_BYTES // 2), DiskStore(tmp_path, SMALL_BYTES)
+    chain, other = make_frames(8, 8, SMALL_PAYLOAD), make_frames(9, 1, SMALL_PAYLOAD)
+    assert large.put(chain, deadline=soon()) == 8
+    assert small.put(other, deadline=soon()) == 1
+    assert sum(on_disk(tmp_path).values()) == SMALL_BYTES // 2
+    assert present(large, chain) == [True] * 3 + [False] * 5
+    assert large.put(chain, deadline=soon()) == 8
+    assert sum(on_disk(tmp_path).values()) == SMALL_BYTES
+    small.close()
+    large.close()
+
+
+def test_the_clock_may_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eviction goes by use and not by the clock: it may stand still or run backwards."""
+    first, second, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (10, 11, 12))
+    times = itertools.count(2e9, -1e6)
+    monkeypatch.setattr(time, "time", lambda: next(times))
+    with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
+        store.put(first, deadline=soon())
+        store.put(second, deadline=soon())
+        read(store, first)
+        store.put(third, deadline=soon())
+        assert present(store, first) == present(store, third) == [True] * 4
+
+
+def test_after_a_fork(tmp_path: Path) -> None:
+    """Parent and child go on with the store that the parent opened, each on connections of its own."""
+    chains = [make_frames(seed, 4, 1000) for seed in (13, 14, 15)]
+    store = DiskStore(tmp_path, 1 << 20)
+    store.put(chains[0], deadline=soon())
+    read(store, chains[0])
+
+    def child() -> None:
+        assert read(store, chains[0]) == whole(chains[0])
+        assert store.put(chains[1], deadline=soon()) == 4
+        store.close()
+
+    assert in_child(child) == 0
+    assert store.lookup(names_of(chains[1]), deadline=soon()) == 4
+    assert store.put(chains[2], deadline=soon()) == 4
+    assert read(store, chains[1]) == whole(chains[1])
+    store.close()
+    with closing(DiskStore(tmp_path, 1 << 20)) as again:
+        assert [again.lookup(names_of(chain), deadline=soon()) for chain in chains] == [4] * 3
+
+
+def test_a_lock_that_is_not_given_up(tmp_path: Path) -> None:
+    """While somebody holds the index, writes end at their deadline with StoreTimeout, and reads go on."""
+    chain = make_frames(16, 3, 1000)
+    store = DiskStore(tmp_path, 1 << 20)
+    store.put(chain[:2], deadline=soon())
+    with closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        for call in (
+            lambda: store.put(chain, deadline=soon(0.1)),
+            lambda: store.delete(names_of(chain), deadline=soon(0.1)),
+            lambda: store.pin(names_of(chain), deadline=soon(0.1)),
+        ):
+            with pytest.raises(StoreTimeout):
+                call()
+        assert store.lookup(names_of(chain), deadline=soon()) == 2
+        assert read(store, chain[:2]) == whole(chain[:2])
+        assert store.status().blocks == 2
+    assert store.put(chain, deadline=soon()) == 3
+    store.close()
+
+
+def test_a_journal_for_network_file_systems(tmp_path: Path) -> None:
+    """With journal="delete" two stores share a folder without SQLite's shared memory."""
+    chain = make_frames(17, 4, 1000)
+    first, second = (DiskStore(tmp_path, 1 << 20, journal="delete") for _ in range(2))
+    first.put(chain[:2], deadline=soon())
+    second.put(chain[2:], deadline=soon())
+    assert first.lookup(names_of(chain), deadline=soon()) == second.lookup(names_of(chain), deadline=soon()) == 4
+    assert not list(tmp_path.glob("index.sqlite-*"))
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("arguments", [{"size": 0}, {"size": 1, "pin_share": -0.1}, {"size": 1, "journal": "off"}])
+def test_settings_that_make_no_sense(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """A store that could never work is refused when it is opened."""
+    with pytest.raises(StoreConfigError):
+        DiskStore(tmp_path, **arguments)
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    """A path below a file is an error of a store, at once."""
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreUnavailable):
+        DiskStore(tmp_path / "file" / "store", 1 << 20)
+    with pytest.raises(StoreUnavailable):
+        DiskStore(tmp_path / "nowhere", 1 << 20, read_only=True)
+
+
+def test_words_that_are_none(tmp_path: Path) -> None:
+    """A record's word of other characters, or a record that is too long, is an error; dots lead nowhere."""
+    with closing(DiskStore(tmp_path / "store", 1 << 20)) as store:
+        for word in ("", "/", "a/", "/a", "a//b", "ä", "a b", "a\n"):
+            with pytest.raises(StoreError):
+                store.put_record(word, b"", deadline=soon())
+        with pytest.raises(StoreError):
+            store.put_record("long", bytes((8 << 20) + 1), deadline=soon())
+        for word in ("..", "../../a", ".", "a/../b"):
+            store.put_record(word, word.encode(), deadline=soon())
+            assert store.get_record(word, deadline=soon()) == word.encode()
+        assert store.records("", deadline=soon()) == [".", "..", "../../a", "a/../b"]
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]

@@ -1,0 +1,622 @@
+"""What may happen to a disk store: killed processes, a full disk, a read-only one, altered files, a lost index."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from processes import go_on, in_child, kill, pause, start, wait
+
+from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
+from foreword.store import disk
+from foreword.store.disk import DiskStore
+from foreword.store.frame import HEADER_BYTES, Frame, check
+from foreword.testing import (
+    SMALL_BYTES,
+    SMALL_PAYLOAD,
+    make_frames,
+    names_of,
+    present,
+    put_all,
+    read,
+    soon,
+    whole,
+)
+
+PAYLOAD = 20_000
+BUDGET = 10 * (HEADER_BYTES + PAYLOAD)
+NOBODY = 65534
+
+
+def on_disk(folder: Path) -> dict[str, int]:
+    """Files of blocks, whole or not, and their lengths. Only while nobody writes."""
+    return {str(path): path.stat().st_size for path in folder.glob("?" * 32 + "/??/*")}
+
+
+def file_of(folder: Path, one: Frame) -> Path:
+    key = one.header.key.hex()
+    return folder / one.header.layout.hex() / key[:2] / key
+
+
+def branches(count: int, payload: int = PAYLOAD) -> list[list[Frame]]:
+    """Chains of six blocks, all but the first beginning with the same two."""
+    trunk = make_frames(500, 2, payload)
+    return [[*trunk, *make_frames(501 + number, 4, payload, after=trunk[-1])] for number in range(count)] + [
+        make_frames(600, 6, payload)
+    ]
+
+
+def write_for_ever(folder: Path, chains: Sequence[Sequence[Frame]], seed: int, size: int = BUDGET) -> None:
+    draw = random.Random(seed)
+    store = DiskStore(folder, size)
+    while True:
+        chain = draw.choice(chains)
+        put_all(store, chain[: draw.randint(1, len(chain))])
+        if draw.random() < 0.3:
+            read(store, draw.choice(chains))
+        if draw.random() < 0.05:
+            store.delete([draw.choice(chain).name], deadline=soon())
+
+
+def assert_sound(store: DiskStore, folder: Path, chains: Sequence[Sequence[Frame]], size: int = BUDGET) -> int:
+    """Nothing half written is left, the budget is kept, the index counts every byte, and what comes back is right. Returns how
+    many blocks are there."""
+    files = on_disk(folder)
+    assert sum(files.values()) <= store.status().bytes <= size
+    assert not [path for path in files if "." in Path(path).name], "nothing half written is left"
+    found = set()
+    for chain in chains:
+        for one, data in zip(chain, read(store, chain), strict=True):
+            if data is not None:
+                assert check(memoryview(bytearray(data)), one.name).data == one.data
+                found.add(one.name)
+    assert {entry.name for entry in store.scan(deadline=soon())} == found
+    assert len(files) == len(found) and sum(files.values()) == store.status().bytes
+    return len(found)
+
+
+# Killed processes
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """A process that writes is killed 200 times: every time the folder opens, what comes back is right, the budget holds."""
+    chains = branches(4)
+    draw = random.Random(1)
+    buried = blocks = 0
+    for number in range(200):
+        child = start(lambda number=number: write_for_ever(tmp_path, chains, number))
+        time.sleep(draw.uniform(0.002, 0.03))
+        assert kill(child) == -signal.SIGKILL
+        assert sum(on_disk(tmp_path).values()) <= BUDGET
+        with closing(DiskStore(tmp_path, BUDGET)) as store:
+            buried += store.status().notes["buried"]
+            blocks += assert_sound(store, tmp_path, chains)
+    assert buried > 0, "it was never killed while it wrote"
+    assert blocks > 200
+
+
+def test_killed_beside_another_process(tmp_path: Path) -> None:
+    """A store that stays open takes over what a killed process left, as soon as it needs the room or the block."""
+    chains = branches(4)
+    draw = random.Random(2)
+    with closing(DiskStore(tmp_path, BUDGET)) as store:
+        for number in range(60):
+            child = start(lambda number=number: write_for_ever(tmp_path, chains, number))
+            time.sleep(draw.uniform(0.002, 0.03))
+            assert kill(child) == -signal.SIGKILL
+            assert sum(on_disk(tmp_path).values()) <= BUDGET
+            chain = draw.choice(chains)
+            assert store.put(chain, deadline=soon()) == len(chain)
+            assert read(store, chain) == whole(chain)
+        assert store.put(make_frames(700, 10, PAYLOAD), deadline=soon()) == 10
+        assert_sound(store, tmp_path, [*chains, make_frames(700, 10, PAYLOAD)])
+        assert store.status().notes["buried"] > 0
+
+
+@pytest.mark.parametrize("call", ["open", "write", "rename", "unlink", "stat"])
+def test_killed_before_and_after_each_step(tmp_path: Path, call: str) -> None:
+    """A put that evicts is killed before and after each call to the system in turn; each time all is as if it were taken back
+    or done."""
+    old, new = make_frames(1, 10, PAYLOAD), make_frames(2, 4, PAYLOAD)
+    steps = 0
+    for number, after in itertools.product(range(40), (False, True)):
+        folder = tmp_path / f"{number}{after}"
+        with closing(DiskStore(folder, BUDGET)) as store:
+            store.put(old, deadline=soon())
+
+        def child(folder: Path = folder, number: int = number, after: bool = after) -> None:
+            store = DiskStore(folder, BUDGET)
+            _die_at(call, number, after)
+            assert store.put(new, deadline=soon()) == 4
+
+        code = in_child(child)
+        assert sum(on_disk(folder).values()) <= BUDGET
+        with closing(DiskStore(folder, BUDGET)) as store:
+            assert_sound(store, folder, [old, new])
+            assert store.put(new, deadline=soon()) == 4
+            assert read(store, new) == whole(new)
+            assert_sound(store, folder, [old, new])
+        shutil.rmtree(folder)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        steps += 1
+    assert code == 0 and steps >= 4, "the put was followed through to its end"
+
+
+def _die_at(call: str, number: int, after: bool) -> None:
+    """From now on the process kills itself at its `number`th call of os.`call`."""
+    real = getattr(os, call)
+    numbers = itertools.count()
+
+    def dying(*arguments: object, **named: object) -> object:
+        last = next(numbers) == number
+        if last and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            return real(*arguments, **named)
+        finally:
+            if last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(os, call, dying)
+
+
+def test_two_processes_and_one_budget(tmp_path: Path) -> None:
+    """Two processes write to one small budget; stopped at random moments, the folder never holds more than that."""
+    chains = branches(6)
+    draw = random.Random(3)
+    children = [start(lambda seed=seed: write_for_ever(tmp_path, chains, seed)) for seed in range(2)]
+    full = 0
+    try:
+        for _ in range(80):
+            time.sleep(draw.uniform(0.001, 0.02))
+            assert all(pause(child) for child in children), "a writer has failed"
+            size = sum(on_disk(tmp_path).values())
+            assert size <= BUDGET
+            full += size > BUDGET * 0.7
+            for child in children:
+                go_on(child)
+    finally:
+        assert [kill(child) for child in children] == [-signal.SIGKILL] * 2
+    assert full > 0, "they never came near the budget"
+    with closing(DiskStore(tmp_path, BUDGET)) as store:
+        assert assert_sound(store, tmp_path, chains) > 0
+
+
+def test_two_processes_write_the_same_blocks(tmp_path: Path) -> None:
+    """Two processes that put the same chains at once end with every block once, whole."""
+    chains = [make_frames(seed, 8, PAYLOAD) for seed in range(10, 20)]
+    size = 100 * (HEADER_BYTES + PAYLOAD)
+
+    def child() -> None:
+        with closing(DiskStore(tmp_path, size)) as store:
+            for chain in chains:
+                assert store.put(chain, deadline=soon()) <= 8
+
+    children = [start(child), start(child)]
+    assert [wait(child) for child in children] == [0, 0]
+    with closing(DiskStore(tmp_path, size)) as store:
+        assert assert_sound(store, tmp_path, chains, size) == 80
+
+
+def test_a_block_that_a_dead_process_was_writing(tmp_path: Path) -> None:
+    """A block that is being written is nowhere to be seen; once its writer is dead another process writes it."""
+    [one] = make_frames(20, 1, PAYLOAD)
+
+    def child() -> None:
+        store = DiskStore(tmp_path, BUDGET)
+        os.rename = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
+        store.put([one], deadline=soon())
+
+    writer = start(child)
+    os.waitpid(writer, os.WUNTRACED)
+    with closing(DiskStore(tmp_path, BUDGET)) as store:
+        assert store.lookup([one.name], deadline=soon()) == 0
+        assert read(store, [one]) == [None] and list(store.scan(deadline=soon())) == []
+        assert store.delete([one.name], deadline=soon()) == store.pin([one.name], deadline=soon()) == 0
+        assert store.put([one], deadline=soon()) == 0, "the other one is at it"
+        assert store.status().bytes == len(one.data)
+        kill(writer)
+        assert store.put([one], deadline=soon()) == 1
+        assert read(store, [one]) == whole([one])
+        assert_sound(store, tmp_path, [[one]])
+
+
+# No room, no right
+
+
+@contextmanager
+def small_disk(size: int) -> Iterator[Path]:
+    """A file system of `size` bytes. Skips where none can be mounted."""
+    folder = Path(tempfile.mkdtemp())
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "foreword-test", str(folder)]
+    try:
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("no small file system can be mounted here")
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+    finally:
+        folder.rmdir()
+
+
+def fill(store: DiskStore, frames: Sequence[Frame]) -> int:
+    """Put one by one until the store says it is full; how many went in."""
+    for number, one in enumerate(frames):
+        try:
+            store.put([one], deadline=soon())
+        except StoreFull:
+            return number
+    raise AssertionError("the disk was never full")
+
+
+def test_a_full_disk() -> None:
+    """When the disk is full a put says so and leaves nothing behind; the rest stays good, and after a delete there is room."""
+    frames = make_frames(21, 60, 100_000)
+    with small_disk(2 << 20) as folder, closing(DiskStore(folder / "store", 1 << 30)) as store:
+        count = fill(store, frames)
+        assert 5 < count < 21
+        assert_sound(store, folder / "store", [frames], 1 << 30)
+        assert store.lookup(names_of(frames), deadline=soon()) == count
+        with pytest.raises(StoreFull):
+            store.put(frames[count : count + 3], deadline=soon())
+        assert_sound(store, folder / "store", [frames], 1 << 30)
+        assert store.delete(names_of(frames[:4]), deadline=soon()) == 4
+        assert store.put(frames[count : count + 3], deadline=soon()) == 3
+        assert read(store, frames[4 : count + 3]) == whole(frames[4 : count + 3])
+
+
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    """The same without a right to mount: a write that the system refuses for its length is a full disk, and leaves nothing."""
+    small, large = make_frames(22, 2, 1000), make_frames(23, 3, 1 << 20)
+
+    def child() -> None:
+        store = DiskStore(tmp_path, 1 << 30)
+        store.put(small, deadline=soon())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512 << 10, 512 << 10))
+        for _ in range(3):
+            with pytest.raises(StoreFull):
+                store.put(large, deadline=soon())
+        assert store.put([*small, *make_frames(24, 2, 1000)], deadline=soon()) == 4
+        assert_sound(store, tmp_path, [small, large, make_frames(24, 2, 1000)], 1 << 30)
+        store.close()
+
+    assert in_child(child) == 0
+
+
+@pytest.mark.parametrize("index", ["there", "gone"])
+def test_a_folder_that_cannot_be_written(index: str) -> None:
+    """A folder without the right to write serves reads, with its index or without, and refuses writes."""
+    chain = make_frames(25, 5, 1000)
+    folder = Path(tempfile.mkdtemp())
+    try:
+        with closing(DiskStore(folder, 1 << 20)) as store:
+            store.put(chain[:4], deadline=soon())
+            store.put_record("a/b", b"data", deadline=soon())
+        if index == "gone":
+            (folder / "index.sqlite").unlink()
+        for path in [folder, *folder.rglob("*")]:
+            path.chmod(0o500 if path.is_dir() else 0o400)
+            if os.getuid() == 0:
+                os.chown(path, NOBODY, NOBODY)
+        assert in_child(lambda: _read_only(folder, chain)) == 0
+    finally:
+        for path in [folder, *folder.rglob("*")]:
+            path.chmod(0o700)
+        shutil.rmtree(folder)
+
+
+def _read_only(folder: Path, chain: Sequence[Frame]) -> None:
+    if os.getuid() == 0:
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    store = DiskStore(folder, 1 << 20)
+    assert store.read_only
+    assert store.lookup(names_of(chain), deadline=soon()) == 4
+    assert read(store, chain) == [*whole(chain[:4]), None]
+    assert sorted(entry.name for entry in store.scan(deadline=soon())) == sorted(names_of(chain[:4]))
+    assert store.get_record("a/b", deadline=soon()) == b"data"
+    assert store.records("", deadline=soon()) == ["a/b"]
+    for call in _writes(store, chain):
+        with pytest.raises(StoreReadOnly):
+            call()
+    assert store.lookup(names_of(chain), deadline=soon()) == 4
+    store.close()
+
+
+def _writes(store: DiskStore, chain: Sequence[Frame]) -> list[Callable[[], object]]:
+    return [
+        lambda: store.put(chain, deadline=soon()),
+        lambda: store.delete(names_of(chain), deadline=soon()),
+        lambda: store.pin(names_of(chain), deadline=soon()),
+        lambda: store.put_record("a", b"", deadline=soon()),
+        lambda: store.delete_record("a/b", deadline=soon()),
+    ]
+
+
+def test_read_only_beside_a_writer(tmp_path: Path) -> None:
+    """A store opened read-only writes nothing, and sees what another process puts meanwhile."""
+    chain = make_frames(26, 4, 1000)
+    with closing(DiskStore(tmp_path, 1 << 20)) as writer:
+        writer.put(chain[:2], deadline=soon())
+        with closing(DiskStore(tmp_path, 1 << 20, read_only=True)) as store:
+            assert store.lookup(names_of(chain), deadline=soon()) == 2
+            writer.put(chain[2:], deadline=soon())
+            assert store.lookup(names_of(chain), deadline=soon()) == 4
+            assert read(store, chain) == whole(chain)
+            for call in _writes(store, chain):
+                with pytest.raises(StoreReadOnly):
+                    call()
+        assert [entry.hits for entry in writer.scan(deadline=soon())] == [0] * 4
+
+
+# Altered files
+
+
+def get_one(store: DiskStore, one: Frame, room: int = 100) -> memoryview:
+    """What the store has under this name, unchecked."""
+    buffer = memoryview(bytearray(len(one.data) + room))
+    [length] = store.get([one.name], [buffer], deadline=soon())
+    return buffer[:length]
+
+
+@pytest.mark.parametrize("what", ["bit", "truncated", "longer", "empty", "swapped", "zeros"])
+def test_an_altered_file(tmp_path: Path, what: str) -> None:
+    """A file that is not what it was is given back as it is and fails the check; deleted and put again it is right."""
+    one, other = make_frames(27, 2, PAYLOAD)
+    draw = random.Random(4)
+    with closing(DiskStore(tmp_path, BUDGET)) as store:
+        for _ in range(10):
+            store.put([one, other], deadline=soon())
+            data = bytearray(one.data)
+            position = draw.randrange(len(data))
+            if what == "bit":
+                data[position] ^= 1 << draw.randrange(8)
+            altered = {
+                "bit": data,
+                "truncated": data[:position],
+                "longer": data + bytes(1 + position % 90),
+                "empty": b"",
+                "swapped": bytes(other.data),
+                "zeros": bytes(len(data)),
+            }[what]
+            file_of(tmp_path, one).write_bytes(altered)
+            assert get_one(store, one) == altered
+            with pytest.raises(BadFrame):
+                check(get_one(store, one), one.name)
+            assert read(store, [other]) == whole([other])
+            store.delete([one.name], deadline=soon())
+            assert store.put([one], deadline=soon()) == 1
+            assert read(store, [one]) == whole([one])
+        assert_sound(store, tmp_path, [[one, other]])
+
+
+def test_a_file_of_another_length_is_written_again(tmp_path: Path) -> None:
+    """A put of a block whose file is gone, or has another length, writes it."""
+    frames = make_frames(28, 3, PAYLOAD)
+    with closing(DiskStore(tmp_path, BUDGET)) as store:
+        store.put(frames, deadline=soon())
+        os.truncate(file_of(tmp_path, frames[0]), 500)
+        file_of(tmp_path, frames[1]).unlink()
+        assert store.put(frames, deadline=soon()) == 3
+        assert read(store, frames) == whole(frames)
+        assert store.status().notes["missing"] == 2
+        assert_sound(store, tmp_path, [frames])
+
+
+def test_a_file_that_is_gone(tmp_path: Path) -> None:
+    """A block whose file somebody removed is a miss, and from then on lookup knows."""
+    frames = make_frames(29, 4, PAYLOAD)
+    with closing(DiskStore(tmp_path, BUDGET)) as store:
+        store.put(frames, deadline=soon())
+        file_of(tmp_path, frames[2]).unlink()
+        assert read(store, frames) == [*whole(frames[:2]), None, *whole(frames[3:])]
+        assert store.lookup(names_of(frames), deadline=soon()) == 2
+        assert_sound(store, tmp_path, [frames])
+
+
+def test_something_else_in_a_file_s_place(tmp_path: Path) -> None:
+    """A pipe, a folder, a symbolic link or a huge file under a block's name is a miss, and stops nobody."""
+    frames = make_frames(30, 4, 1000)
+    with closing(DiskStore(tmp_path, BUDGET)) as store:
+        store.put(frames, deadline=soon())
+        paths = [file_of(tmp_path, one) for one in frames]
+        secret = tmp_path / "secret"
+        secret.write_bytes(b"secret")
+        for path in paths:
+            path.unlink()
+        os.mkfifo(paths[0])
+        paths[1].mkdir()
+        paths[2].symlink_to(secret)
+        with paths[3].open("wb") as file:
+            file.truncate(1 << 40)
+        assert read(store, frames) == [None] * 4
+        assert get_one(store, frames[2], 10_000) == b""
+
+
+# The index
+
+
+def put_some(folder: Path) -> list[Frame]:
+    """A store with 40 blocks, closed."""
+    frames = make_frames(31, 40, 1000)
+    with closing(DiskStore(folder, 1 << 20)) as store:
+        store.put(frames, deadline=soon())
+    return frames
+
+
+def _overwrite(index: Path, first: float, last: float) -> None:
+    size = index.stat().st_size
+    start, stop = int(size * first), int(size * last)
+    with index.open("r+b") as file:
+        file.seek(start)
+        file.write(random.Random(5).randbytes(stop - start))
+
+
+def _other_database(index: Path) -> None:
+    index.unlink()
+    with closing(sqlite3.connect(index)) as other:
+        other.execute("CREATE TABLE something (else_ INTEGER)")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "header": lambda index: _overwrite(index, 0.0, 0.01),
+    "middle": lambda index: _overwrite(index, 0.4, 0.9),
+    "all": lambda index: _overwrite(index, 0.0, 1.0),
+    "half": lambda index: os.truncate(index, index.stat().st_size // 2 // 4096 * 4096),
+    "odd": lambda index: os.truncate(index, index.stat().st_size // 2 + 77),
+    "empty": lambda index: os.truncate(index, 0),
+    "gone": lambda index: index.unlink(),
+    "another": _other_database,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_index(tmp_path: Path, damage: str) -> None:
+    """Whatever happened to the index, it is made again from the blocks, and nothing is lost or left uncounted."""
+    frames = put_some(tmp_path)
+    DAMAGES[damage](tmp_path / "index.sqlite")
+    with closing(DiskStore(tmp_path, 1 << 20)) as store:
+        assert store.lookup(names_of(frames), deadline=soon()) == 40
+        assert assert_sound(store, tmp_path, [frames], 1 << 20) == 40
+        by_name = {entry.name: entry for entry in store.scan(deadline=soon())}
+        assert [by_name[one.name].depth for one in frames] == list(range(40))
+        store.put(make_frames(32, 1, 1000), deadline=soon())
+    with closing(DiskStore(tmp_path, 1 << 20)) as store:
+        assert store.status().blocks == 41 and store.status().notes["rebuilt"] == 0
+
+
+def test_chains_of_an_index_made_again(tmp_path: Path) -> None:
+    """After the index was lost, tails still go before heads."""
+    chain = make_frames(33, 8, SMALL_PAYLOAD)
+    with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
+        for one in reversed(chain):
+            store.put([one], deadline=soon())
+    (tmp_path / "index.sqlite").unlink()
+    with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
+        store.put(make_frames(34, 3, SMALL_PAYLOAD), deadline=soon())
+        assert present(store, chain) == [True] * 5 + [False] * 3
+
+
+def test_an_index_lost_under_a_running_store(tmp_path: Path) -> None:
+    """When the index is removed or destroyed under an open store, calls may fail once, and then go on with all blocks."""
+    frames = put_some(tmp_path)
+    names = names_of(frames)
+    with closing(DiskStore(tmp_path, 1 << 20)) as store:
+        for damage in ("gone", "all"):
+            DAMAGES[damage](tmp_path / "index.sqlite")
+            if damage == "all":
+                shutil.copy(tmp_path / "index.sqlite", tmp_path / "copy")
+                os.replace(tmp_path / "copy", tmp_path / "index.sqlite")
+            failures = 0
+            while failures < 3:
+                try:
+                    assert store.lookup(names, deadline=soon()) == 40
+                    assert store.put(frames, deadline=soon()) == 40
+                    break
+                except StoreUnavailable:
+                    failures += 1
+            assert failures < 3
+            assert read(store, frames) == whole(frames)
+            assert_sound(store, tmp_path, [frames], 1 << 20)
+
+
+def test_a_folder_removed_under_a_running_store(tmp_path: Path) -> None:
+    """When the whole folder is removed, everything is a miss, and the next put begins anew."""
+    chain = make_frames(35, 3, 1000)
+    with closing(DiskStore(tmp_path / "store", 1 << 20)) as store:
+        store.put(chain, deadline=soon())
+        shutil.rmtree(tmp_path / "store")
+        assert read(store, chain) == [None] * 3
+        assert store.lookup(names_of(chain), deadline=soon()) == 0
+        assert store.put(chain, deadline=soon()) == 3
+        assert read(store, chain) == whole(chain)
+
+
+def test_after_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart of the host every file is looked at: what the index lost is counted again, what is no block goes."""
+    frames = put_some(tmp_path)
+    lost = make_frames(36, 3, 1000)
+    with closing(DiskStore(tmp_path / "elsewhere", 1 << 20)) as other:
+        other.put(lost, deadline=soon())
+    for one in lost:
+        file_of(tmp_path, one).parent.mkdir(parents=True, exist_ok=True)
+        os.rename(file_of(tmp_path / "elsewhere", one), file_of(tmp_path, one))
+    shutil.rmtree(tmp_path / "elsewhere")
+    os.truncate(file_of(tmp_path, lost[2]), 700)
+    os.truncate(file_of(tmp_path, frames[7]), 0)
+    file_of(tmp_path, frames[39]).unlink()
+    half = file_of(tmp_path, frames[5]).with_name(frames[5].header.key.hex() + ".host-1-abc")
+    half.write_bytes(b"half")
+    monkeypatch.setattr(disk, "boot_of_host", lambda: ("this host", "first"))
+    DiskStore(tmp_path, 1 << 20).close()
+    assert half.exists(), "without a crash no folder is searched"
+    monkeypatch.setattr(disk, "boot_of_host", lambda: ("this host", "second"))
+    with closing(DiskStore(tmp_path, 1 << 20)) as store:
+        assert present(store, lost) == [True, True, False]
+        assert [number for number, held in enumerate(present(store, frames)) if not held] == [7, 39]
+        assert_sound(store, tmp_path, [frames, lost], 1 << 20)
+
+
+def test_a_sound_index_is_believed(tmp_path: Path) -> None:
+    """Opening a folder of many blocks reads none of them: even destroyed ones are not noticed before they are read."""
+    frames = make_frames(37, 3000, 10)
+    with closing(DiskStore(tmp_path, 1 << 24)) as store:
+        store.put(frames, deadline=soon())
+    for one in frames[::100]:
+        file_of(tmp_path, one).write_bytes(b"destroyed")
+    with closing(DiskStore(tmp_path, 1 << 24)) as store:
+        assert store.lookup(names_of(frames), deadline=soon()) == 3000
+    (tmp_path / "index.sqlite").unlink()
+    with closing(DiskStore(tmp_path, 1 << 24)) as store:
+        assert store.status().blocks == 2970
+        assert store.lookup(names_of(frames[1:]), deadline=soon()) == 99
+
+
+def test_records_half_written(tmp_path: Path) -> None:
+    """What a killed process left of a record is removed when the folder is opened, and was never a record."""
+    with closing(DiskStore(tmp_path, BUDGET)) as store:
+        store.put_record("a/b", b"data", deadline=soon())
+
+    def child() -> None:
+        store = DiskStore(tmp_path, BUDGET)
+        os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        store.put_record("a/b", b"other", deadline=soon())
+
+    assert in_child(child) == -signal.SIGKILL
+    assert len([path for path in (tmp_path / "records").rglob("*") if path.is_file()]) == 2
+    with closing(DiskStore(tmp_path, BUDGET)) as store:
+        assert store.records("", deadline=soon()) == ["a/b"]
+        assert store.get_record("a/b", deadline=soon()) == b"data"
+    assert len([path for path in (tmp_path / "records").rglob("*") if path.is_file()]) == 1
+
+
+def test_errors_are_errors_of_a_store(tmp_path: Path) -> None:
+    """Whatever the system says, a call raises StoreError and nothing else."""
+    frames = put_some(tmp_path)
+    layout = tmp_path / frames[0].header.layout.hex()
+    with closing(DiskStore(tmp_path, 1 << 20)) as store:
+        shutil.rmtree(layout)
+        layout.write_bytes(b"a file in the place of a folder")
+        new = make_frames(38, 2, 1000)
+        with pytest.raises(StoreError):
+            store.put(new, deadline=soon())
+        with pytest.raises(StoreError):
+            read(store, frames)
+        layout.unlink()
+        assert read(store, frames) == [None] * 40
+        assert store.put(new, deadline=soon()) == 2
