@@ -141,11 +141,14 @@ class Together:
         members: which of the group's sequences.
         blocks: `[members * width]` block numbers, each sequence's padded with its last.
         bias: `[members, 1, 1, width * block_size]`, 0 for a token that counts and -inf for one that does not.
+        hidden: the rows of `[members * width * block_size]` that do not count. What lies there is another sequence's, or
+            nothing yet; a NaN in it would outlive a weight of zero.
     """
 
     members: list[int]
     blocks: Tensor
     bias: Tensor
+    hidden: Tensor
 
 
 @dataclass(slots=True)
@@ -353,7 +356,8 @@ class StepAttention:
         slots = torch.arange(width * size).unsqueeze(0)
         hidden = (slots < torch.tensor(lows).unsqueeze(1)) | (slots >= torch.tensor(ends).unsqueeze(1))
         bias = torch.zeros(hidden.shape, dtype=self._layers_dtype).masked_fill_(hidden, -math.inf)
-        return Together(members, torch.tensor(blocks, dtype=torch.long), bias[:, None, None, :])
+        unseen = hidden.flatten().nonzero().flatten()
+        return Together(members, torch.tensor(blocks, dtype=torch.long), bias[:, None, None, :], unseen)
 
     def _group_decodes(self, window: int | None) -> list[DecodeGroup]:
         """Sequences that begin with the same block, and how far their tables agree. A sequence that slid past its beginning
@@ -430,9 +434,8 @@ class _Compute:
         """Each of the batch's rows of `folded` `[rows, kv_heads, group, dim]` over its own tokens."""
         count, width = len(batch.members), batch.bias.shape[-1]
         query = folded if count == len(folded) else folded[batch.members]
-        k, v = self.paged.k_blocks, self.paged.v_blocks
-        key = k.index_select(0, batch.blocks).view(count, width, *k.shape[2:]).transpose(1, 2)
-        value = v.index_select(0, batch.blocks).view(count, width, *v.shape[2:]).transpose(1, 2)
+        key = _gather_batch(self.paged.k_blocks, batch).unflatten(0, (count, width)).transpose(1, 2)
+        value = _gather_batch(self.paged.v_blocks, batch).unflatten(0, (count, width)).transpose(1, 2)
         if self._flash:
             flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             result, lse = flash(query, key, value, 0.0, False, attn_mask=batch.bias, scale=self._scale)
@@ -495,6 +498,11 @@ def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) 
     result = first.float() * torch.exp(first_lse - lse).unsqueeze(-1)
     result += second.float() * torch.exp(second_lse - lse).unsqueeze(-1)
     return result.to(first.dtype), lse
+
+
+def _gather_batch(blocks: Tensor, batch: Together) -> Tensor:
+    """`[members * width * block_size, kv_heads, dim]`, copied a block at a time; zero where nothing counts."""
+    return blocks.index_select(0, batch.blocks).flatten(0, 1).index_fill_(0, batch.hidden, 0)
 
 
 def _gather(blocks: Tensor, keys: Keys) -> Tensor:

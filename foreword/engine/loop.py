@@ -325,9 +325,7 @@ class EngineCore:
         counts: dict[str, int] = {}
         for number in sequence.loaded:
             counts[tiers[number].label] = counts.get(tiers[number].label, 0) + size
-        last = tiers[sequence.loaded[-1]].label
-        on_device = sequence.table.visible * size
-        counts[last] -= max(on_device - sequence.shared_tokens, 0) if on_device >= sequence.num_prompt else 0
+        counts[tiers[sequence.loaded[-1]].label] -= sequence.recomputed
         return counts
 
     def _note_token(self, sequence: Sequence, now: float) -> None:

@@ -27,7 +27,8 @@ class Sequence:
         arrived: seconds of the engine's clock.
         cached_tokens: prompt tokens found in the cache at the first admission (-1: never admitted yet).
         ticket: the search for its blocks off the device, and their load; it began at block `searched_from`.
-        loaded: blocks that came from each tier, by the tier's number, at the first admission.
+        loaded: the tier of each block that was loaded at the first admission. Of the last one, `recomputed` tokens do not
+            count as reused.
     """
 
     request: Request
@@ -45,6 +46,7 @@ class Sequence:
     ticket: Ticket | None = None
     searched_from: int = 0
     loaded: list[int] = field(default_factory=list)
+    recomputed: int = 0
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -277,6 +279,7 @@ class Scheduler:
                 sequence.cached_tokens = min(sequence.computed, sequence.num_prompt)
                 sequence.shared_tokens = sequence.cached_tokens
                 sequence.loaded = tiers
+                sequence.recomputed = shared - sequence.cached_tokens
                 self._arrived.append(sequence)
 
     def _end_load(self, sequence: Sequence) -> list[int]:

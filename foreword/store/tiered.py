@@ -197,15 +197,21 @@ class TieredStore:
     """Several stores, the fastest first. Implements `Store`, and never raises for a tier's failure.
 
     Args:
-        stores: at least one. Records (named prefixes) go to all but the memory of one process, if there is any other, and
+        stores: at least one.
+        lasting: which of them outlive the process (None: all). Records (named prefixes) go to those, if there are any, and
             are read from the last first: that is the one which the most instances share.
     """
 
-    def __init__(self, stores: Sequence[Store], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        lasting: Sequence[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.tiers = [Tier(store, clock) for store in stores]
         self.label = " > ".join(tier.label for tier in self.tiers)
-        lasting = [tier for tier in self.tiers if not getattr(tier.store, "forgets", False)]
-        self._record_tiers = (lasting or self.tiers)[::-1]
+        chosen = self.tiers if not lasting else [self.tiers[number] for number in sorted(lasting)]
+        self._record_tiers = chosen[::-1]
 
     # Blocks
 

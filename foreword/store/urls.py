@@ -69,7 +69,7 @@ def open_store(urls: Sequence[str], layout: Layout | None = None) -> TieredStore
         for store in opened:
             store.close()
         raise
-    return TieredStore(opened)
+    return TieredStore(opened, [number for number, place in enumerate(parsed) if place.scheme != "memory"])
 
 
 def loss_of(urls: Sequence[str]) -> str:

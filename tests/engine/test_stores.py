@@ -1,0 +1,369 @@
+"""The engine over stores: what left the device comes back, and whatever a store does, the output is right (R19 to R26)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import Reference, greedy, prompt
+
+from foreword.config import EngineConfig, StoreConfig
+from foreword.engine.async_engine import AsyncEngine
+from foreword.engine.llm import LLM
+from foreword.engine.request import Request, SamplingParams
+from foreword.errors import ConfigError, StoreConfigError, StoreUnavailable
+from foreword.testing import FlakyStore
+
+Make = Callable[..., LLM]
+Find = Callable[[str], Reference]
+
+MEMORY = "memory://?size=16MiB"
+
+
+def disk(path: Path, size: str = "64MiB") -> str:
+    return f"disk://{path}/store?size={size}"
+
+
+@contextmanager
+def flaky(engine: Make, family: str = "llama", **options: Any) -> Iterator[tuple[LLM, FlakyStore]]:
+    """An engine whose only tier misbehaves when it is told to."""
+    with engine(family, **({"store": MEMORY} | options)) as llm:
+        [tier] = llm.off_device.store.tiers
+        tier.store = store = FlakyStore(tier.store)
+        yield llm, store
+
+
+def fill(llm: LLM, tokens: list[int], count: int = 8) -> tuple[int, ...]:
+    """Compute a text, have it written, and let the device forget it."""
+    [output] = llm.generate(tokens, greedy(count))
+    assert llm.flush()
+    llm.clear_cache()
+    return output.outputs[0].tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "mixtral", "deepseek_v2", "gpt_oss"])
+def test_restart(family: str, engine: Make, reference: Find, tmp_path: Path) -> None:
+    """What one process computed, the next one loads from disk, for every kind of layer, and goes on as if it had computed it
+    (R18, R24, R25)."""
+    truth, tokens = reference(family), prompt(61, 1)
+    with engine(family, store=disk(tmp_path)) as first:
+        [output] = first.generate(tokens, greedy(8))
+    with engine(family, store=disk(tmp_path)) as second:
+        [again] = second.generate(tokens, greedy(8), cache_report=True)
+        second.check()
+    assert again.cached_tokens == 60
+    assert again.cache_report is not None and again.cache_report.loaded_tokens == {"disk": 60}
+    assert again.outputs[0].tokens == output.outputs[0].tokens
+    truth.check(tokens, again.outputs[0], 8)
+
+
+def test_generated_tokens_are_kept(engine: Make, tmp_path: Path) -> None:
+    """The next turn of a conversation finds the answer of the last one in the store too, not only the prompt (R19)."""
+    tokens = prompt(20, 2)
+    with engine("llama", store=disk(tmp_path)) as llm:
+        [first] = llm.generate(tokens, greedy(16))
+    turn = [*tokens, *first.outputs[0].tokens, 7, 8, 9]
+    with engine("llama", store=disk(tmp_path)) as llm:
+        [second] = llm.generate(turn, greedy(4), cache_report=True)
+    # The last generated token was never computed: 35 of 36 tokens, 32 in whole blocks.
+    assert second.cached_tokens == 32
+
+
+def test_two_instances_share(engine: Make, tmp_path: Path) -> None:
+    """What one engine computed, another that runs beside it loads the first time it sees it (R24)."""
+    tokens = prompt(50, 3)
+    with engine("llama", store=disk(tmp_path)) as one, engine("llama", store=disk(tmp_path)) as other:
+        [output] = one.generate(tokens, greedy(6))
+        assert one.flush()
+        [shared] = other.generate(tokens, greedy(6))
+    assert shared.cached_tokens == 48
+    assert shared.outputs[0].tokens == output.outputs[0].tokens
+
+
+def test_two_instances_write_the_same(engine: Make, reference: Find, tmp_path: Path) -> None:
+    """Two engines that compute and write the same blocks at the same time leave blocks that a third one loads."""
+    prompts = [prompt(40, seed) for seed in range(4)]
+    with engine("llama", store=disk(tmp_path)) as one, engine("llama", store=disk(tmp_path)) as other:
+        one.generate(prompts, greedy(4))
+        other.generate(prompts, greedy(4))
+    with engine("llama", store=disk(tmp_path)) as third:
+        for tokens, output in zip(prompts, third.generate(prompts, greedy(4)), strict=True):
+            assert output.cached_tokens >= 39
+            reference("llama").check(tokens, output.outputs[0], 4)
+        third.check()
+
+
+def test_tiers_in_order(engine: Make, tmp_path: Path) -> None:
+    """Blocks come from the fastest tier that has them, and what only the slower one has goes up into the faster one."""
+    tokens, urls = prompt(41, 4), [MEMORY, disk(tmp_path)]
+    with engine("llama", store=urls) as llm:
+        fill(llm, tokens)
+        [warm] = llm.generate(tokens, greedy(2), cache_report=True)
+        assert warm.cache_report is not None and warm.cache_report.loaded_tokens == {"memory": 40}
+    with engine("llama", store=urls) as llm:
+        for expected in ({"disk": 40}, {"memory": 40}):
+            [output] = llm.generate(tokens, greedy(2), cache_report=True)
+            assert output.cache_report is not None and output.cache_report.loaded_tokens == expected
+            assert llm.flush()
+            llm.clear_cache()
+
+
+def test_part_of_a_chain(engine: Make, reference: Find) -> None:
+    """A chain with a block missing is loaded up to there and computed from there (R20)."""
+    tokens = prompt(48, 5)
+    with engine("llama", store=MEMORY) as llm:
+        fill(llm, tokens)
+        store = llm.off_device.store
+        names = sorted((entry.depth, entry.name) for entry in store.scan(deadline=1e18))
+        assert store.delete([names[5][1]], deadline=1e18) == 1
+        [output] = llm.generate(tokens, greedy(6), cache_report=True)
+        llm.check()
+    assert output.cache_report is not None and output.cache_report.loaded_tokens == {"memory": 20}
+    reference("llama").check(tokens, output.outputs[0], 6)
+
+
+def test_another_model_finds_nothing(engine: Make, tmp_path: Path) -> None:
+    """Blocks of other weights, of another dtype or of another block size are never found, though the tokens are the same."""
+    tokens = prompt(40, 6)
+    with engine("llama", store=disk(tmp_path)) as llm:
+        llm.generate(tokens, greedy(2))
+    for family, options in (("qwen2", {}), ("llama", {"dtype": "bfloat16"}), ("llama", {"block_size": 8})):
+        with engine(family, store=disk(tmp_path), **options) as llm:
+            assert llm.generate(tokens, greedy(2))[0].cached_tokens == 0
+    with engine("llama", store=disk(tmp_path)) as llm:
+        assert llm.generate(tokens, greedy(2))[0].cached_tokens == 39
+
+
+@pytest.mark.parametrize("damage", ["corrupt_reads", "truncate_reads", "swap_reads"])
+def test_damaged_blocks(damage: str, engine: Make, reference: Find) -> None:
+    """A block that comes back altered, cut short, or as another block is not used: it is counted, removed and computed."""
+    tokens = prompt(40, 7)
+    with flaky(engine) as (llm, store):
+        fill(llm, tokens)
+        getattr(store, damage)()
+        [output] = llm.generate(tokens, greedy(6))
+        reference("llama").check(tokens, output.outputs[0], 6)
+        [tier] = llm.off_device.store.tiers
+        # A swapped block can be sound where nothing was read before it.
+        assert sum(tier.counters.bad.values()) >= 1 and output.cached_tokens <= 4
+        getattr(store, damage)(False)
+        assert llm.flush()
+        llm.clear_cache()
+        [healed] = llm.generate(tokens, greedy(6))
+        assert healed.outputs[0].tokens == output.outputs[0].tokens
+        llm.check()
+
+
+@pytest.mark.parametrize("trouble", ["fail", "hang"])
+def test_a_store_that_does_not_answer(trouble: str, engine: Make, reference: Find) -> None:
+    """A store that fails at everything, or never answers, is a miss: requests are computed, errors are counted, and after a
+    few of them it is left alone for a while."""
+    with flaky(engine, store=StoreConfig(urls=(MEMORY,), flush_seconds=0.5)) as (llm, store):
+        fill(llm, prompt(40, 8))
+        getattr(store, trouble)()
+        for seed in (8, 9, 10, 11):
+            [output] = llm.generate(prompt(40, seed), greedy(4))
+            assert output.cached_tokens == 0
+            reference("llama").check(prompt(40, seed), output.outputs[0], 4)
+        [tier] = llm.off_device.store.tiers
+        assert sum(tier.counters.errors.values()) >= 3 and tier.counters.skipped >= 1
+        getattr(store, trouble)(False)
+        llm.check()
+
+
+def test_a_load_that_breaks_off(engine: Make, reference: Find) -> None:
+    """A store that finds a chain and then fails, or hangs, in the middle of its load costs the rest of the load, not the
+    request."""
+    tokens = prompt(200, 12)
+    for trouble in ("fail", "hang"):
+        with flaky(engine) as (llm, store):
+            fill(llm, tokens)
+            read = store.inner.get
+
+            def once(
+                *args: Any, store: FlakyStore = store, read: Any = read, trouble: str = trouble, **named: Any
+            ) -> Any:
+                sizes = read(*args, **named)
+                getattr(store, trouble)()
+                return [*sizes[:7], *[0] * len(sizes[7:])]
+
+            store.inner.get = once  # type: ignore[method-assign]
+            [output] = llm.generate(tokens, greedy(4))
+            reference("llama").check(tokens, output.outputs[0], 4)
+            assert output.cached_tokens == 28
+            assert llm.off_device.status().cut == 1
+            getattr(store, trouble)(False)
+            llm.check()
+
+
+def test_eviction_in_a_small_store(engine: Make, reference: Find) -> None:
+    """A store with room for a few prompts only, read and written at once by more of them, gives right outputs."""
+    draw = random.Random(13)
+    with engine("llama", store="memory://?size=96KiB", kv_memory="256 tokens") as llm:
+        heads = [prompt(24, seed) for seed in range(6)]
+        for round_ in range(6):
+            prompts = [[*draw.choice(heads), *prompt(draw.randrange(1, 20), 100 + round_ * 10 + i)] for i in range(4)]
+            for tokens, output in zip(prompts, llm.generate(prompts, greedy(4)), strict=True):
+                reference("llama").check(tokens, output.outputs[0], 4)
+            llm.check()
+        assert llm.flush()
+        status = llm.off_device.store.tiers[0].store.status()
+        assert status.evictions > 0 and status.bytes <= status.budget
+
+
+def test_like_no_store(engine: Make, tmp_path: Path) -> None:
+    """Random batches with common beginnings, a device with little memory (so that requests are preempted and reloaded), and
+    two tiers: the same outputs as an engine without a store."""
+    draw = random.Random(14)
+    heads = [prompt(40, seed) for seed in range(3)]
+    batches = [
+        [
+            [*draw.choice(heads)[: draw.randrange(1, 40)], *prompt(draw.randrange(1, 30), draw.randrange(5))]
+            for _ in range(5)
+        ]
+        for _ in range(5)
+    ]
+    plain = engine("llama", kv_memory="160 tokens", max_batch_tokens=32)
+    expected = [[o.outputs[0].tokens for o in plain.generate(batch, greedy(12))] for batch in batches]
+    stores = ["memory://?size=128KiB", disk(tmp_path)]
+    with engine("llama", kv_memory="160 tokens", max_batch_tokens=32, store=stores) as llm:
+        for batch, tokens in zip(batches, expected, strict=True):
+            assert [o.outputs[0].tokens for o in llm.generate(batch, greedy(12))] == tokens
+            llm.check()
+        assert llm.off_device.status().loaded > 0
+        assert llm._core.scheduler.num_preemptions > 0
+
+
+def test_slower_than_computing(engine: Make, reference: Find) -> None:
+    """A tier that was measured to be slower than the engine computes is not read; one that turns out so is cut off."""
+    tokens = prompt(200, 15)
+    with flaky(engine) as (llm, store):
+        fill(llm, tokens)
+        [tier] = llm.off_device.store.tiers
+        llm.off_device.prefill_seconds.note(1e6, 1.0)
+        tier.read_rate.note(1e3, 1.0)
+        [output] = llm.generate(tokens, greedy(4))
+        assert output.cached_tokens == 0 and llm.off_device.status().declined == 1
+        reference("llama").check(tokens, output.outputs[0], 4)
+    with flaky(engine, store=StoreConfig(urls=(MEMORY,), load_timeout=60.0)) as (llm, store):
+        fill(llm, tokens)
+        store.delay(0.2)
+        for _ in range(20):  # a fast engine, as measured
+            llm.off_device.prefill_seconds.note(1e4, 1.0)
+        [output] = llm.generate(tokens, greedy(4))
+        assert output.cached_tokens < 199 and llm.off_device.status().cut == 1
+        reference("llama").check(tokens, output.outputs[0], 4)
+
+
+def test_a_queue_that_is_full(engine: Make) -> None:
+    """Where blocks are made faster than a store takes them, the oldest waiting ones are dropped and counted; no step waits."""
+    with flaky(engine, store=StoreConfig(urls=(MEMORY,), staging="1KiB")) as (llm, store):
+        store.delay(0.05)
+        for seed in range(6):
+            llm.generate(prompt(200, seed), greedy(2))
+        assert llm.flush()
+        status = llm.off_device.status()
+        assert status.dropped > 0 and status.queued == 0 and status.saved > 0
+        llm.check()
+
+
+def test_others_go_on_while_one_loads(llama: Path) -> None:
+    """While a request waits for a store that hangs, others are answered; it is answered in the end; aborting it gives its
+    blocks back."""
+
+    async def collect(engine: AsyncEngine, request: Request) -> tuple[int, ...]:
+        return tuple([token async for delta in engine.generate(request) for token in delta.tokens])
+
+    def ask(name: str, seed: int, length: int = 100) -> Request:
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        return Request(name, tuple(prompt(length, seed)), params)
+
+    async def main(engine: AsyncEngine) -> None:
+        assert engine.off_device is not None
+        expected = await collect(engine, ask("first", 1))
+        await asyncio.to_thread(engine.off_device.flush)
+        await engine.clear_cache()
+        [tier] = engine.off_device.store.tiers
+        inner = tier.store
+        store = FlakyStore(inner)
+
+        class Stuck:
+            label = inner.label
+            lookup = staticmethod(inner.lookup)
+            put = staticmethod(inner.put)
+            get = staticmethod(store.get)
+            status = staticmethod(inner.status)
+            close = staticmethod(inner.close)
+
+        tier.store = Stuck()  # type: ignore[assignment]
+        store.hang()
+        slow = asyncio.create_task(collect(engine, ask("slow", 1)))
+        gone = engine.generate(ask("gone", 1))
+        going = asyncio.create_task(anext(gone))  # type: ignore[arg-type]
+        while not engine._core.scheduler.loading:
+            await asyncio.sleep(0.001)
+        await collect(engine, ask("other", 2, 3))
+        going.cancel()
+        await asyncio.gather(going, return_exceptions=True)
+        await gone.aclose()
+        assert await slow == expected
+        await engine.check_integrity()
+        assert engine.status().kv_usage == 0.0
+
+    config = EngineConfig(model=str(llama), dtype="float32", kv_memory="1024 tokens", block_size=4, threads=1)
+    engine = AsyncEngine.from_config(config, store=StoreConfig(urls=(MEMORY,), load_timeout=2.0))
+    try:
+        asyncio.run(main(engine))
+    finally:
+        engine.close()
+
+
+def test_a_prompt_that_another_request_loads(engine: Make) -> None:
+    """Requests with the same beginning that come together load it once."""
+    tokens = prompt(80, 16)
+    with engine("llama", store=MEMORY) as llm:
+        fill(llm, tokens)
+        before = llm.off_device.status().loaded
+        outputs = llm.generate([[*tokens, seed] for seed in range(5)], greedy(2))
+        assert llm.off_device.status().loaded - before == 20
+        assert all(output.cached_tokens == 80 for output in outputs)
+        llm.check()
+
+
+def test_settings_that_do_not_go_together(engine: Make, tmp_path: Path) -> None:
+    """A store without prefix caching, a store that does not exist, a size that is none and an unknown option are errors that
+    say what to do."""
+    with pytest.raises(ConfigError, match="prefix caching"):
+        engine("llama", store=MEMORY, enable_prefix_caching=False)
+    for url, words in (
+        ("memroy://?size=1GiB", "memory"),
+        ("memory://?size=lots", "size"),
+        (f"disk://{tmp_path}?sise=1GiB", "size"),
+        ("disk://host/path", "host"),
+        (f"disk://{tmp_path}?codec=zstd", "codec"),
+    ):
+        with pytest.raises(StoreConfigError, match=words):
+            engine("llama", store=url)
+
+
+def test_a_closed_engine_has_written_everything(engine: Make, tmp_path: Path) -> None:
+    """`close` waits for the queue: nothing that was computed is lost."""
+    tokens = prompt(300, 17)
+    with engine("llama", store=disk(tmp_path)) as llm:
+        llm.generate(tokens, greedy(2))
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    with engine("llama", store=f"disk://{tmp_path}/copy?size=64MiB") as llm:
+        assert llm.generate(tokens, greedy(2))[0].cached_tokens == 299
+
+
+def test_the_store_is_unavailable_at_start(engine: Make, tmp_path: Path) -> None:
+    """A folder that cannot be made is an error at start, with the path in it."""
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises((StoreUnavailable, StoreConfigError), match="file"):
+        engine("llama", store=f"disk://{tmp_path}/file/store?size=1MiB")
