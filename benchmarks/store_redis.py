@@ -199,7 +199,8 @@ def _run(url: str, options: argparse.Namespace) -> None:
         "work": f"batches of {options.batch} blocks, median of {options.rounds} rounds, in turns",
     }
     print(set_up(facts), end="\n\n")
-    rows, found = [], {}
+    rows: list[list[str]] = []
+    found: dict[str, dict[str, dict[str, float]]] = {}
     for label, size in SIZES.items():
         found[label] = compare(url, size, options.batch, options.rounds)
         rows += report(label, size, options.batch, found[label])

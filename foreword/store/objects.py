@@ -21,7 +21,7 @@ import re
 import threading
 import weakref
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -31,7 +31,6 @@ import obstore
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
-    NotSupportedError,
     PermissionDeniedError,
     PreconditionError,
     UnauthenticatedError,
@@ -62,6 +61,9 @@ _SCHEMES: Final = {"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "fi
 _WORD = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _PREFIX = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
 _BLOCK = re.compile(r"[0-9a-f]{32}/[0-9a-f]{64}")
+_FORBIDDEN = re.compile("status code: 40[13]")  # a refused listing has no error of its own
+_FULL = re.compile("No space left|os error 28|status code: 507")
+_UNKNOWN = re.compile("status code: 501")
 _RECORD = re.compile(r"records/([^/]+)\.record")
 
 T = TypeVar("T")
@@ -147,13 +149,16 @@ class ObjectStore:
             yield from self._each((self._entry(meta) for meta in metas), deadline, light=True)
 
     def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
-        self._one(self._put(self._record(word), data, "overwrite"), deadline, StoreReadOnly)
+        path = self._record(word)
+        self._one(lambda: self._put(path, data, "overwrite"), deadline, StoreReadOnly)
 
     def get_record(self, word: str, *, deadline: float) -> bytes | None:
-        return self._one(self._read_whole(self._record(word)), deadline)
+        path = self._record(word)
+        return self._one(lambda: self._read_whole(path), deadline)
 
     def delete_record(self, word: str, *, deadline: float) -> bool:
-        return self._one(self._remove(self._record(word)), deadline, StoreReadOnly)
+        path = self._record(word)
+        return self._one(lambda: self._remove(path), deadline, StoreReadOnly)
 
     def records(self, start: str, *, deadline: float) -> list[str]:
         paths = [self._below(meta["path"]) for metas in self._list("records", deadline) for meta in metas]
@@ -210,8 +215,10 @@ class ObjectStore:
             for future in working:
                 future.cancel()
 
-    def _one(self, call: Coroutine[Any, Any, T], deadline: float, denied: type[StoreError] = StoreConfigError) -> T:
-        [result] = self._each([call], deadline, denied)
+    def _one(
+        self, call: Callable[[], Coroutine[Any, Any, T]], deadline: float, denied: type[StoreError] = StoreConfigError
+    ) -> T:
+        [result] = self._each((call() for _ in range(1)), deadline, denied)
         return result
 
     def _list(self, below: str, deadline: float) -> Iterator[Sequence[Any]]:
@@ -222,7 +229,7 @@ class ObjectStore:
             return await anext(stream, None)
 
         while True:
-            metas = self._one(more(), deadline)
+            metas = self._one(more, deadline)
             if metas is None:
                 return
             yield metas
@@ -256,7 +263,9 @@ class ObjectStore:
                 await self._put(self._path(frame.name), data, "create")
             except (AlreadyExistsError, PreconditionError):
                 return True
-            except NotSupportedError:
+            except (NotImplementedError, BaseError) as error:
+                if isinstance(error, BaseError) and not _UNKNOWN.search(str(error)):
+                    raise
                 self._conditional = False
             else:
                 return True
@@ -346,12 +355,13 @@ def _result(future: Future[T], deadline: float, denied: type[StoreError]) -> T:
         raise StoreTimeout("the object store did not answer in time") from None
     except CancelledError:
         raise StoreUnavailable("the store was closed meanwhile") from None
-    except (PermissionDeniedError, UnauthenticatedError) as error:
-        raise denied(f"the object store forbids it: {error}") from None
-    except (BaseError, OSError) as error:
-        text = str(error)
-        kind = StoreFull if "No space left" in text or "os error 28" in text else StoreUnavailable
-        raise kind(f"the object store failed: {text}") from None
+    except (BaseError, OSError, NotImplementedError) as error:
+        text = str(error).partition("\n")[0]
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _FORBIDDEN.search(text):
+            raise denied(f"the object store forbids it: {text}") from None
+        if _FULL.search(text):
+            raise StoreFull(f"the object store is full: {text}") from None
+        raise StoreUnavailable(f"the object store failed: {text}") from None
 
 
 def _open(url: str, options: dict[str, str]) -> Any:

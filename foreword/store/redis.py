@@ -305,20 +305,17 @@ class _Node:
     def _connect(self, deadline: float) -> Wire:
         """A new connection, logged in."""
         half = time_left(deadline) / 2  # one half for the connection, one for TLS
-        connection = self.kind(
-            **self.options,
-            socket_connect_timeout=half,
-            socket_timeout=half,
-            retry=Retry(NoBackoff(), 0),
-            redis_connect_func=_say_nothing,
-        )
+        times: dict[str, Any] = {"socket_connect_timeout": half, "socket_timeout": half, "retry": Retry(NoBackoff(), 0)}
+        times["redis_connect_func"] = _say_nothing
+        connection = self.kind(**self.options, **times)
         try:
-            connection.connect()
+            connection.connect()  # type: ignore[no-untyped-call]
         except RedisTimeout as error:
             raise StoreTimeout(f"Redis cannot be reached in time: {error}") from None
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis cannot be reached: {error}") from None
-        wire = Wire(connection._sock, connection.disconnect)
+        sock: Any = connection._sock
+        wire = Wire(sock, connection.disconnect)
         greeting = _greeting(self.options)
         ready = False
         try:

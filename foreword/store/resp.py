@@ -24,7 +24,9 @@ from foreword.errors import (
 from foreword.store.base import time_left
 
 _HELD: Final = 1 << 14  # what is received beyond a line waits here; at most so much of a value is copied once more
-_WINDOW: Final = 1 << 24  # bytes of answers asked for in advance: the server keeps them in its memory
+_WINDOW: Final = (
+    1 << 22
+)  # bytes of answers asked for in advance; the server keeps them in memory that is fresh if it is more
 _LEAST: Final = 64  # what any answer counts for
 _PARTS: Final = 512  # buffers per sendmsg, below IOV_MAX
 _LARGEST: Final = 1 << 29  # of one value, Redis's own bound

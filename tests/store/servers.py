@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -216,7 +217,7 @@ class S3Server:
     bucket = "blocks"
 
     def __init__(self, folder: Path) -> None:
-        pytest.importorskip("moto.server", reason="no S3 server: pip install 'moto[s3,server]'")
+        pytest.importorskip("moto.server", reason="no S3 server: pip install 'moto[s3]' flask flask-cors")
         folder.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self._folder = folder
@@ -228,14 +229,12 @@ class S3Server:
         return f"s3://{self.bucket}{path}?{options}"
 
     def start(self) -> None:
-        import boto3
-
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         wait_until(self._listens, "moto")
-        keys = {"aws_access_key_id": "tests", "aws_secret_access_key": "tests", "region_name": "us-east-1"}
-        boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}", **keys).create_bucket(Bucket=self.bucket)
+        make = urllib.request.Request(f"http://127.0.0.1:{self.port}/{self.bucket}", method="PUT")
+        urllib.request.urlopen(make, timeout=PATIENCE).close()
 
     def kill(self) -> None:
         assert self._process is not None
@@ -254,14 +253,15 @@ class S3Server:
 
 
 class HttpServer:
-    """A web server that answers every request with one status, and a body."""
+    """A web server that answers every request with a status, the same or one that depends on the request, and a body."""
 
-    def __init__(self, status: int, body: bytes = b"") -> None:
+    def __init__(self, status: int | Callable[[BaseHTTPRequestHandler], int], body: bytes = b"") -> None:
         class Handler(BaseHTTPRequestHandler):
             def answer(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                self.send_response(status)
+                self.send_response(status if isinstance(status, int) else status(self))
                 self.send_header("Content-Length", str(len(body)))
+                self.send_header("ETag", '"tag"')
                 self.end_headers()
                 if self.command != "HEAD":
                     self.wfile.write(body)

@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,27 @@ def test_a_service_without_conditional_put(server: S3Server):
     assert store.status().notes == {"conditional_put": 0}
     assert store.put(frames, deadline=soon()) == 3
     store.close()
+
+
+def test_a_service_that_knows_no_conditional_put():
+    """A service that answers a conditional PUT with 501 gets a plain one, and no conditional one after that."""
+    conditional: list[bool] = []
+
+    def status(request: BaseHTTPRequestHandler) -> int:
+        if request.command == "HEAD":
+            return 404
+        conditional.append("If-None-Match" in request.headers)
+        return 501 if conditional[-1] else 200
+
+    server = HttpServer(status)
+    store = ObjectStore(at(server.port), parallel=1)
+    assert store.put(make_frames(16, 1, 1000), deadline=soon()) == 1
+    seen = len(conditional)
+    assert conditional[0] and not conditional[-1]
+    assert store.put(make_frames(17, 2, 1000), deadline=soon()) == 2
+    assert conditional[seen:] == [False, False]
+    store.close()
+    server.close()
 
 
 @settings(max_examples=25, deadline=None)
