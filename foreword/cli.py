@@ -26,7 +26,7 @@ from foreword.errors import BadRequest, ConfigError, ForewordError
 if TYPE_CHECKING:
     import httpx
 
-ADDITIONS: tuple[str, ...] = ("foreword.demo",)
+ADDITIONS: tuple[str, ...] = ("foreword.demo", "foreword.store_commands")
 
 app = typer.Typer(
     name="foreword",
@@ -213,14 +213,14 @@ def prefix_add(
 ) -> None:
     """Compute a prefix on the server, pin it and name it."""
     body = _prefix_body(text, file, messages)
-    made = _call(server, api_key, "POST", "/v1/prefixes", {"name": name, "replace": replace, **body})
+    made = call_server(server, api_key, "POST", "/v1/prefixes", {"name": name, "replace": replace, **body})
     print(_summary(made))
 
 
 @prefix_app.command("list")
 def prefix_list(*, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None) -> None:
     """All named prefixes, with their size and use."""
-    found = _call(server, api_key, "GET", "/v1/prefixes")
+    found = call_server(server, api_key, "GET", "/v1/prefixes")
     for prefix in found["data"]:
         print(_summary(prefix))
     print(f"{found['pinned_bytes']} bytes pinned, the server's budget is {found['budget_bytes']}")
@@ -229,13 +229,13 @@ def prefix_list(*, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = N
 @prefix_app.command("show")
 def prefix_show(name: str, *, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None) -> None:
     """One prefix with its content, as JSON."""
-    print(json.dumps(_call(server, api_key, "GET", _prefix_path(name)), indent=2, ensure_ascii=False))
+    print(json.dumps(call_server(server, api_key, "GET", _prefix_path(name)), indent=2, ensure_ascii=False))
 
 
 @prefix_app.command("remove")
 def prefix_remove(name: str, *, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None) -> None:
     """Forget a prefix."""
-    removed = _call(server, api_key, "DELETE", _prefix_path(name))
+    removed = call_server(server, api_key, "DELETE", _prefix_path(name))
     print(f"removed {removed['id']} (version {removed['version']})")
 
 
@@ -274,7 +274,7 @@ def _summary(prefix: Mapping[str, Any]) -> str:
     return f"{prefix['name']}  version {prefix['version']}  {prefix['kind']}  {size}  {used}"
 
 
-def _call(server: str, api_key: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+def call_server(server: str, api_key: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """Ask a server. Raises BadRequest with the server's own sentence, or ConfigError if there is no such server."""
     import httpx
 

@@ -179,14 +179,13 @@ def _store_metrics(model: str, cache: BlockCache) -> Iterator[Metric]:
         for tier in tiers:
             counter.add_metric((model, tier.label), value(tier.counters))
         yield counter
-    for name, text, pick in (
-        ("tier_errors", "Calls that failed, by kind.", lambda c: c.errors),
-        ("tier_bad_blocks", "Blocks that did not pass the check, by what was wrong.", lambda c: c.bad),
-    ):
+    errors = "Calls that failed, by kind.", [(tier.label, dict(tier.counters.errors)) for tier in tiers]
+    bad = "Blocks that did not pass the check, by what was wrong.", [(t.label, dict(t.counters.bad)) for t in tiers]
+    for name, (text, each) in (("tier_errors", errors), ("tier_bad_blocks", bad)):
         counter = CounterMetricFamily(f"foreword:{name}", text, labels=("model_name", "tier", "kind"))
-        for tier in tiers:
-            for kind, count in dict(pick(tier.counters)).items():
-                counter.add_metric((model, tier.label, kind), count)
+        for label, kinds in each:
+            for kind, amount in kinds.items():
+                counter.add_metric((model, label, kind), amount)
         yield counter
     yield from _tier_gauges(model, tiers)
     status = cache.status()

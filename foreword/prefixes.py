@@ -132,6 +132,9 @@ class PrefixBook:
             bytes=len(blocks) * self._block_bytes,
             ready=True,
         )
+        if adopted is not None and known is not None:
+            was = known.prefix
+            prefix = replace(prefix, uses=was.uses, hit_tokens=was.hit_tokens, last_used=was.last_used)
         self._entries[salt, name] = _Entry(prefix, blocks)
         return prefix
 

@@ -22,7 +22,8 @@ from foreword.engine.scheduler import Sequence as Running
 from foreword.engine.tokenizer import Tokenizer
 from foreword.errors import BadRequest, EngineFailed, ForewordError, ShuttingDown, UnknownPrefix
 from foreword.events import Observer
-from foreword.prefix_records import PrefixRecord, PrefixRecords
+from foreword.forget import forget_tenant
+from foreword.prefix_records import PrefixRecord, PrefixRecords, tenant_digest
 from foreword.prefixes import Message, NamedPrefix, PrefixBook
 
 Result = TypeVar("Result")
@@ -163,6 +164,21 @@ class AsyncEngine:
     async def clear_cache(self) -> int:
         """Forget all blocks that are not in use; returns their number."""
         return await self._call(self._core.cache.clear)
+
+    async def forget(self, salt: bytes = b"") -> dict[str, Any]:
+        """Remove a tenant's blocks and named prefixes from every store, and all unused blocks from the device. Returns what
+        was removed: `foreword.forget.Receipt` as an object, with `device_blocks`. Raises StoreError if a store cannot."""
+        for prefix in self.prefixes.list(salt=salt):
+            with contextlib.suppress(UnknownPrefix):
+                await self.prefixes.remove(prefix.name, salt=salt)
+        cleared = await self.clear_cache()
+        off = self.off_device
+        if off is None:
+            return {"what": f"tenant {tenant_digest(salt)}", "device_blocks": cleared, "left": 0}
+        await asyncio.to_thread(off.flush)
+        receipt = await asyncio.to_thread(forget_tenant, off.store, salt)
+        await self._call(off.forget_recent)
+        return {**receipt.plain(), "device_blocks": cleared}
 
     async def drain(self, timeout: float) -> None:
         """Wait until nothing runs, at most `timeout` seconds, then end what is left."""

@@ -434,8 +434,9 @@ class _Compute:
         """Each of the batch's rows of `folded` `[rows, kv_heads, group, dim]` over its own tokens."""
         count, width = len(batch.members), batch.bias.shape[-1]
         query = folded if count == len(folded) else folded[batch.members]
-        key = _gather_batch(self.paged.k_blocks, batch).unflatten(0, (count, width)).transpose(1, 2)
-        value = _gather_batch(self.paged.v_blocks, batch).unflatten(0, (count, width)).transpose(1, 2)
+        k, v = self.paged.k_blocks, self.paged.v_blocks
+        key = _gather_batch(k, batch).view(count, width, *k.shape[2:]).transpose(1, 2)
+        value = _gather_batch(v, batch).view(count, width, *v.shape[2:]).transpose(1, 2)
         if self._flash:
             flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             result, lse = flash(query, key, value, 0.0, False, attn_mask=batch.bias, scale=self._scale)

@@ -12,7 +12,7 @@ from foreword import __version__
 from foreword.config import Config
 from foreword.errors import ForewordError
 from foreword.metrics import PrometheusObserver
-from foreword.serving import faults, openai_api, prefixes_api
+from foreword.serving import cache_api, faults, openai_api, prefixes_api
 from foreword.serving.backend import Engine
 from foreword.serving.front import Front
 from foreword.serving.gate import Gate
@@ -36,6 +36,7 @@ def create_app(engine: Engine | Gate, registry: PrometheusObserver, config: Conf
     app.add_middleware(RequestsLog, counted=registry.count_response)
     app.include_router(openai_api.router(front))
     app.include_router(prefixes_api.router(front))
+    app.include_router(cache_api.router(front))
     _add_probes(app, gate, registry)
     faults.install(app)
     return app

@@ -52,6 +52,7 @@ _ROUNDS: Final = 6  # how often commands follow slots that move
 _PAUSE: Final = 0.05  # seconds between these rounds
 _STATUS_AGE: Final = 1.0
 _STATUS_WAIT: Final = 0.25
+_SHUT: Final = {"ERR", "NOAUTH", "NOPERM", "WRONGPASS"}  # refusals of a greeting that will be the same next time
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 _WORD = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 
@@ -108,7 +109,7 @@ class RedisStore:
                 reply = 0
             lengths.append(_number(reply))
         if wrong:  # a key that is no string can never become a block, so it must not keep one from being written
-            self._ask([_words(key, b"UNLINK", key) for key in wrong], deadline)
+            self._run([_words(key, b"UNLINK", key) for key in wrong], deadline)
         return lengths
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
@@ -309,7 +310,7 @@ class _Node:
         times["redis_connect_func"] = _say_nothing
         connection = self.kind(**self.options, **times)
         try:
-            connection.connect()  # type: ignore[no-untyped-call]
+            connection.connect()
         except RedisTimeout as error:
             raise StoreTimeout(f"Redis cannot be reached in time: {error}") from None
         except (RedisError, OSError) as error:
@@ -321,7 +322,8 @@ class _Node:
         try:
             for reply in wire.exchange(greeting, deadline) if greeting else []:
                 if isinstance(reply, Refusal):
-                    raise StoreConfigError(f"Redis refuses to let us in: {reply.text}")
+                    later = reply.code not in _SHUT or "max number of clients" in reply.text
+                    raise (StoreUnavailable if later else StoreConfigError)(f"Redis does not let us in: {reply.text}")
             ready = True
         finally:
             if not ready:
@@ -455,7 +457,7 @@ def _open(url: str) -> _Single | _Cluster:
     first = user + at + (several[0] if several else "")
     try:
         one = f"{scheme}://{first}{parts.path}?{parts.query}"
-        options = dict(parse_url(one))  # type: ignore[no-untyped-call]
+        options = dict(parse_url(one))
         default: type[AbstractConnection] = SSLConnection if scheme == "rediss" else Connection
         connection = options.pop("connection_class", default)
         for key in ("socket_timeout", "socket_connect_timeout"):

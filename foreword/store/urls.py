@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, Literal, TypeVar, cast
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from foreword.blocks.layout import Layout
@@ -129,9 +129,18 @@ def _open_disk(place: StoreUrl) -> Store:
     read_only = given.flag("read_only")
     journal = given.text("journal", "wal")
     given.done()
+    if journal not in ("wal", "delete"):
+        raise StoreConfigError(f"{place.url}: journal is wal or delete, not {journal!r}")
     if not place.path:
         raise StoreConfigError("a disk store needs a folder: disk:///var/cache/foreword?size=20GiB")
-    return DiskStore(place.path, size, label=place.label, pin_share=share, read_only=read_only, journal=journal)
+    return DiskStore(
+        place.path,
+        size,
+        label=place.label,
+        pin_share=share,
+        read_only=read_only,
+        journal=cast("Literal['wal', 'delete']", journal),
+    )
 
 
 def _open_redis(place: StoreUrl) -> Store:
@@ -154,7 +163,8 @@ def _open_objects(place: StoreUrl) -> Store:
     given = _Options(place)
     prefix = given.text("prefix", "")
     parallel = int(given.number("parallel", 16))
-    return ObjectStore(place.url, label=place.label, prefix=prefix, parallel=parallel, **given.rest())
+    options: dict[str, Any] = {**given.rest()}
+    return ObjectStore(place.url, label=place.label, prefix=prefix, parallel=parallel, **options)
 
 
 def _missing(error: ModuleNotFoundError, extra: str) -> StoreConfigError:
