@@ -304,7 +304,7 @@ def test_failed_step(engine: AsyncEngine, reference: Find) -> None:
     def breaks(*args: Any) -> Any:
         logits = forward(*args)  # KV is written before it breaks
         if next(calls) == 3:
-            for layer in runner._layers.values():  # type: ignore[attr-defined]
+            for layer in runner.layers.values():  # type: ignore[attr-defined]
                 for chunk in args[0].chunks:
                     for block in chunk.sequence.table.blocks[chunk.start // 4 :]:
                         layer.k[block * 4 : block * 4 + 4] = float("nan")

@@ -134,11 +134,53 @@ def test_only_plain_linear_layers_are_packed() -> None:
     assert linear.pack(model, 1 << 30) == 0
 
 
-def test_bfloat16_is_left_to_the_units_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU that multiplies bfloat16 natively keeps bfloat16 weights as they are; float32 ones are packed all the same."""
+def test_bfloat16_stays_what_it_is_where_there_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that multiplies bfloat16 natively packs bfloat16 weights as they are, in half the bytes."""
     monkeypatch.setattr(linear, "has_bfloat16_units", lambda: True)
-    assert linear.packed_bytes(make(8, 8, True, torch.bfloat16)) == 0
+    assert linear.packed_bytes(make(8, 8, True, torch.bfloat16)) == 128
     assert linear.packed_bytes(make(8, 8, True, torch.float32)) == 256
+
+
+class Gated(nn.Module):
+    """Two projections of one input, one of another, and one that is called out of turn."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.gate, self.up, self.down = (nn.Linear(a, b, dtype=dtype) for a, b in ((24, 40), (24, 56), (40, 24)))
+        self.last = nn.Linear(24, 8, dtype=dtype)
+
+    def forward(self, x: Tensor, *, changes: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        gate = self.gate(x)
+        if changes:
+            x += 1
+        up = self.up(x)
+        return up, self.down(gate), self.last(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_siblings_share_a_product(dtype: torch.dtype) -> None:
+    """Layers that are called with the same input one after the other are found, and multiply together; the result is that of
+    each alone, for one input after another, also where one of them is called twice or not at all."""
+    model = Gated(dtype).requires_grad_(False)
+    plain = copy.deepcopy(model)
+    x = torch.randn(5, 24, dtype=dtype)
+    siblings = linear.find_siblings(model, lambda: model(x))
+    assert siblings == [[model.gate, model.up]]
+    assert linear.pack(model, 1 << 30, siblings) == linear.packed_bytes(plain)
+    with torch.inference_mode():
+        for seed in range(3):
+            x = torch.randn(5 + seed, 24, dtype=dtype)
+            for found, expected in zip(model(x), plain(x), strict=True):
+                assert torch.allclose(found, expected, rtol=2**-6, atol=2**-6)
+            for layer, other in ((model.gate, plain.gate), (model.gate, plain.gate), (model.up, plain.up)):
+                assert torch.allclose(layer(x), other(x), rtol=2**-6, atol=2**-6)
+
+
+def test_an_input_that_changes_makes_no_siblings() -> None:
+    """Two layers that are given one tensor with other numbers in it are no siblings."""
+    model = Gated(torch.float32).requires_grad_(False)
+    assert linear.find_siblings(model, lambda: model(torch.randn(3, 24), changes=True)) == []
 
 
 @pytest.mark.parametrize("budget", ["auto", "0", "64KiB"])
