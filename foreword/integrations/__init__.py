@@ -1,0 +1,1 @@
+"""Foreword under other systems."""
