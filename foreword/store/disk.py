@@ -54,7 +54,7 @@ _stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
 class _Group:
     """Frames admitted by one transaction. `kept`: how many others of the group were there already."""
 
-    new: list[Frame] = field(default_factory=list)
+    new: dict[int, Frame] = field(default_factory=dict)
     kept: int = 0
     full: bool = False
 
@@ -158,7 +158,7 @@ class DiskStore:
                 kept += sum(block_id(one.name) in there for one in part)
                 continue
             group, now = self._admit(part, now, deadline)
-            kept += group.kept + self._write(group.new, deadline)
+            kept += group.kept + self._write(list(group.new.values()), deadline)
             full = group.full
         if full and not kept:
             raise StoreFull("all that could be evicted is pinned or in use")
@@ -169,16 +169,14 @@ class DiskStore:
         wanted = [name for name in dict.fromkeys(names) if is_name(name)]
         count = 0
         with self._transaction(deadline) as transaction:
-            rows = transaction.find(wanted)
-            for name in wanted:
-                row = rows.get(block_id(name))
-                if row is None or row.name != name:
-                    count += self._files.remove(name)
-                elif (
-                    not row.writer
-                ):  # else not there yet; whoever writes it would not know that it is no longer counted
-                    count += self._files.remove(name)
-                    transaction.remove(row)
+            numbers = [block_id(name) for name in wanted]
+            rows, pending = transaction.find(numbers), transaction.find_pending(numbers)
+            for number, name in zip(numbers, wanted, strict=True):
+                if number in pending:  # not there yet; whoever writes it would not know that it is no longer counted
+                    continue
+                count += self._files.remove(name)
+                if number in rows and rows[number].name == name:
+                    transaction.remove(rows[number])
         return count
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
@@ -186,10 +184,10 @@ class DiskStore:
         wanted = [name for name in dict.fromkeys(names) if is_name(name)]
         count = 0
         with self._transaction(deadline) as transaction:
-            rows = transaction.find(wanted)
+            rows = transaction.find(block_id(name) for name in wanted)
             for name in wanted:
                 row = rows.get(block_id(name))
-                if row is None or row.name != name or row.writer:
+                if row is None or row.name != name:
                     continue
                 if bool(row.pinned) != pinned:
                     if pinned and transaction.pinned_bytes + row.size > self._pin_limit:
@@ -345,6 +343,7 @@ class DiskStore:
     def _compare(self, transaction: Transaction) -> None:
         """Look at every file: adopt sound blocks that have no row, remove other files, forget rows without a file."""
         rows = transaction.all()
+        pending = {row.name for writer in transaction.writers() for row in transaction.unfinished(writer)}
         whole: set[Name] = set()
         adopted: list[Found] = []
         for found in self._files.walk():
@@ -352,14 +351,14 @@ class DiskStore:
             if found.token is not None:
                 if not is_alive(self.path, found.token):
                     remove_file(found.path)
-            elif row is None:
+            elif row is None and found.name not in pending:
                 adopted.append(found)
-            elif row.size == found.size or row.writer:
+            elif row is None or row.size == found.size:
                 whole.add(found.name)
             else:
                 remove_file(found.path)
         for row in rows.values():
-            if row.name not in whole and not row.writer:
+            if row.name not in whole:
                 transaction.remove(row)
         self._adopt(transaction, adopted)
         transaction.recount()
@@ -376,14 +375,14 @@ class DiskStore:
         for writer, token in transaction.writers().items():
             if writer == self._writer or is_alive(self.path, token):
                 continue
-            for row in transaction.unfinished(writer):
+            rows = transaction.unfinished(writer)
+            for row in rows:
                 self._files.remove(row.name, token)
-                if self._files.size(row.name) == row.size:
-                    transaction.finish([row.name], writer)
-                else:
+                if self._files.size(row.name) != row.size:
                     self._files.remove(row.name)
-                    transaction.remove(row)
-                self._notes["buried"] += 1
+            transaction.finish(row for row in rows if self._files.size(row.name) == row.size)
+            transaction.drop(row for row in rows if self._files.size(row.name) != row.size)
+            self._notes["buried"] += len(rows)
             transaction.unregister(writer)
             remove_presence(self.path, token)
 
@@ -417,13 +416,19 @@ class DiskStore:
             clock = transaction.clock
             transaction.note((clock + order, hits, at, number) for number, (order, hits, at) in uses.items())
             transaction.clock += max(order for order, _, _ in uses.values())
-        if written:
-            for name in transaction.finish(written, self._writer):
-                self._files.remove(name)  # the index was made anew meanwhile and does not count it
-        if dropped and self._writer:
-            for row in transaction.find(dropped).values():
-                if row.writer == self._writer:
-                    transaction.remove(row)
+        if not written and not dropped:
+            return
+        pending = transaction.find_pending(block_id(name) for name in (*written, *dropped))
+        mine = {row.name: row for row in pending.values() if row.writer == self._writer}
+        transaction.finish(mine[name] for name in written if name in mine)
+        transaction.drop(mine[name] for name in dropped if name in mine)
+        strangers = [name for name in written if name not in mine]
+        if strangers:  # the index was made anew meanwhile; it may have found the file, or it must go
+            numbers = [block_id(name) for name in strangers]
+            there = transaction.find(numbers).keys() | transaction.find_pending(numbers).keys()
+            for number, name in zip(numbers, strangers, strict=True):
+                if number not in there:
+                    self._files.remove(name)
 
     def _token(self) -> str:
         with self._lock:
@@ -452,39 +457,40 @@ class DiskStore:
             now = now or transaction.tick()
             new = self._sort_out(transaction, frames, group, now)
             need = 0
-            for one in new:
+            for number, one in new.items():
                 if not self._make_room(transaction, need + len(one.data), now):
                     group.full = True
                     break
                 need += len(one.data)
-                group.new.append(one)
+                group.new[number] = one
             if group.new:
                 transaction.add(group.new, now, writer, time.time())
         return group, now
 
-    def _sort_out(self, transaction: Transaction, frames: Sequence[Frame], group: _Group, now: int) -> list[Frame]:
-        """The frames that have to be written. What is there is counted and noted as used, and so is what the others hang on."""
-        rows = transaction.find(one.name for one in frames)
-        if any(row.writer not in (0, self._writer) for row in rows.values()):
+    def _sort_out(self, transaction: Transaction, frames: Sequence[Frame], group: _Group, now: int) -> dict[int, Frame]:
+        """The frames that have to be written, by number. What is there is counted and noted as used, and so is what the others
+        hang on."""
+        numbers = [block_id(one.name) for one in frames]
+        pending = transaction.find_pending(numbers)
+        if any(row.writer != self._writer for row in pending.values()):
             self._bury(transaction)
-            rows = transaction.find(one.name for one in frames)
+            pending = transaction.find_pending(numbers)
+        rows = transaction.find(numbers)
         new: dict[int, Frame] = {}
-        for one in frames:
-            number = block_id(one.name)
+        for number, one in zip(numbers, frames, strict=True):
             row = rows.get(number)
-            if row is not None and not row.writer and self._files.size(row.name) != row.size:
+            if row is not None and self._files.size(row.name) == row.size:
+                group.kept += row.name == one.name
+                continue
+            if row is not None:
                 self._discard(transaction, row)
                 del rows[number]
-                row = None
-            if row is not None:
-                group.kept += row.name == one.name and not row.writer
-            elif number in new:
+            if number in new:
                 group.kept += new[number].name == one.name
-            elif len(one.data) <= self.size and is_name(one.name):
+            elif number not in pending and len(one.data) <= self.size and is_name(one.name):
                 new[number] = one
-        parents = {parent_id(one) for one in new.values()}
-        transaction.touch(rows.keys() | parents - new.keys(), now)
-        return list(new.values())
+        transaction.touch(rows.keys() | {parent_id(one) for one in new.values()} - new.keys(), now)
+        return new
 
     def _discard(self, transaction: Transaction, row: Row) -> None:
         """A row whose file is gone, or not as long as it was."""
@@ -550,8 +556,8 @@ class DiskStore:
         if not self._index.ready([block_id(name) for name in names], deadline):
             return
         with self._transaction(deadline) as transaction:
-            for row in transaction.find(names).values():
-                if not row.writer and self._files.size(row.name) < 0:
+            for row in transaction.find(block_id(name) for name in names).values():
+                if self._files.size(row.name) < 0:
                     self._discard(transaction, row)
 
 

@@ -1,8 +1,8 @@
 """The index of a disk store: one SQLite database beside the blocks, shared by all processes that use the folder.
 
-A row is written before its file and removed after it, so the rows' sizes are never less than the bytes on disk, whoever is
-killed when. A row whose `writer` is not 0 belongs to a process that has not finished writing the file: nobody sees it or
-evicts it until that process is done, or dead.
+What is going to be written is noted in `writing` first and moves to `blocks` once its file is whole; a row goes after its
+file. So the sizes in both tables are never less than the bytes on disk, whoever is killed when. Nobody sees or evicts what is
+in `writing` until its writer is done, or dead.
 
 `used` is a count of transactions, not a time: clocks may jump. Children are counted as they come and go; those of a block that
 is not here are counted in `waiting`, so a parent may come after its child.
@@ -28,12 +28,15 @@ from foreword.store.frame import Frame, Header
 VERSION: Final = 1
 _SCHEMA: Final = f"""
 CREATE TABLE blocks (
-    id INTEGER PRIMARY KEY, writer INTEGER NOT NULL, children INTEGER NOT NULL, pinned INTEGER NOT NULL,
-    used INTEGER NOT NULL, size INTEGER NOT NULL, above INTEGER NOT NULL, depth INTEGER NOT NULL, hits INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY, children INTEGER NOT NULL, pinned INTEGER NOT NULL, used INTEGER NOT NULL,
+    size INTEGER NOT NULL, above INTEGER NOT NULL, depth INTEGER NOT NULL, hits INTEGER NOT NULL,
     stored_at REAL NOT NULL, used_at REAL NOT NULL, name BLOB NOT NULL, parent BLOB NOT NULL
 );
-CREATE INDEX leaves ON blocks (used, depth DESC) WHERE children = 0 AND pinned = 0 AND writer = 0;
-CREATE INDEX unfinished ON blocks (writer) WHERE writer != 0;
+CREATE INDEX leaves ON blocks (used, depth DESC) WHERE children = 0 AND pinned = 0;
+CREATE TABLE writing (
+    id INTEGER PRIMARY KEY, writer INTEGER NOT NULL, used INTEGER NOT NULL, size INTEGER NOT NULL,
+    above INTEGER NOT NULL, depth INTEGER NOT NULL, stored_at REAL NOT NULL, name BLOB NOT NULL, parent BLOB NOT NULL
+);
 CREATE TABLE waiting (id INTEGER PRIMARY KEY, children INTEGER NOT NULL);
 CREATE TABLE writers (id INTEGER PRIMARY KEY AUTOINCREMENT, token TEXT NOT NULL);
 CREATE TABLE hosts (host TEXT PRIMARY KEY, boot TEXT NOT NULL);
@@ -43,7 +46,10 @@ CREATE TABLE totals (
 INSERT INTO totals VALUES (0, 0, 0, 0);
 PRAGMA user_version = {VERSION};
 """
-_ROW: Final = "id, name, above, size, used, children, pinned, writer"
+_ROW: Final = "id, name, above, size, used, children, pinned"
+_THESE: Final = "id IN (SELECT value FROM json_each(?))"
+_COUNTED: Final = """SELECT count(*), coalesce(sum(size), 0) + (SELECT coalesce(sum(size), 0) FROM writing),
+    coalesce(sum(pinned * size), 0) FROM blocks"""
 _FIRST_BATCH: Final = 64
 _BATCH: Final = 1024
 _CHECKED_BYTES: Final = 64 << 20  # an index up to this size is read through when it is opened
@@ -69,7 +75,20 @@ class Row(NamedTuple):
     used: int
     children: int
     pinned: int
+
+
+class Pending(NamedTuple):
+    """A block whose file is being written."""
+
+    id: int
     writer: int
+    used: int
+    size: int
+    above: int
+    depth: int
+    stored_at: float
+    name: Name
+    parent: bytes
 
 
 def block_id(name: Name) -> int:
@@ -174,9 +193,8 @@ class Index:
         if os.path.getsize(self.file) <= _CHECKED_BYTES:
             if connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
                 raise BrokenIndex("the index does not pass SQLite's check")
-            counted = "SELECT count(*), coalesce(sum(size), 0), coalesce(sum(pinned * size), 0) FROM blocks"
             noted = "SELECT blocks, bytes, pinned_bytes FROM totals"
-            if connection.execute(f"{counted} EXCEPT {noted}").fetchone() is not None:
+            if connection.execute(f"{_COUNTED} EXCEPT {noted}").fetchone() is not None:
                 raise BrokenIndex("the index has lost count")
         return False
 
@@ -221,14 +239,13 @@ class Index:
 
     def ready(self, ids: Sequence[int], deadline: float) -> set[int]:
         """Which of the blocks are whole, as far as the index knows."""
-        sql = "SELECT id FROM blocks WHERE id IN (SELECT value FROM json_each(?)) AND writer = 0"
-        return {one for (one,) in self._read(sql, (json.dumps(ids),), deadline)}
+        return {one for (one,) in self._read(f"SELECT id FROM blocks WHERE {_THESE}", (json.dumps(ids),), deadline)}
 
     def entries(self, after: int, count: int, deadline: float) -> tuple[list[Entry], int]:
         """The next blocks by number, and the last one's number."""
         rows = self._read(
             "SELECT id, name, parent, depth, size, stored_at, used_at, hits, pinned FROM blocks"
-            " WHERE id > ? AND writer = 0 ORDER BY id LIMIT ?",
+            " WHERE id > ? ORDER BY id LIMIT ?",
             (after, count),
             deadline,
         )
@@ -241,8 +258,8 @@ class Index:
 
 
 class Transaction:
-    """The index while nobody else may change it. Files are the caller's business: unlink before `remove`, write after the
-    transaction that did `add`, then `finish` in another one."""
+    """The index while nobody else may change it. Files are the caller's business: unlink before `remove` and `drop`, write
+    after the transaction that did `add`, then `finish` in another one."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._execute = connection.execute
@@ -260,43 +277,74 @@ class Transaction:
         self.clock += 1
         return int(self.clock)
 
-    def find(self, names: Iterable[Name]) -> dict[int, Row]:
-        """The rows that have the numbers of these names (and, but for one case in 2**63, the names)."""
-        ids = json.dumps([block_id(name) for name in names])
-        found = self._execute(f"SELECT {_ROW} FROM blocks WHERE id IN (SELECT value FROM json_each(?))", (ids,))
+    def find(self, numbers: Iterable[int]) -> dict[int, Row]:
+        """The whole blocks that have these numbers (and, but for one case in 2**63, the names they were made of)."""
+        found = self._execute(f"SELECT {_ROW} FROM blocks WHERE {_THESE}", (json.dumps(list(numbers)),))
         return {row.id: row for row in map(Row._make, found)}
 
-    def add(self, frames: Sequence[Frame], used: int, writer: int, clock: float) -> None:
-        """Rows for frames that have none, in the hands of `writer`."""
-        numbers = [block_id(one.name) for one in frames]
-        above = [parent_id(one) for one in frames]
-        children = self._claim(numbers)
-        elsewhere: dict[int, int] = {}
-        new = set(numbers)
-        for parent in above:
-            counts = children if parent in new else elsewhere
-            counts[parent] = counts.get(parent, 0) + 1
-        elsewhere.pop(0, None)
-        rows = [
-            (
-                *(number, writer, children.get(number, 0), 0, used, len(one.data), parent, one.header.depth, 0),
-                *(clock, clock, one.name, one.header.parent),
-            )
-            for one, number, parent in zip(frames, numbers, above, strict=True)
-        ]
-        self._execute_many("INSERT INTO blocks VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", rows)
-        for parent, count in elsewhere.items():
-            self._count_children(parent, count, used)
-        self.blocks += len(frames)
-        self.bytes += sum(len(one.data) for one in frames)
+    def find_pending(self, numbers: Iterable[int]) -> dict[int, Pending]:
+        """Those of these that somebody is writing."""
+        found = self._execute(f"SELECT * FROM writing WHERE {_THESE}", (json.dumps(list(numbers)),))
+        return {row.id: row for row in map(Pending._make, found)}
 
-    def _claim(self, numbers: Sequence[int]) -> dict[int, int]:
+    def add(self, frames: dict[int, Frame], used: int, writer: int, clock: float) -> None:
+        """Note what `writer` is going to write, by number. None of it is there or being written."""
+        rows = [
+            (number, writer, used, len(one.data), parent_id(one), one.header.depth, clock, one.name, one.header.parent)
+            for number, one in frames.items()
+        ]
+        self._execute_many("INSERT INTO writing VALUES (?,?,?,?,?,?,?,?,?)", rows)
+        self.bytes += sum(row[3] for row in rows)
+
+    def finish(self, done: Iterable[Pending]) -> None:
+        """The files of these are whole."""
+        rows = {row.id: row for row in done}
+        self._unlist(rows)
+        children = self._claim(rows)
+        elsewhere: dict[int, tuple[int, int]] = {}
+        for row in rows.values():
+            if row.above in rows:
+                children[row.above] = children.get(row.above, 0) + 1
+            elif row.above:
+                elsewhere[row.above] = elsewhere.get(row.above, (0, 0))[0] + 1, row.used
+        self._execute_many(
+            "INSERT INTO blocks VALUES (?,?,0,?,?,?,?,0,?,?,?,?)",
+            [
+                (
+                    number,
+                    children.get(number, 0),
+                    row.used,
+                    row.size,
+                    row.above,
+                    row.depth,
+                    row.stored_at,
+                    row.stored_at,
+                    row.name,
+                    row.parent,
+                )
+                for number, row in sorted(rows.items())
+            ],
+        )
+        for above, (count, used) in elsewhere.items():
+            self._count_children(above, count, used)
+        self.blocks += len(rows)
+
+    def drop(self, given_up: Iterable[Pending]) -> None:
+        """These will not be written, and nothing is left of their files."""
+        rows = list(given_up)
+        self._unlist(row.id for row in rows)
+        self.bytes -= sum(row.size for row in rows)
+
+    def _unlist(self, numbers: Iterable[int]) -> None:
+        self._execute(f"DELETE FROM writing WHERE {_THESE}", (json.dumps(list(numbers)),))
+
+    def _claim(self, numbers: Iterable[int]) -> dict[int, int]:
         """Children that came before these blocks."""
         if self._execute("SELECT 1 FROM waiting LIMIT 1").fetchone() is None:
             return {}
-        ids = json.dumps(numbers)
-        found = self._execute("SELECT * FROM waiting WHERE id IN (SELECT value FROM json_each(?))", (ids,)).fetchall()
-        self._execute("DELETE FROM waiting WHERE id IN (SELECT value FROM json_each(?))", (ids,))
+        ids = json.dumps(list(numbers))
+        found = self._execute(f"SELECT * FROM waiting WHERE {_THESE}", (ids,)).fetchall()
+        self._execute(f"DELETE FROM waiting WHERE {_THESE}", (ids,))
         return dict(found)
 
     def _count_children(self, parent: int, more: int, used: int) -> None:
@@ -311,17 +359,6 @@ class Transaction:
             (parent, more),
         )
         self._execute("DELETE FROM waiting WHERE id = ? AND children <= 0", (parent,))
-
-    def finish(self, names: Sequence[Name], writer: int) -> list[Name]:
-        """The files of these blocks are whole. Returns those that no row speaks of any more: their files must go."""
-        ids = json.dumps([block_id(name) for name in names])
-        changed = self._execute(
-            "UPDATE blocks SET writer = 0 WHERE writer = ? AND id IN (SELECT value FROM json_each(?))", (writer, ids)
-        ).rowcount
-        if changed == len(names):
-            return []
-        rows = self.find(names)
-        return [name for name in names if (number := block_id(name)) not in rows or rows[number].name != name]
 
     def remove(self, row: Row) -> None:
         """Forget a block whose file is gone."""
@@ -339,7 +376,7 @@ class Transaction:
     def victim(self, before: int) -> Row | None:
         """The leaf used longest ago, and before the time `before`, that may be evicted; the deepest of equals."""
         found = self._execute(
-            f"SELECT {_ROW} FROM blocks WHERE children = 0 AND pinned = 0 AND writer = 0 AND used < ?"
+            f"SELECT {_ROW} FROM blocks WHERE children = 0 AND pinned = 0 AND used < ?"
             " ORDER BY used, depth DESC LIMIT 1",
             (before,),
         ).fetchone()
@@ -348,7 +385,7 @@ class Transaction:
     def touch(self, numbers: Iterable[int], used: int) -> None:
         """These blocks are in use at the time `used`."""
         self._execute(
-            "UPDATE blocks SET used = max(used, ?) WHERE id IN (SELECT value FROM json_each(?))",
+            f"UPDATE blocks SET used = max(used, ?) WHERE {_THESE}",
             (used, json.dumps(list(numbers))),
         )
 
@@ -374,10 +411,10 @@ class Transaction:
     def writers(self) -> dict[int, str]:
         return dict(self._execute("SELECT id, token FROM writers").fetchall())
 
-    def unfinished(self, writer: int) -> list[Row]:
-        """What a writer had in hand."""
-        found = self._execute(f"SELECT {_ROW} FROM blocks WHERE writer = ? AND writer != 0", (writer,)).fetchall()
-        return [Row._make(row) for row in found]
+    def unfinished(self, writer: int) -> list[Pending]:
+        """What a writer has in hand."""
+        found = self._execute("SELECT * FROM writing WHERE writer = ?", (writer,)).fetchall()
+        return [Pending._make(row) for row in found]
 
     def unregister(self, writer: int) -> None:
         self._execute("DELETE FROM writers WHERE id = ?", (writer,))
@@ -397,12 +434,9 @@ class Transaction:
 
     def adopt(self, header: Header, size: int, used: int, clock: float) -> bool:
         """A row for a file that has none; False if another block has its number. `recount` must follow."""
-        values = (block_id(header.name), 0, 0, 0, used, size, _above(header), header.depth, 0, clock, clock)
-        return bool(
-            self._execute(
-                "INSERT OR IGNORE INTO blocks VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", (*values, header.name, header.parent)
-            ).rowcount
-        )
+        values = (block_id(header.name), 0, 0, used, size, _above(header), header.depth, 0, clock, clock)
+        sql = "INSERT OR IGNORE INTO blocks VALUES (?,?,?,?,?,?,?,?,?,?,?,?)"
+        return bool(self._execute(sql, (*values, header.name, header.parent)).rowcount)
 
     def recount(self) -> None:
         """Children and totals, from the rows alone."""
@@ -417,9 +451,7 @@ class Transaction:
         self._execute("DELETE FROM waiting")
         away = [(number, count) for number, count in counts.items() if number not in there]
         self._execute_many("INSERT INTO waiting VALUES (?, ?)", away)
-        self.blocks, self.bytes, self.pinned_bytes = self._execute(
-            "SELECT count(*), coalesce(sum(size), 0), coalesce(sum(pinned * size), 0) FROM blocks"
-        ).fetchone()
+        self.blocks, self.bytes, self.pinned_bytes = self._execute(_COUNTED).fetchone()
 
 
 def _entry(
