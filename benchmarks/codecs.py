@@ -35,7 +35,7 @@ from timing import machine, median, set_up, table, version_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.store.codec import NAMES, codec_named
+from foreword.store.codec import NAMES, Codec, codec_named
 
 MODEL = Path(__file__).resolve().parent.parent / "foreword" / "models" / "stdlib-nano"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -152,7 +152,9 @@ def windows(tokenizer: Any, args: argparse.Namespace) -> list[list[int]]:
     return found[: args.texts]
 
 
-def speeds(codec: Any, payloads: Sequence[bytes], layout: Layout, seconds: float) -> tuple[float, float, float]:
+def speeds(
+    codec: Plain | Codec, payloads: Sequence[bytes], layout: Layout, seconds: float
+) -> tuple[float, float, float]:
     """Ratio, encode GB/s and decode GB/s."""
     encoded = [bytes(codec.encode(memoryview(payload), layout)) for payload in payloads]
     out = memoryview(bytearray(layout.block_bytes))
@@ -163,11 +165,14 @@ def speeds(codec: Any, payloads: Sequence[bytes], layout: Layout, seconds: float
     return sum(map(len, payloads)) / sum(map(len, encoded)), size / encode, size / decode
 
 
-def fidelity(bench: Bench, codec: Any) -> tuple[float, float, float, float]:
+def fidelity(bench: Bench, codec: Codec) -> tuple[float, float, float, float]:
     """Perplexity, KL, share of equal top-1 tokens, share of equal greedy tokens, over all texts."""
     block_size = SIZES[0]
     layout = bench.layout(block_size)
-    losses, divergences, agreeing, greedy = [], [], [], []
+    losses: list[float] = []
+    divergences: list[float] = []
+    agreeing: list[float] = []
+    greedy: list[float] = []
     for text, exact in zip(bench.texts, bench.exact, strict=True):
         back = []
         for payload in bench.payloads(text, block_size):
@@ -179,8 +184,9 @@ def fidelity(bench: Bench, codec: Any) -> tuple[float, float, float, float]:
         losses += (-logs[:-1].gather(1, text.following[0, 1:, None])[:, 0]).tolist()
         divergences += (truth.exp() * (truth - logs)).sum(-1).tolist()
         agreeing += (logs.argmax(-1) == truth.argmax(-1)).float().tolist()
-        greedy += [a == b for a, b in zip(found.greedy, exact.greedy, strict=True)]
-    return float(np.exp(np.mean(losses))), *(float(np.mean(each)) for each in (divergences, agreeing, greedy))
+        greedy += [float(a == b) for a, b in zip(found.greedy, exact.greedy, strict=True)]
+    means = [float(np.mean(each)) for each in (losses, divergences, agreeing, greedy)]
+    return float(np.exp(means[0])), means[1], means[2], means[3]
 
 
 def quality_rows(bench: Bench) -> Iterator[list[str]]:
@@ -190,9 +196,8 @@ def quality_rows(bench: Bench) -> Iterator[list[str]]:
         codec = codec_named(name)
         ratio, encode, decode = speeds(codec, payloads, layout, bench.args.seconds)
         perplexity, divergence, same, greedy = fidelity(bench, codec)
-        pays = f"{decode * (1 - 1 / ratio):.2f}" if ratio > 1 else "-"
         yield [
-            f"{bench.dtype} {name}", f"{ratio:.2f}", f"{encode:.2f}", f"{decode:.2f}", pays,
+            f"{bench.dtype} {name}", f"{ratio:.2f}", f"{encode:.2f}", f"{decode:.2f}", _pays(ratio, decode),
             f"{perplexity:.2f}", f"{divergence:.5f}", f"{same:.1%}", f"{greedy:.1%}",
         ]  # fmt: skip
 
@@ -201,17 +206,17 @@ def size_rows(bench: Bench) -> Iterator[list[str]]:
     for block_size in SIZES:
         layout = bench.layout(block_size)
         payloads = [payload for text in bench.texts for payload in bench.payloads(text, block_size)]
-        for codec in (Plain(), *(codec_named(name) for name in NAMES[1:])):
+        codecs: list[Plain | Codec] = [Plain(), *(codec_named(name) for name in NAMES[1:])]
+        for codec in codecs:
             ratio, encode, decode = speeds(codec, payloads, layout, bench.args.seconds)
             size = f"{layout.block_bytes / 1024:.0f} KiB"
-            yield [
-                f"{bench.dtype} {codec.name}",
-                str(block_size),
-                size,
-                f"{ratio:.2f}",
-                f"{encode:.2f}",
-                f"{decode:.2f}",
-            ]
+            cells = [f"{number:.2f}" for number in (ratio, encode, decode)]
+            yield [f"{bench.dtype} {codec.name}", str(block_size), size, *cells, _pays(ratio, decode)]
+
+
+def _pays(ratio: float, decode: float) -> str:
+    """GB/s of a link at which decoding takes what the shorter way saves."""
+    return f"{decode * (1 - 1 / ratio):.2f}" if ratio > 1 else "-"
 
 
 def _median_seconds(run: Callable[[int], object], count: int, seconds: float) -> float:
@@ -266,7 +271,7 @@ def main() -> None:
         "perplexity", "KL", "top-1", f"greedy {args.greedy}",
     ]  # fmt: skip
     print(table(head, quality), end="\n\n")
-    print(table(["", "tokens", "block", "ratio", "encode GB/s", "decode GB/s"], sizes))
+    print(table(["larger blocks", "tokens", "block", "ratio", "encode GB/s", "decode GB/s", "pays below GB/s"], sizes))
     if args.json:
         args.json.write_text(json.dumps({"set-up": facts, "quality": quality, "sizes": sizes}, indent=2) + "\n")
 
