@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         """Payloads of the first of `names` that come, without a gap, `[blocks, bytes]`."""
         length = HEADER_BYTES + self._layout.block_bytes
         memory = torch.empty(len(names), length, dtype=torch.uint8)
-        rows = [memoryview(row.numpy()) for row in memory]
+        rows = [memoryview(cast(Any, row.numpy())) for row in memory]
         count = 0
         for one in self._store.fetch(names, rows, deadline=deadline):
             if one is None or one.frame.header.codec != RAW or len(one.frame.data) != length:
@@ -170,7 +170,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 layout.fingerprint, keys[number], parent, number, RAW, layout.block_bytes, layout.block_bytes
             )
             buffer = memoryview(bytearray(HEADER_BYTES + layout.block_bytes))
-            buffer[HEADER_BYTES:] = memoryview(payloads[number - low].numpy())
+            buffer[HEADER_BYTES:] = memoryview(cast(Any, payloads[number - low].numpy()))
             frames.append(seal(header, buffer))
         return self._store.put(frames, deadline=deadline)
 

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 from doors import Door, Doors, serving
+from server_process import Process
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +46,17 @@ def metric(client: httpx.Client) -> Callable[..., float]:
         raise AssertionError(f"no metric {name} with {labels}")
 
     return read
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def make(*arguments: str) -> Process:
+        started.append(Process(*arguments))
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.popen.kill()
+        process.popen.wait()

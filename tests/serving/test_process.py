@@ -3,74 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx
 import pytest
 from doors import until
+from server_process import Process
 
 pytestmark = pytest.mark.timeout(300)
-
-FLAGS = ["--port", "0", "--kv-memory", "8192 tokens", "--threads", "1"]
-
-
-class Process:
-    """`foreword serve` with what it wrote to stderr."""
-
-    def __init__(self, *arguments: str) -> None:
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
-        command = [sys.executable, "-m", "foreword", "serve", *FLAGS, *arguments]
-        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.popen.stderr is not None
-        self.lines.extend(iter(self.popen.stderr.readline, ""))
-
-    @property
-    def text(self) -> str:
-        return "".join(self.lines)
-
-    def url(self) -> str:
-        until(lambda: "listens on" in self.text or self.popen.poll() is not None, 60)
-        found = re.search(r"http://\S+:\d+", self.text)
-        assert found is not None, self.text
-        return found[0]
-
-    def wait_ready(self) -> str:
-        url = self.url()
-        until(lambda: self.popen.poll() is not None or httpx.get(f"{url}/ready").status_code == 200, 200)
-        assert self.popen.poll() is None, self.text
-        return url
-
-    def end(self, seconds: float = 30) -> int:
-        status = self.popen.wait(seconds)
-        self._reader.join(5)
-        return status
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Process]]:
-    started: list[Process] = []
-
-    def make(*arguments: str) -> Process:
-        started.append(Process(*arguments))
-        return started[-1]
-
-    yield make
-    for process in started:
-        process.popen.kill()
-        process.popen.wait()
 
 
 def ask(url: str, max_tokens: int) -> dict[str, object]:

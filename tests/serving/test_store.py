@@ -1,0 +1,184 @@
+"""Servers over a store, as processes: what they computed and were told outlives them, also when they are killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from doors import until
+from server_process import Process
+
+pytestmark = pytest.mark.timeout(300)
+
+Start = Callable[..., Process]
+TEXT = "def parse(text: str) -> list[str]:\n    return [part.strip() for part in text.split(',')]\n\n" * 12
+
+
+def post(url: str, key: str | None = None, **body: Any) -> dict[str, Any]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    given = {"temperature": 0, "max_tokens": 8, "cache_report": True, **body}
+    answer = httpx.post(f"{url}/v1/completions", json=given, headers=headers, timeout=120)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line.startswith(name + "{") and all(f'{key}="{value}"' in line for key, value in labels.items()):
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(name)
+
+
+def store(folder: Path) -> list[str]:
+    return ["--store", f"disk://{folder}/kv?size=256MiB", "--dtype", "float32"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "foreword", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_killed_and_started_again(start: Start, tmp_path: Path) -> None:
+    """A server that is killed is warm when it starts again, a second one beside it hits with its first request, and both know
+    the named prefixes of the first; its answers are the same (R18, R24, R25)."""
+    first = start(*store(tmp_path))
+    url = first.wait_ready()
+    answer = post(url, prompt=TEXT)
+    made = httpx.post(f"{url}/v1/prefixes", json={"name": "rules", "content": TEXT}, timeout=120)
+    assert made.status_code == 201
+    named = post(url, prompt="x = parse(", prefix="rules")
+    until(lambda: metric(url, "foreword:store_queued_blocks") == 0)
+    first.popen.send_signal(signal.SIGKILL)
+    first.end()
+
+    second, third = start(*store(tmp_path)), start(*store(tmp_path))
+    for process in (second, third):
+        url = process.wait_ready()
+        again = post(url, prompt=TEXT)
+        assert again["choices"][0]["text"] == answer["choices"][0]["text"]
+        assert cached(again) >= again["usage"]["prompt_tokens"] - 16
+        assert again["cache_report"]["loaded_tokens"]["disk"] > 0
+        assert metric(url, "vllm:prompt_tokens_cached_by_source_total", source="disk") > 0
+        other = post(url, prompt="x = parse(", prefix="rules")
+        assert other["choices"][0]["text"] == named["choices"][0]["text"]
+        [listed] = httpx.get(f"{url}/v1/prefixes").json()["data"]
+        assert (listed["name"], listed["version"]) == ("rules", 1)
+
+
+def test_prefixes_are_shared_and_versioned(start: Start, tmp_path: Path) -> None:
+    """What one server registers, replaces and removes, another one that shares the store knows soon after."""
+    one, other = start(*store(tmp_path)), start(*store(tmp_path))
+    here, there = one.wait_ready(), other.wait_ready()
+    httpx.post(f"{here}/v1/prefixes", json={"name": "p", "content": TEXT}, timeout=120).raise_for_status()
+    assert httpx.get(f"{there}/v1/prefixes/p").json()["content"] == TEXT
+    clash = httpx.post(f"{there}/v1/prefixes", json={"name": "p", "content": "y"}, timeout=120)
+    assert clash.status_code == 400 and "exists" in clash.json()["error"]["message"]
+    httpx.put(f"{there}/v1/prefixes/p", json={"content": TEXT * 2}, timeout=120).raise_for_status()
+    until(lambda: httpx.get(f"{here}/v1/prefixes/p").json().get("version") == 2)
+    assert httpx.get(f"{here}/v1/prefixes/p").json()["content"] == TEXT * 2
+    assert httpx.delete(f"{here}/v1/prefixes/p").status_code == 200
+    found = run("inspect", f"disk://{tmp_path}/kv", "--json")
+    assert json.loads(found.stdout)["prefixes"] == []
+
+
+def test_tenants_in_a_store(start: Start, tmp_path: Path) -> None:
+    """A tenant's blocks survive a restart for that tenant only; `forget` removes them, from disk and server, with a receipt,
+    and nobody else's."""
+    flags = [*store(tmp_path), "--api-keys", "ann=k1", "--api-keys", "bob=k2"]
+    refused = start(*flags)
+    assert refused.end() == 2 and "--tenant-secret" in refused.text
+    flags += ["--tenant-secret", "a long random text"]
+    process = start(*flags)
+    url = process.wait_ready()
+    for key in ("k1", "k2"):
+        assert cached(post(url, key, prompt=TEXT)) == 0
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end() == 0
+
+    url_ = f"disk://{tmp_path}/kv"
+    wrong = run("forget", url_, "--tenant", "ann", "--tenant-secret", "another")
+    assert json.loads(wrong.stdout)["blocks"] == 0
+    receipt = json.loads(run("forget", url_, "--tenant", "ann", "--tenant-secret", "a long random text").stdout)
+    assert receipt["blocks"] == receipt["removed"]["disk"] > 0 and receipt["left"] == 0
+
+    process = start(*flags)
+    url = process.wait_ready()
+    assert cached(post(url, "k1", prompt=TEXT)) == 0
+    assert cached(post(url, "k2", prompt=TEXT)) > 100
+    for _ in range(2):
+        gone = httpx.delete(f"{url}/v1/cache", headers={"authorization": "Bearer k2"}, timeout=60).json()
+        assert gone["left"] == 0
+    assert cached(post(url, "k2", prompt=TEXT)) == 0
+
+
+def test_tools(start: Start, tmp_path: Path) -> None:
+    """`inspect` tells what is in a store, `verify` finds a block that was damaged and `--repair` removes it."""
+    process = start(*store(tmp_path))
+    url = process.wait_ready()
+    answer = post(url, prompt=TEXT)
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end() == 0
+    where = f"disk://{tmp_path}/kv"
+    [tier] = json.loads(run("inspect", where, "--json").stdout)["tiers"]
+    [layout] = tier["layouts"]
+    blocks = (answer["usage"]["total_tokens"] - 1) // layout["block_size"]
+    assert (layout["model"], layout["blocks"], layout["chains"], layout["unreachable"]) == ("stdlib-nano", blocks, 1, 0)
+    assert "stdlib-nano" in run("inspect", where).stdout
+
+    assert run("verify", where).returncode == 0
+    files = [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and path.stat().st_size > 10_000]
+    victim = next(path for path in files if path.read_bytes()[:4] == b"FWKV")
+    damaged = bytearray(victim.read_bytes())
+    damaged[5000] ^= 1
+    victim.write_bytes(damaged)
+    found = run("verify", where, "--json")
+    assert found.returncode == 1 and json.loads(found.stdout)["disk"]["bad"] == {"checksum": 1}
+    assert run("verify", where, "--repair").returncode == 0
+    assert json.loads(run("verify", where, "--json").stdout)["disk"] == {
+        "sound": blocks - 1, "bad": {}, "gone": 0, "bytes": found_bytes(where), "removed": 0
+    }  # fmt: skip
+    for arguments in (["inspect", "nonsense://x"], ["forget", where], ["forget", where, "--prefix", "none"]):
+        failed = run(*arguments)
+        assert failed.returncode == 2 and failed.stderr.startswith("foreword: ") and "Traceback" not in failed.stderr
+
+
+def found_bytes(where: str) -> int:
+    [tier] = json.loads(run("inspect", where, "--json").stdout)["tiers"]
+    return int(tier["bytes"])
+
+
+def test_forget_a_prefix_and_a_model(start: Start, tmp_path: Path) -> None:
+    """`forget --prefix` removes a named prefix with what continues it and leaves other texts; `--model` removes the rest."""
+    process = start(*store(tmp_path))
+    url = process.wait_ready()
+    other = "import os\nimport sys\n" * 40
+    httpx.post(f"{url}/v1/prefixes", json={"name": "p", "content": TEXT}, timeout=120).raise_for_status()
+    post(url, prompt="x = 1\n" * 20, prefix="p")
+    post(url, prompt=other)
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end() == 0
+    where = f"disk://{tmp_path}/kv"
+    receipt = json.loads(run("forget", where, "--prefix", "p").stdout)
+    assert receipt["blocks"] > 0 and receipt["left"] == 0 and len(receipt["records"]) == 1
+    process = start(*store(tmp_path))
+    url = process.wait_ready()
+    assert cached(post(url, prompt=other)) > 100
+    assert cached(post(url, prompt=TEXT)) == 0
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end() == 0
+    receipt = json.loads(run("forget", where, "--model", "stdlib-nano").stdout)
+    assert receipt["blocks"] > 0 and receipt["left"] == 0
+    assert found_bytes(where) == 0
