@@ -18,6 +18,7 @@ A second table has ratio and speed for larger blocks of the same KV. `zstd -1` i
 
 import argparse
 import json
+import math
 import os
 import sysconfig
 import time
@@ -186,7 +187,7 @@ def fidelity(bench: Bench, codec: Codec) -> tuple[float, float, float, float]:
         agreeing += (logs.argmax(-1) == truth.argmax(-1)).float().tolist()
         greedy += [float(a == b) for a, b in zip(found.greedy, exact.greedy, strict=True)]
     means = [float(np.mean(each)) for each in (losses, divergences, agreeing, greedy)]
-    return float(np.exp(means[0])), means[1], means[2], means[3]
+    return math.exp(means[0]), means[1], means[2], means[3]
 
 
 def quality_rows(bench: Bench) -> Iterator[list[str]]:
