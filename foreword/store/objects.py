@@ -377,7 +377,7 @@ def _open(url: str, options: dict[str, str]) -> Any:
             return from_url(place, mkdir=True)
         config: dict[str, Any] = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
         config |= options
-        return from_url(place, config=config, client_options=_client(config), retry_config=_RETRIES)  # type: ignore[call-overload]
+        return from_url(place, config=config, client_options=_client(config), retry_config=_RETRIES)
     except (BaseError, ValueError, OSError) as error:
         raise StoreConfigError(f"the object store's URL or options are wrong: {error}") from None
 

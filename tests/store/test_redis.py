@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -27,7 +28,7 @@ from foreword.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from foreword.store.frame import Frame, check
+from foreword.store.frame import Frame, check, frame
 from foreword.store.redis import RedisStore
 from foreword.testing import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
 
@@ -62,8 +63,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
 
 
 @pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server that speaks TLS only, with a certificate of its own and a password."""
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RedisServer, str]]:
+    """A server that speaks TLS too, with a certificate of its own and a password, and its URL for that."""
     folder = tmp_path_factory.mktemp("tls")
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     openssl = shutil.which("openssl")
@@ -75,7 +76,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     secure = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no"]
     port = free_port()
     started = RedisServer(folder, "--tls-port", str(port), *secure, password="geheim")
-    yield f"rediss://:geheim@localhost:{port}?ssl_ca_certs={certificate}"
+    yield started, f"rediss://:geheim@localhost:{port}?ssl_ca_certs={certificate}"
     started.kill()
 
 
@@ -130,8 +131,8 @@ class TestContractInACluster(StoreContract):
 
 class TestContractOverTls(StoreContract):
     @pytest.fixture
-    def store(self, tls: str) -> Iterator[RedisStore]:
-        opened = RedisStore(tls, prefix=fresh())
+    def store(self, tls: tuple[RedisServer, str]) -> Iterator[RedisStore]:
+        opened = RedisStore(tls[1], prefix=fresh())
         yield opened
         opened.close()
 
@@ -205,6 +206,28 @@ def test_putting_again_sends_no_payload(server: RedisServer, store: RedisStore):
         before = client.info("stats")["total_net_input_bytes"]
         assert store.put(frames, deadline=soon()) == 4
         assert client.info("stats")["total_net_input_bytes"] - before < 10_000
+
+
+def test_of_two_writers_the_first_wins(server: RedisServer):
+    """Whoever has put a block and reads it gets what everybody gets from then on, even if another put it at the same time."""
+    prefix = fresh()
+    stores = [RedisStore(server.url, prefix=prefix) for _ in range(2)]
+    for number in range(25):
+        mine = make_frames(2000 + number, 6, 60_000)
+        together = threading.Barrier(2)
+
+        def write(store: RedisStore, frames: list[Frame], together: threading.Barrier = together) -> list[bytes | None]:
+            together.wait()
+            assert store.put(frames, deadline=soon()) == len(frames)
+            return read(store, frames)
+
+        both = (mine, [frame(one.header, bytes(60_000)) for one in mine])
+        with ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(write, store, frames) for store, frames in zip(stores, both, strict=True)]
+            first, second = (future.result() for future in running)
+        assert first == second == read(stores[0], mine)
+    for store in stores:
+        store.close()
 
 
 # What lies there
@@ -400,6 +423,23 @@ def test_passwords(tmp_path: Path):
 # Failures
 
 
+def test_too_many_clients_is_for_later(own: RedisServer):
+    """A server that has no room for another client is unavailable, not misconfigured; with room again it answers."""
+    frames = make_frames(32, 2, 1000)
+    holder, late = RedisStore(own.url), RedisStore(f"{own.url}/1")
+    holder.put(frames, deadline=soon())
+    with own.client() as client:
+        client.config_set("maxclients", 2)
+        for call in calls_of(late, 60).values():
+            with pytest.raises(StoreUnavailable):
+                call()
+        assert read(holder, frames) == whole(frames)
+        client.config_set("maxclients", 100)
+    assert late.put(frames, deadline=soon()) == 2
+    late.close()
+    holder.close()
+
+
 def test_a_peer_that_never_answers():
     """A peer that accepts and says nothing costs every call its deadline and no more; status neither waits nor raises."""
     silent = ScriptedServer([None])
@@ -464,6 +504,51 @@ def test_a_restart_between_calls_is_not_noticed(own: RedisServer):
     own.restart()
     assert read(store, frames) == [None] * 3
     store.close()
+
+
+def test_a_restart_under_tls(tls: tuple[RedisServer, str]):
+    """Under TLS too a restart between two calls is not noticed, and a certificate that nobody vouches for opens nothing."""
+    server, url = tls
+    store = RedisStore(url, prefix=fresh())
+    frames = make_frames(33, 4, 3 * MiB)
+    store.put(frames, deadline=soon())
+    server.restart()
+    assert read(store, frames) == [None] * 4
+    server.restart()
+    assert store.put(frames, deadline=soon()) == 4
+    assert read(store, frames) == whole(frames)
+    store.close()
+    stranger = RedisStore(url.partition("?")[0])
+    with pytest.raises(StoreUnavailable):
+        stranger.lookup(names_of(frames), deadline=soon())
+    stranger.close()
+
+
+def test_an_answer_that_nobody_asked_for():
+    """Bytes that come in between two calls are not taken for the answer to the second."""
+    [one] = make_frames(34, 1, 10)
+    sent = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        for extra in (b":1\r\n", b""):
+            connection, _ = listener.accept()
+            with connection:
+                while connection.recv(1 << 16):
+                    connection.sendall(b":0\r\n")
+                    time.sleep(0.05)  # so that the answer has been read, and the extra one comes after it
+                    connection.sendall(extra)
+                    sent.set()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    store = RedisStore(f"redis://127.0.0.1:{listener.getsockname()[1]}")
+    assert store.lookup([one.name], deadline=soon()) == 0
+    sent.wait()
+    assert store.lookup([one.name], deadline=soon()) == 0
+    store.close()
+    thread.join()
+    listener.close()
 
 
 def test_a_server_that_is_gone(own: RedisServer):
@@ -600,19 +685,26 @@ def test_words_of_records(store: RedisStore):
 
 
 def test_a_store_crosses_a_fork(server: RedisServer, store: RedisStore):
-    """A child process uses connections of its own: both go on reading their own blocks."""
+    """A child process opens connections of its own, and both go on reading their own blocks at the same time."""
     mine, theirs = make_frames(30, 5, 50_000), make_frames(31, 5, 50_000)
     store.put([*mine, *theirs], deadline=soon())
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
 
     def child() -> None:
+        with server.client() as client:
+            before = {one["id"] for one in client.client_list()}
+            right = read(store, theirs) == whole(theirs)
+            own = {one["id"] for one in client.client_list()} - before
+        begun.set()
         for _ in range(50):
-            if read(store, theirs) != whole(theirs):
-                os._exit(1)
-        os._exit(0)
+            right = right and read(store, theirs) == whole(theirs)
+        os._exit(0 if right and own else 1)
 
-    process = multiprocessing.get_context("fork").Process(target=child)
+    process = context.Process(target=child)
     process.start()
-    for _ in range(50):
+    begun.wait(30)
+    while process.is_alive():
         assert read(store, mine) == whole(mine)
     process.join()
     assert process.exitcode == 0
