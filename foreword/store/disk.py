@@ -36,7 +36,7 @@ from foreword.store.disk_files import (
     remove_file,
     remove_presence,
 )
-from foreword.store.disk_index import BrokenIndex, Index, Row, Transaction, block_id, parent_id
+from foreword.store.disk_index import BrokenIndex, Index, Pending, Row, Transaction, block_id, parent_id
 from foreword.store.frame import Frame
 
 _GROUP_FRAMES: Final = 64  # what one transaction admits: others wait while it unlinks
@@ -44,7 +44,8 @@ _GROUP_BYTES: Final = 64 << 20
 _FLUSH_SECONDS: Final = 5.0
 _FLUSH_WAIT_SECONDS: Final = 0.02
 _OPEN_SECONDS: Final = 120.0
-_SETTLE_SECONDS: Final = 1.0  # beyond the caller's deadline, to take back what was noted
+_SETTLE_SECONDS: Final = 0.05  # beyond the caller's deadline, to take back what was noted
+_CLOSE_SECONDS: Final = 1.0
 _SCAN_ROWS: Final = 1024
 
 _stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
@@ -52,9 +53,10 @@ _stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
 
 @dataclass(slots=True)
 class _Group:
-    """Frames admitted by one transaction. `kept`: how many others of the group were there already."""
+    """Frames admitted by one transaction, by number, and their rows. `kept`: how many others were there already."""
 
-    new: dict[int, Frame] = field(default_factory=dict)
+    frames: dict[int, Frame] = field(default_factory=dict)
+    rows: list[Pending] = field(default_factory=list)
     kept: int = 0
     full: bool = False
 
@@ -114,8 +116,8 @@ class DiskStore:
         self._uses: dict[int, tuple[int, int, float]] = {}  # number -> order, hits, time, not yet in the index
         self._order = 0
         self._flushed = time.monotonic()
-        self._written: list[Name] = []  # whole, but the index does not know yet
-        self._dropped: list[Name] = []  # given up, but the index does not know yet
+        self._written: list[Pending] = []  # whole, but the index does not know yet
+        self._dropped: list[Pending] = []  # given up, but the index does not know yet
 
     def after_fork(self) -> None:
         """In the child: the connections, the presence and everything under way are the parent's."""
@@ -158,7 +160,7 @@ class DiskStore:
                 kept += sum(block_id(one.name) in there for one in part)
                 continue
             group, now = self._admit(part, now, deadline)
-            kept += group.kept + self._write(list(group.new.values()), deadline)
+            kept += group.kept + self._write(group, deadline)
             full = group.full
         if full and not kept:
             raise StoreFull("all that could be evicted is pinned or in use")
@@ -254,7 +256,7 @@ class DiskStore:
             if self._closed:
                 return
             self._closed = True
-            soon = time.monotonic() + _SETTLE_SECONDS
+            soon = time.monotonic() + _CLOSE_SECONDS
             if not self.read_only and self._index.usable():
                 self._say_goodbye(soon)
             if self._presence is not None:
@@ -409,8 +411,8 @@ class DiskStore:
         self,
         transaction: Transaction,
         uses: dict[int, tuple[int, int, float]],
-        written: list[Name],
-        dropped: list[Name],
+        written: list[Pending],
+        dropped: list[Pending],
     ) -> None:
         if uses:
             clock = transaction.clock
@@ -418,17 +420,18 @@ class DiskStore:
             transaction.clock += max(order for order, _, _ in uses.values())
         if not written and not dropped:
             return
-        pending = transaction.find_pending(block_id(name) for name in (*written, *dropped))
-        mine = {row.name: row for row in pending.values() if row.writer == self._writer}
-        transaction.finish(mine[name] for name in written if name in mine)
-        transaction.drop(mine[name] for name in dropped if name in mine)
-        strangers = [name for name in written if name not in mine]
-        if strangers:  # the index was made anew meanwhile; it may have found the file, or it must go
-            numbers = [block_id(name) for name in strangers]
-            there = transaction.find(numbers).keys() | transaction.find_pending(numbers).keys()
-            for number, name in zip(numbers, strangers, strict=True):
-                if number not in there:
-                    self._files.remove(name)
+        if transaction.is_registered(self._writer, self._token()):
+            if written:
+                transaction.finish(written)
+            if dropped:
+                transaction.drop(dropped)
+            return
+        # The index was made anew meanwhile. It found what was whole by then; other files it does not count, and they must go.
+        numbers = [row.id for row in written]
+        there = transaction.find(numbers).keys() | transaction.find_pending(numbers).keys()
+        for row in written:
+            if row.id not in there:
+                self._files.remove(row.name)
 
     def _token(self) -> str:
         with self._lock:
@@ -462,9 +465,9 @@ class DiskStore:
                     group.full = True
                     break
                 need += len(one.data)
-                group.new[number] = one
-            if group.new:
-                transaction.add(group.new, now, writer, time.time())
+                group.frames[number] = one
+            if group.frames:
+                group.rows = transaction.add(group.frames, now, writer, time.time())
         return group, now
 
     def _sort_out(self, transaction: Transaction, frames: Sequence[Frame], group: _Group, now: int) -> dict[int, Frame]:
@@ -514,24 +517,24 @@ class DiskStore:
                 searched = True
         return True
 
-    def _write(self, frames: Sequence[Frame], deadline: float) -> int:
+    def _write(self, group: _Group, deadline: float) -> int:
         """Write files and make them visible. Returns how many."""
-        if not frames:
+        if not group.rows:
             return 0
         token = self._token()
-        written: list[Name] = []
+        written = 0
         try:
-            for one in frames:
+            for row, one in zip(group.rows, group.frames.values(), strict=True):
                 time_left(deadline)
-                self._files.write(one.name, one.data, token)
-                written.append(one.name)
+                self._files.write(row.name, one.data, token)
+                written += 1
         finally:
             with self._lock:
-                self._written += written
-                self._dropped += [one.name for one in frames[len(written) :]]
+                self._written += group.rows[:written]
+                self._dropped += group.rows[written:]
             with self._transaction(max(deadline, time.monotonic() + _SETTLE_SECONDS)):
                 pass
-        return len(written)
+        return written
 
     # Reading
 

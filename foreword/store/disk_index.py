@@ -117,6 +117,7 @@ class Index:
         self._read_lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._inode = -1
+        self._timeout = 0  # of the writing connection, in milliseconds; 0 if it was not set yet
         self.broken = False
 
     def usable(self) -> bool:
@@ -142,6 +143,7 @@ class Index:
             except BaseException:
                 reader.close()
                 raise
+            self._timeout = 0
             self._inode = os.stat(self.file).st_ino
             self.broken = False
             self._reader, self._writer = reader, writer
@@ -205,7 +207,7 @@ class Index:
             connection = self._writer
             if connection is None:
                 raise StoreUnavailable("the index is not open")
-            connection.execute(f"PRAGMA busy_timeout={_milliseconds(deadline)}")
+            self._set_timeout(connection, deadline)
             connection.execute("BEGIN IMMEDIATE")
             try:
                 if not self.usable():
@@ -218,6 +220,13 @@ class Index:
                 with contextlib.suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
                 raise
+
+    def _set_timeout(self, connection: sqlite3.Connection, deadline: float) -> None:
+        """SQLite waits as long as is left, or a little less: a statement for each millisecond would be one to compile."""
+        left = int(min(time_left(deadline), _LONGEST_WAIT) * 1000)
+        if not left // 2 <= self._timeout <= left:
+            self._timeout = max(1, left * 7 // 8)
+            connection.execute(f"PRAGMA busy_timeout={self._timeout}")
 
     def _read(self, sql: str, values: Sequence[object], deadline: float) -> list[Any]:
         with _translated(self), _held(self._read_lock, deadline):
@@ -284,17 +293,21 @@ class Transaction:
 
     def find_pending(self, numbers: Iterable[int]) -> dict[int, Pending]:
         """Those of these that somebody is writing."""
+        if self._execute("SELECT 1 FROM writing LIMIT 1").fetchone() is None:
+            return {}
         found = self._execute(f"SELECT * FROM writing WHERE {_THESE}", (json.dumps(list(numbers)),))
         return {row.id: row for row in map(Pending._make, found)}
 
-    def add(self, frames: dict[int, Frame], used: int, writer: int, clock: float) -> None:
+    def add(self, frames: dict[int, Frame], used: int, writer: int, clock: float) -> list[Pending]:
         """Note what `writer` is going to write, by number. None of it is there or being written."""
-        rows = [
-            (number, writer, used, len(one.data), parent_id(one), one.header.depth, clock, one.name, one.header.parent)
-            for number, one in frames.items()
-        ]
+        rows = []
+        for number, one in frames.items():
+            head = one.header
+            above, name = _above(head), head.layout + head.key
+            rows.append(Pending(number, writer, used, len(one.data), above, head.depth, clock, name, head.parent))
         self._execute_many("INSERT INTO writing VALUES (?,?,?,?,?,?,?,?,?)", rows)
-        self.bytes += sum(row[3] for row in rows)
+        self.bytes += sum(row.size for row in rows)
+        return rows
 
     def finish(self, done: Iterable[Pending]) -> None:
         """The files of these are whole."""
@@ -467,10 +480,6 @@ def parent_id(one: Frame) -> int:
 
 def _above(header: Header) -> int:
     return block_id(header.layout + header.parent) if header.depth and header.parent != header.key else 0
-
-
-def _milliseconds(deadline: float) -> int:
-    return max(1, int(min(time_left(deadline), _LONGEST_WAIT) * 1000))
 
 
 @contextlib.contextmanager
