@@ -1,6 +1,6 @@
 """What the codecs of stored blocks save, cost and spoil, on the KV of real text.
 
-    python benchmarks/codecs.py [--texts 12] [--context 1024] [--following 256] [--json FILE]
+    python benchmarks/store_codecs.py [--texts 12] [--context 1024] [--following 256] [--json FILE]
 
 The embedded model reads `--context` tokens of source files of Python's standard library that it was not trained on. Its KV is
 cut into blocks of 16 tokens, each is encoded and decoded, and the model goes on from what came back:
