@@ -1,0 +1,226 @@
+"""Several stores as one: what is fast comes first, and whatever one tier does is the business of that tier alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from foreword.errors import StoreError, StoreReadOnly
+from foreword.store.base import Store
+from foreword.store.memory import MemoryStore
+from foreword.store.tiered import Breaker, Rate, TieredStore
+from foreword.store.urls import loss_of, open_store, parse
+from foreword.testing import FlakyStore, StoreContract, make_frames, names_of, put_all, read, soon, whole
+
+PAYLOAD = 1000
+
+
+class Clock:
+    """Time that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Tiers:
+    """Two memory stores, each behind a store that misbehaves on demand, and a clock."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.fast = FlakyStore(MemoryStore(1 << 20, label="fast"))
+        self.slow = FlakyStore(MemoryStore(4 << 20, label="slow"))
+        self.store = TieredStore([self.fast, self.slow], clock=self.clock)
+
+
+@pytest.fixture
+def tiers() -> Iterator[Tiers]:
+    made = Tiers()
+    yield made
+    made.store.close()
+
+
+class TestContract(StoreContract):
+    """One tier alone is a store like any other, but that it never raises for its tier's failures."""
+
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        store = TieredStore([MemoryStore(8 << 20)])
+        yield store
+        store.close()
+
+    def test_a_passed_deadline(self, store: Store) -> None:
+        """A deadline that has passed is a miss, counted."""
+        frames = make_frames(1, 3, PAYLOAD)
+        put_all(store, frames)
+        assert store.lookup(names_of(frames), deadline=0.0) == 0
+        assert read(store, frames, deadline=0.0) == [None] * 3
+        assert isinstance(store, TieredStore) and sum(store.tiers[0].counters.errors.values()) >= 1
+
+    def test_a_closed_store(self, store: Store) -> None:
+        """A tier that is closed is a miss."""
+        frames = make_frames(1, 3, PAYLOAD)
+        put_all(store, frames)
+        store.close()
+        assert store.lookup(names_of(frames), deadline=soon()) == 0
+        assert read(store, frames) == [None] * 3
+
+
+def test_each_block_from_the_fastest_tier(tiers: Tiers) -> None:
+    """A chain that lies in pieces in two tiers is found as a whole, and every piece comes from the fastest that has it."""
+    frames = make_frames(1, 9, PAYLOAD)
+    tiers.slow.inner.put(frames[2:7], deadline=soon())
+    tiers.fast.inner.put(frames[:4], deadline=soon())
+    tiers.fast.inner.put(frames[7:8], deadline=soon())
+    names = names_of(frames)
+    assert tiers.store.locate(names, deadline=soon()) == [0, 0, 0, 0, 1, 1, 1, 0]
+    buffers = [memoryview(bytearray(2000)) for _ in frames]
+    found = tiers.store.fetch(names, buffers, deadline=soon())
+    assert [None if one is None else one.tier for one in found] == [0, 0, 0, 0, 1, 1, 1, 0, None]
+    tiers.store.promote([one for one in found if one is not None], deadline=soon())
+    assert tiers.fast.inner.lookup(names, deadline=soon()) == 8
+
+
+@pytest.mark.parametrize("damage", ["corrupt_reads", "truncate_reads", "swap_reads"])
+def test_a_bad_block_comes_from_the_next_tier(tiers: Tiers, damage: str) -> None:
+    """A block that one tier gives back damaged is removed there and counted, and read from the next one."""
+    frames = make_frames(2, 6, PAYLOAD)
+    put_all(tiers.store, frames)
+    read(tiers.fast, frames)
+    getattr(tiers.fast, damage)()
+    assert read(tiers.store, frames) == whole(frames)
+    counters = tiers.store.tiers[0].counters
+    assert sum(counters.bad.values()) == counters.missed_blocks >= 5
+    getattr(tiers.fast, damage)(False)
+    assert sum(one is not None for one in read(tiers.fast, frames)) == 6 - sum(counters.bad.values())
+
+
+def test_a_failing_tier_is_left_alone(tiers: Tiers) -> None:
+    """After three failures a tier is not called for a while; then one call tries, and a success ends it."""
+    frames = make_frames(3, 4, PAYLOAD)
+    put_all(tiers.store, frames)
+    tiers.fast.fail()
+    for _ in range(5):
+        assert read(tiers.store, frames) == whole(frames)
+    tier = tiers.store.tiers[0]
+    assert tier.counters.errors == {"store_unavailable": 3} and tier.counters.skipped == 2
+    assert tier.breaker.is_open
+    tiers.clock.now += 1.5
+    assert read(tiers.store, frames) == whole(frames)
+    assert tier.counters.errors == {"store_unavailable": 4}
+    tiers.fast.fail(False)
+    tiers.clock.now += 2.5
+    read(tiers.store, frames)
+    assert not tier.breaker.is_open and tier.counters.hit_blocks >= 4
+
+
+def test_the_pause_grows() -> None:
+    """A tier that fails on and on is tried less and less often, at least twice a minute."""
+    clock = Clock()
+    breaker, pauses = Breaker(clock), []
+    for _ in range(3):
+        breaker.failed()
+    for _ in range(10):
+        began = clock.now
+        while not breaker.allows():
+            clock.now += 0.25
+        pauses.append(clock.now - began)
+        breaker.failed()
+    assert pauses == sorted(pauses) and pauses[0] <= 1.25 and 29 <= pauses[-1] <= 30.25
+
+
+def test_a_rate_is_forgotten() -> None:
+    """A measured rate follows what is seen, and is not believed for ever."""
+    clock = Clock()
+    rate = Rate(clock)
+    assert rate.value == 0.0
+    rate.note(100, 1.0)
+    assert rate.value == 100.0
+    for _ in range(30):
+        rate.note(50, 1.0)
+    assert 49.9 < rate.value < 51
+    clock.now += 61
+    assert rate.value == 0.0
+
+
+def test_writes_go_to_every_tier(tiers: Tiers) -> None:
+    """One tier that does not take a write does not keep the others from it."""
+    frames = make_frames(4, 4, PAYLOAD)
+    tiers.fast.fail()
+    assert tiers.store.put(frames, deadline=soon()) == 4
+    assert tiers.slow.inner.lookup(names_of(frames), deadline=soon()) == 4
+
+
+def test_forgetting_is_not_best_effort(tiers: Tiers) -> None:
+    """What is to be forgotten is removed from every tier, or there is an error: nothing is left behind without a word."""
+    frames = make_frames(5, 4, PAYLOAD)
+    put_all(tiers.store, frames)
+    assert tiers.store.forget(names_of(frames[2:]), deadline=soon()) == {"fast": 2, "slow": 2}
+    tiers.slow.fail_next(1, lambda: StoreReadOnly("takes no writes"))
+    with pytest.raises(StoreReadOnly):
+        tiers.store.forget(names_of(frames[:2]), deadline=soon())
+
+
+def test_records_lie_where_they_last() -> None:
+    """Records go to the tiers that outlive the process and are read from the one that most instances share."""
+    memory, near, far = (MemoryStore(1 << 16, label=label) for label in ("memory", "near", "far"))
+    store = TieredStore([memory, near, far], lasting=[1, 2])
+    store.put_record("a/b", b"one", deadline=soon())
+    assert memory.get_record("a/b", deadline=soon()) is None
+    far.put_record("a/b", b"two", deadline=soon())
+    assert store.get_record("a/b", deadline=soon()) == b"two"
+    near.put_record("a/c", b"three", deadline=soon())
+    assert store.records("a/", deadline=soon()) == ["a/b", "a/c"]
+    assert store.delete_record("a/b", deadline=soon())
+    assert store.get_record("a/b", deadline=soon()) is None
+    far.close()
+    with pytest.raises(StoreError):
+        store.records("a/", deadline=soon())
+    store.put_record("a/d", b"four", deadline=soon())
+    assert store.get_record("a/d", deadline=soon()) == b"four"
+    store.close()
+
+
+def test_threads_and_a_plan_of_faults(tiers: Tiers) -> None:
+    """Threads that read and write through tiers which fail, lose, damage and cut at random never see a wrong byte."""
+    flaky = FlakyStore(
+        MemoryStore(1 << 16, label="wild"),
+        seed=7,
+        plan={"fail": 0.1, "lose": 0.1, "corrupt": 0.2, "truncate": 0.1, "swap": 0.1},
+    )
+    store = TieredStore([flaky, tiers.slow])
+    chains = [make_frames(seed, 12, PAYLOAD) for seed in range(4)]
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for turn in range(40):
+            frames = chains[(seed + turn) % 4]
+            store.put(frames, deadline=soon())
+            for frame, data in zip(frames, read(store, frames), strict=True):
+                if data is not None and data != bytes(frame.data):
+                    wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and sum(store.tiers[0].counters.bad.values()) > 0
+
+
+def test_urls() -> None:
+    """URLs say backend, place, options, codec and label; equal labels are told apart."""
+    one = parse("disk:///a/b%20c?size=1GiB&codec=lossless&label=ssd")
+    assert (one.scheme, one.path, one.codec, one.label, one.options) == (
+        "disk", "/a/b c", "lossless", "ssd", {"size": "1GiB"}
+    )  # fmt: skip
+    store = open_store(["memory://?size=1MiB", "memory://?size=2MiB"])
+    assert [tier.label for tier in store.tiers] == ["memory", "memory-2"]
+    assert [tier.store.status().budget for tier in store.tiers] == [1 << 20, 2 << 20]
+    store.close()
+    assert loss_of(["memory://", "disk:///x?codec=lossless"]) == ""
+    assert loss_of(["memory://?codec=int8", "disk:///x?codec=int4"]) == "int4+int8"
