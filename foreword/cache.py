@@ -231,7 +231,7 @@ class WriteBehind:
             self._closing = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(0.5)
 
     def _run(self, tier: int) -> None:
         while (taken := self._take(tier)) is not None:
