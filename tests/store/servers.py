@@ -177,7 +177,7 @@ class ScriptedServer:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self.connections = 0
-        self._open: list[socket.socket] = []
+        self._silent: list[socket.socket] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -185,10 +185,17 @@ class ScriptedServer:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
 
+    def wait_for_goodbyes(self) -> None:
+        """Until the other side has closed every connection that was never answered."""
+        for connection in list(self._silent):
+            connection.settimeout(PATIENCE)
+            while connection.recv(1 << 16):
+                pass
+
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        for connection in [*self._open, self._socket]:
+        for connection in [*self._silent, self._socket]:
             connection.close()
 
     def _serve(self) -> None:
@@ -200,7 +207,7 @@ class ScriptedServer:
             answer = self._answers[min(self.connections, len(self._answers) - 1)]
             self.connections += 1
             if answer is None:
-                self._open.append(connection)
+                self._silent.append(connection)
                 continue
             with connection, suppress(OSError):
                 connection.settimeout(PATIENCE)

@@ -280,13 +280,14 @@ def test_words_of_records(store: ObjectStore):
 
 
 def test_a_service_that_never_answers():
-    """A peer that accepts and says nothing costs every call its deadline and no more."""
+    """A peer that accepts and says nothing costs every call its deadline and no more; nothing goes on after that."""
     silent = ScriptedServer([None])
     store = ObjectStore(at(silent.port))
     for call in calls_of(store, 0.15).values():
         with pytest.raises(StoreTimeout):
             call()
     store.status()
+    silent.wait_for_goodbyes()
     store.close()
     silent.close()
 
