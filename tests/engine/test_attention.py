@@ -371,7 +371,7 @@ def test_bytes_per_token() -> None:
 
 
 def test_nothing_of_others_is_read(engine: Callable[..., LLM], reference: Callable[[str], tiny.Reference]) -> None:
-    """What lies in a block behind a sequence's tokens, or in blocks that nobody uses, has no part in its output, were it NaN."""
+    """What lies in a block behind a sequence's tokens, or in unused blocks, has no part in its output, were it NaN."""
     llm = engine("llama")
     for layer in llm._core._runner.layers.values():
         layer.k_blocks.fill_(math.nan)

@@ -13,7 +13,6 @@ from tiny import Reference, greedy, prompt
 from foreword.config import StoreConfig
 from foreword.engine.llm import LLM
 
-
 Make = Callable[..., LLM]
 Find = Callable[[str], Reference]
 
