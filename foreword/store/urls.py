@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Final, Literal, TypeVar, cast
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from foreword.blocks.layout import Layout
@@ -163,8 +163,10 @@ def _open_objects(place: StoreUrl) -> Store:
     given = _Options(place)
     prefix = given.text("prefix", "")
     parallel = int(given.number("parallel", 16))
-    options: dict[str, Any] = {**given.rest()}
-    return ObjectStore(place.url, label=place.label, prefix=prefix, parallel=parallel, **options)
+    exact = given.text("exact_lookup", "1") not in ("0", "false")
+    return ObjectStore(
+        place.url, label=place.label, prefix=prefix, parallel=parallel, exact_lookup=exact, **given.rest()
+    )
 
 
 def _missing(error: ModuleNotFoundError, extra: str) -> StoreConfigError:
