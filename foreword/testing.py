@@ -878,7 +878,8 @@ class FlakyStore:
         rate = self._rates.get(fault, 0.0)
         with self._lock:
             hit = rate > 0.0 and self._draw.random() < rate
-        self.injected[fault] += hit
+        if hit:
+            self.injected[fault] += 1
         return hit
 
     def _alter(self, buffer: memoryview, length: int) -> int:

@@ -6,6 +6,9 @@ in `writing` until its writer is done, or dead.
 
 `used` is a count of transactions, not a time: clocks may jump. Children are counted as they come and go; those of a block that
 is not here are counted in `waiting`, so a parent may come after its child.
+
+Rows lie in the order in which they were written, so a chain's lie side by side, or nearly. The numbers, which are random, are
+in an index of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from foreword.store.frame import Frame, Header
 VERSION: Final = 1
 _SCHEMA: Final = f"""
 CREATE TABLE blocks (
-    id INTEGER PRIMARY KEY, children INTEGER NOT NULL, pinned INTEGER NOT NULL, used INTEGER NOT NULL,
+    id INTEGER NOT NULL UNIQUE, children INTEGER NOT NULL, pinned INTEGER NOT NULL, used INTEGER NOT NULL,
     size INTEGER NOT NULL, above INTEGER NOT NULL, depth INTEGER NOT NULL, hits INTEGER NOT NULL,
     stored_at REAL NOT NULL, used_at REAL NOT NULL, name BLOB NOT NULL, parent BLOB NOT NULL
 );
@@ -50,8 +53,10 @@ _ROW: Final = "id, name, above, size, used, children, pinned"
 _THESE: Final = "id IN (SELECT value FROM json_each(?))"
 _COUNTED: Final = """SELECT count(*), coalesce(sum(size), 0) + (SELECT coalesce(sum(size), 0) FROM writing),
     coalesce(sum(pinned * size), 0) FROM blocks"""
+_NO_VERSION: Final = 1000  # a larger number is no version but damage
 _FIRST_BATCH: Final = 64
 _BATCH: Final = 1024
+_SCATTERED: Final = 8  # fewer than one of so many rows that follow belong to the chain: they lie elsewhere
 _CHECKED_BYTES: Final = 64 << 20  # an index up to this size is read through when it is opened
 _CACHE_KIB: Final = 32 << 10
 _LONGEST_WAIT: Final = 1e6
@@ -117,7 +122,7 @@ class Index:
         self._read_lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._inode = -1
-        self._timeout = 0  # of the writing connection, in milliseconds; 0 if it was not set yet
+        self._timeouts: dict[sqlite3.Connection, int] = {}  # milliseconds
         self.broken = False
 
     def usable(self) -> bool:
@@ -139,11 +144,10 @@ class Index:
             reader = self._connect(deadline)
             try:
                 made = self._prepare(reader)
-                writer = reader if self.read_only else self._connect(deadline)
+                writer = self._connect(deadline)
             except BaseException:
                 reader.close()
                 raise
-            self._timeout = 0
             self._inode = os.stat(self.file).st_ino
             self.broken = False
             self._reader, self._writer = reader, writer
@@ -153,10 +157,11 @@ class Index:
         """Disconnect, once the calls under way are done."""
         with _held(self._write_lock, deadline), _held(self._read_lock, deadline):
             reader, writer, self._reader, self._writer = self._reader, self._writer, None, None
-            for connection in {reader, writer} - {None}:
-                assert connection is not None
-                with contextlib.suppress(sqlite3.Error):
-                    connection.close()
+            self._timeouts.clear()
+            for connection in (reader, writer):
+                if connection is not None:
+                    with contextlib.suppress(sqlite3.Error):
+                        connection.close()
 
     def _connect(self, deadline: float) -> sqlite3.Connection:
         if self.read_only:
@@ -190,6 +195,8 @@ class Index:
                 raise BrokenIndex("the index is not Foreword's")
             connection.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}COMMIT;")
             return True
+        if not 0 < version < _NO_VERSION:
+            raise BrokenIndex("the index is of no version")
         if version != VERSION:
             raise StoreUnavailable(f"the index {self.file} has format {version}, this program reads {VERSION}")
         if os.path.getsize(self.file) <= _CHECKED_BYTES:
@@ -224,37 +231,70 @@ class Index:
     def _set_timeout(self, connection: sqlite3.Connection, deadline: float) -> None:
         """SQLite waits as long as is left, or a little less: a statement for each millisecond would be one to compile."""
         left = int(min(time_left(deadline), _LONGEST_WAIT) * 1000)
-        if not left // 2 <= self._timeout <= left:
-            self._timeout = max(1, left * 7 // 8)
-            connection.execute(f"PRAGMA busy_timeout={self._timeout}")
+        if not left // 2 <= self._timeouts.get(connection, -1) <= left:
+            self._timeouts[connection] = max(1, left * 7 // 8)
+            connection.execute(f"PRAGMA busy_timeout={self._timeouts[connection]}")
 
     def _read(self, sql: str, values: Sequence[object], deadline: float) -> list[Any]:
-        with _translated(self), _held(self._read_lock, deadline):
-            if self._reader is None:
-                raise StoreUnavailable("the index is not open")
-            return self._reader.execute(sql, values).fetchall()
+        """All rows. By the writing connection if it is free, since others' writes alone make that forget what it has read."""
+        with _translated(self):
+            if self._write_lock.acquire(blocking=False):
+                try:
+                    return self._fetch(self._writer, sql, values, deadline)
+                finally:
+                    self._write_lock.release()
+            with _held(self._read_lock, deadline):
+                return self._fetch(self._reader, sql, values, deadline)
+
+    def _fetch(
+        self, connection: sqlite3.Connection | None, sql: str, values: Sequence[object], deadline: float
+    ) -> list[Any]:
+        if connection is None:
+            raise StoreUnavailable("the index is not open")
+        self._set_timeout(connection, deadline)
+        return connection.execute(sql, values).fetchall()
 
     def lookup(self, names: Sequence[Name], deadline: float) -> int:
-        """How many of `names`, from the first on, are whole. In growing batches: most lookups of long chains end early."""
-        start, size = 0, _FIRST_BATCH
-        while start < len(names):
-            ids = [block_id(name) for name in names[start : start + size]]
-            there = self.ready(ids, deadline)
-            if len(there) < len(set(ids)):
-                return start + next(number for number, one in enumerate(ids) if one not in there)
-            start += size
+        """How many of `names`, from the first on, are whole.
+
+        Finds the first one's row and looks for the others among those that follow it, since they were probably written
+        together; where that does not get far, asks for each. In growing batches: most lookups end early.
+        """
+        ids = [block_id(name) for name in names]
+        there: set[int] = set()
+        done, size = 0, _FIRST_BATCH
+        while done < len(ids):
+            before = done
+            there |= self._following(ids[done], size, deadline)
+            done = _first_missing(ids, there, done)
+            in_a_row = done - before >= size // _SCATTERED
+            if done == before:
+                return done
+            if not in_a_row:
+                return done + self._one_by_one(ids[done:], deadline)
             size = min(_BATCH, size * 4)
-        return len(names)
+        return done
+
+    def _one_by_one(self, ids: Sequence[int], deadline: float) -> int:
+        """How many of these, from the first on, are whole."""
+        sql = "SELECT key FROM json_each(?) WHERE NOT EXISTS (SELECT 1 FROM blocks WHERE id = value) LIMIT 1"
+        missing = self._read(sql, (json.dumps(ids),), deadline)
+        return int(missing[0][0]) if missing else len(ids)
+
+    def _following(self, number: int, count: int, deadline: float) -> set[int]:
+        """The numbers of a block and of those written after it; nothing if it is not there."""
+        sql = "SELECT id FROM blocks WHERE rowid >= (SELECT rowid FROM blocks WHERE id = ?) ORDER BY rowid LIMIT ?"
+        return {one for (one,) in self._read(sql, (number, count), deadline)}
 
     def ready(self, ids: Sequence[int], deadline: float) -> set[int]:
         """Which of the blocks are whole, as far as the index knows."""
         return {one for (one,) in self._read(f"SELECT id FROM blocks WHERE {_THESE}", (json.dumps(ids),), deadline)}
 
     def entries(self, after: int, count: int, deadline: float) -> tuple[list[Entry], int]:
-        """The next blocks by number, and the last one's number."""
+        """The next blocks in the order of their rows, and the last one's row."""
         rows = self._read(
-            "SELECT id, name, parent, depth, size, stored_at, used_at, hits, pinned FROM blocks"
-            " WHERE id > ? ORDER BY id LIMIT ?",
+            "SELECT rowid, name, parent, depth, size, stored_at, used_at, hits, pinned FROM blocks"
+            " WHERE rowid > ? ORDER BY rowid LIMIT ?",
             (after, count),
             deadline,
         )
@@ -335,7 +375,7 @@ class Transaction:
                     row.name,
                     row.parent,
                 )
-                for number, row in sorted(rows.items())
+                for number, row in rows.items()
             ],
         )
         for above, (count, used) in elsewhere.items():
@@ -465,6 +505,14 @@ class Transaction:
         away = [(number, count) for number, count in counts.items() if number not in there]
         self._execute_many("INSERT INTO waiting VALUES (?, ?)", away)
         self.blocks, self.bytes, self.pinned_bytes = self._execute(_COUNTED).fetchone()
+
+
+def _first_missing(ids: Sequence[int], there: set[int], start: int) -> int:
+    """The first position from `start` on whose number is not there."""
+    for position in range(start, len(ids)):
+        if ids[position] not in there:
+            return position
+    return len(ids)
 
 
 def _entry(

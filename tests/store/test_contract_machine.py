@@ -5,17 +5,30 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from foreword.errors import BadFrame, StoreError, StoreFull, StoreTimeout, StoreUnavailable
 from foreword.store.base import Store
 from foreword.store.disk import DiskStore
-from foreword.store.frame import HEADER_BYTES, Frame
+from foreword.store.frame import HEADER_BYTES, Frame, check
 from foreword.store.memory import MemoryStore
-from foreword.testing import SMALL_BYTES, StoreMachine, make_frames, names_of, put_all, read, soon
+from foreword.testing import (
+    SMALL_BYTES,
+    Fault,
+    FlakyStore,
+    StoreContract,
+    StoreMachine,
+    make_frames,
+    names_of,
+    put_all,
+    read,
+    soon,
+    whole,
+)
 
 LARGE = 1 << 20
 quick = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
@@ -141,3 +154,143 @@ def test_the_order_of_eviction(small: Store, seed: int) -> None:
             small.pin(names, pinned=what < 0.93, deadline=soon())
             model.pinned = {entry.name for entry in small.scan(deadline=soon()) if entry.pinned}
         assert {entry.name for entry in small.scan(deadline=soon())} == model.used.keys()
+
+
+# The contract itself
+
+
+SABOTAGE: list[tuple[dict[Fault, float], str]] = [
+    ({"corrupt": 1.0}, "test_what_was_put_comes_back"),
+    ({"truncate": 1.0}, "test_what_was_put_comes_back"),
+    ({"swap": 1.0}, "test_what_was_put_comes_back"),
+    ({"lose": 1.0}, "test_what_was_put_comes_back"),
+    ({"corrupt": 0.01}, "test_threads_at_once"),
+    ({"swap": 0.01}, "test_threads_at_once"),
+    ({"fail": 0.1}, "test_threads_at_once"),
+    ({"lose": 1.0}, "test_the_budget_is_kept"),
+]
+
+
+@pytest.mark.parametrize(("plan", "test"), SABOTAGE)
+def test_the_contract_notices(plan: dict[Fault, float], test: str) -> None:
+    """A store that alters, loses or fails does not pass the contract."""
+    size = SMALL_BYTES if test == "test_the_budget_is_kept" else LARGE
+    getattr(StoreContract(), test)(MemoryStore(size))
+    store = FlakyStore(MemoryStore(size), plan=plan)
+    with pytest.raises((AssertionError, BadFrame, StoreError)):
+        getattr(StoreContract(), test)(store)
+    assert sum(store.injected.values()) > 0
+
+
+class Forgetful(MemoryStore):
+    """Evicts everything before each put: a policy of its own, and none of the contract's."""
+
+    def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
+        names = [entry.name for entry in self.scan(deadline=deadline)]
+        if len(names) + len(frames) > 8:
+            self.delete(names, deadline=deadline)
+        return super().put(frames, deadline=deadline)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "test_tails_go_before_heads",
+        "test_the_chain_used_last_stays",
+        "test_a_child_before_its_parent",
+        "test_pinned_blocks_stay",
+    ],
+)
+def test_the_contract_notices_another_policy(test: str) -> None:
+    """A store that evicts in another order does not pass the contract."""
+    getattr(StoreContract(), test)(MemoryStore(SMALL_BYTES))
+    with pytest.raises(AssertionError):
+        getattr(StoreContract(), test)(Forgetful(SMALL_BYTES))
+
+
+# The store that fails on purpose
+
+
+@pytest.fixture
+def flaky() -> FlakyStore:
+    return FlakyStore(MemoryStore(LARGE), seed=1)
+
+
+def test_failures_on_purpose(flaky: FlakyStore) -> None:
+    """fail_next fails as many calls as it says, with the error that it is given; then all is as before."""
+    frames = make_frames(320, 3, 100)
+    flaky.fail_next(2)
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable):
+            flaky.put(frames, deadline=soon())
+    assert flaky.put(frames, deadline=soon()) == 3
+    flaky.fail_next(1, lambda: StoreFull("on purpose"))
+    with pytest.raises(StoreFull):
+        flaky.lookup(names_of(frames), deadline=soon())
+    assert flaky.lookup(names_of(frames), deadline=soon()) == 3
+    flaky.fail()
+    with pytest.raises(StoreError):
+        flaky.scan(deadline=soon())
+    flaky.fail(False)
+    assert flaky.injected["fail"] == 4
+
+
+def test_delays_on_purpose(flaky: FlakyStore) -> None:
+    """A delay beyond the deadline, or a store that hangs, ends at the deadline with StoreTimeout; a shorter one only waits."""
+    frames = make_frames(321, 3, 100)
+    flaky.delay(0.001)
+    assert flaky.put(frames, deadline=soon()) == 3
+    flaky.delay(1000)
+    with pytest.raises(StoreTimeout):
+        flaky.lookup(names_of(frames), deadline=soon(0.01))
+    flaky.delay(0)
+    flaky.hang()
+    with pytest.raises(StoreTimeout):
+        flaky.get_record("word", deadline=soon(0.01))
+    flaky.hang(False)
+    assert flaky.lookup(names_of(frames), deadline=soon()) == 3
+    assert flaky.injected == {"delay": 2, "hang": 1}
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "truncate", "swap"])
+def test_alterations_on_purpose(flaky: FlakyStore, fault: str) -> None:
+    """Frames that were altered on purpose never pass the check; what is kept stays whole."""
+    frames = make_frames(322, 4, 100)
+    flaky.put(frames, deadline=soon())
+    getattr(flaky, f"{fault}_reads")()
+    buffers = [memoryview(bytearray(len(one.data))) for one in frames]
+    for _ in range(10):
+        for one, buffer, length in zip(
+            frames, buffers, flaky.get(names_of(frames), buffers, deadline=soon()), strict=True
+        ):
+            with pytest.raises(BadFrame):
+                check(buffer[:length], one.name)
+    assert flaky.injected[fault] == 40
+    getattr(flaky, f"{fault}_reads")(False)
+    assert read(flaky, frames) == whole(frames)
+
+
+def test_lost_puts(flaky: FlakyStore) -> None:
+    """A lost put says that all went well."""
+    frames = make_frames(323, 2, 100)
+    flaky.lose_puts()
+    assert flaky.put(frames, deadline=soon()) == 2
+    assert flaky.lookup(names_of(frames), deadline=soon()) == 0
+
+
+def test_a_plan_is_the_same_each_time() -> None:
+    """The same seed and plan fail the same calls."""
+
+    def failures(seed: int) -> list[bool]:
+        store = FlakyStore(MemoryStore(LARGE), seed=seed, plan={"fail": 0.5})
+        found = []
+        for _ in range(40):
+            try:
+                store.records("", deadline=soon())
+                found.append(False)
+            except StoreError:
+                found.append(True)
+        return found
+
+    assert failures(1) == failures(1) != failures(2)
+    assert 5 < sum(failures(1)) < 35

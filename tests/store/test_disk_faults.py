@@ -467,6 +467,12 @@ def _overwrite(index: Path, first: float, last: float) -> None:
         file.write(random.Random(5).randbytes(stop - start))
 
 
+def _overwrite_at(index: Path, position: int, data: bytes) -> None:
+    with index.open("r+b") as file:
+        file.seek(position)
+        file.write(data)
+
+
 def _other_database(index: Path) -> None:
     index.unlink()
     with closing(sqlite3.connect(index)) as other:
@@ -478,6 +484,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "middle": lambda index: _overwrite(index, 0.4, 0.9),
     "all": lambda index: _overwrite(index, 0.0, 1.0),
     "half": lambda index: os.truncate(index, index.stat().st_size // 2 // 4096 * 4096),
+    "version": lambda index: _overwrite_at(index, 60, b"\x7f\x01\x02\x03"),
     "odd": lambda index: os.truncate(index, index.stat().st_size // 2 + 77),
     "empty": lambda index: os.truncate(index, 0),
     "gone": lambda index: index.unlink(),
