@@ -35,6 +35,8 @@ _PROBE_BYTES: Final = 1 << 20
 _WRITE_BLOCKS: Final = 32
 _RECENT: Final = 1 << 14
 _WRITE_WITHIN: Final = 30.0
+# Seconds that a block waits for others, so that decoding writes a few batches and not many single blocks.
+_LINGER: Final = 0.2
 # Of the time that computing would take, the part that the first bytes of an unknown store may take.
 _PATIENCE: Final = 0.1
 _SHORTEST_PATIENCE: Final = 0.05
@@ -171,6 +173,7 @@ class _Batch:
     headers: list[Header]
     slots: list[int]
     todo: set[int]
+    since: float
     busy: int = 0
     sealed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -187,6 +190,8 @@ class WriteBehind:
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closing = False
+        self._waiting = 0  # blocks added since a thread last looked
+        self._hurries = 0
         self.dropped = 0
         self.saved = 0
         self._threads = [
@@ -207,8 +212,10 @@ class WriteBehind:
             if not todo or self._closing:
                 self._slots.give(slots)
                 return
-            self._batches[next(self._numbers)] = _Batch(headers, slots, todo)
-            self._changed.notify_all()
+            self._batches[next(self._numbers)] = _Batch(headers, slots, todo, time.monotonic())
+            self._waiting += len(slots)
+            if self._waiting >= _WRITE_BLOCKS or len(self._batches) == 1:
+                self._changed.notify_all()
 
     def make_room(self) -> bool:
         """Drop the oldest blocks that nobody is writing. False if there are none."""
@@ -224,7 +231,12 @@ class WriteBehind:
     def flush(self, timeout: float) -> bool:
         """Wait until everything is written; False if that takes longer than `timeout` seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._batches, timeout)
+            self._hurries += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not self._batches, timeout)
+            finally:
+                self._hurries -= 1
 
     def close(self) -> None:
         with self._changed:
@@ -243,21 +255,32 @@ class WriteBehind:
         """The oldest batches that this tier has not written, together up to _WRITE_BLOCKS blocks; None at the end."""
         with self._changed:
             while True:
-                taken: list[tuple[int, _Batch]] = []
-                size = 0
-                for number, batch in self._batches.items():
-                    if tier in batch.todo and (not taken or size + len(batch.slots) <= _WRITE_BLOCKS):
-                        batch.todo.discard(tier)
-                        batch.busy += 1
-                        taken.append((number, batch))
-                        size += len(batch.slots)
-                    if size >= _WRITE_BLOCKS:
-                        break
-                if taken:
-                    return taken
-                if self._closing:
+                self._waiting = 0
+                mine = [(number, batch) for number, batch in self._batches.items() if tier in batch.todo]
+                left = self._linger(mine)
+                if mine and left <= 0:
+                    return self._claim(tier, mine)
+                if not mine and self._closing:
                     return None
-                self._changed.wait()
+                self._changed.wait(left if mine else None)
+
+    def _linger(self, mine: Sequence[tuple[int, _Batch]]) -> float:
+        """Seconds until the oldest of these batches has waited long enough for company; 0 if there is enough of it."""
+        if not mine or self._closing or self._hurries or sum(len(batch.slots) for _, batch in mine) >= _WRITE_BLOCKS:
+            return 0.0
+        return mine[0][1].since + _LINGER - time.monotonic()
+
+    def _claim(self, tier: int, mine: Sequence[tuple[int, _Batch]]) -> list[tuple[int, _Batch]]:
+        taken: list[tuple[int, _Batch]] = []
+        size = 0
+        for number, batch in mine:
+            if taken and size + len(batch.slots) > _WRITE_BLOCKS:
+                break
+            batch.todo.discard(tier)
+            batch.busy += 1
+            taken.append((number, batch))
+            size += len(batch.slots)
+        return taken
 
     def _sealed(self, batch: _Batch) -> list[Frame]:
         """The batch's frames; the first tier that comes writes headers and checksums."""
