@@ -36,7 +36,7 @@ from foreword.store.disk_files import (
     remove_file,
     remove_presence,
 )
-from foreword.store.disk_index import BrokenIndex, Index, Pending, Row, Transaction, block_id, parent_id
+from foreword.store.disk_index import BrokenIndex, Index, Pending, Row, Transaction, block_id, held, parent_id
 from foreword.store.frame import Frame
 
 _GROUP_FRAMES: Final = 64  # what one transaction admits: others wait while it unlinks
@@ -110,7 +110,9 @@ class DiskStore:
 
     def _clear(self) -> None:
         """What belongs to this process alone."""
-        self._opening = threading.RLock()
+        self._opening = threading.Lock()
+        self._opener: threading.Thread | None = None
+        self._failure: StoreError | None = None
         self._lock = threading.Lock()
         self._writer = 0  # our number in the index as it is now, 0 before the first write
         self._uses: dict[int, tuple[int, int, float]] = {}  # number -> order, hits, time, not yet in the index
@@ -145,9 +147,9 @@ class DiskStore:
                 missing.append(name)
             lengths.append(length or 0)
         if indexed and not self.read_only:
-            self._note([name for name, length in zip(names, lengths, strict=True) if length], deadline)
-            if missing:
-                self._forget_missing(missing, deadline)
+            self._note([name for name, length in zip(names, lengths, strict=True) if length])
+            if missing or time.monotonic() - self._flushed > _FLUSH_SECONDS:
+                self._flush(missing, min(deadline, time.monotonic() + _FLUSH_WAIT_SECONDS))
         return lengths
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
@@ -252,28 +254,27 @@ class DiskStore:
         return self._last
 
     def close(self) -> None:
-        with self._opening:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
-            soon = time.monotonic() + _CLOSE_SECONDS
+        soon = time.monotonic() + _CLOSE_SECONDS
+        with contextlib.suppress(
+            StoreError
+        ):  # calls under way hold what they need; what is left unfinished others bury
             if not self.read_only and self._index.usable():
                 self._say_goodbye(soon)
+        with contextlib.suppress(StoreError):
+            self._index.close(soon)
+        with self._lock:
             if self._presence is not None:
                 self._presence.leave()
                 self._presence = None
-            try:
-                self._index.close(soon)
-            except StoreTimeout:  # a call is still under way; it has the connection, and it is the last one
-                return
 
     def _say_goodbye(self, deadline: float) -> None:
-        try:
-            with self._transaction(deadline) as transaction:
-                if self._writer and not transaction.unfinished(self._writer):
-                    transaction.unregister(self._writer)
-        except StoreError:
-            return  # what others find unfinished they bury
+        with self._transaction(deadline) as transaction:
+            if self._writer and not transaction.unfinished(self._writer):
+                transaction.unregister(self._writer)
 
     def _check_open(self, deadline: float) -> None:
         if self._closed:
@@ -283,8 +284,12 @@ class DiskStore:
     def _ready(self, deadline: float) -> bool:
         """Whether there is an index to ask; only a folder that cannot be written may do without."""
         self._check_open(deadline)
-        if not self._index.usable():
-            self._open(deadline)
+        if self._index.usable():
+            return True
+        if self.read_only:
+            self._open_for_reading(deadline)
+        else:
+            self._open_again(deadline)
         return self._index.usable()
 
     def _ready_to_write(self, deadline: float) -> None:
@@ -296,51 +301,76 @@ class DiskStore:
     # Opening
 
     def _open(self, deadline: float) -> None:
-        with self._opening:
+        if self.read_only:
+            self._open_for_reading(deadline)
+            return
+        make_folder(self.path)
+        with held(self._opening, deadline), folder_lock(self.path, deadline):
             if self._index.usable() or self._closed:
                 return
-            if self.read_only:
-                self._open_for_reading(deadline)
-                return
-            make_folder(self.path)
-            with folder_lock(self.path, deadline):
-                made = self._open_index(deadline)
-                self._writer = 0
-                self._take_over(made, deadline)
+            self._writer = 0
+            try:
+                self._take_over(deadline)
+            except BrokenIndex:
+                self._set_aside()
+                self._take_over(deadline)
+        with self._lock:
+            if self._presence is not None and not self._presence.is_there():
+                self._presence.leave()
+                self._presence = None
+        self._records.sweep(lambda token: not is_alive(self.path, token))
+
+    def _open_again(self, deadline: float) -> None:
+        """The index was lost under us. Making it again may take longer than this call has, so a thread does it."""
+        with self._lock:
+            opener = self._opener
+            if opener is None or not opener.is_alive():
+                opener = self._opener = threading.Thread(target=self._open_aside, name="foreword-index", daemon=True)
+                opener.start()
+        opener.join(min(time_left(deadline), _OPEN_SECONDS))
+        if opener.is_alive():
+            raise StoreTimeout("the index is being made again")
+        if self._failure is not None:
+            raise StoreUnavailable(f"the index cannot be opened again: {self._failure}")
+
+    def _open_aside(self) -> None:
+        try:
+            self._open(time.monotonic() + _OPEN_SECONDS)
+            self._failure = None
+        except StoreError as error:
+            self._failure = error
 
     def _open_for_reading(self, deadline: float) -> None:
         if not os.path.isdir(self.path):
             raise StoreUnavailable(f"there is no folder {self.path}")
-        try:
+        with contextlib.suppress(StoreUnavailable):  # without an index the files speak for themselves
             self._index.open(deadline)
-        except StoreUnavailable:
-            return  # the files speak for themselves
 
-    def _open_index(self, deadline: float) -> bool:
-        """True if it was made just now. A broken one is set aside; the blocks tell what was in it."""
+    def _set_aside(self) -> None:
+        """A broken index, for who wants to know why; the blocks tell what was in it. Its log goes first: a new index beside an
+        old log would be given what that says."""
+        self._notes["rebuilt"] += 1
+        file = self._index.file
+        for end in ("-wal", "-shm", "-journal"):
+            remove_file(file + end)
         try:
-            return self._index.open(deadline)
-        except BrokenIndex:
-            self._notes["rebuilt"] += 1
-            file = self._index.file
-            try:
-                os.replace(file, file + ".broken")
-            except OSError as error:
-                raise StoreUnavailable(f"the index is broken and cannot be set aside: {error}") from error
-            for end in ("-wal", "-shm", "-journal"):
-                remove_file(file + end)
-            return self._index.open(deadline)
+            os.replace(file, file + ".broken")
+        except OSError as error:
+            raise StoreUnavailable(f"the index is broken and cannot be set aside: {error}") from error
 
-    def _take_over(self, made: bool, deadline: float) -> None:
-        """Bring index and files together, as far as somebody may have left them apart."""
+    def _take_over(self, deadline: float) -> None:
+        """Open the index, and bring it and the files together, as far as somebody may have left them apart."""
+        self._index.open(deadline)
         host, boot = boot_of_host()
         with self._index.write(deadline) as transaction:
-            crashed = transaction.boot(host) not in (None, boot)  # SQLite's last transactions may be lost then
-            if made or crashed:
+            boots = transaction.boots()
+            if boots.get(host, boot) != boot:  # the machine crashed, perhaps, and SQLite's last transactions are lost
+                transaction.check()
+                self._compare(transaction)
+            elif not boots:  # it is new, or whoever made it did not live to do this
                 self._compare(transaction)
             transaction.note_boot(host, boot)
             self._bury(transaction)
-        self._records.sweep(lambda token: not is_alive(self.path, token))
 
     def _compare(self, transaction: Transaction) -> None:
         """Look at every file: adopt sound blocks that have no row, remove other files, forget rows without a file."""
@@ -441,7 +471,7 @@ class DiskStore:
 
     def _register(self, token: str, deadline: float) -> int:
         """Our number in the index, before anything is noted under it."""
-        with self._opening:
+        with held(self._opening, deadline):
             if not self._writer:
                 with self._index.write(deadline) as transaction:
                     number = transaction.register(token)
@@ -538,30 +568,31 @@ class DiskStore:
 
     # Reading
 
-    def _note(self, names: Sequence[Name], deadline: float) -> None:
-        """Remember uses; they reach the index with the next transaction, or now if that was long ago."""
-        if names:
-            clock = time.time()
-            with self._lock:
-                self._order += 1
-                for name in names:
-                    number = block_id(name)
-                    _, hits, _ = self._uses.get(number, (0, 0, 0.0))
-                    self._uses[number] = (self._order, hits + 1, clock)
-        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            self._flushed = time.monotonic()
-            soon = min(deadline, time.monotonic() + _FLUSH_WAIT_SECONDS)
-            with contextlib.suppress(StoreError), self._transaction(soon):
-                pass
-
-    def _forget_missing(self, names: Sequence[Name], deadline: float) -> None:
-        """Remove the rows of blocks whose file was found missing, if there are such rows."""
-        if not self._index.ready([block_id(name) for name in names], deadline):
+    def _note(self, names: Sequence[Name]) -> None:
+        """Remember uses; the next transaction tells the index."""
+        if not names:
             return
-        with self._transaction(deadline) as transaction:
-            for row in transaction.find(block_id(name) for name in names).values():
-                if self._files.size(row.name) < 0:
-                    self._discard(transaction, row)
+        clock = time.time()
+        with self._lock:
+            self._order += 1
+            for name in names:
+                number = block_id(name)
+                _, hits, _ = self._uses.get(number, (0, 0, 0.0))
+                self._uses[number] = (self._order, hits + 1, clock)
+
+    def _flush(self, missing: Sequence[Name], deadline: float) -> None:
+        """Forget blocks whose file was found missing, and tell the index of uses if that was long ago. Nobody waits for it: it
+        can be done later."""
+        due = time.monotonic() - self._flushed > _FLUSH_SECONDS
+        with contextlib.suppress(StoreError):
+            listed = self._index.ready([block_id(name) for name in missing], deadline) if missing else set()
+            if not listed and not due:
+                return
+            self._flushed = time.monotonic()
+            with self._transaction(deadline) as transaction:
+                for row in transaction.find(listed).values():
+                    if self._files.size(row.name) < 0:
+                        self._discard(transaction, row)
 
 
 def _in_groups(frames: Sequence[Frame]) -> Iterator[list[Frame]]:

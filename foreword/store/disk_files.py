@@ -135,21 +135,30 @@ class Files:
                 yield from _blocks(part.path, prefix)
 
 
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    """What is in a folder, nothing if it is gone. Raises StoreError."""
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreUnavailable(f"a folder cannot be read: {error}") from error
+
+
 def _folders(path: str) -> Iterator[os.DirEntry[str]]:
-    with os.scandir(path) as entries:
-        yield from (entry for entry in entries if entry.is_dir(follow_symlinks=False))
+    return (entry for entry in _entries(path) if entry.is_dir(follow_symlinks=False))
 
 
 def _blocks(path: str, layout: bytes) -> Iterator[Found]:
-    with os.scandir(path) as entries:
-        for entry in entries:
-            matched = _BLOCK.fullmatch(entry.name)
-            if matched is None or not entry.is_file(follow_symlinks=False):
-                continue
-            key, token = matched.groups()
-            with contextlib.suppress(FileNotFoundError):
-                found = entry.stat(follow_symlinks=False)
-                yield Found(layout + bytes.fromhex(key), entry.path, token, found.st_size, found.st_mtime)
+    for entry in _entries(path):
+        matched = _BLOCK.fullmatch(entry.name)
+        if matched is None or not entry.is_file(follow_symlinks=False):
+            continue
+        key, token = matched.groups()
+        with contextlib.suppress(FileNotFoundError):
+            found = entry.stat(follow_symlinks=False)
+            yield Found(layout + bytes.fromhex(key), entry.path, token, found.st_size, found.st_mtime)
 
 
 def remove_file(path: str) -> bool:
@@ -295,6 +304,10 @@ class Presence:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise store_error(error) from error
+
+    def is_there(self) -> bool:
+        """Whether others can see it."""
+        return os.path.exists(f"{self._folder}/{self.token}")
 
     def forget(self) -> None:
         """After a fork: the lock is the parent's."""

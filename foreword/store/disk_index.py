@@ -14,6 +14,7 @@ in an index of their own.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import sqlite3
@@ -60,10 +61,7 @@ _SCATTERED: Final = 8  # fewer than one of so many rows that follow belong to th
 _CHECKED_BYTES: Final = 64 << 20  # an index up to this size is read through when it is opened
 _CACHE_KIB: Final = 32 << 10
 _LONGEST_WAIT: Final = 1e6
-_BROKEN: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
-
-# Connections that a fork left behind. SQLite must not use them there, nor close them: their locks are the parent's.
-_inherited: list[sqlite3.Connection] = []
+_BROKEN: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CONSTRAINT}
 
 
 class BrokenIndex(StoreUnavailable):
@@ -116,7 +114,9 @@ class Index:
 
     def after_fork(self) -> None:
         """Let go of what belongs to the parent process."""
-        _inherited.extend(c for c in (getattr(self, "_reader", None), getattr(self, "_writer", None)) if c is not None)
+        for connection in (getattr(self, "_reader", None), getattr(self, "_writer", None)):
+            if connection is not None:
+                _abandon(connection)  # its locks are the parent's
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
         self._read_lock = threading.Lock()
@@ -127,23 +127,26 @@ class Index:
 
     def usable(self) -> bool:
         """Whether it is open, sound as far as is known, and still the file that lies there."""
-        if self._reader is None or self.broken:
-            return False
-        try:
-            return os.stat(self.file).st_ino == self._inode
-        except OSError:
-            return False
+        return self._reader is not None and not self.broken and _inode(self.file) == self._inode
 
-    def open(self, deadline: float) -> bool:
-        """Connect; True if the database was made just now. Raises BrokenIndex, StoreUnavailable, StoreTimeout.
+    def open(self, deadline: float) -> None:
+        """Connect, and make the database if there is none. Raises BrokenIndex, StoreUnavailable, StoreTimeout.
 
         Must not be called by two processes at once.
         """
         self.close(deadline)
         with _translated(self):
+            if not self.read_only and not os.path.exists(self.file):
+                for end in (
+                    "-wal",
+                    "-shm",
+                    "-journal",
+                ):  # of one that was removed: SQLite would work it into the new one
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(self.file + end)
             reader = self._connect(deadline)
             try:
-                made = self._prepare(reader)
+                self._prepare(reader)
                 writer = self._connect(deadline)
             except BaseException:
                 reader.close()
@@ -151,17 +154,21 @@ class Index:
             self._inode = os.stat(self.file).st_ino
             self.broken = False
             self._reader, self._writer = reader, writer
-            return made
 
     def close(self, deadline: float) -> None:
         """Disconnect, once the calls under way are done."""
-        with _held(self._write_lock, deadline), _held(self._read_lock, deadline):
+        with held(self._write_lock, deadline), held(self._read_lock, deadline):
             reader, writer, self._reader, self._writer = self._reader, self._writer, None, None
             self._timeouts.clear()
+            ours = _inode(self.file) == self._inode
             for connection in (reader, writer):
-                if connection is not None:
-                    with contextlib.suppress(sqlite3.Error):
-                        connection.close()
+                if connection is None:
+                    continue
+                if not ours:
+                    _abandon(connection)  # closing would remove the log by its name, which is another database's now
+                    continue
+                with contextlib.suppress(sqlite3.Error):
+                    connection.close()
 
     def _connect(self, deadline: float) -> sqlite3.Connection:
         if self.read_only:
@@ -187,30 +194,28 @@ class Index:
             return connection
         raise BrokenIndex("the index cannot be read")
 
-    def _prepare(self, connection: sqlite3.Connection) -> bool:
+    def _prepare(self, connection: sqlite3.Connection) -> None:
         """Make the tables, or see that they are sound."""
         [version] = connection.execute("PRAGMA user_version").fetchone()
         if version == 0 and not self.read_only:
             if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
                 raise BrokenIndex("the index is not Foreword's")
             connection.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}COMMIT;")
-            return True
+            return
         if not 0 < version < _NO_VERSION:
             raise BrokenIndex("the index is of no version")
         if version != VERSION:
             raise StoreUnavailable(f"the index {self.file} has format {version}, this program reads {VERSION}")
         if os.path.getsize(self.file) <= _CHECKED_BYTES:
-            if connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
-                raise BrokenIndex("the index does not pass SQLite's check")
+            _check(connection)
             noted = "SELECT blocks, bytes, pinned_bytes FROM totals"
             if connection.execute(f"{_COUNTED} EXCEPT {noted}").fetchone() is not None:
                 raise BrokenIndex("the index has lost count")
-        return False
 
     @contextlib.contextmanager
     def write(self, deadline: float) -> Iterator[Transaction]:
         """A transaction that no other process's writes come between; undone if the block raises."""
-        with _translated(self), _held(self._write_lock, deadline):
+        with _translated(self), held(self._write_lock, deadline):
             connection = self._writer
             if connection is None:
                 raise StoreUnavailable("the index is not open")
@@ -243,7 +248,7 @@ class Index:
                     return self._fetch(self._writer, sql, values, deadline)
                 finally:
                     self._write_lock.release()
-            with _held(self._read_lock, deadline):
+            with held(self._read_lock, deadline):
                 return self._fetch(self._reader, sql, values, deadline)
 
     def _fetch(
@@ -311,6 +316,7 @@ class Transaction:
     after the transaction that did `add`, then `finish` in another one."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
         self._execute = connection.execute
         self._execute_many = connection.executemany
         self.blocks, self.bytes, self.pinned_bytes, self.clock = self._execute("SELECT * FROM totals").fetchone()
@@ -352,7 +358,8 @@ class Transaction:
     def finish(self, done: Iterable[Pending]) -> None:
         """The files of these are whole."""
         rows = {row.id: row for row in done}
-        self._unlist(rows)
+        if self._unlist(rows) != len(rows):
+            raise BrokenIndex("the index has forgotten what is being written")
         children = self._claim(rows)
         elsewhere: dict[int, tuple[int, int]] = {}
         for row in rows.values():
@@ -385,11 +392,12 @@ class Transaction:
     def drop(self, given_up: Iterable[Pending]) -> None:
         """These will not be written, and nothing is left of their files."""
         rows = list(given_up)
-        self._unlist(row.id for row in rows)
+        if self._unlist(row.id for row in rows) != len(rows):
+            raise BrokenIndex("the index has forgotten what is being written")
         self.bytes -= sum(row.size for row in rows)
 
-    def _unlist(self, numbers: Iterable[int]) -> None:
-        self._execute(f"DELETE FROM writing WHERE {_THESE}", (json.dumps(list(numbers)),))
+    def _unlist(self, numbers: Iterable[int]) -> int:
+        return self._execute(f"DELETE FROM writing WHERE {_THESE}", (json.dumps(list(numbers)),)).rowcount
 
     def _claim(self, numbers: Iterable[int]) -> dict[int, int]:
         """Children that came before these blocks."""
@@ -474,10 +482,13 @@ class Transaction:
 
     # After a crash of the machine, or of the index
 
-    def boot(self, host: str) -> str | None:
-        """Which run of the host used the index last."""
-        found = self._execute("SELECT boot FROM hosts WHERE host = ?", (host,)).fetchone()
-        return None if found is None else str(found[0])
+    def boots(self) -> dict[str, str]:
+        """Which run of each host used the index last."""
+        return dict(self._execute("SELECT host, boot FROM hosts").fetchall())
+
+    def check(self) -> None:
+        """Raises BrokenIndex if SQLite finds anything wrong with its file."""
+        _check(self._connection)
 
     def note_boot(self, host: str, boot: str) -> None:
         self._execute("INSERT OR REPLACE INTO hosts VALUES (?, ?)", (host, boot))
@@ -507,6 +518,24 @@ class Transaction:
         self.blocks, self.bytes, self.pinned_bytes = self._execute(_COUNTED).fetchone()
 
 
+def _check(connection: sqlite3.Connection) -> None:
+    if connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
+        raise BrokenIndex("the index does not pass SQLite's check")
+
+
+def _inode(file: str) -> int:
+    """0 if there is no such file."""
+    try:
+        return os.stat(file).st_ino
+    except OSError:
+        return 0
+
+
+def _abandon(connection: sqlite3.Connection) -> None:
+    """Keep a connection from ever being closed, at the end of the process too."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
+
 def _first_missing(ids: Sequence[int], there: set[int], start: int) -> int:
     """The first position from `start` on whose number is not there."""
     for position in range(start, len(ids)):
@@ -531,7 +560,8 @@ def _above(header: Header) -> int:
 
 
 @contextlib.contextmanager
-def _held(lock: threading.Lock, deadline: float) -> Iterator[None]:
+def held(lock: threading.Lock, deadline: float) -> Iterator[None]:
+    """A lock, in time. Raises StoreTimeout."""
     if not lock.acquire(timeout=min(time_left(deadline), _LONGEST_WAIT)):
         raise StoreTimeout("another thread holds the index")
     try:
@@ -545,6 +575,9 @@ def _translated(index: Index) -> Iterator[None]:
     """SQLite's errors as Foreword's."""
     try:
         yield
+    except BrokenIndex:
+        index.broken = True
+        raise
     except sqlite3.Error as error:
         translated = _translate(error)
         index.broken |= isinstance(translated, BrokenIndex)

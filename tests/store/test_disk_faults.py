@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from processes import go_on, in_child, kill, pause, start, wait
@@ -38,6 +39,7 @@ from foreword.testing import (
 PAYLOAD = 20_000
 BUDGET = 10 * (HEADER_BYTES + PAYLOAD)
 NOBODY = 65534
+Journal = Literal["wal", "delete"]
 
 
 def on_disk(folder: Path) -> dict[str, int]:
@@ -58,9 +60,9 @@ def branches(count: int, payload: int = PAYLOAD) -> list[list[Frame]]:
     ]
 
 
-def write_for_ever(folder: Path, chains: Sequence[Sequence[Frame]], seed: int, size: int = BUDGET) -> None:
+def write_for_ever(folder: Path, chains: Sequence[Sequence[Frame]], seed: int, journal: Journal = "wal") -> None:
     draw = random.Random(seed)
-    store = DiskStore(folder, size)
+    store = DiskStore(folder, BUDGET, journal=journal)
     while True:
         chain = draw.choice(chains)
         put_all(store, chain[: draw.randint(1, len(chain))])
@@ -90,21 +92,22 @@ def assert_sound(store: DiskStore, folder: Path, chains: Sequence[Sequence[Frame
 # Killed processes
 
 
-def test_killed_at_any_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("journal", "kills"), [("wal", 200), ("delete", 40)])
+def test_killed_at_any_moment(tmp_path: Path, journal: Journal, kills: int) -> None:
     """A process that writes is killed 200 times: every time the folder opens, what comes back is right, the budget holds."""
     chains = branches(4)
     draw = random.Random(1)
     buried = blocks = 0
-    for number in range(200):
-        child = start(lambda number=number: write_for_ever(tmp_path, chains, number))
+    for number in range(kills):
+        child = start(lambda number=number: write_for_ever(tmp_path, chains, number, journal))
         time.sleep(draw.uniform(0.002, 0.03))
         assert kill(child) == -signal.SIGKILL
         assert sum(on_disk(tmp_path).values()) <= BUDGET
-        with closing(DiskStore(tmp_path, BUDGET)) as store:
+        with closing(DiskStore(tmp_path, BUDGET, journal=journal)) as store:
             buried += store.status().notes["buried"]
             blocks += assert_sound(store, tmp_path, chains)
     assert buried > 0, "it was never killed while it wrote"
-    assert blocks > 200
+    assert blocks > kills
 
 
 def test_killed_beside_another_process(tmp_path: Path) -> None:
@@ -505,6 +508,40 @@ def test_a_broken_index(tmp_path: Path, damage: str) -> None:
         store.put(make_frames(32, 1, 1000), deadline=soon())
     with closing(DiskStore(tmp_path, 1 << 20)) as store:
         assert store.status().blocks == 41 and store.status().notes["rebuilt"] == 0
+
+
+@pytest.mark.parametrize("number", [0, 1, 20, 39])
+def test_killed_while_the_index_is_made_again(tmp_path: Path, number: int) -> None:
+    """Who is killed while it makes a lost index again leaves that to the next one."""
+    frames = put_some(tmp_path)
+    (tmp_path / "index.sqlite").unlink()
+
+    def child() -> None:
+        _die_at("readv", number, after=True)
+        DiskStore(tmp_path, 1 << 20)
+
+    assert in_child(child) == -signal.SIGKILL
+    with closing(DiskStore(tmp_path, 1 << 20)) as store:
+        assert store.lookup(names_of(frames), deadline=soon()) == 40
+        assert_sound(store, tmp_path, [frames], 1 << 20)
+
+
+def test_a_log_without_its_index(tmp_path: Path) -> None:
+    """The log of an index that is gone is not worked into the new one."""
+    frames = make_frames(39, 10, 1000)
+
+    def child() -> None:
+        store = DiskStore(tmp_path, 1 << 20)
+        store.put(frames, deadline=soon())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(child) == -signal.SIGKILL
+    assert (tmp_path / "index.sqlite-wal").stat().st_size > 0
+    (tmp_path / "index.sqlite").unlink()
+    file_of(tmp_path, frames[9]).unlink()
+    with closing(DiskStore(tmp_path, 1 << 20)) as store:
+        assert store.lookup(names_of(frames), deadline=soon()) == 9
+        assert_sound(store, tmp_path, [frames], 1 << 20)
 
 
 def test_chains_of_an_index_made_again(tmp_path: Path) -> None:
