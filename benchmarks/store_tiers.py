@@ -189,10 +189,12 @@ def measure_disk(where: str, folder: Path, size: int, rounds: int, cold: bool) -
 
     def saved(checksum: bool) -> float:
         store.delete(blocks.names, deadline=LATER)
+        os.sync()  # what others wrote before is not written back beside us
         return clocked(lambda: save(store, blocks, checksum=checksum))
 
     def written(rename: bool) -> float:
         plain.clear()
+        os.sync()
         return clocked(lambda: plain.write(rename))
 
     def after_dropping(work: Callable[[], object]) -> float:

@@ -761,6 +761,7 @@ class FlakyStore:
     def __init__(self, store: Store, *, seed: int = 0, plan: Mapping[Fault, float] | None = None) -> None:
         self.inner = store
         self.label = store.label
+        self.readers = store.readers
         self.injected: Counter[str] = Counter()
         self._draw = random.Random(seed)
         self._rates: dict[Fault, float] = dict(plan or {})

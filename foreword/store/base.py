@@ -57,9 +57,14 @@ class Store(Protocol):
     """Threads may call at once. `deadline` is a time of `time.monotonic()`; whoever passes it raises `StoreTimeout`.
 
     Every method may raise `StoreError`, and nothing else.
+
+    Attributes:
+        label: its name in metrics and reports.
+        readers: how many threads reading parts of a batch at once are sooner done than one.
     """
 
     label: str
+    readers: int
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         """How many of `names`, from the first on, are there without a gap. Changes nothing."""

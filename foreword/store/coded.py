@@ -46,6 +46,7 @@ class CodedStore:
         if codec.lossy:
             check_tokens(layout, codec.name)
         self.label = store.label
+        self.readers = max(store.readers, 2)  # decoding takes a core
         self._store = store
         self._codec = codec
         self._layout = layout

@@ -90,6 +90,7 @@ class DiskStore:
         if size < 1 or not 0.0 <= pin_share <= 1.0 or journal not in ("wal", "delete"):
             raise StoreConfigError(f"no disk store of {size} bytes with a share of {pin_share} and journal {journal!r}")
         self.label = label
+        self.readers = 2
         self.size = size
         self.path = os.path.abspath(path)
         if not read_only:

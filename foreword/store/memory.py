@@ -53,6 +53,7 @@ class MemoryStore:
                 f"no memory store of {size} bytes with slots of {slot_bytes} and a share of {pin_share}"
             )
         self.label = label
+        self.readers = 1
         self.size = size
         self._pin_share = pin_share
         self._lock = threading.Lock()

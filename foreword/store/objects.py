@@ -99,6 +99,7 @@ class ObjectStore:
         if parallel < 1:
             raise StoreConfigError(f"at least one request at once, not {parallel}")
         self.label = label
+        self.readers = 1
         self._store = _open(url, options)
         self._start = prefix + "/" if prefix else ""
         self._exact = exact_lookup

@@ -77,6 +77,7 @@ class RedisStore:
         if ttl is not None and ttl < 0.001:
             raise StoreConfigError(f"ttl is at least a millisecond, not {ttl} s")
         self.label = label
+        self.readers = 1
         self._nodes: _Single | _Cluster = _open(url)
         self._blocks = f"{prefix}:b:".encode()
         self._records = f"{prefix}:records".encode()

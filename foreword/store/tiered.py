@@ -30,15 +30,15 @@ _REMOVE_WITHIN: Final = 1.0
 # A measured rate is believed so long; then one load is tried again.
 _BELIEVED: Final = 60.0
 _WEIGHT: Final = 0.3
-_READERS: Final = max(min(os.cpu_count() or 1, 4), 1)
+_CORES: Final = os.cpu_count() or 1
 _PART_BYTES: Final = 2 << 20
-_readers = ThreadPoolExecutor(2 * _READERS, "foreword-read")
+_readers = ThreadPoolExecutor(_CORES, "foreword-read")
 
 
 def _after_fork() -> None:
     """The parent's threads are not in the child."""
     global _readers
-    _readers = ThreadPoolExecutor(2 * _READERS, "foreword-read")
+    _readers = ThreadPoolExecutor(_CORES, "foreword-read")
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -164,7 +164,7 @@ class Tier:
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float) -> list[Frame | None]:
         """Frames that are whole and what they should be; None for the others."""
         started = time.perf_counter()
-        parts = _parts(buffers)
+        parts = _parts(buffers, min(self.store.readers, _CORES))
         later = [_readers.submit(self._get_part, names[part], buffers[part], deadline) for part in parts[1:]]
         frames = self._get_part(names[parts[0]], buffers[parts[0]], deadline)
         for one in later:
@@ -208,9 +208,9 @@ class Tier:
         return kept
 
 
-def _parts(buffers: Sequence[memoryview]) -> list[slice]:
-    """A batch in pieces that are read side by side: a kernel's or a server's copy takes one core each."""
-    count = min(_READERS, max(sum(len(buffer) for buffer in buffers) // _PART_BYTES, 1), max(len(buffers), 1))
+def _parts(buffers: Sequence[memoryview], readers: int) -> list[slice]:
+    """A batch in pieces that are read side by side: a kernel's copies take one core each."""
+    count = min(readers, max(sum(len(buffer) for buffer in buffers) // _PART_BYTES, 1), max(len(buffers), 1))
     bounds = [len(buffers) * number // count for number in range(count + 1)]
     return [slice(low, high) for low, high in itertools.pairwise(bounds)]
 
@@ -240,6 +240,7 @@ class TieredStore:
     ) -> None:
         self.tiers = [Tier(store, clock) for store in stores]
         self.label = " > ".join(tier.label for tier in self.tiers)
+        self.readers = 1
         chosen = self.tiers if not lasting else [self.tiers[number] for number in sorted(lasting)]
         self._record_tiers = chosen[::-1]
 

@@ -295,6 +295,7 @@ def test_others_go_on_while_one_loads(llama: Path) -> None:
 
         class Stuck:
             label = inner.label
+            readers = 1
             lookup = staticmethod(inner.lookup)
             put = staticmethod(inner.put)
             get = staticmethod(store.get)
