@@ -389,6 +389,10 @@ class BlockCache:
         speed = self.prefill_seconds.value
         return 1 / speed if speed else None
 
+    def tokens_by_tier(self, places: Iterable[int], block_size: int) -> dict[str, int]:
+        """Tokens by the label of the tier that has them."""
+        return self.store.tokens_by_tier(places, block_size)
+
     def load(self, ticket: Ticket, skip: int, blocks: Sequence[int]) -> None:
         """Load the ticket's blocks from number `skip` on into device blocks, in order."""
         ticket.skip, ticket.blocks, ticket.asked = skip, list(blocks), len(blocks)

@@ -36,6 +36,12 @@ def layout_of(layers: Mapping[int, Paged], model: bytes, loss: str = "") -> Layo
     return Layout(model, block_size, shapes, str(kind).removeprefix("torch."), loss=loss)
 
 
+def tensors_of(layers: Mapping[int, Paged]) -> list[Tensor]:
+    """The paged tensors in the payload's order: K before V, layer after layer."""
+    ordered = [layers[number] for number in sorted(layers)]
+    return [tensor for layer in ordered for tensor in (layer.k_blocks, layer.v_blocks)]
+
+
 class Staging:
     """A preallocated arena of slots, each for one frame: 128 bytes of header, then the payload. Page-locked where the device
     is not the CPU.
@@ -44,13 +50,11 @@ class Staging:
     for different blocks and slots.
 
     Args:
-        layers: by layer number; K before V, layer after layer, is the payload's order.
+        tensors: `[num_blocks, ...]` each, contiguous; a payload is their bytes of one block, in this order.
         slots: how many frames there is room for.
     """
 
-    def __init__(self, layers: Mapping[int, Paged], slots: int) -> None:
-        ordered = [layers[number] for number in sorted(layers)]
-        tensors = [tensor for layer in ordered for tensor in (layer.k_blocks, layer.v_blocks)]
+    def __init__(self, tensors: Sequence[Tensor], slots: int) -> None:
         self.device = tensors[0].device
         self.slots = slots
         self.block_bytes = sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)

@@ -20,7 +20,7 @@ from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
-from foreword.paged import Staging, layout_of
+from foreword.paged import Staging, layout_of, tensors_of
 from foreword.prefixes import PrefixBook
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.urls import loss_of, open_store
@@ -126,7 +126,7 @@ def open_cache(
     progress(f"opening {len(config.urls)} stores for blocks of {layout.block_bytes} bytes")
     tiers = open_store(config.urls, layout)
     wanted = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
-    staging = Staging(runner.layers, max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))
+    staging = Staging(tensors_of(runner.layers), max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))
     return BlockCache(tiers, staging, layout, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout)
 
 

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
@@ -257,6 +257,14 @@ class TieredStore:
             if len(places) == before or len(self.tiers) == 1:
                 break
         return places
+
+    def tokens_by_tier(self, places: Iterable[int], block_size: int) -> dict[str, int]:
+        """Tokens by the label of the tier that has them, for what `locate` found."""
+        counts: dict[str, int] = {}
+        for place in places:
+            label = self.tiers[place].label
+            counts[label] = counts.get(label, 0) + block_size
+        return counts
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         return len(self.locate(names, deadline=deadline))
