@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _FEWEST_SLOTS = 16
 _MEASURED_TOKENS = 64
+_REST_SECONDS = 0.005
 _SALT = b"vllm\x00"
 
 
@@ -274,7 +275,10 @@ class ForewordConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.save(plan)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        plan = self._get_connector_metadata() if self.has_connector_metadata() else None
         assert self._worker is not None
+        if isinstance(plan, StepPlan) and not plan.tokens:
+            self._worker.rest()
         return None, self._worker.loaded() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -451,6 +455,7 @@ class WorkerSide:
         self._loading: dict[str, Ticket] = {}
         self._failed: set[int] = set()
         self.step_began = 0.0
+        self._seen = 0
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """vLLM's tensors are there: open the stores. Raises ModelUnsupported for an arrangement that is not known."""
@@ -494,6 +499,14 @@ class WorkerSide:
             self.cache.prefill_seconds.note(plan.tokens, time.monotonic() - self.step_began)
         for save in plan.saves:
             self.cache.save(save.keys, save.parent, save.depth, save.blocks)
+
+    def rest(self) -> None:
+        """vLLM has nothing to compute and would ask again at once, without end: the threads that load need the processor, and
+        the interpreter, more than it does."""
+        assert self.cache is not None
+        if not any(ticket.done for ticket in self._loading.values()):
+            self.cache.wait(self._seen, _REST_SECONDS)
+        self._seen = self.cache.changes
 
     def loaded(self) -> set[str]:
         """Requests whose loads have ended since this was asked last. Blocks that did not come are noted as failed."""
