@@ -40,8 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def vllm(model: Path, store: list[str] | None, rounds: list[list[list[int]]], **job: Any) -> dict[str, Any]:
-    paths = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("FOREWORD_VLLM_PATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
     script = Path(__file__).parent / "vllm_script.py"
     given = {"model": str(model), "store": store, "rounds": rounds, **job}
     done = subprocess.run(
@@ -70,8 +69,8 @@ LENGTHS = [10, 31, 32, 33, 63, 64, 65, 96, 100, 127, 128, 129, 200, 256, 300]
 
 
 def expected_hit(length: int) -> int:
-    """Whole blocks; of a prompt that is whole blocks, one token is computed again."""
-    return length // 32 * 32 - (length % 32 == 0)
+    """Whole blocks. Of a prompt that is whole blocks vLLM computes the last token again, and counts it as a hit."""
+    return length // 32 * 32
 
 
 def test_the_same_answers_and_a_warm_restart(model: Path, tmp_path: Path) -> None:
