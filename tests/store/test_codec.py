@@ -358,6 +358,7 @@ class DictStore:
     """A store in a dictionary, for what goes through CodedStore; `frames` is what lies there."""
 
     label = "dict"
+    readers = 1
 
     def __init__(self) -> None:
         self.frames: dict[bytes, bytes] = {}
