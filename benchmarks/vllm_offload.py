@@ -26,7 +26,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +36,10 @@ from timing import machine, median, set_up, table
 
 Prompt = list[int] | str
 Result = dict[str, Any]
+
+
+class Failed(Exception):
+    """A contender did not come to its end; the others go on."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,8 @@ def run(arguments: argparse.Namespace, contender: Contender, prompts: Sequence[P
         check=False,
     )
     if done.returncode:
-        print(done.stderr[-2000:], file=sys.stderr)
-        raise SystemExit(f"{contender.name} failed")
+        reason = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+        raise Failed(f"{contender.name}: {' '.join(reason)[-300:]}")
     found: Result = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
@@ -115,27 +118,31 @@ def reload(arguments: argparse.Namespace, field: Sequence[Contender], draw: rand
     """Time to first token of a long prompt, by where its KV lies."""
     rows = []
     for contender in field:
-        clean(contender)
-        texts = [tokens(draw, 4096) for _ in range(arguments.rounds)]
-        first: list[Prompt] = []
-        for text in texts:
-            first += [text, text, "forget", text, "forget"]
-        results = run(arguments, contender, first)["results"]
-        times = {name: [one["ttft"] for one in results[i::3]] for i, name in enumerate(("cold", "own", "again"))}
-        fresh: list[float] = []
-        loaded = 0
-        if contender.transfer is not None:
-            again = run(arguments, contender, texts)["results"]
-            fresh = [one["ttft"] for one in again]
-            loaded = sum(one["cached"] for one in again) // len(again)
-            wrong = sum(a["tokens"] != b["tokens"] for a, b in zip(again, results[1::3], strict=True))
-        else:
-            wrong = 0
-        rows.append(
-            [contender.name, *(ms(times[name]) for name in times), ms(fresh) if fresh else "-", str(loaded), str(wrong)]
-        )
-        print(rows[-1], flush=True)
+        try:
+            rows.append(reload_one(arguments, contender, draw))
+        except Failed as error:
+            print(error, flush=True)
     return rows
+
+
+def reload_one(arguments: argparse.Namespace, contender: Contender, draw: random.Random) -> list[str]:
+    """One contender's row."""
+    clean(contender)
+    texts = [tokens(draw, 4096) for _ in range(arguments.rounds)]
+    first: list[Prompt] = []
+    for text in texts:
+        first += [text, text, "forget", text, "forget"]
+    results = run(arguments, contender, first)["results"]
+    times = {name: [one["ttft"] for one in results[i::3]] for i, name in enumerate(("cold", "own", "again"))}
+    fresh, loaded, wrong = "-", 0, 0
+    if contender.transfer is not None:
+        again = run(arguments, contender, texts)["results"]
+        fresh = ms([one["ttft"] for one in again])
+        loaded = sum(one["cached"] for one in again) // len(again)
+        wrong = sum(a["tokens"] != b["tokens"] for a, b in zip(again, results[1::3], strict=True))
+    row = [contender.name, *(ms(times[name]) for name in times), fresh, str(loaded), str(wrong)]
+    print(row, flush=True)
+    return row
 
 
 def replay(
@@ -145,7 +152,11 @@ def replay(
     rows, answers = [], None
     for contender in field:
         clean(contender)
-        found = run(arguments, contender, prompts, kv_bytes=kv_bytes)
+        try:
+            found = run(arguments, contender, prompts, kv_bytes=kv_bytes)
+        except Failed as error:
+            print(error, flush=True)
+            continue
         results = found["results"]
         times = sorted(one["ttft"] for one in results)
         mine = [one["tokens"] for one in results]
