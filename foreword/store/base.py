@@ -9,15 +9,18 @@ Stores do not check what they give back; `TieredStore` does, for every one of th
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
-from foreword.errors import StoreTimeout
+from foreword.errors import StoreConfigError, StoreError, StoreTimeout
 from foreword.store.frame import Frame
 
 Name = bytes
+RECORD_BYTES: Final = 8 << 20
+_WORD: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +126,17 @@ def time_left(deadline: float) -> float:
     if left <= 0:
         raise StoreTimeout("the deadline passed")
     return left
+
+
+def check_word(word: str) -> str:
+    """The word, if it may name a record. Raises StoreConfigError."""
+    if not _WORD.fullmatch(word):
+        raise StoreConfigError(f"a record's word has parts of letters, digits and ._- between slashes, unlike {word!r}")
+    return word
+
+
+def check_record(data: bytes) -> bytes:
+    """The record, if it is small enough. Raises StoreError."""
+    if len(data) > RECORD_BYTES:
+        raise StoreError(f"a record has at most {RECORD_BYTES} bytes, not {len(data)}")
+    return data

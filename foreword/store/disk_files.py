@@ -29,12 +29,11 @@ from typing import Final
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
-from foreword.store.base import Name, time_left
+from foreword.store.base import Name, check_record, check_word, time_left
 from foreword.store.frame import HEADER_BYTES, Header, read_header
 
 _LAYOUT: Final = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _BLOCK: Final = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})(?:\.(.+))?")
-_WORD: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in a block's place must not stop us
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -231,21 +230,16 @@ def _read_all(handle: int, buffer: memoryview, size: int) -> int:
 class Records:
     """Small files under words. A part of a word ends in `=` as a folder and in `~` as a file, so `a` and `a/b` both go."""
 
-    LONGEST: Final = 8 << 20
-
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
     def _path(self, word: str) -> str:
-        if not _WORD.fullmatch(word):
-            raise StoreError(f"a record's name has parts of [A-Za-z0-9._-] between slashes; {word!r} does not")
-        *parts, last = word.split("/")
+        *parts, last = check_word(word).split("/")
         return "/".join([self._folder, *(part + "=" for part in parts), last + "~"])
 
     def put(self, word: str, data: bytes, token: str) -> None:
         path = self._path(word)
-        if len(data) > self.LONGEST:
-            raise StoreError(f"a record has at most {self.LONGEST} bytes, not {len(data)}")
+        check_record(data)
         unfinished = f"{path}{token}.{secrets.token_hex(4)}"
         try:
             handle = _create(unfinished)

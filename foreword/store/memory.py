@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import re
 import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
 
-from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreTimeout, StoreUnavailable
-from foreword.store.base import Entry, Name, StoreStatus, time_left
+from foreword.errors import StoreConfigError, StoreFull, StoreTimeout, StoreUnavailable
+from foreword.store.base import Entry, Name, StoreStatus, check_record, check_word, time_left
 from foreword.store.chains import Chains
 from foreword.store.frame import Frame
 
-RECORD_BYTES = 8 << 20
-_WORD = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _UNLOCKED_BYTES = 64 << 10  # copies from here on let other threads run meanwhile
 _POPULATE_BYTES = 16 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap does not name it
@@ -165,9 +162,8 @@ class MemoryStore:
 
     def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
         time_left(deadline)
-        _check_word(word)
-        if len(data) > RECORD_BYTES:
-            raise StoreError(f"a record has at most {RECORD_BYTES} bytes, not {len(data)}")
+        check_word(word)
+        check_record(data)
         with self._lock:
             self._open()
             self._records[word] = bytes(data)
@@ -488,8 +484,3 @@ def _populate(arena: _Arena, stop: threading.Event) -> None:
     for offset in range(0, arena.size, _POPULATE_BYTES):
         if stop.is_set() or not arena.populate(offset, min(_POPULATE_BYTES, arena.size - offset)):
             return
-
-
-def _check_word(word: str) -> None:
-    if not _WORD.fullmatch(word):
-        raise StoreError(f"a record's name has parts of [A-Za-z0-9._-] between slashes; {word!r} does not")

@@ -47,7 +47,7 @@ from foreword.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from foreword.store.base import Entry, Name, StoreStatus, time_left
+from foreword.store.base import Entry, Name, StoreStatus, check_record, check_word, time_left
 from foreword.store.frame import HEADER_BYTES, Frame, read_header
 
 _PROBES: Final = 16  # names asked for in one round of a lookup
@@ -58,7 +58,6 @@ _RETRIES: Final = {
     "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
 }
 _SCHEMES: Final = {"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file"}
-_WORD = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _PREFIX = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
 _BLOCK = re.compile(r"[0-9a-f]{32}/[0-9a-f]{64}")
 _FORBIDDEN = re.compile("status code: 40[13]")  # a refused listing has no error of its own
@@ -151,6 +150,7 @@ class ObjectStore:
 
     def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
         path = self._record(word)
+        check_record(data)
         self._one(lambda: self._put(path, data, "overwrite"), deadline, StoreReadOnly)
 
     def get_record(self, word: str, *, deadline: float) -> bytes | None:
@@ -177,11 +177,7 @@ class ObjectStore:
         return f"{self._start}{name[:FINGERPRINT_BYTES].hex()}/{name[FINGERPRINT_BYTES:].hex()}"
 
     def _record(self, word: str) -> str:
-        if not _WORD.fullmatch(word):
-            raise StoreConfigError(
-                f"a record's word has parts of letters, digits and ._- between slashes, unlike {word!r}"
-            )
-        return f"{self._start}records/{word.replace('/', '!')}.record"
+        return f"{self._start}records/{check_word(word).replace('/', '!')}.record"
 
     def _below(self, path: str) -> str:
         return path.removeprefix(self._start)

@@ -38,7 +38,7 @@ from redis.retry import Retry
 
 from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
-from foreword.store.base import Entry, Name, StoreStatus, time_left
+from foreword.store.base import Entry, Name, StoreStatus, check_record, check_word, time_left
 from foreword.store.frame import HEADER_BYTES, Frame, read_header
 from foreword.store.resp import Command, ConnectionLost, Refusal, Reply, Wire, encode
 
@@ -54,7 +54,6 @@ _STATUS_AGE: Final = 1.0
 _STATUS_WAIT: Final = 0.25
 _SHUT: Final = {"ERR", "NOAUTH", "NOPERM", "WRONGPASS"}  # refusals of a greeting that will be the same next time
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,100}")
-_WORD = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 
 
 class RedisStore:
@@ -156,7 +155,7 @@ class RedisStore:
                 yield from _entries(node, names, pinned, deadline)
 
     def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
-        self._ask([_words(self._records, b"HSET", self._records, _word(word), data)], deadline)
+        self._ask([_words(self._records, b"HSET", self._records, _word(word), check_record(data))], deadline)
 
     def get_record(self, word: str, *, deadline: float) -> bytes | None:
         [value] = self._ask([_words(self._records, b"HGET", self._records, _word(word))], deadline)
@@ -495,9 +494,7 @@ def _words(key: bytes, *words: bytes) -> Command:
 
 
 def _word(word: str) -> bytes:
-    if not _WORD.fullmatch(word):
-        raise StoreConfigError(f"a record's word has parts of letters, digits and ._- between slashes, unlike {word!r}")
-    return word.encode()
+    return check_word(word).encode()
 
 
 def _number(reply: Reply) -> int:
