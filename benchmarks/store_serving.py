@@ -63,6 +63,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, folder: Path, redis: str | None) -> None:
         self.model: str = arguments.model
         self.rounds: int = arguments.rounds
+        self.halved: bool = arguments.halve
         self.redis = redis
         self.folder = folder
         self._options = {"dtype": arguments.dtype, "threads": arguments.threads, "self_check": False}
@@ -112,7 +113,7 @@ def ttft(bench: Bench) -> Rows:
 def documents(bench: Bench) -> Rows:
     """Documents too many for the device, asked in turn."""
     lengths = [2_500, 4_000, 6_000, 8_000, 10_000]  # tokens: 10 to 40 kB of text at four bytes a token
-    texts = [bench.prompt(length // (1 if bench.rounds > 1 else 2)) for length in lengths]
+    texts = [bench.prompt(length // (2 if bench.halved else 1)) for length in lengths]
     asked = [[*text, *bench.prompt(32)] for _ in range(QUESTIONS) for text in texts]
     longest = max(map(len, asked))
     seconds: dict[str, float] = {}
@@ -161,6 +162,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--halve", action="store_true", help="documents of half the length")
     parser.add_argument("--redis", help="a server; without it one is started")
     parser.add_argument("--folder", type=Path, help="where the disk store lies; a temporary folder without it")
     parser.add_argument("--json", type=Path)

@@ -4,7 +4,7 @@ The engine's thread asks and goes on; threads of this module do the waiting. Thr
 
 - a step is never held up: saving copies blocks into a staging arena and returns, and when the arena is full the oldest
   blocks that nobody writes yet are dropped;
-- a request waits no longer than loading can save: `LoadPlan` compares each tier's measured bandwidth with the engine's own
+- a request waits no longer than loading can save: `worth_loading` compares each tier's measured bandwidth with the engine's own
   prefill speed, and a load that turns out slower is cut off where it stands;
 - nothing is written into a block that the engine has taken back: `Ticket.close` and the copy into the device exclude
   each other.
@@ -33,7 +33,6 @@ from foreword.store.tiered import Found, Rate, TieredStore
 _GROUP_BYTES: Final = 8 << 20
 _PROBE_BYTES: Final = 1 << 20
 _WRITE_BLOCKS: Final = 32
-_RECENT: Final = 1 << 14
 _WRITE_WITHIN: Final = 30.0
 # Seconds that a block waits for others, so that decoding writes a few batches and not many single blocks.
 _LINGER: Final = 0.2
@@ -191,6 +190,7 @@ class WriteBehind:
         self._changed = threading.Condition()
         self._closing = False
         self._waiting = 0  # blocks added since a thread last looked
+        self._idle = 0  # threads that have nothing to write, however slow the others are
         self._hurries = 0
         self.dropped = 0
         self.saved = 0
@@ -214,7 +214,7 @@ class WriteBehind:
                 return
             self._batches[next(self._numbers)] = _Batch(headers, slots, todo, time.monotonic())
             self._waiting += len(slots)
-            if self._waiting >= _WRITE_BLOCKS or len(self._batches) == 1:
+            if self._waiting >= _WRITE_BLOCKS or self._idle:
                 self._changed.notify_all()
 
     def make_room(self) -> bool:
@@ -262,7 +262,9 @@ class WriteBehind:
                     return self._claim(tier, mine)
                 if not mine and self._closing:
                     return None
+                self._idle += not mine
                 self._changed.wait(left if mine else None)
+                self._idle -= not mine
 
     def _linger(self, mine: Sequence[tuple[int, _Batch]]) -> float:
         """Seconds until the oldest of these batches has waited long enough for company; 0 if there is enough of it."""
@@ -346,7 +348,6 @@ class BlockCache:
         self._control = ThreadPoolExecutor(1, "foreword-control")
         self._changed = threading.Condition()
         self.changes = 0
-        self._recent: OrderedDict[bytes, None] = OrderedDict()
         self._dropped = 0
         self._counts = dict.fromkeys(("loaded", "cut", "stopped", "declined"), 0)
         self._closed = False
@@ -482,13 +483,12 @@ class BlockCache:
 
     def save(self, keys: Sequence[bytes], parent: bytes, depth: int, blocks: Sequence[int]) -> None:
         """Keep full, computed blocks, which follow `parent` at number `depth` of their chain. When it returns, the blocks may
-        be reused: they were copied. What does not fit into the queue is dropped, the oldest first."""
-        start = 0
-        while start < len(keys) and keys[start] in self._recent:
-            self._recent.move_to_end(keys[start])
-            start += 1
+        be reused: they were copied. What does not fit into the queue is dropped, the oldest first.
+
+        Whoever computed a block did not find it anywhere, so it is written, whatever was written before.
+        """
         step = max(min(_WRITE_BLOCKS, self._staging.slots // 4), 1)
-        for low in range(start, len(keys), step):
+        for low in range(0, len(keys), step):
             some = keys[low : low + step]
             slots = self._room(len(some))
             if slots is None:
@@ -501,7 +501,6 @@ class BlockCache:
                 for i, (key, above) in enumerate(zip(some, before, strict=True))
             ]
             self._writes.add(headers, slots, range(len(self.store.tiers)))
-            self._note_saved(some)
 
     def _room(self, count: int) -> list[int] | None:
         slots = self._saving_slots.take(count)
@@ -514,12 +513,6 @@ class BlockCache:
     def _header(self, key: bytes, parent: bytes, depth: int) -> Header:
         size = self._staging.block_bytes
         return Header(self._fingerprint, key, parent, depth, RAW, size, size)
-
-    def _note_saved(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._recent[key] = None
-        while len(self._recent) > _RECENT:
-            self._recent.popitem(last=False)
 
     # The rest
 
@@ -543,10 +536,6 @@ class BlockCache:
                 self.store.put_record(word, record, deadline=time.monotonic() + _WRITE_WITHIN)
 
         return self._control.submit(work)
-
-    def forget_recent(self) -> None:
-        """Blocks that were saved a moment ago may have been removed from the store: save them again when they come."""
-        self._recent.clear()
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until everything saved so far is written; False if `timeout` seconds were not enough."""

@@ -177,7 +177,6 @@ class AsyncEngine:
             return {"what": f"tenant {tenant_digest(salt)}", "device_blocks": cleared, "left": 0}
         await asyncio.to_thread(off.flush)
         receipt = await asyncio.to_thread(forget_tenant, off.store, salt)
-        await self._call(off.forget_recent)
         return {**receipt.plain(), "device_blocks": cleared}
 
     async def drain(self, timeout: float) -> None:

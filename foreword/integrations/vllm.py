@@ -292,8 +292,6 @@ class ForewordConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def reset_cache(self) -> bool | None:
         """vLLM forgets its own cache (`reset_prefix_cache`). The stores keep theirs: what is in them is right."""
-        if self._worker is not None and self._worker.cache is not None:
-            self._worker.cache.forget_recent()
         return True
 
 

@@ -59,13 +59,11 @@ def test_killed_in_the_middle(engine: Make, reference: Find, redis: RedisServer)
         assert sum(tier.counters.errors.values()) >= 1
         llm.off_device.store.locate = locate  # type: ignore[method-assign]
         redis.start()
-        llm.off_device.forget_recent()
         wait_until(lambda: not tier.breaker.is_open, "the tier is tried again")
         for _ in range(20):
             llm.clear_cache()
             [output] = llm.generate(tokens, greedy(4))
             llm.flush()
-            llm.off_device.forget_recent()
             if output.cached_tokens:
                 break
             wait_until(lambda: not tier.breaker.is_open, "the tier is tried again")

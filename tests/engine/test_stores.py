@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import wait_until
 from tiny import Reference, greedy, prompt
 
 from foreword.config import EngineConfig, StoreConfig
@@ -128,6 +129,32 @@ def test_part_of_a_chain(engine: Make, reference: Find) -> None:
     reference("llama").check(tokens, output.outputs[0], 6)
 
 
+def test_what_a_store_lost_is_written_again(engine: Make) -> None:
+    """Blocks that a store evicted, or was told to remove, go into it again when they are computed again."""
+    tokens = prompt(48, 18)
+    with engine("llama", store=MEMORY) as llm:
+        fill(llm, tokens)
+        store = llm.off_device.store
+        assert store.delete([entry.name for entry in store.scan(deadline=1e18)], deadline=1e18) > 0
+        assert llm.generate(tokens, greedy(2))[0].cached_tokens == 0
+        assert llm.flush()
+        llm.clear_cache()
+        assert llm.generate(tokens, greedy(2))[0].cached_tokens == 47
+
+
+def test_a_tier_that_hangs_holds_up_no_other(engine: Make) -> None:
+    """While one tier does not come back from a write, the other one writes what comes after it."""
+    with engine("llama", store=StoreConfig(urls=(MEMORY, MEMORY), flush_seconds=0.1)) as llm:
+        fast, slow = llm.off_device.store.tiers
+        slow.store = hanging = FlakyStore(slow.store)
+        hanging.hang()
+        for seed in range(4):
+            llm.generate(prompt(16, seed), greedy(1))
+            wait_until(lambda seed=seed: fast.counters.written_blocks == 4 * (seed + 1), "the fast tier writes")
+        assert slow.counters.written_blocks == 0
+        hanging.hang(False)
+
+
 def test_another_model_finds_nothing(engine: Make, tmp_path: Path) -> None:
     """Blocks of other weights, of another dtype or of another block size are never found, though the tokens are the same."""
     tokens = prompt(40, 6)
@@ -182,7 +209,7 @@ def test_a_load_that_breaks_off(engine: Make, reference: Find) -> None:
     request."""
     tokens = prompt(200, 12)
     for trouble in ("fail", "hang"):
-        with flaky(engine) as (llm, store):
+        with flaky(engine, store=StoreConfig(urls=(MEMORY,), flush_seconds=0.5)) as (llm, store):
             fill(llm, tokens)
             read = store.inner.get
 
