@@ -195,6 +195,72 @@ class BadFrame(ForewordError):
         self.reason = reason
 
 
+class TransferError(ForewordError):
+    """A transfer between instances did not come about. `reason` is a stable word (`transfer.messages.Reason`)."""
+
+    status = 503
+    retry = True
+    code = "transfer_error"
+
+    def __init__(self, message: str, *, reason: str = "failed") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class TransferRefused(TransferError):
+    """The peer said no, in so many words."""
+
+    code = "transfer_refused"
+
+
+class TransferUnavailable(TransferError):
+    """The peer cannot be reached, or the connection to it broke."""
+
+    code = "transfer_unavailable"
+
+    def __init__(self, message: str, *, reason: str = "lost") -> None:
+        super().__init__(message, reason=reason)
+
+
+class PeerGone(TransferUnavailable):
+    """Nobody listens at the peer's address: its process has ended."""
+
+    code = "peer_gone"
+
+
+class TransferTimeout(TransferError):
+    """A deadline passed."""
+
+    code = "transfer_timeout"
+
+    def __init__(self, message: str, *, reason: str = "deadline") -> None:
+        super().__init__(message, reason=reason)
+
+
+class PeerRejected(TransferError):
+    """The two instances do not fit: another secret, another version, another layout. Trying again changes nothing."""
+
+    fault = "operator"
+    retry = False
+    code = "peer_rejected"
+
+
+class ProtocolViolation(TransferError):
+    """The peer sent what the protocol does not allow there. The connection ends."""
+
+    retry = False
+    code = "protocol_violation"
+
+    def __init__(self, message: str, *, reason: str = "violation") -> None:
+        super().__init__(message, reason=reason)
+
+
+class BadMessage(ProtocolViolation):
+    """Bytes that are not a message."""
+
+    code = "bad_message"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error sentence: close names if there are any, else what is known, else nothing."""
     names = sorted(known)
