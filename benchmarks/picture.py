@@ -8,6 +8,8 @@ An SVG written by hand: three bars need no plotting library.
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -16,31 +18,50 @@ WIDTH, ROW, LEFT, TOP, BAR = 720, 52, 150, 64, 26
 COLORS = ("#9aa3ad", "#5b8fd6", "#1f6f43")
 
 
-def draw(passes: list[dict[str, Any]]) -> str:
-    """One bar per pass: median time to first token, and the share of prompt tokens that was not computed again."""
-    medians = [statistics.median(answer["first_token"] for answer in one["answers"]) * 1000 for one in passes]
-    shares = [_share(one["answers"]) for one in passes]
-    scale = (WIDTH - LEFT - 190) / max(medians)
-    height = TOP + ROW * len(passes) + 24
-    tokens = sum(answer["prompt_tokens"] for answer in passes[0]["answers"])
-    subtitle = f"{len(passes[0]['answers'])} answers, {tokens:,} prompt tokens per pass, median; embedded model, CPU"
+@dataclass(frozen=True)
+class Bar:
+    """A row of the picture: its name, how long it is, what stands behind it."""
+
+    name: str
+    value: float
+    label: str
+    color: str
+
+
+def bars(title: str, subtitle: str, description: str, rows: Sequence[Bar]) -> str:
+    """Horizontal bars below each other, to one scale, as an SVG."""
+    scale = (WIDTH - LEFT - 190) / max(row.value for row in rows)
+    height = TOP + ROW * len(rows) + 24
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" role="img" '
-        'aria-label="Time to first token without the cache, with it cold, and with it warm">',
+        f'aria-label="{escape(description)}">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        '<text x="16" y="26" font-size="17" font-weight="bold" fill="#222">Time to first token</text>',
+        f'<text x="16" y="26" font-size="17" font-weight="bold" fill="#222">{escape(title)}</text>',
         f'<text x="16" y="46" font-size="12" fill="#555">{escape(subtitle)}</text>',
     ]
-    for i, (one, value, share, color) in enumerate(zip(passes, medians, shares, COLORS, strict=True)):
+    for i, row in enumerate(rows):
         y = TOP + ROW * i
-        length = max(value * scale, 2)
-        label = f"{value:,.0f} ms" + (f", {share:.0%} of the prompt reused" if share else "")
+        length = max(row.value * scale, 2)
         parts += [
-            f'<text x="{LEFT - 10}" y="{y + 18}" font-size="14" text-anchor="end" fill="#222">{escape(one["name"])}</text>',
-            f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" rx="3" fill="{color}"/>',
-            f'<text x="{LEFT + length + 8:.1f}" y="{y + 18}" font-size="13" fill="#222">{escape(label)}</text>',
+            f'<text x="{LEFT - 10}" y="{y + 18}" font-size="14" text-anchor="end" fill="#222">{escape(row.name)}</text>',
+            f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" rx="3" fill="{row.color}"/>',
+            f'<text x="{LEFT + length + 8:.1f}" y="{y + 18}" font-size="13" fill="#222">{escape(row.label)}</text>',
         ]
     return "\n".join([*parts, "</svg>", ""])
+
+
+def draw(passes: list[dict[str, Any]]) -> str:
+    """One bar per pass: median time to first token, and the share of prompt tokens that was not computed again."""
+    tokens = sum(answer["prompt_tokens"] for answer in passes[0]["answers"])
+    subtitle = f"{len(passes[0]['answers'])} answers, {tokens:,} prompt tokens per pass, median; embedded model, CPU"
+    rows = []
+    for one, color in zip(passes, COLORS, strict=True):
+        value = statistics.median(answer["first_token"] for answer in one["answers"]) * 1000
+        share = _share(one["answers"])
+        label = f"{value:,.0f} ms" + (f", {share:.0%} of the prompt reused" if share else "")
+        rows.append(Bar(one["name"], value, label, color))
+    description = "Time to first token without the cache, with it cold, and with it warm"
+    return bars("Time to first token", subtitle, description, rows)
 
 
 def _share(answers: list[dict[str, Any]]) -> float:

@@ -1,15 +1,16 @@
-r"""Measures ONE vLLM, with or without a KV connector, in one process, and prints a line of JSON; `vllm_offload.py` runs it.
+r"""One vLLM, with or without a KV connector, in one process; `vllm_offload.py` starts it and tells it what to do.
 
-    echo '{"model": DIR, "dtype": "float32", "transfer": null, "max_model_len": 8192, "kv_bytes": N, "prompts": [...]}' \
-        | python benchmarks/vllm_worker.py -
+Lines of JSON come on standard input, one answer each goes to standard output. The first line says what to start:
 
-Every prompt is a list of token ids, or `"forget"`: then vLLM forgets its own prefix cache first. Times are seconds to the first
-token and to the last, one request at a time, after a warm-up that does not count.
+    {"model": DIR, "dtype": "float32", "transfer": null, "max_model_len": 8192, "kv_bytes": N, "batched": 2048, "block_size": 32}
+
+The others are `{"ask": [[token, ...], ...], "new_tokens": 8}` (one after the other, or `"together": true`), `{"settle": seconds}`
+(what is written behind gets its time), `{"forget": true}` (vLLM drops its own prefix cache) and `{"end": true}`. Times are
+seconds; the first token's counts from the request's arrival. A warm-up of 40 tokens does not count.
 """
 
 import json
 import os
-import resource
 import sys
 import time
 from typing import Any
@@ -18,50 +19,125 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0,1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
+
+
+class Engine:
+    """vLLM's `LLM`, and what the driver asks of it."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
+
+        self._params = SamplingParams
+        self._connected = job["transfer"] is not None
+        self._llm = LLM(
+            job["model"],
+            dtype=job["dtype"],
+            enforce_eager=True,
+            max_model_len=job["max_model_len"],
+            max_num_batched_tokens=job["batched"],
+            kv_cache_memory_bytes=job["kv_bytes"],
+            block_size=job["block_size"],
+            skip_tokenizer_init=True,
+            disable_log_stats=False,
+            seed=0,
+            kv_transfer_config=job["transfer"],
+        )
+        self.ask({"ask": [[7] * 40], "new_tokens": 2})
+
+    def ask(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Generates greedily."""
+        params = self._params(
+            max_tokens=line.get("new_tokens", 8), temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0
+        )
+        prompts = [{"prompt_token_ids": tokens} for tokens in line["ask"]]
+        began = time.perf_counter()
+        if line.get("together"):
+            results = self._generate(prompts, params)
+        else:
+            results = [one for prompt in prompts for one in self._generate([prompt], params)]
+        return {"results": results, "seconds": time.perf_counter() - began}
+
+    def _generate(self, prompts: list[dict[str, Any]], params: Any) -> list[dict[str, Any]]:
+        began = time.perf_counter()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        whole = time.perf_counter() - began
+        return [_result(output, whole) for output in outputs]
+
+    def settle(self, seconds: float) -> dict[str, Any]:
+        """Waits until a connector of Foreword has written everything, or `seconds` where it cannot be known."""
+        began = time.perf_counter()
+        if self._connected:
+            shared = getattr(sys.modules.get("foreword.integrations.vllm"), "_shared", {})
+            for cache in list(shared.values()):
+                cache.flush()
+            if not shared:
+                time.sleep(seconds)
+        return {"seconds": time.perf_counter() - began}
+
+    def forget(self) -> dict[str, Any]:
+        return {"done": bool(self._llm.reset_prefix_cache())}
+
+
+def _result(output: Any, whole: float) -> dict[str, Any]:
+    [answer] = output.outputs
+    metrics = output.metrics
+    first = metrics.first_token_latency if metrics is not None and metrics.first_token_latency else whole
+    tokens = list(answer.token_ids)
+    logprobs = [place[token].logprob for place, token in zip(answer.logprobs, tokens, strict=True)]
+    return {
+        "ttft": first,
+        "whole": whole,
+        "asked": len(output.prompt_token_ids),
+        "cached": output.num_cached_tokens,
+        "tokens": tokens,
+        "logprobs": logprobs,
+    }
+
+
+def _answer_plainly() -> None:
+    """llvmlite's library object answers to every name, `__dict__` among them, and vLLM 0.32 stumbles on it when it goes
+    through all modules, if a connector has imported numba before (LMCache's does)."""
+    try:
+        from llvmlite.binding import ffi  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError:
+        return
+    library, answer = type(ffi.lib), type(ffi.lib).__getattr__
+
+    def plain(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return answer(self, name)
+
+    library.__getattr__ = plain
 
 
 def main() -> None:
-    """Generates for every prompt in turn."""
-    job: dict[str, Any] = json.loads(sys.stdin.read() if sys.argv[1] == "-" else sys.argv[1])
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
+    """Answers line after line until the end."""
+    # What libraries print to standard output is not for the driver.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
 
-    started = time.perf_counter()
-    llm = LLM(
-        job["model"],
-        dtype=job["dtype"],
-        enforce_eager=True,
-        max_model_len=job["max_model_len"],
-        max_num_batched_tokens=job.get("batched", 2048),
-        kv_cache_memory_bytes=job["kv_bytes"],
-        block_size=job.get("block_size", 32),
-        skip_tokenizer_init=True,
-        disable_log_stats=False,
-        seed=0,
-        kv_transfer_config=job["transfer"],
-    )
-    ready = time.perf_counter() - started
-    new_tokens = job.get("new_tokens", 8)
-    one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-    full = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-    llm.generate([{"prompt_token_ids": [7] * 40}], one, use_tqdm=False)
-    results = []
-    for prompt in job["prompts"]:
-        if prompt == "forget":
-            time.sleep(job.get("settle", 1.0))  # what writes behind gets its time
-            llm.reset_prefix_cache()
-            continue
-        began = time.perf_counter()
-        [output] = llm.generate([{"prompt_token_ids": prompt}], full, use_tqdm=False)
-        whole = time.perf_counter() - began
-        metrics = output.metrics
-        first = metrics.first_token_latency if metrics is not None and metrics.first_token_latency else whole
-        tokens = list(output.outputs[0].token_ids)
-        results.append({"ttft": first, "whole": whole, "cached": output.num_cached_tokens, "tokens": tokens})
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if job["transfer"] is not None:
-        time.sleep(job.get("settle", 1.0))
-    print("\n" + json.dumps({"results": results, "peak": peak, "ready": ready}), flush=True)
+    def send(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    job = json.loads(sys.stdin.readline())
+    _answer_plainly()
+    began = time.perf_counter()
+    engine = Engine(job)
+    send({"ready": time.perf_counter() - began})
+    for text in sys.stdin:
+        line = json.loads(text)
+        if "ask" in line:
+            send(engine.ask(line))
+        elif "settle" in line:
+            send(engine.settle(line["settle"]))
+        elif "forget" in line:
+            send(engine.forget())
+        else:
+            break
+    send(engine.settle(1.0))
     os._exit(0)  # vLLM's own end takes seconds, and a store has what it has by now
 
 

@@ -1,0 +1,503 @@
+"""Who takes part in `vllm_offload.py`: a vLLM and what stands behind it, with its servers, folders and processes."""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+_START = 240.0
+_ANSWER = 900.0
+_LMCACHE = (
+    "pip install --no-deps lmcache==0.5.6 aiofile caio aiofiles blake3 nvtx sortedcontainers py-cpuinfo awscrt cufile-python "
+    "redis opentelemetry-exporter-prometheus grpcio-observability google-api-core"
+)
+_MOONCAKE = (
+    "pip install --no-deps mooncake-transfer-engine-non-cuda==0.3.13 nvidia-cuda-runtime-cu12; "
+    "apt install libibverbs1 librdmacm1 libnuma1"
+)
+
+Answer = dict[str, Any]
+
+
+class Failed(Exception):
+    """A contender refused, crashed, or took too long; the others go on."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A process that stands beside vLLM. `port`: where it listens when it is ready."""
+
+    command: tuple[str, ...]
+    port: int
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run vLLM.
+
+    Attributes:
+        transfer: vLLM's `kv_transfer_config`; None is vLLM alone.
+        python: the interpreter that has vLLM and what it needs.
+        servers: started before vLLM, ended after it; they outlive a vLLM that is started again.
+        store: the folder or the file that holds what was saved, None if no file does.
+        whole: whether a prompt must be computed in one step to be saved right.
+    """
+
+    name: str
+    about: str
+    transfer: dict[str, Any] | None
+    python: str
+    servers: tuple[Server, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    store: Path | None = None
+    imports: tuple[str, ...] = ()
+    install: str = ""
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where contenders may write, and the interpreters they run on."""
+
+    disk: Path
+    memory: Path
+    vllm: str
+    lmcache: str
+    mooncake: str
+    memory_gib: int
+    lmcache_chunk: int
+
+
+def contenders(places: Places) -> list[Contender]:
+    """All of them."""
+    return [
+        Contender("alone", "vLLM and its own prefix cache", None, places.vllm),
+        *_forewords(places),
+        _lmcache(places),
+        _mooncake(places),
+        _example(places),
+    ]
+
+
+def _forewords(places: Places) -> list[Contender]:
+    size = f"{places.memory_gib}GiB"
+    disk, tmpfs = places.disk / "foreword", places.memory / "foreword"
+    found = []
+    for name, about, store, urls in (
+        ("memory", "memory, then disk", disk, [f"memory://?size={size}", f"disk://{disk}?size=8GiB"]),
+        ("tmpfs", "a folder on tmpfs", tmpfs, [f"disk://{tmpfs}?size={size}"]),
+        ("disk", "a folder on disk", disk, [f"disk://{disk}?size=8GiB"]),
+    ):
+        transfer = {
+            "kv_connector": "ForewordConnector",
+            "kv_connector_module_path": "foreword.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"store": urls},
+        }
+        imports = ("xxhash",)
+        found.append(
+            Contender(
+                f"foreword-{name}",
+                f"ForewordConnector over {about}",
+                transfer,
+                places.vllm,
+                store=store,
+                imports=imports,
+                install="pip install foreword-kv",
+            )
+        )
+    return found
+
+
+def _lmcache(places: Places) -> Contender:
+    port, http = free_port(), free_port()
+    segment = f"{places.memory.name}-lmcache"
+    start = "import sys; from lmcache.cli.main import main; sys.argv[0] = 'lmcache'; main()"
+    command = (
+        *(places.lmcache, "-c", start, "server", "--host", "127.0.0.1", "--port", str(port)),
+        *("--http-host", "127.0.0.1", "--http-port", str(http), "--disable-observability", "--shm-name", segment),
+        *("--l1-size-gb", str(places.memory_gib), "--eviction-policy", "LRU", "--no-l1-use-lazy"),
+        *("--chunk-size", str(places.lmcache_chunk)),
+    )
+    transfer = {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port},
+    }
+    return Contender(
+        "lmcache",
+        f"LMCacheMPConnector and a server over shared memory, chunks of {places.lmcache_chunk} tokens",
+        transfer,
+        places.lmcache,
+        (Server(command, port),),
+        {"LMCACHE_LOG_LEVEL": "WARNING"},
+        Path("/dev/shm") / segment,
+        ("lmcache.integration.vllm.lmcache_mp_connector",),
+        _LMCACHE,
+    )
+
+
+def _mooncake(places: Places) -> Contender:
+    master, metrics, pool = free_port(), free_port(), free_port()
+    libraries = sorted(Path(places.mooncake).parent.parent.glob("lib/python*/site-packages/nvidia/cuda_runtime/lib"))
+    settings = places.disk / "mooncake.json"
+    shared = {"metadata_server": "P2PHANDSHAKE", "master_server_address": f"127.0.0.1:{master}", "protocol": "tcp"}
+    settings.write_text(
+        json.dumps({**shared, "mode": "standalone-store", "global_segment_size": 0, "local_buffer_size": "1GB"})
+    )
+    run = "import sys; from mooncake.{0} import main; sys.argv[0] = '{0}'; main()"
+    servers = (
+        Server(
+            (
+                *(places.mooncake, "-c", run.format("cli"), "--rpc_address=127.0.0.1", f"--rpc_port={master}"),
+                *("--metrics_host=127.0.0.1", f"--metrics_port={metrics}", "--logtostderr"),
+            ),
+            master,
+        ),
+        Server(
+            (
+                *(places.mooncake, "-c", run.format("cli_client"), "--host=127.0.0.1", f"--port={pool}"),
+                *(f"--{name}={value}" for name, value in shared.items()),
+                f"--global_segment_size={places.memory_gib} GB",
+                "--logtostderr",
+            ),
+            pool,
+        ),
+    )
+    return Contender(
+        "mooncake",
+        "MooncakeStoreConnector, a master and a pool in a process of its own, over TCP",
+        {
+            "kv_connector": "MooncakeStoreConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"lookup_rpc_port": str(pool)},
+        },
+        places.mooncake,
+        servers,
+        {
+            "MOONCAKE_CONFIG_PATH": str(settings),
+            "VLLM_HOST_IP": "127.0.0.1",
+            "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "127.0.0.1",
+            "PYTHONHASHSEED": "0",
+            "LD_LIBRARY_PATH": ":".join(map(str, libraries)),
+        },
+        imports=("mooncake.store",),
+        install=_MOONCAKE,
+    )
+
+
+def _example(places: Places) -> Contender:
+    folder = places.memory / "example"
+    transfer = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+    about = "vLLM's ExampleConnector over tmpfs; prompts in one step, as it saves no others right"
+    return Contender("example", about, transfer, places.vllm, store=folder, whole=True)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+class Running:
+    """A contender's processes, from `with` to its end; nothing of it is left behind.
+
+    `private`: a network namespace of its own with nothing but loopback (needs root), since some servers listen everywhere.
+    """
+
+    def __init__(self, contender: Contender, logs: Path, *, preload: Path | None, private: bool = False) -> None:
+        self.contender = contender
+        self.memory = MemoryWatch()
+        self._logs = logs
+        self._preload = preload
+        self._private = private
+        self._prefix: list[str] = []
+        self._started: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> "Running":
+        wipe(self.contender)
+        try:
+            self._check()
+            if self._private:
+                self._isolate()
+            self.memory.start()
+            for number, server in enumerate(self.contender.servers):
+                self._serve(server, self._logs / f"{self.contender.name}-server{number}.log")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self._started):
+            end(process)
+        self.memory.stop()
+        wipe(self.contender)
+
+    def _check(self) -> None:
+        """Raises Failed, with the way to get it, where a contender is not installed."""
+        for module in self.contender.imports:
+            done = subprocess.run(
+                [self.contender.python, "-c", f"import {module}"],
+                capture_output=True,
+                text=True,
+                env=self._environment(),
+                check=False,
+                timeout=_START,
+            )
+            if done.returncode:
+                raise Failed(f"not installed ({_last_line(done.stderr)}); get it with: {self.contender.install}")
+
+    def _environment(self) -> dict[str, str]:
+        variables = {**os.environ, "PYTHONPATH": str(HERE.parent), **self.contender.variables}
+        return variables | ({"LD_PRELOAD": str(self._preload)} if self._preload else {})
+
+    def _isolate(self) -> None:
+        holder = self._start(
+            ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec sleep 86400"], stdout=subprocess.PIPE
+        )
+        assert holder.stdout is not None
+        if holder.stdout.readline().strip() != "up":
+            raise Failed("no network namespace to be had; --private-network needs root, unshare and ip")
+        self._prefix = ["nsenter", f"--net=/proc/{holder.pid}/ns/net"]
+
+    def _serve(self, server: Server, log: Path) -> None:
+        with log.open("w") as file:
+            process = self._start([*self._prefix, *server.command], stdout=file.fileno(), stderr=file.fileno())
+        self.memory.add(process.pid)
+        deadline = time.monotonic() + _START
+        while not listens(process.pid, server.port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise Failed(f"a server did not come up: {_last_line(log.read_text(errors='replace'))}")
+            time.sleep(0.1)
+
+    def _start(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int = subprocess.DEVNULL,
+        stderr: int = subprocess.DEVNULL,
+    ) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            env=self._environment(),
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    @contextlib.contextmanager
+    def worker(self, **job: Any) -> Iterator["Worker"]:
+        """A vLLM; several after each other meet the same store."""
+        log = self._logs / f"{self.contender.name}-vllm.log"
+        whole = {"batched": job["max_model_len"]} if self.contender.whole else {}
+        with log.open("w") as file:
+            process = self._start(
+                [*self._prefix, self.contender.python, str(HERE / "vllm_worker.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file.fileno(),
+            )
+        self.memory.add(process.pid)
+        worker = Worker(process, log)
+        try:
+            worker.tell({"transfer": self.contender.transfer, "batched": 2048, "block_size": 32, **job, **whole}, _START)
+            yield worker
+            worker.tell({"end": True}, 60)
+        finally:
+            end(process)
+
+
+class Worker:
+    """The driver's end of a `vllm_worker.py`."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self._process = process
+        self._log = log
+
+    def tell(self, line: dict[str, Any], limit: float = _ANSWER) -> Answer:
+        """Sends a line, waits for its answer. Raises Failed if none comes."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(line) + "\n")
+            self._process.stdin.flush()
+            ready, _, _ = select.select([self._process.stdout], [], [], limit)
+            text = self._process.stdout.readline() if ready else ""
+        except BrokenPipeError:
+            text = ""
+        if not text:
+            what = "crashed" if self._process.poll() is not None or ready_at_end(self._process) else "is stuck"
+            raise Failed(f"vLLM {what}: {_last_line(self._log.read_text(errors='replace'))}")
+        found: Answer = json.loads(text)
+        return found
+
+    def ask(self, prompt: list[int], new_tokens: int = 8) -> Answer:
+        """One request alone."""
+        [found] = self.tell({"ask": [prompt], "new_tokens": new_tokens})["results"]
+        answer: Answer = found
+        return answer
+
+    def ask_together(self, prompts: Sequence[list[int]], new_tokens: int) -> Answer:
+        """All at once: `results`, and the `seconds` until the last has ended."""
+        return self.tell({"ask": list(prompts), "new_tokens": new_tokens, "together": True})
+
+    def settle(self, seconds: float = 1.0) -> float:
+        """What is written behind gets its time; the seconds it took."""
+        found: float = self.tell({"settle": seconds})["seconds"]
+        return found
+
+    def forget(self) -> None:
+        self.tell({"forget": True})
+
+
+class MemoryWatch:
+    """The most memory that processes held at once: private and file pages of each, and what shared memory grew by.
+
+    Shared pages are counted once, as the machine's: segments that several processes map, and files on tmpfs. So nothing else on
+    the machine should make or drop such files meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._roots: list[int] = []
+        self._base = _shared_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        self._base = _shared_bytes()
+        self._thread.start()
+
+    def add(self, pid: int) -> None:
+        self._roots.append(pid)
+
+    def stop(self) -> None:
+        self._done.set()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.5):
+            own = sum(_resident(pid) for root in list(self._roots) for pid in family(root))
+            self.peak = max(self.peak, own + max(_shared_bytes() - self._base, 0))
+
+
+def _fields(path: str) -> dict[str, int]:
+    """`Name: 123 kB` lines, in bytes."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines if line.endswith(" kB"))
+    return {name: int(value.split()[0]) * 1024 for name, value in pairs}
+
+
+def _shared_bytes() -> int:
+    return _fields("/proc/meminfo").get("Shmem", 0)
+
+
+def _resident(pid: int) -> int:
+    found = _fields(f"/proc/{pid}/status")
+    return found.get("RssAnon", 0) + found.get("RssFile", 0)
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it."""
+    found = [pid]
+    for one in found:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{one}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether somebody listens on a TCP port in the network namespace of a process."""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                _, local, _, state = line.split()[:4]
+                if state == "0A" and int(local.rsplit(":", 1)[1], 16) == port:
+                    return True
+    return False
+
+
+def ready_at_end(process: subprocess.Popen[str]) -> bool:
+    """Whether a process that closed its output is gone a moment later."""
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ends a process and its group, which is its own."""
+    for what, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, what)
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+def wipe(contender: Contender) -> None:
+    """Removes what a contender has stored."""
+    if contender.store is None:
+        return
+    if contender.store.is_dir():
+        shutil.rmtree(contender.store, ignore_errors=True)
+    else:
+        contender.store.unlink(missing_ok=True)
+
+
+def _last_line(text: str) -> str:
+    """Of a log or a traceback, the line that says most: the last one that names an error, or the last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line or "error:" in line.lower()]
+    return (named or lines or ["it said nothing"])[-1][-300:]
+
+
+def write_off(folder: Path) -> None:
+    """Writes a folder's files to the device and drops them from the page cache, so that the next read is from the device."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(handle)
+
+
+def preload_of(python: str) -> Path | None:
+    """Intel's OpenMP library that vLLM's CPU build brings and wants loaded first."""
+    library = Path(python).parent.parent / "lib" / "libiomp5.so"
+    return library if library.exists() and sys.platform == "linux" else None
