@@ -1,0 +1,171 @@
+"""What time costs on one replica, learned from what requests there took, with bounded memory and in spite of outliers.
+
+A request's first token is expected after
+
+    first + prefill * tokens + steps * decode_each * running
+
+where `tokens` are those computed before it and for it, `steps` the steps that this takes, and `running` the sequences that
+decode meanwhile. The line through the samples is Theil's and Sen's: the median of the slopes of all pairs, which up to 29 %
+of wild samples do not move far.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Final
+
+from foreword.routing.directory import NUM_TIERS, Reach, Tier
+
+_KEPT: Final = 48
+_REFIT_EVERY: Final = 8
+_FEWEST: Final = 6
+_QUICKEST: Final = 1e-9
+# What is left of a first token's time at least when the decoding of others is taken off.
+_LEAST_SHARE: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCost:
+    """What it takes to load blocks from a tier: `latency` seconds, and seconds for each token."""
+
+    per_token: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCosts:
+    """What time costs on a replica.
+
+    Attributes:
+        prefill: seconds for each token of a prompt that is computed.
+        first: seconds that every first token takes besides: network, tokenizing, one step.
+        decode_base, decode_each: a step with n decoding sequences takes `decode_base + decode_each * n` seconds.
+        step_tokens: tokens of prompts that one step computes at most.
+        loads: tiers below the device: HOST, DISK, SHARED.
+        transfer: what it takes to bring KV from another replica.
+    """
+
+    prefill: float = 2e-4
+    first: float = 0.02
+    decode_base: float = 0.02
+    decode_each: float = 2e-4
+    step_tokens: int = 2048
+    loads: tuple[LoadCost, ...] = (LoadCost(1e-5), LoadCost(4e-5), LoadCost(8e-5, 2e-3))
+    transfer: LoadCost = LoadCost(4e-5, 5e-3)
+
+    def load(self, tier: Tier) -> LoadCost:
+        return self.loads[tier - 1]
+
+    def interference(self, tokens: float, running: int) -> float:
+        """Seconds that the decoding of others adds while this many tokens are computed."""
+        return math.ceil(tokens / self.step_tokens) * self.decode_each * running
+
+    def best_load(self, reach: Reach, block_size: int, tokens: int) -> tuple[int, tuple[int, ...], float]:
+        """How far to load a prefix rather than to compute it: `(blocks reused, blocks from each tier, seconds)`.
+
+        A prefix is loaded from its front, so what lies behind a slow stretch must pay for that too.
+        """
+        full = min(reach[-1], tokens // block_size)
+        best_gain, best = 0.0, (min(reach[0], full), (min(reach[0], full), 0, 0, 0), 0.0)
+        parts, seconds, gain = [min(reach[0], full)], 0.0, 0.0
+        for tier in range(1, NUM_TIERS):
+            more = min(reach[tier], full) - min(reach[tier - 1], full)
+            parts.append(more)
+            if not more:
+                continue
+            cost = self.load(Tier(tier))
+            spent = cost.latency + more * block_size * cost.per_token
+            seconds += spent
+            gain += more * block_size * self.prefill - spent
+            if gain > best_gain:
+                best_gain = gain
+                best = (sum(parts), (*parts, *(0,) * (NUM_TIERS - len(parts))), seconds)
+        return best
+
+
+class Line:
+    """y = base + slope * x through recent samples, robustly; a prior until there are enough that differ in x.
+
+    Args:
+        base, slope: what is believed before there are samples. Neither ever becomes negative.
+    """
+
+    __slots__ = ("_fresh", "_samples", "base", "slope")
+
+    def __init__(self, base: float, slope: float) -> None:
+        self.base, self.slope = base, slope
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._fresh = 0
+
+    def note(self, x: float, y: float) -> bool:
+        """One more sample; True if the line was drawn anew. What is not a finite number of at least 0 is ignored."""
+        if not (math.isfinite(x) and math.isfinite(y) and x >= 0 and y >= 0):
+            return False
+        self._samples.append((x, y))
+        self._fresh += 1
+        if len(self._samples) < _FEWEST or (self._fresh < _REFIT_EVERY and len(self._samples) > _FEWEST):
+            return False
+        self._fresh = 0
+        self._fit()
+        return True
+
+    def _fit(self) -> None:
+        samples = sorted(self._samples)
+        spread = samples[-1][0] - samples[0][0]
+        slopes: list[float] = []
+        for i, (x, y) in enumerate(samples):
+            for right, above in samples[i + 1 :]:
+                if (right - x) * 8 >= spread and right > x:
+                    insort(slopes, (above - y) / (right - x))
+        if len(slopes) >= _FEWEST and spread * 2 >= samples[-1][0]:
+            self.slope = max(median(slopes), _QUICKEST)
+            self.base = max(median(y - self.slope * x for x, y in samples), 0.0)
+            return
+        # All samples lie close together: they tell one number, not two. The line keeps the share of its parts.
+        scale = median(y / max(self.base + self.slope * x, _QUICKEST) for x, y in samples)
+        self.base, self.slope = self.base * scale, max(self.slope * scale, _QUICKEST)
+
+    def at(self, x: float) -> float:
+        return self.base + self.slope * x
+
+
+class Learner:
+    """One replica's costs, corrected by what is seen. Memory: a few hundred numbers."""
+
+    def __init__(self, prior: ReplicaCosts | None = None) -> None:
+        self.costs = prior or ReplicaCosts()
+        self._first = Line(self.costs.first, self.costs.prefill)
+        self._decode = Line(self.costs.decode_base, self.costs.decode_each)
+        self._loads = [Line(load.latency, load.per_token) for load in self.costs.loads]
+        self._transfer = Line(self.costs.transfer.latency, self.costs.transfer.per_token)
+
+    def note_first_token(self, computed_tokens: float, running: int, seconds: float, *, loading: float = 0.0) -> None:
+        """A first token came `seconds` after its request was sent. Before it these tokens were computed, its own included,
+        while `running` others decoded; `loading` seconds are known to have gone into loading."""
+        others = self.costs.interference(computed_tokens, running) + loading
+        if self._first.note(computed_tokens, max(seconds - others, seconds * _LEAST_SHARE)):
+            self.costs = replace(self.costs, first=self._first.base, prefill=self._first.slope)
+
+    def note_decode(self, running: int, seconds: float) -> None:
+        """One token of one sequence came `seconds` after the one before, while this many decoded."""
+        if self._decode.note(running, seconds):
+            self.costs = replace(self.costs, decode_base=self._decode.base, decode_each=self._decode.slope)
+
+    def note_load(self, tier: Tier, tokens: int, seconds: float) -> None:
+        """This many tokens' blocks came from a tier."""
+        line = self._loads[tier - 1]
+        if line.note(tokens, seconds):
+            self.costs = replace(self.costs, loads=tuple(_load(line) for line in self._loads))
+
+    def note_transfer(self, tokens: int, seconds: float) -> None:
+        """This many tokens' KV came from another replica."""
+        if self._transfer.note(tokens, seconds):
+            self.costs = replace(self.costs, transfer=_load(self._transfer))
+
+
+def _load(line: Line) -> LoadCost:
+    return LoadCost(line.slope, line.base)

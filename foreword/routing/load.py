@@ -1,0 +1,91 @@
+"""What one replica has to do, as far as it was sent from here. Pure; times are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+_WEIGHT: Final = 0.1
+_NEVER: Final = -1.0
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request in flight.
+
+    Attributes:
+        tokens: length of the prompt; `computed` of them are expected to be computed.
+        resident: tokens of KV memory that it needs, its answer included.
+        queued_tokens, running: what the replica had to do when it was sent.
+    """
+
+    tokens: int
+    computed: int
+    resident: int
+    sent_at: float
+    queued_tokens: float = 0.0
+    running: int = 0
+    first_at: float = _NEVER
+
+    @property
+    def has_begun(self) -> bool:
+        return self.first_at >= 0
+
+
+@dataclass(slots=True)
+class Load:
+    """Requests in flight on one replica: those without a first token, in order of sending, and those that decode."""
+
+    waiting: dict[str, Sent] = field(default_factory=dict)
+    running: dict[str, Sent] = field(default_factory=dict)
+    resident: int = 0
+    lifetime: float = 0.0
+    _waiting_tokens: int = 0
+    _since: float = 0.0
+
+    def queued_tokens(self, now: float, prefill: float) -> float:
+        """Tokens of prompts that are not computed yet. The first in the queue is computed at `prefill` seconds a token since
+        it became the first."""
+        if not self.waiting:
+            return 0.0
+        head = next(iter(self.waiting.values()))
+        return self._waiting_tokens - min(max(now - self._since, 0.0) / prefill, head.computed)
+
+    def memory_wait(self, needed: int, capacity: int | None) -> float:
+        """Seconds until `needed` tokens have room, if requests go on leaving as they did (Little's law)."""
+        if capacity is None or not self.resident:
+            return 0.0
+        missing = self.resident + min(needed, capacity) - capacity
+        return missing * self.lifetime / self.resident if missing > 0 else 0.0
+
+    def sent(self, request: str, sent: Sent, now: float) -> None:
+        if not self.waiting:
+            self._since = now
+        self.waiting[request] = sent
+        self._waiting_tokens += sent.computed
+        self.resident += sent.resident
+
+    def first_token(self, request: str, now: float) -> Sent | None:
+        """None if the request is unknown or has begun already."""
+        sent = self._leave_queue(request, now)
+        if sent is not None:
+            sent.first_at = now
+            self.running[request] = sent
+        return sent
+
+    def finished(self, request: str, now: float) -> Sent | None:
+        """The request ended, well or not. None if it is unknown."""
+        sent = self.running.pop(request, None) or self._leave_queue(request, now)
+        if sent is None:
+            return None
+        self.resident -= sent.resident
+        took = now - sent.sent_at
+        self.lifetime = took if not self.lifetime else self.lifetime + _WEIGHT * (took - self.lifetime)
+        return sent
+
+    def _leave_queue(self, request: str, now: float) -> Sent | None:
+        sent = self.waiting.pop(request, None)
+        if sent is not None:
+            self._waiting_tokens -= sent.computed
+            self._since = now
+        return sent

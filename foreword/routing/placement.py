@@ -1,0 +1,279 @@
+"""Where a request goes: the cheapest of the expected times to first token, and the reason in words. Pure.
+
+For each candidate
+
+    queue    tokens computed there before it
+    memory   waiting until others give room, where the replica's KV memory is known and full
+    load     blocks that come from slower tiers, as far as that is sooner than computing them
+    compute  the tokens that are left
+    decode   what the sequences that decode there add
+    first    what every request takes there
+
+A session stays where it was unless that costs too much more than the cheapest (`Stickiness`). Candidates whose costs are
+nearly equal are taken in the order of a hash of the prompt's own prefix and the replica's name (rendezvous hashing), so that
+prompts that nobody has spread, and come back to the same place. A prefix that everyone has draws no one: it makes all cheaper by
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Final, Protocol
+
+from foreword.errors import ConfigError
+from foreword.routing.costs import ReplicaCosts
+from foreword.routing.directory import NOTHING, Reach, Tier
+
+_TIER_WORDS: Final = ("device", "host memory", "disk", "the shared store")
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A request to be placed.
+
+    Attributes:
+        keys: of the prompt's full blocks, in order.
+        tokens: length of the prompt.
+        block_size: tokens per block.
+        session: whatever says that requests belong together; None if nothing does.
+        max_output: tokens that it may generate, if it says so.
+        other_keys: the keys with other block sizes, for replicas that have those.
+    """
+
+    keys: Sequence[bytes]
+    tokens: int
+    block_size: int
+    session: str | None = None
+    max_output: int | None = None
+    other_keys: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
+
+    def keys_at(self, block_size: int) -> Sequence[bytes]:
+        """Keys with this block size; none if they were not given."""
+        return self.keys if block_size == self.block_size else self.other_keys.get(block_size, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica as it stands now.
+
+    Attributes:
+        reach: leading blocks of the prompt that it finds in its tiers 0 to t.
+        queued_tokens: tokens of prompts sent there that are not computed yet.
+        queued, running: requests before and after their first token.
+        memory_wait: seconds until there is room for the prompt.
+        block_size: tokens per block of `reach`, where it differs from the query's.
+        excluded: why it takes no requests; empty if it does.
+    """
+
+    name: str
+    costs: ReplicaCosts = field(default_factory=ReplicaCosts)
+    reach: Reach = NOTHING
+    queued_tokens: float = 0.0
+    queued: int = 0
+    running: int = 0
+    memory_wait: float = 0.0
+    block_size: int | None = None
+    excluded: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """The expected seconds to the first token on one candidate, in parts, and the tokens behind them.
+
+    Attributes:
+        reused: tokens that need not be computed; `from_tiers` says where they lie.
+        transfer: KV that comes from the prefilling replica.
+    """
+
+    replica: str
+    queue: float = 0.0
+    memory: float = 0.0
+    load: float = 0.0
+    compute: float = 0.0
+    decode: float = 0.0
+    first: float = 0.0
+    transfer: float = 0.0
+    reused: int = 0
+    computed: int = 0
+    from_tiers: tuple[int, ...] = (0, 0, 0, 0)
+    excluded: str = ""
+
+    @property
+    def total(self) -> float:
+        return self.queue + self.memory + self.load + self.compute + self.decode + self.first + self.transfer
+
+    def in_words(self) -> str:
+        """Such as `0.42 s (0.10 queued, 0.30 computing 1536 of 9728 tokens, 0.02 loading 8192 from disk)`."""
+        if self.excluded:
+            return self.excluded
+        tiers = [(tokens, word) for tokens, word in zip(self.from_tiers[1:], _TIER_WORDS[1:], strict=True) if tokens]
+        source = " and ".join(f"{tokens} from {word}" for tokens, word in tiers)
+        length = self.computed + self.reused
+        parts = [
+            (self.queue, "queued"),
+            (self.memory, "waiting for memory"),
+            (self.load, f"loading {source}"),
+            (self.transfer, "sending the KV over"),
+            (self.compute, f"computing {self.computed} of {length} tokens"),
+            (self.decode, "for others that decode"),
+        ]
+        said = ", ".join(f"{seconds:.2f} {word}" for seconds, word in parts if seconds >= 0.005)
+        return f"{self.total:.2f} s" + (f" ({said})" if said else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes.
+
+    Attributes:
+        replica: its name; None if no candidate takes requests.
+        prices: of every candidate that was considered, in the order given.
+        reason: one word: `cheapest`, `session` (stayed), `moved` (left its session's replica), `only`, `none`, or a policy's name.
+        prefill: the replica that computes the prompt, where that is another one.
+        home: the replica where the session was.
+    """
+
+    replica: str | None
+    prices: tuple[Price, ...]
+    reason: str
+    prefill: str | None = None
+    home: str | None = None
+
+    @property
+    def price(self) -> Price | None:
+        """What is expected where the request goes."""
+        return next((price for price in self.prices if price.replica == self.replica and not price.excluded), None)
+
+    @property
+    def expected_cached(self) -> int:
+        """Prompt tokens that should be found there."""
+        return self.price.reused if self.price else 0
+
+    def in_words(self) -> str:
+        """One sentence that explains the decision."""
+        if self.replica is None or self.price is None:
+            reasons = "; ".join(f"{price.replica}: {price.excluded}" for price in self.prices)
+            return f"no replica takes requests: {reasons}" if reasons else "there is no replica"
+        where = f"{self.replica} after {self.prefill}" if self.prefill else self.replica
+        return f"{where}: {_REASONS.get(self.reason, self.reason)}, {self.price.in_words()}{self._next_in_words()}"
+
+    def _next_in_words(self) -> str:
+        open_prices = (price for price in self.prices if not price.excluded and price.replica != self.replica)
+        other = min(open_prices, key=lambda price: price.total, default=None)
+        return f"; next {other.replica} at {other.in_words()}" if other else ""
+
+
+_REASONS: Final = {
+    "cheapest": "soonest first token",
+    "session": "its session is there",
+    "moved": "its session was elsewhere, where waiting costs too much",
+    "only": "the only one that takes requests",
+}
+
+
+class Policy(Protocol):
+    """Decides. A policy may keep state of its own, such as whose turn it is; it does no I/O and asks no clock."""
+
+    name: str
+
+    def choose(self, query: Query, candidates: Sequence[Candidate], home: str | None = None) -> Decision:
+        """`home` is where the session's last request went. Same state and arguments, same decision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stickiness:
+    """How much more a session may pay to stay: `ratio` times the cheapest and `seconds` on top.
+
+    Raises ConfigError if `ratio` is below 1 or `seconds` below 0.
+    """
+
+    seconds: float = 0.2
+    ratio: float = 1.5
+
+    def __post_init__(self) -> None:
+        if not self.ratio >= 1 or not self.seconds >= 0:
+            raise ConfigError(
+                f"a session's price of staying needs a ratio of at least 1 and seconds of at least 0, "
+                f"not {self.ratio} and {self.seconds}"
+            )
+
+    def stays(self, price: float, cheapest: float) -> bool:
+        return price <= cheapest * self.ratio + self.seconds
+
+
+class CheapestFirstToken:
+    """The policy of this project: see the top of the module.
+
+    Args:
+        stickiness: of sessions.
+        tie: candidates within this share of the cheapest (and 5 ms) count as equal.
+    """
+
+    name = "cost"
+
+    def __init__(self, stickiness: Stickiness | None = None, *, tie: float = 0.05) -> None:
+        self.stickiness = stickiness or Stickiness()
+        self.tie = tie
+
+    def choose(self, query: Query, candidates: Sequence[Candidate], home: str | None = None) -> Decision:
+        prices = tuple(price(query, candidate) for candidate in candidates)
+        usable = [one for one in prices if not one.excluded]
+        if not usable:
+            return Decision(None, prices, "none", home=home)
+        cheapest = min(one.total for one in usable)
+        at_home = next((one for one in usable if one.replica == home), None)
+        if at_home is not None and self.stickiness.stays(at_home.total, cheapest):
+            return Decision(home, prices, "session", home=home)
+        limit = cheapest * (1 + self.tie) + _TIE_SECONDS
+        equals = [one for one in usable if one.total <= limit]
+        chosen = rendezvous(affinity(query, candidates), [one.replica for one in equals])
+        reason = "only" if len(usable) == 1 else "moved" if at_home is not None else "cheapest"
+        return Decision(chosen, prices, reason, home=home)
+
+
+_TIE_SECONDS: Final = 0.005
+
+
+def price(query: Query, candidate: Candidate) -> Price:
+    """What the request would wait for on this candidate."""
+    if candidate.excluded:
+        return Price(candidate.name, excluded=candidate.excluded)
+    costs, size = candidate.costs, candidate.block_size or query.block_size
+    blocks, parts, load = costs.best_load(candidate.reach, size, query.tokens)
+    # A prompt that is there to its end computes its last token again.
+    computed = max(query.tokens - blocks * size, 1)
+    queue = candidate.queued_tokens * costs.prefill
+    return Price(
+        candidate.name,
+        queue=queue,
+        memory=max(candidate.memory_wait - queue, 0.0),
+        load=load,
+        compute=computed * costs.prefill,
+        decode=costs.interference(candidate.queued_tokens + computed, candidate.running),
+        first=costs.first,
+        reused=query.tokens - computed,
+        computed=computed,
+        from_tiers=tuple(part * size for part in parts),
+    )
+
+
+def affinity(query: Query, candidates: Sequence[Candidate]) -> bytes:
+    """What decides between equals: the session, else the first block that no candidate has, else the prompt's last one."""
+    if query.session is not None:
+        return query.session.encode()
+    if not query.keys:
+        return b""
+    known = max((candidate.reach[Tier.SHARED] for candidate in candidates), default=0)
+    return query.keys[min(known, len(query.keys) - 1)]
+
+
+def rendezvous(key: bytes, names: Sequence[str]) -> str:
+    """The name whose hash with the key is highest: when a name goes, only what had chosen it moves
+    (Thaler and Ravishankar, 1998)."""
+    return max(names, key=lambda name: (score(key, name), name))
+
+
+def score(key: bytes, name: str) -> bytes:
+    return blake2b(key, key=blake2b(name.encode(), digest_size=32).digest(), digest_size=8).digest()
