@@ -1,0 +1,356 @@
+"""Two `vllm serve` processes over one disk store, and named prefixes. Needs FOREWORD_VLLM_PYTHON, as test_vllm.py does; skipped
+without. Every start of a server takes a minute, so all tests share two, and the last ones start one of them again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from foreword.prefixes import NamedPrefix
+from foreword.serving.prefixes_api import describe
+from foreword.store.urls import open_store
+
+PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"),
+    pytest.mark.timeout(600),
+]
+
+CHECKOUT = Path(__file__).parent.parent.parent
+KEY = "a key that only the second server asks for"
+BLOCK = 32
+END = 256
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_model(folder: Path) -> None:
+    """A small Llama with random weights and a tokenizer that makes one token of every byte."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=END + 1, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, initializer_range=0.2, max_position_embeddings=1024,
+        pad_token_id=END, bos_token_id=None, eos_token_id=END,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+@dataclass
+class Server:
+    """One `vllm serve` in a process group of its own."""
+
+    url: str
+    key: str | None
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def ask(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> httpx.Response:
+        given = key or self.key
+        headers = {"authorization": f"Bearer {given}"} if given else {}
+        return httpx.request(method, self.url + path, json=body, headers=headers, timeout=120)
+
+    def complete(self, prompt: Any, **more: Any) -> dict[str, Any]:
+        """Greedy; `tokens`: of the answer, `cached`: how many of the prompt's were."""
+        asked = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return self._answer("/v1/completions", {**asked, **more})
+
+    def chat(self, messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
+        asked = {"messages": messages, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return self._answer("/v1/chat/completions", {**asked, **more})
+
+    def _answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = self.ask("POST", path, body)
+        assert response.status_code == 200, response.text
+        found = response.json()
+        details = found["usage"]["prompt_tokens_details"] or {}
+        return {
+            "tokens": found["choices"][0]["token_ids"],
+            "cached": details.get("cached_tokens") or 0,
+            "prompt": found["usage"]["prompt_tokens"],
+        }
+
+    def metric(self, name: str) -> float:
+        lines = self.ask("GET", "/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
+
+    def stop(self, number: int = signal.SIGTERM, within: float = 60) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(within)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+@dataclass
+class Pair:
+    """Two servers, one store."""
+
+    model: Path
+    folder: Path
+    first: Server
+    second: Server
+
+    @property
+    def store(self) -> str:
+        return f"disk://{self.folder}/kv?size=256MiB"
+
+    def blocks(self, *, pinned: bool = False) -> int:
+        """How many are in the store."""
+        store = open_store([self.store])
+        try:
+            return sum(entry.pinned or not pinned for entry in store.scan(deadline=time.monotonic() + 30))
+        finally:
+            store.close()
+
+    def reference(self, text: str, count: int = 12) -> list[int]:
+        """What the model answers without vLLM and without any cache."""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
+        model = transformers.LlamaForCausalLM.from_pretrained(self.model, dtype=torch.float32)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        for _ in range(count):
+            with torch.inference_mode():
+                ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        found: list[int] = ids[0, -count:].tolist()
+        return found
+
+
+def wait_for(happened: Callable[[], bool], within: float = 30) -> None:
+    deadline = time.monotonic() + within
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def start(model: Path, folder: Path, core: int, key: str | None) -> Server:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    transfer = {
+        "kv_connector": "ForewordConnector",
+        "kv_connector_module_path": "foreword.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": [f"disk://{folder}/kv?size=256MiB"], "lookup_timeout": 5.0},
+    }
+    command = [
+        PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny",
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
+        "--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8", "--seed", "0",
+        "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer),
+        "--middleware", "foreword.integrations.vllm_prefixes.NamedPrefixes", *(("--api-key", key) if key else ()),
+    ]  # fmt: skip
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(CHECKOUT),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    log = folder / f"server-{port}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+    return Server(f"http://127.0.0.1:{port}", key, process, log)
+
+
+def ready(server: Server) -> Server:
+    def healthy() -> bool:
+        assert server.process.poll() is None, server.log.read_text()[-4000:]
+        with contextlib.suppress(httpx.TransportError):
+            return server.ask("GET", "/health").status_code == 200
+        return False
+
+    wait_for(healthy, 300)
+    return server
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("serve")
+    model = folder / "model"
+    make_model(model)
+    started = Pair(model, folder, start(model, folder, 0, None), start(model, folder, 1, KEY))
+    try:
+        ready(started.first)
+        ready(started.second)
+        yield started
+    finally:
+        for server in (started.first, started.second):
+            server.stop(signal.SIGKILL)
+
+
+def text(seed: int, length: int) -> str:
+    words = [f"w{(seed * 7919 + i * i) % 997}" for i in range(length)]
+    return " ".join(words)[:length]
+
+
+def test_what_one_computed_the_other_loads(pair: Pair) -> None:
+    """A prompt that one server computed is loaded by the other, which never saw it, and both answer as the model does
+    without any cache; the metrics count it (R24, R25)."""
+    prompt = text(1, 400)
+    right = pair.reference(prompt)
+    computed = pair.first.complete(prompt)
+    assert (computed["tokens"], computed["cached"], computed["prompt"]) == (right, 0, 400)
+    wait_for(lambda: pair.blocks() >= 400 // BLOCK)
+    before = pair.second.metric("vllm:external_prefix_cache_hits_total")
+    loaded = pair.second.complete(prompt)
+    assert (loaded["tokens"], loaded["cached"]) == (right, 400 // BLOCK * BLOCK)
+    assert pair.second.metric("vllm:external_prefix_cache_hits_total") - before == 400 // BLOCK * BLOCK
+
+
+def test_the_openai_client_streams(pair: Pair) -> None:
+    """OpenAI's own client streams a chat, and one with a named prefix, whose answer is that of the messages written out."""
+    client = openai.OpenAI(base_url=pair.second.url + "/v1", api_key=KEY, max_retries=0)
+    start_of = [{"role": "system", "content": text(2, 150)}]
+    question: list[Any] = [{"role": "user", "content": "What is it about?"}]
+    made = pair.second.ask("POST", "/v1/prefixes", {"name": "stream", "messages": start_of})
+    assert made.status_code == 201, made.text
+
+    def stream(messages: list[Any], **more: Any) -> tuple[str, Any]:
+        chunks = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=12, temperature=0, stream=True,
+            stream_options={"include_usage": True}, extra_body={"ignore_eos": True, **more},
+        )  # fmt: skip
+        pieces = list(chunks)
+        return "".join(one.choices[0].delta.content or "" for one in pieces if one.choices), pieces[-1].usage
+
+    named, usage = stream(question, prefix="stream")
+    written, _ = stream([*start_of, *question])
+    assert named == written and named
+    assert usage.prompt_tokens_details.cached_tokens >= 150 // BLOCK * BLOCK
+    wait_for(lambda: pair.second.ask("GET", "/v1/prefixes/stream").json()["hit_tokens"] >= 150 // BLOCK * BLOCK)
+
+
+def test_a_named_prefix_is_known_to_both(pair: Pair) -> None:
+    """A prefix registered on one server is pinned in the store and used on the other by its name, with the answer of the
+    whole text; a wrong name is a 404 that says a close one (R15 to R18)."""
+    content, rest = text(3, 300), " and then what?"
+    made = pair.first.ask("POST", "/v1/prefixes", {"name": "manual", "content": content})
+    assert made.status_code == 201, made.text
+    described = made.json()
+    assert set(described) == set(describe(NamedPrefix("x", 1, "text", "x", (1,), 0.0)))
+    assert (described["version"], described["num_tokens"], described["ready"]) == (1, 300, True)
+    assert described["bytes"] == 300 // BLOCK * BLOCK * 3 * 2 * 2 * 32 * 4
+    assert pair.blocks(pinned=True) >= 300 // BLOCK
+    used = pair.second.complete(rest, prefix="manual")
+    assert used["tokens"] == pair.reference(content + rest)
+    assert (used["cached"], used["prompt"]) == (300 // BLOCK * BLOCK, 300 + len(rest))
+    several = pair.second.ask(
+        "POST", "/v1/completions", {"prompt": [rest, [5, 6]], "prefix": "manual", "max_tokens": 1}
+    )
+    assert several.json()["usage"]["prompt_tokens"] == 600 + len(rest) + 2
+    wrong = pair.second.ask("POST", "/v1/completions", {"prompt": rest, "prefix": "manul"})
+    assert wrong.status_code == 404 and "'manual'" in wrong.json()["error"]["message"]
+    other = pair.second.ask("POST", "/v1/chat/completions", {"messages": [], "prefix": "manual"})
+    assert other.status_code == 400 and "messages" in other.json()["error"]["message"]
+    shown = pair.second.ask("GET", "/v1/prefixes/manual").json()
+    assert shown["content"] == content and shown["uses"] == 2 and shown["version"] == 1
+
+
+def test_replaced_and_removed_by_the_command(pair: Pair) -> None:
+    """`foreword prefix` adds, replaces, lists and removes on a vLLM server; what it let go is not pinned any longer, but
+    for what another prefix shares with it, and both servers know (R18)."""
+    was = pair.blocks(pinned=True)
+    shared, tail = text(4, 160), text(5, 128)
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "foreword", "prefix", *arguments, "--server", pair.second.url, "--api-key", KEY],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+    def add(*arguments: str) -> str:
+        done = command("add", *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "version 1" in add("short", "--text", shared)
+    assert "version 1" in add("long", "--text", shared + tail)
+    assert pair.blocks(pinned=True) - was == (160 + 128) // BLOCK
+    assert command("add", "long", "--text", shared).returncode == 2
+    assert "version 2" in add("long", "--text", shared + text(6, 64), "--replace")
+    assert pair.blocks(pinned=True) - was == (160 + 64) // BLOCK
+    assert "long  version 2  text  224 tokens" in command("list").stdout
+    assert pair.first.ask("GET", "/v1/prefixes/long").json()["version"] == 2
+    assert "removed long (version 2)" in command("remove", "long").stdout
+    assert pair.blocks(pinned=True) - was == 160 // BLOCK
+    wait_for(lambda: pair.first.ask("GET", "/v1/prefixes/long").status_code == 404)
+    assert command("remove", "short").returncode == 0
+    assert pair.blocks(pinned=True) == was
+    assert "Did you mean" in command("show", "strem").stderr
+
+
+def test_the_key_is_asked_for(pair: Pair) -> None:
+    """Where vLLM asks for an API key, prefixes cannot be seen, made, guessed or used without it."""
+    for method, path, body in (
+        ("GET", "/v1/prefixes", None),
+        ("POST", "/v1/prefixes", {"name": "mine", "content": "x"}),
+        ("DELETE", "/v1/prefixes/stream", None),
+        ("POST", "/v1/completions", {"prompt": "x", "prefix": "manul"}),
+    ):
+        refused = pair.second.ask(method, path, body, key="another key")
+        assert refused.status_code == 401 and "manual" not in refused.text
+    assert pair.second.ask("GET", "/v1/prefixes/mine").status_code == 404
+
+
+def test_bad_requests_say_what_to_do(pair: Pair) -> None:
+    """What is wrong with a prefix is said in a sentence, and nothing is registered."""
+    for body, status, word in (
+        ({"name": "a b", "content": "x"}, 400, "letters"),
+        ({"name": "both", "content": "x", "messages": [{"role": "user", "content": "x"}]}, 400, "either"),
+        ({"name": "none"}, 400, "either"),
+        ({"name": "empty", "content": ""}, 400, "empty"),
+        ({"content": "x"}, 400, "name"),
+        ({"name": "long", "content": "x" * 5000}, 400, "1024"),
+    ):
+        answer = pair.first.ask("POST", "/v1/prefixes", body)
+        assert answer.status_code == status and word in answer.json()["error"]["message"], answer.text
+    found = pair.first.ask("GET", "/v1/prefixes").json()
+    assert {prefix["name"] for prefix in found["data"]} == {"manual", "stream"}
+    assert found["budget_bytes"] == 128 << 20
+
+
+def test_a_restarted_server_is_warm(pair: Pair) -> None:
+    """A server that starts again loads what it, or another one, computed before; it knows the named prefixes, and has
+    computed again, and pinned, what the store had lost of one."""
+    prompt, content, rest = text(7, 350), text(3, 300), " and then what?"
+    answer = pair.second.complete(prompt)["tokens"]
+    wait_for(lambda: pair.blocks() >= 350 // BLOCK)
+    pair.second.stop()
+    with contextlib.closing(open_store([pair.store])) as store:
+        mine = [e.name for e in store.scan(deadline=time.monotonic() + 30) if e.pinned and e.depth >= 5]
+        assert store.delete(mine, deadline=time.monotonic() + 30) == 300 // BLOCK - 5
+    was = pair.blocks(pinned=True)
+    pair.second = ready(start(pair.model, pair.folder, 1, KEY))
+    again = pair.second.complete(prompt)
+    assert (again["tokens"], again["cached"]) == (answer, 350 // BLOCK * BLOCK)
+    wait_for(lambda: pair.blocks(pinned=True) - was == 300 // BLOCK - 5, 60)
+    used = pair.second.complete(rest, prefix="manual")
+    assert used["tokens"] == pair.reference(content + rest) and used["cached"] == 300 // BLOCK * BLOCK
