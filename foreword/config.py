@@ -184,6 +184,54 @@ class StoreConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """How KV travels between instances.
+
+    Attributes:
+        bind: where to listen: `host:port` (port 0 takes a free one) or `unix:/path`. Anything but loopback needs a secret.
+        advertise: the address under which others reach this instance, and only this one; None for the one bound.
+        secret: shared by all instances, 16 characters or more. None: only peers on this host are served.
+        links: what may carry payloads; the first that both sides can do does.
+        ring: bytes per connection and direction that are under way and not read yet; also the longest part (half of it in
+            shared memory).
+        queue: bytes per connection that may wait to be sent.
+        connect_timeout: seconds for a connection to come about.
+        answer_timeout: seconds for a yes or no to a transfer.
+        progress_timeout: seconds without any sign of progress after which a transfer, or a link that moves nothing, ends.
+        lease_seconds: how long blocks are kept for the other side without a sign of it.
+        beat_seconds: an idle connection gives a sign of life so often; five missed ones are the end of it.
+        max_transfers, max_connections: at a time; more are refused.
+    """
+
+    bind: str = "127.0.0.1:0"
+    advertise: str | None = None
+    secret: str | None = None
+    links: tuple[str, ...] = ("shm", "tcp")
+    ring: str = "32MiB"
+    queue: str = "32MiB"
+    connect_timeout: float = 5.0
+    answer_timeout: float = 10.0
+    progress_timeout: float = 30.0
+    lease_seconds: float = 60.0
+    beat_seconds: float = 2.0
+    max_transfers: int = 256
+    max_connections: int = 64
+
+    def __post_init__(self) -> None:
+        if self.secret is not None and len(self.secret) < 16:
+            raise ConfigError("transfer.secret has at least 16 characters; `openssl rand -hex 32` makes a good one")
+        if "tcp" not in self.links or not set(self.links) <= {"tcp", "shm"}:
+            raise ConfigError(f"transfer.links are tcp and, if wanted, shm, not {', '.join(self.links)}")
+        if parse_bytes(self.ring) < 1 << 16 or parse_bytes(self.queue) < 1:
+            raise ConfigError("transfer.ring is at least 64KiB and transfer.queue at least one byte")
+        for name in ("connect_timeout", "answer_timeout", "progress_timeout", "lease_seconds", "beat_seconds"):
+            if not 0.05 <= getattr(self, name) <= 3600:
+                raise ConfigError(f"transfer.{name} is between 0.05 and 3600 seconds, not {getattr(self, name)}")
+        _at_least("transfer.max_transfers", self.max_transfers, 1)
+        _at_least("transfer.max_connections", self.max_connections, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All rooms together."""
 
@@ -191,6 +239,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     prefixes: PrefixConfig = field(default_factory=PrefixConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
 
 
 def load_config(

@@ -83,8 +83,12 @@ class Link(Protocol):
     bytes that are no message. After any of them, except a TransferTimeout of `receive`, the link is of no use.
     """
 
+    capabilities: Capabilities
+
     @property
-    def capabilities(self) -> Capabilities: ...
+    def heard(self) -> float:
+        """When the last bytes came, whole message or not; before the first ones, when the link was made."""
+        ...
 
     def send(
         self,

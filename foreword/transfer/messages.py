@@ -250,13 +250,6 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
-    """Everything up to this place of the sender's shared segment was read."""
-
-    place: Large
-
-
-@dataclass(frozen=True, slots=True)
 class Beat:
     """A sign of life."""
 
@@ -287,7 +280,6 @@ Message = (
     | Introduce
     | Segment
     | Chosen
-    | Released
     | Beat
     | Bye
 )
@@ -312,16 +304,15 @@ _KINDS: Final[dict[int, type[Message]]] = {
     40: Introduce,
     41: Segment,
     42: Chosen,
-    43: Released,
-    44: Beat,
-    45: Bye,
+    43: Beat,
+    44: Bye,
 }
 _NUMBERS: Final = {kind: number for number, kind in _KINDS.items()}
 _DECODERS: Final = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
 _ENCODER: Final = msgspec.msgpack.Encoder()
 # Only these may be followed by a payload, only these belong to no transfer.
 _WITH_PAYLOAD: Final = (Part, Frames)
-_OF_CONNECTION: Final = (Introduce, Segment, Chosen, Released, Beat, Bye)
+_OF_CONNECTION: Final = (Introduce, Segment, Chosen, Beat, Bye)
 
 
 class Head(NamedTuple):

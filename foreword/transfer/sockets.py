@@ -1,0 +1,227 @@
+"""Sockets: addresses, options, and a stream that sends from and receives into memory where it lies.
+
+Every system call gives up after a quarter of a second and the caller looks at its deadline: no call hangs, and none needs its
+time limit set anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from foreword.errors import ConfigError, PeerGone, TransferTimeout, TransferUnavailable
+from foreword.transfer.messages import Buffer
+
+_TICK: Final = 0.25
+_TIMEVAL: Final = struct.pack("ll", 0, int(_TICK * 1e6))
+_MOST_BUFFERS: Final = 256
+_BACKLOG: Final = 64
+_UNIX: Final = "unix:"
+_GONE: Final = frozenset({errno.ECONNREFUSED, errno.ENOENT})
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`host:port`, `[v6 host]:port`, or `unix:/path`."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.path:
+            return _UNIX + self.path
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        """A Unix socket, or a name or number of the loopback interface."""
+        if self.path or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def parse_address(text: str) -> Address:
+    """Raises ConfigError."""
+    if text.startswith(_UNIX):
+        path = text[len(_UNIX) :]
+        if not path or len(os.fsencode(path)) > 100:
+            raise ConfigError(f"{text!r} is not the address of a Unix socket: a path of 1 to 100 bytes follows unix:")
+        return Address(path=path)
+    host, colon, port = text.removeprefix("tcp://").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{text!r} is not an address; write host:port, [v6 host]:port or unix:/path")
+    return Address(host, int(port))
+
+
+def connect(address: Address, *, deadline: float) -> socket.socket:
+    """Raises PeerGone where nobody listens, TransferUnavailable, TransferTimeout."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TransferTimeout(f"no time left to connect to {address}")
+    try:
+        if address.path:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with _closed_on_error(sock):
+                sock.settimeout(left)
+                sock.connect(address.path)
+        else:
+            sock = socket.create_connection((address.host, address.port), timeout=left)
+    except TimeoutError as error:
+        raise TransferTimeout(f"{address} did not answer") from error
+    except OSError as error:
+        kind = PeerGone if error.errno in _GONE else TransferUnavailable
+        raise kind(f"cannot connect to {address}: {error.strerror or error}") from error
+    if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
+        # TCP may connect a port of the free range to itself when nobody listens there.
+        sock.close()
+        raise PeerGone(f"cannot connect to {address}: nobody listens")
+    return tune(sock)
+
+
+def listen(address: Address) -> tuple[socket.socket, Address]:
+    """A listening socket, and its address with the port that was taken. Raises ConfigError."""
+    try:
+        if address.path:
+            return _listen_unix(address), address
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        sock = socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {address}: {error.strerror or error}") from error
+    return sock, Address(address.host, int(sock.getsockname()[1]))
+
+
+def _listen_unix(address: Address) -> socket.socket:
+    """A socket file is left behind by a killed process; one at which nobody listens is taken over."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.lstat(address.path).st_mode):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(address.path) in _GONE:
+                    os.unlink(address.path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _closed_on_error(sock):
+        before = os.umask(0o177)
+        try:
+            sock.bind(address.path)
+        finally:
+            os.umask(before)
+        sock.listen(_BACKLOG)
+    return sock
+
+
+@contextlib.contextmanager
+def _closed_on_error(sock: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        sock.close()
+        raise
+
+
+def peer_is_local(sock: socket.socket) -> bool:
+    """Whether the other end of a connected socket is on this host, as far as its address tells."""
+    if sock.family == socket.AF_UNIX:
+        return True
+    try:
+        host = sock.getpeername()[0]
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except (OSError, ValueError):
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    return bool((mapped or found).is_loopback)
+
+
+def tune(sock: socket.socket) -> socket.socket:
+    """No delay, keep-alive, and system calls that return within a quarter of a second."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return sock
+
+
+class Stream:
+    """A connected, tuned socket. One thread sends, one receives, any may close.
+
+    Attributes:
+        heard: time of the last byte that came.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.heard = time.monotonic()
+        self._closed = False
+
+    def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
+        """All bytes of all buffers. The deadline is for the next byte to go. Raises TransferTimeout, TransferUnavailable."""
+        patience = deadline - time.monotonic()
+        left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        while left:
+            try:
+                sent = self.sock.sendmsg(left[:_MOST_BUFFERS])
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError as error:
+                raise self._unavailable(error) from error
+            if sent:
+                deadline = time.monotonic() + patience
+            elif time.monotonic() >= deadline:
+                raise TransferTimeout("the peer takes no bytes")
+            while left and sent >= len(left[0]):
+                sent -= len(left.pop(0))
+            if sent:
+                left[0] = left[0][sent:]
+
+    def fill(self, view: memoryview) -> Iterator[None]:
+        """Receive until the view is full; yields whenever a quarter of a second brought nothing. Raises TransferUnavailable."""
+        done, size = 0, len(view)
+        while done < size:
+            try:
+                count = self.sock.recv_into(view[done:], 0, socket.MSG_WAITALL)
+            except (BlockingIOError, InterruptedError):
+                yield
+                continue
+            except OSError as error:
+                raise self._unavailable(error) from error
+            if not count:
+                raise TransferUnavailable("the peer has closed the connection")
+            done += count
+            self.heard = time.monotonic()
+
+    def read(self, size: int, deadline: float) -> bytes:
+        """Exactly `size` bytes. Raises TransferTimeout, TransferUnavailable."""
+        data = bytearray(size)
+        for _ in self.fill(memoryview(data)):
+            if time.monotonic() >= deadline:
+                raise TransferTimeout("the peer is silent")
+        return bytes(data)
+
+    def close(self) -> None:
+        self._closed = True
+        # Wakes whoever is inside a system call on it; closing alone does not.
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+    def _unavailable(self, error: OSError) -> TransferUnavailable:
+        if self._closed:
+            return TransferUnavailable("the connection is closed")
+        return TransferUnavailable(f"the connection broke: {error.strerror or error}")
