@@ -113,7 +113,7 @@ class Directory:
         remembered, so that the removal of one of them does not hide the other.
         """
         slot = self._slot(replica, tier)
-        depth = self._depth_after(parent, slot)
+        depth = first = self._depth_after(parent, slot)
         width = slot.to_bytes(2, "little")
         bit = 1 << tier
         for key in keys:
@@ -128,7 +128,8 @@ class Directory:
                 bucket[at + _NEEDLE] = tiers | bit
                 _set_epoch(bucket, at, self._epoch)
             depth += 1
-            self._note_write()
+        # Not in the middle of a chain: its head would count as older than its tail.
+        self._note_writes(depth - first)
         if self._dead:
             self.scrub(1)
 
@@ -338,8 +339,8 @@ class Directory:
             self._counts[record[1]] += 1
         bucket[:] = b"".join([_RECORD.pack(*record) for record in living])
 
-    def _note_write(self) -> None:
-        self._writes += 1
+    def _note_writes(self, count: int) -> None:
+        self._writes += count
         if self._writes >= self._epoch_writes:
             self._writes = 0
             self._epoch = (self._epoch + 1) % _EPOCHS

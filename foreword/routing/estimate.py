@@ -89,11 +89,6 @@ class Estimate:
             self.factor = min(self.factor * _GROW, 1.0)
         self.sent(keys)
 
-    def lost(self, keys: Sequence[bytes], actual: int) -> None:
-        """Of a prompt's blocks those from number `actual` on are not there."""
-        for key in keys[actual:]:
-            self._keys.pop(key[:_SHORT_KEY], None)
-
     def cleared(self) -> None:
         self._keys.clear()
 

@@ -11,8 +11,8 @@ For each candidate
 
 A session stays where it was unless that costs too much more than the cheapest (`Stickiness`). Candidates whose costs are
 nearly equal are taken in the order of a hash of the prompt's own prefix and the replica's name (rendezvous hashing), so that
-prompts that nobody has spread, and come back to the same place. A prefix that everyone has draws no one: it makes all cheaper by
-the same.
+prompts that nobody has spread, and come back to the same place. A prefix that everyone has draws no one: it makes all
+cheaper by the same.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class Decision:
     Attributes:
         replica: its name; None if no candidate takes requests.
         prices: of every candidate that was considered, in the order given.
-        reason: one word: `cheapest`, `session` (stayed), `moved` (left its session's replica), `only`, `none`, or a policy's name.
+        reason: one word: `cheapest`, `session` (stayed), `moved` (left its session's replica), `only`, `none`, or the name of
+            another policy.
         prefill: the replica that computes the prompt, where that is another one.
         home: the replica where the session was.
     """

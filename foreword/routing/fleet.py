@@ -1,0 +1,303 @@
+"""All that a router decides with: what replicas hold, what they have to do, what time costs there. Pure; times are given.
+
+    fleet.add("a"); fleet.add("b")
+    decision = fleet.place(query, now)            where to?
+    fleet.sent("request-1", query, decision, now)
+    fleet.first_token("request-1", now)
+    fleet.finished("request-1", now, cached_tokens=4096, output_tokens=200)
+
+One thread calls it. Seconds are of any one clock that never goes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from foreword.errors import ConfigError, NotFound, did_you_mean
+from foreword.routing.costs import Learner, ReplicaCosts
+from foreword.routing.directory import Directory, Holdings, Reach
+from foreword.routing.disaggregation import Disaggregation
+from foreword.routing.estimate import Accuracy, Estimate, InFlight
+from foreword.routing.load import Load, Sent
+from foreword.routing.placement import Candidate, CheapestFirstToken, Decision, Policy, Query
+from foreword.routing.sessions import Sessions
+
+Role = Literal["both", "prefill", "decode"]
+
+_UNKNOWN_CAPACITY: Final = 65_536
+_USUAL_OUTPUT: Final = 256
+# Answers shorter than this tell little of the time between tokens.
+_TOLD_TOKENS: Final = 8
+
+
+@dataclass(slots=True)
+class Replica:
+    """One replica as the router knows it.
+
+    Attributes:
+        role: whether it computes prompts, decodes, or both.
+        excluded: why it takes no requests at this moment; empty if it does.
+        sends_events: what it holds is known from events; else it is estimated.
+        capacity_tokens: of its KV memory, None if that is not known.
+        reported_tokens, reported_running: what it says itself that it has to do, beyond what was sent from here.
+    """
+
+    name: str
+    role: Role = "both"
+    excluded: str = ""
+    sends_events: bool = False
+    block_size: int | None = None
+    capacity_tokens: int | None = None
+    max_queued: int | None = None
+    reported_tokens: int = 0
+    reported_running: int = 0
+    load: Load = field(default_factory=Load)
+    learner: Learner = field(default_factory=Learner)
+    in_flight: InFlight = field(default_factory=InFlight)
+    accuracy: Accuracy = field(default_factory=Accuracy)
+    estimate: Estimate | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    replica: str
+    computes: str
+    keys: Sequence[bytes]
+    tokens: int
+    block_size: int
+    expected: int
+    in_flight: bool = True
+
+
+class Fleet:
+    """The replicas, and where the next request goes.
+
+    Args:
+        policy: decides (`baselines.policy_named`).
+        directory: what events tell; give it to the feeds.
+        sessions: where sessions were.
+        disaggregation: when prompts are computed apart, if there are replicas for that.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        directory: Directory | None = None,
+        sessions: Sessions | None = None,
+        disaggregation: Disaggregation | None = None,
+    ) -> None:
+        self.policy = policy or CheapestFirstToken()
+        self.directory = directory or Directory()
+        self.sessions = sessions or Sessions()
+        self.disaggregation = disaggregation or Disaggregation()
+        self.replicas: dict[str, Replica] = {}
+        self.moved = 0
+        self._requests: dict[str, _Request] = {}
+
+    # Replicas
+
+    def add(
+        self,
+        name: str,
+        *,
+        role: Role = "both",
+        sends_events: bool = False,
+        block_size: int | None = None,
+        capacity_tokens: int | None = None,
+        max_queued: int | None = None,
+        costs: ReplicaCosts | None = None,
+    ) -> Replica:
+        """A replica comes. Raises ConfigError if there is one of that name, or for an unknown role."""
+        if name in self.replicas:
+            raise ConfigError(f"there is a replica named {name!r} already")
+        if role not in ("both", "prefill", "decode"):
+            raise ConfigError(f"a replica's role is both, prefill or decode, not {role!r}")
+        replica = Replica(name, role, "", sends_events, block_size, capacity_tokens, max_queued, learner=Learner(costs))
+        self.replicas[name] = replica
+        return replica
+
+    def remove(self, name: str) -> None:
+        """A replica goes; requests in flight there are still told as finished. Raises NotFound."""
+        self._replica(name)
+        del self.replicas[name]
+        self.directory.cleared(name)
+        self.sessions.left(name)
+
+    def exclude(self, name: str, reason: str) -> None:
+        """A replica takes no new requests: `reason` says why (`draining`, `unhealthy: ...`); an empty one takes it back in.
+        Raises NotFound."""
+        self._replica(name).excluded = reason
+
+    def restarted(self, name: str) -> None:
+        """A replica lost what it held. Raises NotFound."""
+        estimate = self._replica(name).estimate
+        if estimate is not None:
+            estimate.cleared()
+        self.directory.cleared(name)
+
+    # Requests
+
+    def place(self, query: Query, now: float, *, avoid: Sequence[str] = ()) -> Decision:
+        """Where a request should go. Changes nothing but the policy's own state. `avoid` names replicas where it failed."""
+        home = self.sessions.home(query.session, query.keys, now)
+        found = self.candidates(query, now, avoid)
+        decode = [one for one in found if self.replicas[one.name].role != "prefill"]
+        if len(decode) == len(found):
+            return self.policy.choose(query, decode, home)
+        prefill = [one for one in found if self.replicas[one.name].role != "decode"]
+        return self.disaggregation.choose(query, prefill, decode, self.policy, home)
+
+    def candidates(self, query: Query, now: float, avoid: Sequence[str] = ()) -> list[Candidate]:
+        """Every replica as it stands now, for this request."""
+        held: dict[int, Holdings] = {}
+        found: list[Candidate] = []
+        for replica in self.replicas.values():
+            size = replica.block_size or query.block_size
+            keys = query.keys_at(size)
+            if size not in held:
+                held[size] = self.directory.held(keys)
+            reach = _at_least(held[size].of(replica.name), _expected_blocks(replica, keys))
+            found.append(self._candidate(replica, query, reach, size, now, replica.name in avoid))
+        return found
+
+    def _candidate(
+        self, replica: Replica, query: Query, reach: Reach, size: int, now: float, avoided: bool
+    ) -> Candidate:
+        load, costs = replica.load, replica.learner.costs
+        excluded = replica.excluded or ("it failed this request" if avoided else "")
+        queued = len(load.waiting)
+        if not excluded and replica.max_queued is not None and queued >= replica.max_queued:
+            excluded = f"overloaded: {queued} requests wait there"
+        return Candidate(
+            replica.name,
+            costs,
+            reach,
+            load.queued_tokens(now, costs.prefill) + replica.reported_tokens,
+            queued,
+            len(load.running) + replica.reported_running,
+            load.memory_wait(_resident(query), replica.capacity_tokens),
+            size,
+            excluded,
+        )
+
+    def sent(self, request: str, query: Query, decision: Decision, now: float) -> None:
+        """A request went where the decision says. Raises ConfigError if a request of that name is in flight, NotFound if the
+        decision names no replica."""
+        if request in self._requests:
+            raise ConfigError(f"a request named {request!r} is in flight already")
+        chosen = decision.price
+        if decision.replica is None or chosen is None:
+            raise NotFound(decision.in_words())
+        self._replica(decision.replica)
+        computing = self._replica(decision.prefill or decision.replica)
+        size = computing.block_size or query.block_size
+        keys = query.keys_at(size)
+        load = computing.load
+        queued = load.queued_tokens(now, computing.learner.costs.prefill)
+        sent = Sent(query.tokens, chosen.computed, _resident(query), now, queued, len(load.running))
+        load.sent(request, sent, now)
+        computing.in_flight.add(keys)
+        if not computing.sends_events:
+            self._estimate(computing, size).sent(keys)
+        else:
+            self.directory.touched(computing.name, keys[: chosen.reused // size])
+        self._requests[request] = _Request(decision.replica, computing.name, keys, query.tokens, size, chosen.reused)
+        self.moved += decision.home is not None and decision.home != decision.replica
+        self.sessions.went(query.session, query.keys, decision.replica, now)
+
+    def first_token(self, request: str, now: float) -> None:
+        """The first token of a request came. Unknown requests are ignored."""
+        known = self._requests.get(request)
+        if known is None:
+            return
+        self._land(known)
+        computing = self.replicas.get(known.computes)
+        sent = computing.load.first_token(request, now) if computing else None
+        if computing is not None and sent is not None and known.computes != known.replica:
+            self._hand_over(computing, request, known, sent, now)
+
+    def _hand_over(self, computing: Replica, request: str, known: _Request, sent: Sent, now: float) -> None:
+        """The prompt was computed apart: from now on the request decodes elsewhere."""
+        computing.load.finished(request, now)
+        decoding = self.replicas.get(known.replica)
+        if decoding is not None:
+            decoding.load.running[request] = sent
+            decoding.load.resident += sent.resident
+
+    def finished(
+        self, request: str, now: float, *, cached_tokens: int | None = None, output_tokens: int | None = None
+    ) -> None:
+        """A request ended well; `cached_tokens` is what the answer says was found. Unknown requests are ignored."""
+        known = self._requests.pop(request, None)
+        if known is None:
+            return
+        self._land(known)
+        computing, decoding = self.replicas.get(known.computes), self.replicas.get(known.replica)
+        running = len(decoding.load.running) if decoding else 0
+        sent = self._end(request, known, now)
+        if computing is None or sent is None:
+            return
+        if cached_tokens is not None:
+            computing.accuracy.note(known.expected, cached_tokens)
+            if computing.estimate is not None:
+                size = known.block_size
+                computing.estimate.answered(known.keys, known.expected // size, -(-cached_tokens // size))
+        if not sent.has_begun:
+            return
+        computed = sent.computed if cached_tokens is None else max(sent.tokens - cached_tokens, 1)
+        computing.learner.note_first_token(sent.queued_tokens + computed, sent.running, sent.first_at - sent.sent_at)
+        if decoding is not None and output_tokens is not None and output_tokens >= _TOLD_TOKENS:
+            decoding.learner.note_decode(running, (now - sent.first_at) / (output_tokens - 1))
+
+    def failed(self, request: str, now: float) -> None:
+        """A request ended without an answer, or its client went away: nothing is learned from it. Unknown ones are ignored."""
+        known = self._requests.pop(request, None)
+        if known is not None:
+            self._land(known)
+            self._end(request, known, now)
+
+    def _land(self, known: _Request) -> None:
+        replica = self.replicas.get(known.computes)
+        if known.in_flight and replica is not None and known.keys:
+            replica.in_flight.remove(known.keys)
+        known.in_flight = False
+
+    def _end(self, request: str, known: _Request, now: float) -> Sent | None:
+        ended = [
+            self.replicas[name].load.finished(request, now)
+            for name in {known.computes, known.replica}
+            if name in self.replicas
+        ]
+        return next((sent for sent in ended if sent is not None), None)
+
+    def _estimate(self, replica: Replica, block_size: int) -> Estimate:
+        if replica.estimate is None:
+            tokens = replica.capacity_tokens
+            replica.estimate = Estimate(max(tokens // block_size, 1) if tokens else _UNKNOWN_CAPACITY)
+        return replica.estimate
+
+    def _replica(self, name: str) -> Replica:
+        if name not in self.replicas:
+            raise NotFound(f"there is no replica named {name!r}{did_you_mean(name, self.replicas)}")
+        return self.replicas[name]
+
+    @property
+    def requests_in_flight(self) -> int:
+        return len(self._requests)
+
+
+def _expected_blocks(replica: Replica, keys: Sequence[bytes]) -> int:
+    """Leading blocks that no event has told of: being computed now, or estimated."""
+    coming = replica.in_flight.leading(keys)
+    return max(coming, replica.estimate.leading(keys)) if replica.estimate is not None else coming
+
+
+def _at_least(reach: Reach, blocks: int) -> Reach:
+    return tuple(max(one, blocks) for one in reach) if blocks else reach
+
+
+def _resident(query: Query) -> int:
+    return query.tokens + min(query.max_output or _USUAL_OUTPUT, _USUAL_OUTPUT)

@@ -1,0 +1,231 @@
+"""Events in vLLM's format, into the directory."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreword.blocks import PrefixCache
+from foreword.blocks.keys import Scope, chain_keys
+from foreword.routing.directory import NOTHING, Directory, Tier
+from foreword.routing.feed import Feed, KeyTable, Missing
+
+BLOCK = 4
+ROOT = Scope(b"m", BLOCK).root()
+Event = dict[str, object]
+
+
+def keys_of(tokens: list[int], salt: bytes = b"") -> list[bytes]:
+    return chain_keys(Scope(b"m", BLOCK, salt).root(), tokens, BLOCK)
+
+
+def hashes_of(tokens: list[int]) -> list[int]:
+    """64-bit hashes of a replica's own, for each full block of a text."""
+    return [hash(tuple(tokens[: end + BLOCK])) & (2**64 - 1) for end in range(0, len(tokens) - BLOCK + 1, BLOCK)]
+
+
+def stored(tokens: list[int], first: int = 0, **more: object) -> Event:
+    """The event that tells of a text's blocks from number `first` on."""
+    hashes = hashes_of(tokens)
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes[first:],
+        "parent_block_hash": hashes[first - 1] if first else None,
+        "token_ids": tokens[first * BLOCK :],
+        "block_size": BLOCK,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        **more,
+    }
+
+
+def removed(hashes: list[int], **more: object) -> Event:
+    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", **more}
+
+
+def feed() -> tuple[Directory, Feed]:
+    directory = Directory(10_000)
+    return directory, Feed(directory, "r", b"m", BLOCK)
+
+
+TEXT = list(range(100, 140))
+
+
+def test_blocks_are_found_by_our_own_keys() -> None:
+    """Hashes of any kind are translated by their tokens and parents, and removed by the hash alone."""
+    directory, one = feed()
+    one.receive(0, [stored(TEXT[:20]), stored(TEXT, 5)])
+    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 10
+    one.receive(1, [removed(hashes_of(TEXT)[7:])])
+    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 7
+    one.receive(2, [{"type": "AllBlocksCleared"}])
+    assert directory.held(keys_of(TEXT)).of("r") == NOTHING
+
+
+def test_long_hashes_and_lists() -> None:
+    """Hashes of 32 bytes, and events as lists (as older versions send them), mean the same."""
+    directory, one = feed()
+    names = [bytes([i]) * 32 for i in range(1, 4)]
+    one.apply(["BlockStored", names, None, TEXT[:12], BLOCK, None])
+    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 3
+    one.apply(["BlockRemoved", names[2:]])
+    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 2
+
+
+def test_media_are_tiers() -> None:
+    """What was offloaded to host memory or to storage is found there."""
+    directory, one = feed()
+    one.receive(0, [stored(TEXT[:8]), stored(TEXT[:16], medium="CPU"), stored(TEXT, medium="STORAGE")])
+    assert directory.held(keys_of(TEXT)).of("r") == (2, 4, 10, 10)
+    one.receive(1, [removed(hashes_of(TEXT)[2:], medium="CPU")])
+    assert directory.held(keys_of(TEXT)).of("r") == (2, 2, 10, 10)
+
+
+def test_salts_are_told_apart() -> None:
+    """A block that was stored with a salt is not found without it, nor with another; its children follow it."""
+    directory, one = feed()
+    salted = [("tenant",)] + [None] * 4
+    one.receive(0, [stored(TEXT[:20], extra_keys=salted), stored(TEXT, 5)])
+    assert directory.held(keys_of(TEXT)).of("r") == NOTHING
+    assert directory.held(keys_of(TEXT, b"other")).of("r") == NOTHING
+    assert directory.held(keys_of(TEXT, b"tenant")).of("r")[Tier.DEVICE] == 10
+
+
+def test_what_cannot_be_named_is_skipped() -> None:
+    """Adapters, images, unknown parents, other block sizes and unknown media are counted, and nothing is believed of them."""
+    directory, one = feed()
+    one.receive(
+        0,
+        [
+            stored(TEXT, lora_name="adapter"),
+            stored(TEXT, extra_keys=[(("image", 3),)] + [None] * 9),
+            stored(TEXT, extra_keys=[None, (("image", 3),)] + [None] * 8),
+            stored(TEXT, 5),
+            stored(TEXT, block_size=8),
+            stored(TEXT, medium="TAPE"),
+        ],
+    )
+    assert len(directory) == 0
+    assert one.counters.skipped_blocks == 55
+    assert one.counters.malformed == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.binary(max_size=9),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "medium"]),
+                inner,
+            )
+        ),
+    ),
+    st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "New"]),
+)
+def test_nonsense_is_counted_not_raised(junk: object, kind: str) -> None:
+    """Whatever a replica sends, the feed goes on and the directory stays sound."""
+    directory, one = feed()
+    one.apply(junk)
+    one.apply({"type": kind, **(junk if isinstance(junk, dict) else {"block_hashes": junk})})
+    one.apply([kind, junk, junk, junk, junk])
+    one.apply(stored(TEXT))
+    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 10
+
+
+def test_a_gap_is_replayed() -> None:
+    """Message 2 is missing: nothing is done before it was handed over, and live messages that were replayed count once."""
+    directory, one = feed()
+    assert one.receive(0, [stored(TEXT[:8])]) is None
+    assert one.receive(2, [stored(TEXT[:16], 3)]) == Missing(1, 2)
+    for number, event in ((1, stored(TEXT[:12], 2)), (2, stored(TEXT[:16], 3)), (3, stored(TEXT[:20], 4))):
+        assert one.receive(number, [event], replayed=True) is None
+    assert one.receive(2, [stored(TEXT[:16], 3)]) is None
+    assert one.receive(3, [removed(hashes_of(TEXT[:20])[4:])]) is None, "it was replayed already"
+    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 5
+    assert one.receive(4, [removed(hashes_of(TEXT[:20])[4:])]) is None
+    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 4
+    assert (one.counters.gaps, one.counters.clears) == (1, 0)
+
+
+def test_a_gap_that_nobody_fills_costs_all() -> None:
+    """Removals may have been in the gap, so nothing of before is believed."""
+    directory, one = feed()
+    one.receive(0, [stored(TEXT)])
+    assert one.receive(5, [stored(TEXT[:8])]) == Missing(1, 5)
+    one.skip_to(5)
+    assert one.receive(5, [stored(TEXT[:8])]) is None
+    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 2
+
+
+def test_who_comes_late_begins_where_it_can() -> None:
+    """The first message has number 900: what is left of the replay counts, whatever parents are unknown."""
+    directory, one = feed()
+    assert one.receive(900, []) == Missing(0, 900)
+    one.skip_to(899)
+    assert one.receive(899, [stored(TEXT)], replayed=True) is None
+    assert one.receive(900, [stored(TEXT[:8] + [7] * 8, 2)]) is None
+    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 10
+    assert directory.held(keys_of(TEXT[:8] + [7] * 8)).of("r")[Tier.DEVICE] == 4
+
+
+def test_a_restart_begins_anew() -> None:
+    """A live message with a number that came before: the replica was restarted and holds nothing."""
+    directory, one = feed()
+    for number in range(4):
+        one.receive(number, [stored(TEXT)] if not number else [])
+    assert one.receive(0, [stored(TEXT[:8])]) is None
+    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 2
+    assert one.receive(2, []) == Missing(1, 2)
+
+
+def test_a_real_pool_is_followed() -> None:
+    """Events of Foreword's own pool under pressure, sent in this format: the directory holds what the pool holds."""
+    directory, one = feed()
+    sent: list[Event] = []
+    names: dict[bytes, int] = {}
+    texts: dict[bytes, list[int]] = {}
+
+    def name(key: bytes) -> int:
+        return names.setdefault(key, int.from_bytes(key[:8], "big"))
+
+    def on_stored(parent: bytes, keys: list[bytes]) -> None:
+        tokens = [token for key in keys for token in texts[key]]
+        above = None if parent == cache.root(b"") else name(parent)
+        hashes = [name(key) for key in keys]
+        sent.append(stored([]) | {"block_hashes": hashes, "parent_block_hash": above, "token_ids": tokens})
+
+    cache = PrefixCache(
+        64, BLOCK, model=b"m", on_stored=on_stored, on_removed=lambda keys: sent.append(removed([*map(name, keys)]))
+    )
+    rng = random.Random(4)
+    asked = []
+    for number in range(300):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(8, 80))]
+        asked.append(keys_of(tokens))
+        texts |= {key: tokens[i * BLOCK : (i + 1) * BLOCK] for i, key in enumerate(asked[-1])}
+        table = cache.open(tokens)
+        cache.admit(table, cache.lookup(table))
+        assert cache.advance(table, len(tokens))
+        cache.release(table)
+        one.receive(number, sent)
+        sent.clear()
+        for keys in asked[-20:]:
+            held = len(cache.pool.lookup(keys))
+            assert abs(directory.held(keys).of("r")[Tier.DEVICE] - held) <= 0
+
+
+def test_the_table_of_hashes_is_bounded() -> None:
+    """Of a thousand hashes at most a hundred are remembered, each with its own key, the last ones among them."""
+    table = KeyTable(100)
+    names = [(i * 0x9E3779B97F4A7C15 & (2**64 - 1)).to_bytes(8, "big") for i in range(1000)]
+    for name in names:
+        table.put(name, name * 4)
+    found = Counter(table.get(name) == name * 4 for name in names if table.get(name) is not None)
+    assert found[False] == 0 < found[True] <= 100
+    assert table.get(names[-1]) is not None

@@ -1,0 +1,282 @@
+"""The whole of what a router decides with, request by request."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from foreword.blocks.keys import Scope, chain_keys
+from foreword.errors import ConfigError, NotFound
+from foreword.routing.baselines import policy_named
+from foreword.routing.costs import ReplicaCosts
+from foreword.routing.directory import Tier
+from foreword.routing.fleet import Fleet
+from foreword.routing.placement import CheapestFirstToken, Decision, Query, Stickiness
+from foreword.routing.sessions import Sessions
+
+BLOCK = 16
+ROOT = Scope(b"model", BLOCK).root()
+COSTS = ReplicaCosts(prefill=1e-3, first=0.0, decode_each=0.0)
+
+
+def query(tokens: list[int], session: str | None = None) -> Query:
+    return Query(chain_keys(ROOT, tokens, BLOCK), len(tokens), BLOCK, session)
+
+
+def text(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(length)]
+
+
+def fleet_of(*names: str, **more: object) -> Fleet:
+    fleet = Fleet(CheapestFirstToken(Stickiness(seconds=0.2, ratio=1.5)))
+    for name in names:
+        fleet.add(name, costs=COSTS, **more)  # type: ignore[arg-type]
+    return fleet
+
+
+def serve(fleet: Fleet, request: str, asked: Query, now: float, cached: int | None = None) -> Decision:
+    """Send a request and answer it at once."""
+    decision = fleet.place(asked, now)
+    fleet.sent(request, asked, decision, now)
+    assert decision.price is not None
+    fleet.first_token(request, now + decision.price.total)
+    fleet.finished(request, now + decision.price.total, cached_tokens=cached, output_tokens=1)
+    return decision
+
+
+def test_a_conversation_stays_where_its_prefix_is() -> None:
+    """Without events and without a session's name, each turn goes where the one before went, and is expected to be cached."""
+    fleet = fleet_of("a", "b", "c", "d")
+    for number in range(20):
+        tokens, home = text(number, 400), None
+        for turn in range(4):
+            decision = serve(fleet, f"{number}/{turn}", query(tokens), now=float(number * 10 + turn))
+            assert home in (None, decision.replica)
+            assert (decision.expected_cached > 0) == (turn > 0)
+            home = decision.replica
+            tokens = tokens + text(number * 100 + turn, 200)
+    assert fleet.moved == 0
+    assert fleet.requests_in_flight == 0
+
+
+def test_what_is_being_computed_draws_its_like() -> None:
+    """A second request with a long prefix that is in flight follows it rather than to compute it once more; events know
+    nothing of it yet."""
+    fleet = fleet_of("a", "b", sends_events=True)
+    document = text(1, 4000)
+    first = query(document + text(2, 100))
+    place = fleet.place(first, 0.0)
+    fleet.sent("1", first, place, 0.0)
+    second = query(document + text(3, 100))
+    # Three of four seconds are over: 1 s of waiting and 0.1 s of computing, against 4.1 s.
+    decision = fleet.place(second, 3.0)
+    assert decision.replica == place.replica
+    assert decision.expected_cached == 4000
+    fleet.first_token("1", 4.1)
+    assert fleet.place(second, 5.0).expected_cached == 0, "by now the replica would have told of it"
+
+
+def test_a_queue_is_worked_off() -> None:
+    """Tokens that were sent are computed as time goes by; what is not computed when a first token comes was cached."""
+    fleet = fleet_of("a")
+    asked = query(text(1, 1000))
+    fleet.sent("1", asked, fleet.place(asked, 0.0), 0.0)
+    queued = [fleet.candidates(asked, now)[0].queued_tokens for now in (0.0, 0.4, 50.0)]
+    assert queued == [pytest.approx(1000), pytest.approx(600), pytest.approx(0)]
+    fleet.first_token("1", 0.5)
+    assert fleet.candidates(asked, 0.5)[0].queued_tokens == 0
+    assert fleet.candidates(asked, 0.5)[0].running == 1
+
+
+def test_events_count_where_there_are_any() -> None:
+    """What a replica with events held before is known from the directory, and what it removed is not expected any more."""
+    fleet = fleet_of("a", "b", sends_events=True)
+    asked = query(text(1, 800))
+    fleet.directory.stored("b", Tier.DEVICE, ROOT, asked.keys)
+    assert fleet.place(asked, 0.0).replica == "b"
+    assert fleet.place(asked, 0.0).expected_cached == 799
+    fleet.directory.removed("b", Tier.DEVICE, asked.keys[10:])
+    assert fleet.place(asked, 0.0).expected_cached == 160
+    fleet.restarted("b")
+    assert fleet.place(asked, 0.0).expected_cached == 0
+
+
+def test_answers_correct_the_estimate_and_are_counted() -> None:
+    """A replica that finds less than was expected is believed to keep less, and both numbers are there to be shown."""
+    fleet = fleet_of("a", capacity_tokens=16_000)
+    asked = query(text(1, 800))
+    for turn in range(5):
+        serve(fleet, str(turn), asked, float(turn), cached=0)
+    replica = fleet.replicas["a"]
+    assert replica.estimate is not None and replica.estimate.limit < 1000
+    assert replica.accuracy.expected_tokens == 4 * 799 and replica.accuracy.actual_tokens == 0
+
+
+def test_costs_are_learned_from_first_tokens() -> None:
+    """A replica that computes 2,000 tokens a second is priced so after a few requests, whatever was believed before."""
+    fleet = fleet_of("a")
+    rng = random.Random(1)
+    now = 0.0
+    for number in range(40):
+        asked = query(text(number, rng.randrange(200, 4000)))
+        fleet.sent(str(number), asked, fleet.place(asked, now), now)
+        fleet.first_token(str(number), now + 0.05 + asked.tokens / 2000)
+        now += 10
+        fleet.finished(str(number), now, cached_tokens=0, output_tokens=100)
+    assert fleet.replicas["a"].learner.costs.prefill == pytest.approx(1 / 2000, rel=0.1)
+
+
+def test_a_failed_request_leaves_nothing_and_is_sent_elsewhere() -> None:
+    """After a failure nothing waits at the replica, and the next attempt avoids it."""
+    fleet = fleet_of("a", "b")
+    asked = query(text(1, 800))
+    decision = fleet.place(asked, 0.0)
+    fleet.sent("1", asked, decision, 0.0)
+    fleet.failed("1", 0.1)
+    assert fleet.requests_in_flight == 0
+    assert all(one.queued_tokens == one.queued == 0 for one in fleet.candidates(asked, 0.1))
+    again = fleet.place(asked, 0.1, avoid=[decision.replica or ""])
+    assert again.replica not in (None, decision.replica)
+
+
+def test_draining_overloaded_and_gone() -> None:
+    """A replica that drains or has too long a queue gets nothing, and says why; one that is gone is forgotten, its requests end
+    without harm."""
+    fleet = fleet_of("a", "b", max_queued=2)
+    asked = query(text(1, 800))
+    fleet.exclude("a", "draining")
+    for number in range(2):
+        decision = fleet.place(asked, 0.0)
+        assert (decision.replica, decision.reason) == ("b", "only" if not number else "session")
+        fleet.sent(str(number), asked, decision, 0.0)
+    said = fleet.place(asked, 0.0).in_words()
+    assert said == "no replica takes requests: a: draining; b: overloaded: 2 requests wait there"
+    fleet.exclude("a", "")
+    assert fleet.place(asked, 0.0).replica == "a"
+    fleet.remove("b")
+    fleet.first_token("0", 1.0)
+    fleet.finished("0", 2.0, cached_tokens=5)
+    fleet.failed("1", 2.0)
+    fleet.finished("never sent", 2.0)
+    assert fleet.requests_in_flight == 0
+
+
+def test_a_session_that_moves_is_counted() -> None:
+    """A session leaves a replica where it would wait ten seconds."""
+    fleet = fleet_of("a", "b")
+    first = query(text(1, 320), "chat")
+    home = serve(fleet, "1", first, 0.0).replica
+    assert home is not None
+    busy = query(text(2, 10_000))
+    fleet.sent(
+        "busy", busy, CheapestFirstToken().choose(busy, [c for c in fleet.candidates(busy, 1.0) if c.name == home]), 1.0
+    )
+    decision = fleet.place(first, 1.0)
+    assert decision.reason == "moved" and decision.replica != home
+    fleet.sent("2", first, decision, 1.0)
+    assert fleet.moved == 1
+    assert fleet.place(first, 20.0).home == decision.replica
+
+
+def test_prefill_and_decode_apart() -> None:
+    """A prefill pool computes long prompts; its load ends with the first token, when the decoder's begins."""
+    fleet = Fleet()
+    fleet.add("p", role="prefill", costs=COSTS)
+    fleet.add("d", role="decode", costs=COSTS)
+    waiting = query(text(9, 3000))
+    alone = CheapestFirstToken().choose(waiting, [c for c in fleet.candidates(waiting, 0.0) if c.name == "d"])
+    fleet.sent("0", waiting, alone, 0.0)
+    asked = query(text(1, 2000))
+    decision = fleet.place(asked, 0.0)
+    assert (decision.prefill, decision.replica) == ("p", "d")
+    fleet.sent("1", asked, decision, 0.0)
+    assert [len(fleet.replicas[name].load.waiting) for name in "pd"] == [1, 1]
+    fleet.first_token("1", 2.0)
+    assert [len(fleet.replicas[name].load.waiting) for name in "pd"] == [0, 1]
+    assert [len(fleet.replicas[name].load.running) for name in "pd"] == [0, 1]
+    fleet.finished("1", 5.0, cached_tokens=0, output_tokens=100)
+    assert len(fleet.replicas["d"].load.running) == 0
+    assert fleet.replicas["d"].load.resident == waiting.tokens + 256
+
+
+def test_full_memory_makes_others_cheaper() -> None:
+    """A replica whose KV memory is full of running requests is passed over, though it has nothing to compute."""
+    fleet = fleet_of("a", "b", capacity_tokens=10_000)
+    for number in range(3):
+        asked = query(text(number, 3000))
+        to_a = CheapestFirstToken().choose(asked, [c for c in fleet.candidates(asked, 0.0) if c.name == "a"])
+        fleet.sent(str(number), asked, to_a, 0.0)
+        fleet.first_token(str(number), 3.0)
+    fleet.finished("0", 20.0, output_tokens=100)
+    asked = query(text(7, 5000))
+    by_name = {one.replica: one for one in fleet.place(asked, 21.0).prices}
+    assert by_name["a"].memory > 0 == by_name["b"].memory
+    assert fleet.place(asked, 21.0).replica == "b"
+
+
+def test_replicas_with_other_block_sizes() -> None:
+    """A replica with blocks of 32 tokens is asked about by keys of that size; without such keys it counts as empty."""
+    fleet = fleet_of("a")
+    fleet.add("b", costs=COSTS, block_size=32)
+    tokens = text(1, 800)
+    wide = chain_keys(Scope(b"model", 32).root(), tokens, 32)
+    fleet.directory.stored("b", Tier.DEVICE, None, wide)
+    asked = query(tokens)
+    assert {one.reused for one in fleet.place(asked, 0.0).prices} == {0}
+    both = Query(asked.keys, 800, BLOCK, other_keys={32: wide})
+    assert fleet.place(both, 0.0).replica == "b"
+    assert fleet.place(both, 0.0).expected_cached == 799
+
+
+def test_every_policy_runs_a_fleet() -> None:
+    """Each policy serves the same requests; nothing is left in flight."""
+    for name in (
+        "random",
+        "round-robin",
+        "least-loaded",
+        "least-tokens",
+        "consistent-hashing",
+        "longest-prefix",
+        "two-choices",
+    ):
+        fleet = Fleet(policy_named(name))
+        for replica in "abc":
+            fleet.add(replica)
+        for number in range(30):
+            serve(fleet, str(number), query(text(number % 5, 500)), float(number))
+        assert fleet.requests_in_flight == 0
+
+
+def test_mistakes_are_named() -> None:
+    """Two replicas of one name, unknown ones, a request sent twice: errors that say what is wrong."""
+    fleet = fleet_of("replica-1")
+    asked = query(text(1, 100))
+    with pytest.raises(ConfigError, match="already"):
+        fleet.add("replica-1")
+    with pytest.raises(NotFound, match="Did you mean 'replica-1'"):
+        fleet.exclude("replica-2", "draining")
+    with pytest.raises(ConfigError, match="role"):
+        fleet.add("x", role="boss")  # type: ignore[arg-type]
+    fleet.sent("1", asked, fleet.place(asked, 0.0), 0.0)
+    with pytest.raises(ConfigError, match="in flight already"):
+        fleet.sent("1", asked, fleet.place(asked, 0.0), 0.0)
+    fleet.exclude("replica-1", "draining")
+    with pytest.raises(NotFound, match="draining"):
+        fleet.sent("2", asked, fleet.place(asked, 0.0), 0.0)
+
+
+def test_sessions_are_bounded_and_forgotten() -> None:
+    """The table keeps the sessions used last, and none for longer than it should."""
+    sessions = Sessions(size=3, ttl=10.0)
+    for number in range(5):
+        sessions.went(f"s{number}", (), "a", float(number))
+    assert len(sessions) == 3
+    assert sessions.home("s0", (), 5.0) is None
+    assert sessions.home("s4", (), 5.0) == "a"
+    assert sessions.home("s4", (), 14.0) is None
+    sessions.left("a")
+    assert len(sessions) == 0
+    with pytest.raises(ConfigError):
+        Sessions(size=0)
