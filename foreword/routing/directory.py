@@ -18,7 +18,7 @@ holders change. A gap in the middle of a chain may be overlooked, which is again
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -170,7 +170,7 @@ class Directory:
         """The shared tier was emptied."""
         for bucket in self._buckets:
             if bucket is not None:
-                self._rewrite(bucket, [record for record in _RECORD.iter_unpack(bucket) if record[1] != _SHARED_SLOT])
+                self._drop_of(bucket, (_SHARED_SLOT,))
 
     def touched(self, replica: str, keys: Sequence[bytes]) -> None:
         """A request that uses these blocks was sent to a replica: they are the youngest now, the shared ones too."""
@@ -180,9 +180,8 @@ class Directory:
             for key in keys:
                 bucket = self._buckets[self._number(key)]
                 at = -1 if bucket is None else _find(bucket, key[:_TAG] + width)
-                if bucket is None or at < 0:
-                    break
-                _set_epoch(bucket, at, self._epoch)
+                if bucket is not None and at >= 0:
+                    _set_epoch(bucket, at, self._epoch)
 
     # What placement asks
 
@@ -263,11 +262,13 @@ class Directory:
             bucket = self._buckets[self._scrub_from]
             self._scrub_from = (self._scrub_from + 1) % len(self._buckets)
             if bucket is not None:
-                records = list(_RECORD.iter_unpack(bucket))
-                living = [record for record in records if record[1] not in self._dead]
-                if len(living) < len(records):
-                    self._rewrite(bucket, living)
+                self._drop_of(bucket, self._dead)
             self._forget_dead()
+
+    def _drop_of(self, bucket: bytearray, slots: Container[int]) -> None:
+        """Take out all records of these replicas."""
+        records = list(_RECORD.iter_unpack(bucket))
+        self._drop_all(bucket, records, [i for i, record in enumerate(records) if record[1] in slots])
 
     def _forget_dead(self) -> None:
         for slot in list(self._dead):
@@ -322,22 +323,24 @@ class Directory:
         self._counts[slot] += 1
 
     def _evict(self, bucket: bytearray) -> None:
+        """Make room in a full bucket."""
         records = list(_RECORD.iter_unpack(bucket))
-        living = [record for record in records if record[1] not in self._dead]
-        keep = self._ways - max(self._ways // _PARTS, 1)
-        if len(living) > keep:
+        gone = [i for i, record in enumerate(records) if record[1] in self._dead] if self._dead else []
+        if not gone:
             epoch = self._epoch
-            living.sort(key=lambda record: ((epoch - record[3]) % _EPOCHS, record[4]))
-            self.evicted += len(living) - keep
-            living = living[:keep]
-        self._rewrite(bucket, living)
+            age = [(epoch - record[3]) % _EPOCHS << 16 | record[4] for record in records]
+            gone = sorted(range(len(age)), key=age.__getitem__)[-max(self._ways // _PARTS, 1) :]
+            gone.sort()
+            self.evicted += len(gone)
+        self._drop_all(bucket, records, gone)
 
-    def _rewrite(self, bucket: bytearray, living: Sequence[tuple[bytes, int, int, int, int]]) -> None:
-        for record in _RECORD.iter_unpack(bytes(bucket)):
-            self._counts[record[1]] -= 1
-        for record in living:
-            self._counts[record[1]] += 1
-        bucket[:] = b"".join([_RECORD.pack(*record) for record in living])
+    def _drop_all(
+        self, bucket: bytearray, records: Sequence[tuple[bytes, int, int, int, int]], gone: Sequence[int]
+    ) -> None:
+        """Take out the records with these numbers, which ascend."""
+        for number in reversed(gone):
+            self._counts[records[number][1]] -= 1
+            _drop(bucket, number * _SIZE)
 
     def _note_writes(self, count: int) -> None:
         self._writes += count
