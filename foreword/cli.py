@@ -223,7 +223,9 @@ def prefix_list(*, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = N
     found = call_server(server, api_key, "GET", "/v1/prefixes")
     for prefix in found["data"]:
         print(_summary(prefix))
-    print(f"{found['pinned_bytes']} bytes pinned, the server's budget is {found['budget_bytes']}")
+    budget = found["budget_bytes"]
+    limit = "its stores set no bound" if budget is None else f"the server's budget is {budget}"
+    print(f"{found['pinned_bytes']} bytes pinned, {limit}")
 
 
 @prefix_app.command("show")
@@ -294,17 +296,25 @@ def _unwrap(server: str, answer: httpx.Response) -> Any:
     except ValueError:
         raise ConfigError(f"{server} did not answer as a Foreword server does (HTTP {answer.status_code})") from None
     if not answer.is_success:
-        _complain(server, answer.status_code, body)
+        _complain(server, answer, body)
     return body
 
 
-def _complain(server: str, status: int, body: Any) -> NoReturn:
+def _complain(server: str, answer: httpx.Response, body: Any) -> NoReturn:
+    status = answer.status_code
     error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
-        raise ConfigError(f"{server} did not answer as a Foreword server does (HTTP {status})")
+    message = error.get("message") if isinstance(error, dict) else error  # vLLM asks for its key with a bare text
+    if not isinstance(message, str):
+        raise ConfigError(f"{server} did not answer as a Foreword server does (HTTP {status}){_missing(answer)}")
     if status >= 500:
-        raise ForewordError(error["message"])
-    raise BadRequest(error["message"])
+        raise ForewordError(message)
+    raise BadRequest(message)
+
+
+def _missing(answer: httpx.Response) -> str:
+    if answer.status_code != 404 or not answer.request.url.path.startswith("/v1/prefixes"):
+        return ""
+    return "; vLLM has named prefixes with --middleware foreword.integrations.vllm_prefixes.NamedPrefixes"
 
 
 if __name__ == "__main__":
