@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 # Seconds: how old what was read of the store may be, for a name that is not known and for all others.
 _UNKNOWN_SECONDS: Final = 0.1
 _REFRESH_SECONDS: Final = 2.0
+# How long a request that names a known prefix waits for that: a store that hangs holds up nobody.
+_REFRESH_WITHIN: Final = 0.25
 # A prefix this young may not be in every tier's list yet.
 _SETTLED_SECONDS: Final = 5.0
 # How often a prefix in use is looked after.
@@ -141,7 +143,9 @@ class PrefixRegistry:
     async def use(self, name: str, kind: Literal["text", "messages"]) -> NamedPrefix:
         """Raises UnknownPrefix, or BadRequest for a prefix of another kind."""
         book = await self._opened()
-        await self.refresh(name)
+        if self._stale(book, name):
+            known = bool(book.version(name, salt=_SALT))
+            await asyncio.wait({self._later(self.refresh(name))}, timeout=_REFRESH_WITHIN if known else None)
         return book.use(name, kind)
 
     async def encode(self, text: str) -> list[int]:
@@ -161,9 +165,9 @@ class PrefixRegistry:
         """Learn what the stores know, if that was not asked within the last seconds; at once for a name unknown here."""
         book = await self._opened()
         async with self._refreshing:
-            unknown = name is not None and not book.version(name, salt=_SALT)
-            if time.monotonic() - self._looked < (_UNKNOWN_SECONDS if unknown else _REFRESH_SECONDS):
+            if not self._stale(book, name):
                 return
+            unknown = name is not None and not book.version(name, salt=_SALT)
             records = self._stores.records()
             found = await asyncio.to_thread(records.all, _SALT)
             if found is None:  # the stores do not say what there is, but perhaps whether this one is there
@@ -173,6 +177,10 @@ class PrefixRegistry:
             else:
                 await self._follow(book, found)
             self._looked = time.monotonic()
+
+    def _stale(self, book: PrefixBook, name: str | None) -> bool:
+        unknown = name is not None and not book.version(name, salt=_SALT)
+        return time.monotonic() - self._looked >= (_UNKNOWN_SECONDS if unknown else _REFRESH_SECONDS)
 
     async def _follow(self, book: PrefixBook, found: Sequence[PrefixRecord]) -> None:
         for record in found:
@@ -264,7 +272,7 @@ class PrefixRegistry:
             self._checked.pop(prefix.name, None)
             await asyncio.to_thread(self._stores.unpin, prefix.tokens, needed)
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+    def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         async def guarded() -> None:
             try:
                 await work
@@ -274,3 +282,4 @@ class PrefixRegistry:
         task = asyncio.create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -206,6 +206,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             server.stop(signal.SIGKILL)
 
 
+def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "foreword", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
 def text(seed: int, length: int) -> str:
     words = [f"w{(seed * 7919 + i * i) % 997}" for i in range(length)]
     return " ".join(words)[:length]
@@ -281,10 +286,7 @@ def test_replaced_and_removed_by_the_command(pair: Pair) -> None:
     shared, tail = text(4, 160), text(5, 128)
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "foreword", "prefix", *arguments, "--server", pair.second.url, "--api-key", KEY],
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+        return foreword("prefix", *arguments, "--server", pair.second.url, "--api-key", KEY)
 
     def add(*arguments: str) -> str:
         done = command("add", *arguments)
@@ -355,3 +357,14 @@ def test_a_restarted_server_is_warm(pair: Pair) -> None:
     wait_for(lambda: pair.blocks(pinned=True) - left == 300 // BLOCK - 5, 60)
     used = pair.second.complete(rest, prefix="manual")
     assert used["tokens"] == pair.reference(content + rest) and used["cached"] == 300 // BLOCK * BLOCK
+
+
+def test_what_is_forgotten_is_not_known(pair: Pair) -> None:
+    """`foreword inspect` shows the prefixes of vLLM's servers, and what `foreword forget` removes from the store, no server
+    knows any longer."""
+    shown = json.loads(foreword("inspect", "--json", pair.store).stdout)
+    assert {prefix["name"]: prefix["tokens"] for prefix in shown["prefixes"]}["manual"] == 300
+    receipt = json.loads(foreword("forget", "--prefix", "manual", pair.store).stdout)
+    assert (receipt["left"], len(receipt["records"])) == (0, 1) and receipt["blocks"] >= 300 // BLOCK
+    for server in (pair.first, pair.second):
+        wait_for(lambda server=server: server.ask("GET", "/v1/prefixes/manual").status_code == 404)  # type: ignore[misc]
