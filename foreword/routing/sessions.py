@@ -9,7 +9,7 @@ from typing import Final
 from foreword.errors import ConfigError
 
 _SHORT_KEY: Final = 8
-# A conversation's next prompt rarely goes on for more blocks than this behind the end of the last one.
+# Blocks that are looked at, from the prompt's end.
 _LOOKED_AT: Final = 4096
 
 
@@ -17,7 +17,8 @@ class Sessions:
     """A table of at most `size` sessions, the least recently used forgotten first, each after `ttl` seconds without a request.
 
     Sessions are named by the caller (who puts the tenant into the name), or by the prompt itself: a prompt that begins with
-    another's last full block goes on with its conversation. An entry takes about 250 bytes.
+    another's last full block goes on with its conversation, unless that covers less than half of it: what has so much in common
+    with a short prompt is the system prompt. An entry takes about 250 bytes.
 
     Raises ConfigError for a table without room.
     """
@@ -36,8 +37,9 @@ class Sessions:
         """The replica that served the session last; without a session, the one that served what this prompt continues."""
         if session is not None:
             return self._look(session, now)
-        for key in keys[: -_LOOKED_AT - 1 : -1]:
-            found = self._look(key[:_SHORT_KEY], now)
+        count = len(keys)
+        for i in range(count - 1, max((count - 1) // 2, count - _LOOKED_AT) - 1, -1):
+            found = self._look(keys[i][:_SHORT_KEY], now)
             if found is not None:
                 return found
         return None

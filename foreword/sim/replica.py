@@ -1,0 +1,193 @@
+"""A simulated replica: the real scheduler over the real pool, with steps that take virtual time."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from foreword.blocks import PrefixCache
+from foreword.engine.request import Request, SamplingParams
+from foreword.engine.scheduler import Scheduler, Step
+from foreword.engine.scheduler import Sequence as Running
+from foreword.sim.costs import EngineCosts, FleetSpec
+from foreword.sim.stores import SimStores
+from foreword.sim.trace import TraceRequest
+
+_PARAMS = SamplingParams()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request. Times are seconds of virtual time, -1 while not known.
+
+    Attributes:
+        cached_tokens: prompt tokens that were not computed; `loaded_tokens` of them came from below the device.
+    """
+
+    request: TraceRequest
+    replica: str = ""
+    expected_cached: int = 0
+    first_token: float = -1.0
+    finished: float = -1.0
+    cached_tokens: int = 0
+    loaded_tokens: int = 0
+
+    @property
+    def ttft(self) -> float:
+        return self.first_token - self.request.arrival
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Between tokens, on average; 0 for answers of one token."""
+        more = self.request.output_tokens - 1
+        return (self.finished - self.first_token) / more if more else 0.0
+
+
+class Watcher(Protocol):
+    """Whoever wants to know of requests' ends."""
+
+    def first_token(self, number: int, outcome: Outcome) -> None: ...
+    def finished(self, number: int, outcome: Outcome) -> None: ...
+
+
+@dataclass(slots=True)
+class ReplicaTotals:
+    """What a replica did."""
+
+    steps: int = 0
+    busy: float = 0.0
+    computed_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class SimReplica:
+    """One replica. `run.py` calls `begin` when it is idle and `end` when the step is over."""
+
+    name: str
+    costs: EngineCosts
+    cache: PrefixCache
+    scheduler: Scheduler
+    stores: SimStores | None
+    watcher: Watcher
+    totals: ReplicaTotals = field(default_factory=ReplicaTotals)
+    step: Step | None = None
+    _outcomes: dict[int, tuple[int, Outcome]] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls,
+        name: str,
+        spec: FleetSpec,
+        costs: EngineCosts,
+        stores: SimStores | None,
+        watcher: Watcher,
+        on_stored: Callable[[bytes, list[bytes]], None] | None,
+        on_removed: Callable[[list[bytes]], None] | None,
+    ) -> SimReplica:
+        cache = PrefixCache(
+            spec.device_tokens // spec.block_size,
+            spec.block_size,
+            model=MODEL,
+            partial_reuse=False,
+            on_stored=on_stored,
+            on_removed=on_removed,
+        )
+        scheduler = Scheduler(
+            cache,
+            max_batch_tokens=spec.max_batch_tokens,
+            max_num_seqs=spec.max_num_seqs,
+            # The scheduler uses find, worth_loading and load; `SimStores` has these.
+            off_device=cast(Any, stores),
+        )
+        return cls(name, costs, cache, scheduler, stores, watcher)
+
+    def add(self, number: int, outcome: Outcome, tokens: array[int], keys: Sequence[bytes]) -> None:
+        """A request arrives; `keys` are those of its full blocks."""
+        request = Request(str(number), cast(Any, tokens), _PARAMS)
+        table = self.cache.open(tokens)
+        table.chain.keys = list(keys)
+        sequence = Running(request, table, 0, len(tokens) + outcome.request.output_tokens)
+        self._outcomes[id(sequence)] = (number, outcome)
+        self.scheduler.add(sequence)
+
+    def begin(self, now: float) -> float | None:
+        """Make the next step; returns the seconds that it takes, None if there is nothing to compute now."""
+        if not self.scheduler.has_work():
+            return None
+        if self.stores is not None:
+            self.stores.now = now
+        step = self.scheduler.schedule()
+        for sequence in step.admitted:
+            self._note_admission(sequence)
+        if not step.chunks:
+            return None
+        self.step = step
+        seconds = self._seconds(step)
+        self.totals.steps += 1
+        self.totals.busy += seconds
+        return seconds
+
+    def end(self, now: float) -> None:
+        """The step is over."""
+        step = self.step
+        assert step is not None
+        self.step = None
+        self.scheduler.settle(step)
+        if self.stores is not None:
+            self._save(step)
+        for chunk in step.chunks:
+            if chunk.samples:
+                self._sample(chunk.sequence, now)
+
+    def _seconds(self, step: Step) -> float:
+        costs, prefilled, pairs, decoding, context = self.costs, 0, 0, 0, 0
+        for chunk in step.chunks:
+            if chunk.count == 1:
+                decoding += 1
+                context += chunk.start
+            else:
+                prefilled += chunk.count
+                pairs += chunk.count * (chunk.start + chunk.count // 2)
+        self.totals.computed_tokens += prefilled
+        return (
+            costs.base
+            + costs.prefill * prefilled
+            + costs.attention * pairs
+            + costs.decode_each * decoding
+            + costs.decode_context * context
+        )
+
+    def _note_admission(self, sequence: Running) -> None:
+        outcome = self._outcomes[id(sequence)][1]
+        outcome.cached_tokens = max(sequence.cached_tokens, 0)
+        outcome.loaded_tokens = len(sequence.loaded) * self.cache.block_size
+
+    def _save(self, step: Step) -> None:
+        assert self.stores is not None
+        for chunk in step.chunks:
+            table, first = chunk.sequence.table, chunk.named_before
+            full = min((chunk.start + chunk.count) // self.cache.block_size, table.visible)
+            if full > first:
+                self.stores.save(table.chain.key_before(first), first, table.chain.keys_to(full)[first:full])
+
+    def _sample(self, sequence: Running, now: float) -> None:
+        number, outcome = self._outcomes[id(sequence)]
+        if outcome.first_token < 0:
+            outcome.first_token = now
+            self.watcher.first_token(number, outcome)
+        # A token that no other answer has: answers are never shared.
+        sequence.table.append(_ANSWER | number & _NUMBERS)
+        if len(sequence.table) >= sequence.max_total:
+            outcome.finished = now
+            self.totals.preemptions += sequence.preemptions
+            self.scheduler.finish(sequence)
+            del self._outcomes[id(sequence)]
+            self.watcher.finished(number, outcome)
+
+
+MODEL = b"simulated"
+_ANSWER = 1 << 31
+_NUMBERS = _ANSWER - 1

@@ -1,0 +1,201 @@
+"""What simulations gave, as numbers, as a table, and as a page with curves that needs no network."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from foreword.sim.replica import Outcome
+from foreword.sim.run import Result
+
+_WIDTH: Final = 640
+_HEIGHT: Final = 300
+_LEFT: Final = 60
+_BOTTOM: Final = 40
+_COLOURS: Final = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#8d6a9f", "#6a994e", "#bc6c25", "#555555")
+_POINTS: Final = 200
+_WINDOWS: Final = 40
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One simulation in numbers.
+
+    Attributes:
+        hit_share: prompt tokens that were not computed, of all; `loaded_share` came from below the device.
+        expected_share: what the router expected to be found.
+        mean, p50, p90, p99: seconds to the first token.
+        per_token: seconds between tokens, mean over requests.
+        busiest: busy share of the busiest replica, divided by the mean of all.
+        busy: replica-seconds of computing: what the traffic cost.
+    """
+
+    policy: str
+    requests: int
+    hit_share: float
+    loaded_share: float
+    expected_share: float
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    per_token: float
+    moved_share: float
+    busiest: float
+    busy: float
+    preemptions: int
+
+
+def summarise(result: Result) -> Summary:
+    """The numbers of one simulation."""
+    outcomes = result.outcomes
+    times = sorted(outcome.ttft for outcome in outcomes)
+    prompts = sum(outcome.request.prompt_tokens for outcome in outcomes)
+    busy = [totals.busy for totals in result.replicas.values()]
+    return Summary(
+        policy=result.policy,
+        requests=len(outcomes),
+        hit_share=sum(outcome.cached_tokens for outcome in outcomes) / prompts,
+        loaded_share=sum(outcome.loaded_tokens for outcome in outcomes) / prompts,
+        expected_share=sum(outcome.expected_cached for outcome in outcomes) / prompts,
+        mean=sum(times) / len(times),
+        p50=quantile(times, 0.5),
+        p90=quantile(times, 0.9),
+        p99=quantile(times, 0.99),
+        per_token=sum(outcome.seconds_per_token for outcome in outcomes) / len(outcomes),
+        moved_share=result.moved / len(outcomes),
+        busiest=max(busy) * len(busy) / sum(busy),
+        busy=sum(busy),
+        preemptions=sum(totals.preemptions for totals in result.replicas.values()),
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The value that this share of an ordered, non-empty sequence does not exceed."""
+    return ordered[min(max(-int(-share * len(ordered) // 1) - 1, 0), len(ordered) - 1)]
+
+
+_COLUMNS: Final[tuple[tuple[str, Callable[[Summary], str]], ...]] = (
+    ("policy", lambda one: one.policy),
+    ("hit", lambda one: f"{one.hit_share:.1%}"),
+    ("loaded", lambda one: f"{one.loaded_share:.1%}"),
+    ("expected", lambda one: f"{one.expected_share:.1%}"),
+    ("TTFT mean", lambda one: f"{one.mean:.3f} s"),
+    ("p50", lambda one: f"{one.p50:.3f} s"),
+    ("p90", lambda one: f"{one.p90:.3f} s"),
+    ("p99", lambda one: f"{one.p99:.3f} s"),
+    ("per token", lambda one: f"{one.per_token * 1e3:.1f} ms"),
+    ("moved", lambda one: f"{one.moved_share:.1%}"),
+    ("busiest", lambda one: f"{one.busiest:.2f}x"),
+    ("computing", lambda one: f"{one.busy:,.0f} s"),
+)
+
+
+def rows(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table."""
+    found = [[text(summarise(result)) for _, text in _COLUMNS] for result in results]
+    return [name for name, _ in _COLUMNS], found
+
+
+def table(results: Iterable[Result]) -> str:
+    """All simulations as a Markdown table."""
+    head, body = rows(results)
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        first = f" {cells[0]:<{widths[0]}} "
+        return "|".join(["", first, *(f" {c:>{w}} " for c, w in zip(cells[1:], widths[1:], strict=True)), ""])
+
+    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([line(head), line(rule), *map(line, body)])
+
+
+def page(results: Sequence[Result], title: str = "Simulation") -> str:
+    """One HTML page: what was simulated, the table, TTFT and hit share as curves. No script, nothing from elsewhere."""
+    head, body = rows(results)
+    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in body)
+    names = [result.policy for result in results]
+    facts = f"{results[0].spec}; {results[0].costs}" if results else ""
+    curves = [
+        svg("Requests that had their first token within so many seconds", names, [ttft_curve(one) for one in results]),
+        svg("Share of prompt tokens found, over the trace's minutes", names, [hit_curve(one) for one in results]),
+        svg(
+            "Queue: mean seconds to the first token, over the trace's minutes",
+            names,
+            [wait_curve(one) for one in results],
+        ),
+    ]
+    return (
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>"
+        f"<h1>{html.escape(title)}</h1><p class='facts'>{html.escape(facts)}</p>"
+        f"<table><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in head)}</tr>{cells}</table>"
+        f"{''.join(curves)}</html>"
+    )
+
+
+_STYLE: Final = (
+    "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1000px;color:#222}"
+    "table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:.2rem .7rem;text-align:right;"
+    "border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}.facts{color:#666;font-size:12px}"
+    "svg{display:block;margin:1.5rem 0}text{font:12px system-ui,sans-serif;fill:#444}"
+)
+
+
+def ttft_curve(result: Result) -> list[Point]:
+    """Share of requests by seconds to the first token, up to the 99th percentile."""
+    times = sorted(outcome.ttft for outcome in result.outcomes)
+    shares = [i / _POINTS for i in range(1, int(_POINTS * 0.99) + 1)]
+    return [(0.0, 0.0)] + [(quantile(times, share), share) for share in shares]
+
+
+def hit_curve(result: Result) -> list[Point]:
+    """Share of prompt tokens found, by minute of arrival."""
+    return _windows(
+        result, lambda many: sum(one.cached_tokens for one in many) / sum(one.request.prompt_tokens for one in many)
+    )
+
+
+def wait_curve(result: Result) -> list[Point]:
+    """Mean seconds to the first token, by minute of arrival."""
+    return _windows(result, lambda many: sum(one.ttft for one in many) / len(many))
+
+
+def _windows(result: Result, value: Callable[[list[Outcome]], float]) -> list[Point]:
+    """`value` of the requests that arrived in each of forty stretches of the trace, by minutes."""
+    end = max(outcome.request.arrival for outcome in result.outcomes)
+    wide = max(end / _WINDOWS, 1e-9)
+    windows: list[list[Outcome]] = [[] for _ in range(_WINDOWS + 1)]
+    for outcome in result.outcomes:
+        windows[int(outcome.request.arrival / wide)].append(outcome)
+    return [((i + 0.5) * wide / 60, value(many)) for i, many in enumerate(windows) if many]
+
+
+def svg(title: str, names: Sequence[str], curves: Sequence[Sequence[Point]]) -> str:
+    """Curves over common axes that begin at 0."""
+    right = max((x for curve in curves for x, _ in curve), default=1.0) or 1.0
+    top = max((y for curve in curves for _, y in curve), default=1.0) or 1.0
+    wide, high = _WIDTH - _LEFT - 150, _HEIGHT - _BOTTOM - 30
+
+    def at(point: Point) -> str:
+        return f"{_LEFT + point[0] / right * wide:.1f},{_HEIGHT - _BOTTOM - point[1] / top * high:.1f}"
+
+    parts = [f"<text x='{_LEFT}' y='16' font-weight='600'>{html.escape(title)}</text>"]
+    for i in range(5):
+        x, y = _LEFT + wide * i / 4, _HEIGHT - _BOTTOM - high * i / 4
+        parts.append(f"<line x1='{_LEFT}' x2='{_LEFT + wide}' y1='{y:.1f}' y2='{y:.1f}' stroke='#e5e5e5'/>")
+        parts.append(f"<text x='{_LEFT - 8}' y='{y + 4:.1f}' text-anchor='end'>{top * i / 4:.3g}</text>")
+        parts.append(f"<text x='{x:.1f}' y='{_HEIGHT - _BOTTOM + 18}' text-anchor='middle'>{right * i / 4:.3g}</text>")
+    for i, (name, curve) in enumerate(zip(names, curves, strict=True)):
+        colour = _COLOURS[i % len(_COLOURS)]
+        points = " ".join(map(at, curve))
+        parts.append(f"<polyline points='{points}' fill='none' stroke='{colour}' stroke-width='2'/>")
+        y = 40 + 18 * i
+        parts.append(f"<rect x='{_WIDTH - 140}' y='{y - 9}' width='12' height='4' fill='{colour}'/>")
+        parts.append(f"<text x='{_WIDTH - 122}' y='{y}'>{html.escape(name)}</text>")
+    return (
+        f"<svg width='{_WIDTH}' height='{_HEIGHT}' role='img' aria-label='{html.escape(title)}'>{''.join(parts)}</svg>"
+    )

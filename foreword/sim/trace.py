@@ -1,0 +1,128 @@
+"""Traces: who asked for what, when. One request per line of JSON; what is not needed is ignored.
+
+- **Blocks** (Mooncake's format, and what `foreword record` writes): `timestamp` in milliseconds, `input_length`,
+  `output_length`, `hash_ids`: one number per block of `block_size` tokens (512 unless the line says otherwise); equal numbers
+  mean equal prefixes up to and including that block. `session`, if there is one, says which requests belong together.
+- **Agent sessions**: `timestamp` in microseconds, `input` and `output` as text, `session_id`. Without a tokenizer, four bytes
+  of text count as one token.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from foreword.errors import ConfigError
+
+_BLOCK_TOKENS: Final = 512
+_TEXT_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request.
+
+    Attributes:
+        arrival: seconds since the trace began.
+        ids: stand for the prompt's tokens, each for `ids_tokens` of them, the last one for what is left.
+        prompt_tokens, output_tokens: lengths, at least 1.
+        session: its name, if the trace tells.
+    """
+
+    arrival: float
+    ids: Sequence[int]
+    ids_tokens: int
+    prompt_tokens: int
+    output_tokens: int
+    session: str | None = None
+
+    def tokens(self) -> array[int]:
+        """Tokens with the same shared prefixes as the real ones."""
+        size = self.ids_tokens
+        found: array[int] = array("I")
+        for one in self.ids:
+            found.extend(array("I", (one,)) * size)
+        return found[: self.prompt_tokens]
+
+
+def read_trace(paths: Path | Iterable[Path], *, speed: float = 1.0) -> list[TraceRequest]:
+    """The requests of one or more files together, each file from its own beginning, in order of arrival and of lines.
+
+    `speed` 2.0 makes everything come twice as fast. Raises ConfigError, naming file and line, for what is no trace.
+    """
+    if not speed > 0:
+        raise ConfigError(f"the speed of a trace must be more than 0, not {speed}")
+    found: list[TraceRequest] = []
+    for path in [paths] if isinstance(paths, Path) else paths:
+        requests = _read_file(path)
+        begin = min((one.arrival for one in requests), default=0.0)
+        found += [replace(one, arrival=(one.arrival - begin) / speed) for one in requests]
+    if not found:
+        raise ConfigError("the trace has no requests")
+    return sorted(found, key=lambda one: one.arrival)
+
+
+def _read_file(path: Path) -> list[TraceRequest]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+    found: list[TraceRequest] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_parse(json.loads(line)))
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"{path}, line {number}: not a request of a known trace format: {reason}") from error
+    return found
+
+
+def _parse(fields: Mapping[str, Any]) -> TraceRequest:
+    return _parse_blocks(fields) if "hash_ids" in fields else _parse_text(fields)
+
+
+def _parse_blocks(fields: Mapping[str, Any]) -> TraceRequest:
+    ids, size = fields["hash_ids"], int(fields.get("block_size", _BLOCK_TOKENS))
+    length = max(int(fields["input_length"]), 1)
+    if size < 1 or len(ids) != -(-length // size):
+        raise ValueError(f"{length} tokens are {-(-length // max(size, 1))} blocks of {size}, not {len(ids)}")
+    session = fields.get("session")
+    return TraceRequest(
+        float(fields["timestamp"]) / 1e3,
+        array("I", ids),
+        size,
+        length,
+        max(int(fields["output_length"]), 1),
+        None if session is None else str(session),
+    )
+
+
+def _parse_text(fields: Mapping[str, Any]) -> TraceRequest:
+    tokens = _text_tokens(str(fields["input"]))
+    session = fields.get("session_id")
+    return TraceRequest(
+        float(fields["timestamp"]) / 1e6,
+        tokens,
+        1,
+        len(tokens),
+        len(_text_tokens(str(fields["output"]))),
+        None if session is None else str(session),
+    )
+
+
+def _text_tokens(text: str) -> array[int]:
+    data = text.encode()
+    whole = array("I", data[: len(data) // _TEXT_BYTES * _TEXT_BYTES])
+    if sys.byteorder == "big":  # pragma: no cover - a trace does not depend on the machine
+        whole.byteswap()
+    rest = data[len(whole) * _TEXT_BYTES :]
+    if rest or not whole:
+        whole.append(int.from_bytes(rest, "little"))
+    return whole
