@@ -70,8 +70,9 @@ class ReplicaCosts:
         A prefix is loaded from its front, so what lies behind a slow stretch must pay for that too.
         """
         full = min(reach[-1], tokens // block_size)
-        best_gain, best = 0.0, (min(reach[0], full), (min(reach[0], full), 0, 0, 0), 0.0)
         parts, seconds, gain = [min(reach[0], full)], 0.0, 0.0
+        best_gain = 0.0
+        best: tuple[int, tuple[int, ...], float] = (parts[0], (*parts, *(0,) * (NUM_TIERS - 1)), 0.0)
         for tier in range(1, NUM_TIERS):
             more = min(reach[tier], full) - min(reach[tier - 1], full)
             parts.append(more)

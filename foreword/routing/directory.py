@@ -201,7 +201,8 @@ class Directory:
         holders = self._holders(keys[0]) if count else ()
         while holders:
             # Invariant: block `low` has these holders, block `high` (or the end) has others.
-            high, step, others = low + 1, 1, ()
+            high, step = low + 1, 1
+            others: tuple[int, ...] = ()
             while high < count and (others := self._holders(keys[high])) == holders:
                 low, step = high, step * 2
                 high = low + step
