@@ -50,6 +50,7 @@ class PrefixRegistry:
         self._patience = _LEARN_WITHIN
         self._looked = -math.inf
         self._checked: dict[str, float] = {}
+        self._unsuited: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def _opened(self) -> PrefixBook:
@@ -63,7 +64,7 @@ class PrefixRegistry:
                     )
                 # What is too much, the stores say: what is pinned in them is not this server's alone.
                 stores = self._stores
-                self._book = PrefixBook(_UNBOUNDED, stores.block_bytes, stores.block_size, lambda blocks: None)
+                self._book = PrefixBook(_UNBOUNDED, stores.block_bytes, stores.block_size or 1, lambda blocks: None)
             return self._book
 
     @property
@@ -198,7 +199,9 @@ class PrefixRegistry:
         try:
             kind, held, tokens = await self._read(content, messages)
         except ForewordError as error:
-            logger.warning("Foreword: prefix %r of the store does not suit this server: %s", record.name, error.message)
+            if self._unsuited.get(record.name) != record.version:  # said once
+                logger.warning("Foreword: prefix %r does not suit this server: %s", record.name, error.message)
+            self._unsuited[record.name] = record.version
             return
         prefix = NamedPrefix(record.name, record.version, kind, held, tokens, record.created)
         book.adopt(prefix, salt=_SALT)
@@ -236,6 +239,10 @@ class PrefixRegistry:
         if content is not None:
             return "text", content, tuple(await self._server.tokens({"prompt": content})) if content else ()
         assert messages is not None
+        if any(not _is_text(message.get("content")) for message in messages):
+            raise BadRequest(
+                "a named prefix is text: the parts of its messages must be of type 'text'", param="messages"
+            )
         try:
             # A template may write messages in another way when something follows them: so let something follow.
             one, other = [await self._render([*messages, {"role": "user", "content": text}]) for text in ("a", "b")]
@@ -283,3 +290,8 @@ class PrefixRegistry:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _is_text(content: object) -> bool:
+    parts = content if isinstance(content, list) else []
+    return all(not isinstance(part, dict) or part.get("type", "text") == "text" for part in parts)

@@ -96,7 +96,7 @@ class PrefixStores:
         self._limits = [_pin_limit(tier, url) for tier, url in zip(self._store.tiers, urls, strict=False)]
         self._blocks: list[_Blocks] = []
         if len(urls) < len(settings.store.urls):
-            logger.info(
+            logger.warning(
                 "Foreword: memory:// lies in the engine's process, so named prefixes are %s",
                 "pinned in the other stores only" if urls else "pinned nowhere and forgotten when the server ends",
             )
