@@ -4,7 +4,8 @@
    bytes. Nothing else is read before the other side has proved itself.
 2. The client proves first, HMAC-SHA256 under the secret of `foreword/transfer/client`, both openings; the server checks, says
    yes or no in one byte, and proves itself over `foreword/transfer/server` and the same. Versions and links are in the
-   openings, so nobody between them can talk them down. Without a secret the same is done under an empty one, between local peers only.
+   openings, so nobody between them can talk them down. Without a secret the same is done under an empty
+   one, between local peers only.
 3. Each sends `Introduce`; layouts must be the same, unless one side has none.
 4. If both have shared memory, each opens a segment of the other's; if that works both ways, payloads go through them.
 

@@ -101,7 +101,7 @@ class Ledger:
         size = self.layout.block_size
         if not part.layers or part.first_layer + part.layers > len(self.layout.layers):
             return f"layers {part.first_layer} to {part.first_layer + part.layers - 1} are not in the layout"
-        if not (part.blocks - 1) * size < part.tokens <= part.blocks * size:
+        if not part.blocks or not (part.blocks - 1) * size < part.tokens <= part.blocks * size:
             return f"{part.tokens} tokens are not {part.blocks} blocks of {size}"
         expected = payload_bytes(self.layout, part)
         if payload != expected:

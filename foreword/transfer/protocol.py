@@ -328,3 +328,8 @@ def _arrows(role: Role) -> Iterator[str]:
         labels.setdefault((state, rule.state), []).append(f"{event}{how}")
     for (before, after), events in labels.items():
         yield f"    {before} --> {after}: {'<br/>'.join(events)}"
+
+
+if __name__ == "__main__":
+    for one in Role:
+        print(f"### {one}\n\n```mermaid\n{diagram(one)}\n```\n")

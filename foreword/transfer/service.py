@@ -2,8 +2,8 @@
 
 Calls come on a connection's reader thread, one at a time per connection, and must be quick: while one runs, nothing else is
 read from that peer. Copying a part where it belongs is quick; waiting for a step of the engine is not. Answers (`accept`,
-`refuse`, `take` ...) may be given inside the call or later, from any thread. A call must not wait for a lock that is held by somebody
-who calls into a transfer.
+`refuse`, `take` ...) may be given inside the call or later, from any thread. A call must not wait for a lock that is held by
+somebody who calls into a transfer.
 
 For one transfer, `part`, `finished` and `ended` exclude each other. So once `ended` was called, or `cancel` has returned, no
 `part` of it is running or will come: blocks that parts were written into may be given back then.
@@ -61,8 +61,8 @@ class Service(Protocol):
         ...
 
     def get(self, names: Sequence[bytes], longest: int, deadline: float) -> Iterator[Sequence[Buffer | None]]:
-        """Whole sealed frames of at most `longest` bytes in the order of `names`, in batches; None for a missing one. The memory
-        of a batch is free again when the next one is asked for. On a thread of its own; ends early if the peer is gone."""
+        """Whole sealed frames of at most `longest` bytes in the order of `names`, in batches; None for a missing one. A
+        batch's memory is free again when the next one is asked for. On a thread of its own; ends early if the peer is gone."""
         ...
 
 

@@ -1,0 +1,302 @@
+"""What any link must pass. For tests: needs pytest.
+
+    class TestMine(LinkContract):
+        @pytest.fixture
+        def meeting(self): ...      # a `Meeting`: one side dials, the other one answers
+
+`answer` is also called in a child process that the tests fork and kill.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol
+
+import pytest
+
+from foreword.errors import TransferError, TransferTimeout, TransferUnavailable
+from foreword.transfer.link import Link, Received
+from foreword.transfer.messages import Beat, Finished, Frames, Part, Taken
+
+ID = bytes(range(16))
+PATIENCE = 60.0
+
+
+class Meeting(Protocol):
+    """Where two sides meet. Both calls end in one new link each; they need each other, so they run at the same time."""
+
+    def dial(self) -> Link: ...
+    def answer(self) -> Link: ...
+
+
+def soon(seconds: float = PATIENCE) -> float:
+    """A deadline that no sound link passes in a test."""
+    return time.monotonic() + seconds
+
+
+@contextmanager
+def pair(meeting: Meeting) -> Iterator[tuple[Link, Link]]:
+    """Two ends of a link in this process."""
+    with ThreadPoolExecutor(1) as threads:
+        answered = threads.submit(meeting.answer)
+        near = meeting.dial()
+        far = answered.result(PATIENCE)
+    try:
+        yield near, far
+    finally:
+        near.close()
+        far.close()
+
+
+@contextmanager
+def child(work: Callable[[], None]) -> Iterator[int]:
+    """A forked process that does `work`; killed at the end if it still runs."""
+    number = os.fork()
+    if not number:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    try:
+        yield number
+    finally:
+        os.kill(number, signal.SIGKILL)
+        os.waitpid(number, 0)
+
+
+def take(link: Link) -> tuple[object, bytes]:
+    """The next message and its payload's bytes, released."""
+    received = link.receive(deadline=soon())
+    assert received.sound(), "a payload fits its checksum"
+    with received.payload as view:
+        return received.message, bytes(view)
+
+
+class LinkContract:
+    """The tests of `foreword.transfer.link.Link`. Subclass it as `Test...` and give the fixture `meeting`."""
+
+    @pytest.fixture
+    def meeting(self) -> Iterator[Meeting]:
+        raise NotImplementedError("give a fixture `meeting`")
+
+    @pytest.fixture
+    def links(self, meeting: Meeting) -> Iterator[tuple[Link, Link]]:
+        with pair(meeting) as both:
+            yield both
+
+    def test_messages_arrive_in_order_and_whole(self, links: tuple[Link, Link]) -> None:
+        """Hundreds of messages, with payloads of all sizes in one or more buffers and without any, arrive as they were sent."""
+        near, far = links
+        draw = random.Random(5)
+        plan = [draw.choice([0, 1, 63, 64, 65, 4097, 70_000]) for _ in range(300)]
+        payloads = [draw.randbytes(size) for size in plan]
+
+        def send() -> None:
+            for number, data in enumerate(payloads):
+                cut = draw.randrange(len(data) + 1)
+                if data:
+                    near.send(Part(number, 1, 0, 1, 1), ID, [data[:cut], memoryview(data)[cut:]], deadline=soon())
+                else:
+                    near.send(Finished(b"", number), ID, deadline=soon())
+
+        with ThreadPoolExecutor(1) as threads:
+            sending = threads.submit(send)
+            for number, data in enumerate(payloads):
+                message, got = take(far)
+                assert got == data
+                assert message == (Part(number, 1, 0, 1, 1) if data else Finished(b"", number))
+            sending.result(PATIENCE)
+
+    def test_the_longest_payload(self, links: tuple[Link, Link]) -> None:
+        """Payloads of exactly the longest length that the link announces arrive, several in a row."""
+        near, far = links
+        size = near.capabilities.largest
+        data = random.Random(6).randbytes(size)
+        with ThreadPoolExecutor(1) as threads:
+            sending = threads.submit(lambda: [near.send(Frames(n, ()), ID, [data], deadline=soon()) for n in range(5)])
+            for number in range(5):
+                message, got = take(far)
+                assert message == Frames(number, ()) and got == data
+            sending.result(PATIENCE)
+
+    def test_both_ways_at_once(self, links: tuple[Link, Link]) -> None:
+        """Each side sends a lot while it receives a lot."""
+        data = random.Random(7).randbytes(300_000)
+
+        def send(link: Link) -> None:
+            for number in range(60):
+                link.send(Part(number, 1, 0, 1, 1), ID, [data], deadline=soon())
+
+        def receive(link: Link) -> list[object]:
+            taken = [take(link) for _ in range(60)]
+            assert all(got == data for _, got in taken)
+            return [message for message, _ in taken]
+
+        with ThreadPoolExecutor(4) as threads:
+            sending = [threads.submit(send, link) for link in links]
+            receiving = [threads.submit(receive, link) for link in links]
+            for one in sending:
+                one.result(PATIENCE)
+            for other in receiving:
+                assert other.result(PATIENCE) == [Part(number, 1, 0, 1, 1) for number in range(60)]
+
+    def test_buffers_may_change_after_send(self, links: tuple[Link, Link]) -> None:
+        """What the sender does with its memory after `send` has returned does not reach the receiver."""
+        near, far = links
+        buffer = bytearray(20_000)
+        for number in range(5):
+            buffer[:] = bytes([number + 1]) * len(buffer)
+            near.send(Part(number, 1, 0, 1, 1), ID, [buffer], deadline=soon())
+            buffer[:] = bytes(len(buffer))
+        for number in range(5):
+            assert take(far)[1] == bytes([number + 1]) * len(buffer)
+
+    def test_payloads_stay_until_released(self, links: tuple[Link, Link]) -> None:
+        """What is held does not change while more arrives, in whatever order things are released."""
+        near, far = links
+        draw = random.Random(8)
+        held: list[tuple[bytes, Received]] = []
+        for number in range(400):
+            data = bytes([number % 256]) * draw.choice([100, 5000, 50_000])
+            near.send(Part(number, 1, 0, 1, 1), ID, [data], deadline=soon())
+            held.append((data, far.receive(deadline=soon())))
+            if len(held) > 4:
+                expected, one = held.pop(draw.randrange(len(held)))
+                assert one.payload.view == expected and one.sound()
+                one.payload.release()
+
+    def test_a_slow_receiver_holds_the_sender_up(self, links: tuple[Link, Link]) -> None:
+        """While nothing is released the sender stops after a bounded number of bytes; once it is, all arrives."""
+        near, far = links
+        size = min(near.capabilities.largest // 4, 1 << 20)
+        count = 40 + 4 * near.capabilities.largest // size
+        data = memoryview(random.Random(9).randbytes(size))
+        sent = 0
+        stop = threading.Event()
+
+        def send() -> None:
+            nonlocal sent
+            for number in range(count):
+                near.send(Part(number, 1, 0, 1, 1), ID, [data], deadline=soon())
+                sent += 1
+
+        with ThreadPoolExecutor(2) as threads:
+            sending = threads.submit(send)
+            before, since = -1, time.monotonic()
+            while not stop.wait(0.02):  # until it has not moved for a while
+                if sent != before:
+                    before, since = sent, time.monotonic()
+                elif time.monotonic() - since > 0.7:
+                    break
+            assert not sending.done(), "a sender whom nobody listens to waits"
+            for number in range(count):
+                message, got = take(far)
+                assert message == Part(number, 1, 0, 1, 1) and got == data
+            sending.result(PATIENCE)
+
+    def test_a_sender_gives_up_at_its_deadline(self, links: tuple[Link, Link]) -> None:
+        """When nothing moves, `send` ends with TransferTimeout."""
+        near, _ = links
+        data = bytes(min(near.capabilities.largest, 1 << 20))
+        with pytest.raises(TransferTimeout):  # noqa: PT012 - how many fit is the kernel's affair
+            for _ in range(1000):
+                near.send(Part(0, 1, 0, 1, 1), ID, [data], deadline=soon(0.3))
+
+    def test_receiving_in_time_slices_loses_nothing(self, links: tuple[Link, Link]) -> None:
+        """A TransferTimeout of `receive` is no more than that: the next call gets what comes."""
+        near, far = links
+        for number in range(3):
+            with pytest.raises(TransferTimeout):
+                far.receive(deadline=time.monotonic() - 1)
+            near.send(Part(number, 1, 0, 1, 1), ID, [b"x" * 100], deadline=soon())
+            assert take(far) == (Part(number, 1, 0, 1, 1), b"x" * 100)
+
+    def test_close_wakes_the_receiver(self, links: tuple[Link, Link]) -> None:
+        """Closing ends a `receive` that waits on another thread, and whatever is called later; twice is fine."""
+        near, _ = links
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(lambda: near.receive(deadline=soon()))
+            near.close()
+            with pytest.raises(TransferUnavailable):
+                waiting.result(PATIENCE)
+        near.close()
+        with pytest.raises(TransferUnavailable):
+            near.receive(deadline=soon())
+        with pytest.raises(TransferUnavailable):
+            near.send(Beat(), deadline=soon())
+
+    def test_what_was_sent_before_the_end_arrives(self, links: tuple[Link, Link]) -> None:
+        """After the peer has closed, its last messages still come, then TransferUnavailable; held payloads stay readable."""
+        near, far = links
+        near.send(Part(0, 1, 0, 1, 1), ID, [b"last words"], deadline=soon())
+        near.send(Taken(), ID, deadline=soon())
+        near.close()
+        received = far.receive(deadline=soon())
+        assert far.receive(deadline=soon()).message == Taken()
+        with pytest.raises(TransferUnavailable):
+            far.receive(deadline=soon())
+        far.close()
+        assert received.payload.view == b"last words"
+        received.payload.release()
+
+    def test_a_killed_receiver(self, meeting: Meeting) -> None:
+        """When the peer's process is killed while payloads are on the way, the sender ends with an error, soon."""
+        ready, tell = os.pipe()
+
+        def work() -> None:
+            link = meeting.answer()
+            held = [link.receive(deadline=soon()) for _ in range(3)]
+            os.write(tell, b"x")
+            time.sleep(PATIENCE * len(held))
+
+        with child(work) as number:
+            link = meeting.dial()
+            data = bytes(min(link.capabilities.largest // 4, 1 << 20))
+            for _ in range(3):
+                link.send(Part(0, 1, 0, 1, 1), ID, [data], deadline=soon())
+            assert select.select([ready], [], [], PATIENCE)[0]
+            os.kill(number, signal.SIGKILL)
+            with pytest.raises(TransferError):  # noqa: PT012 - how many still fit is the kernel's affair
+                while True:
+                    link.send(Part(0, 1, 0, 1, 1), ID, [data], deadline=soon(5))
+            with pytest.raises(TransferUnavailable):
+                link.receive(deadline=soon())
+            link.close()
+        os.close(ready)
+        os.close(tell)
+
+    def test_a_killed_sender(self, meeting: Meeting) -> None:
+        """When the peer's process is killed, whole messages of before may come, then TransferUnavailable, and nothing half."""
+
+        def work() -> None:
+            link = meeting.answer()
+            number = 0
+            while True:
+                number += 1
+                link.send(Part(number, 1, 0, 1, 1), ID, [bytes([number % 256]) * 100_000], deadline=soon())
+
+        with child(work) as number:
+            link = meeting.dial()
+            seen = 0
+
+            def receive() -> None:
+                nonlocal seen
+                message, data = take(link)
+                seen += 1
+                assert message == Part(seen, 1, 0, 1, 1) and data == bytes([seen % 256]) * 100_000
+
+            for _ in range(20):
+                receive()
+            os.kill(number, signal.SIGKILL)
+            with pytest.raises(TransferUnavailable):  # noqa: PT012
+                while True:
+                    receive()
+            link.close()

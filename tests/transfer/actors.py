@@ -1,0 +1,211 @@
+"""Services for the tests: real blocks of a real pool on the destination's side, and KV that can be told from any other."""
+
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
+
+from foreword.blocks.layout import LayerLayout, Layout
+from foreword.blocks.pool import BlockPool
+from foreword.config import TransferConfig
+from foreword.transfer.link import Payload
+from foreword.transfer.messages import Buffer, Part, Reason
+from foreword.transfer.parts import payload_bytes, split
+from foreword.transfer.service import Idle
+from foreword.transfer.transfers import Destination, Source
+
+PATIENCE = 60.0
+LAYOUT = Layout(b"model", 16, (LayerLayout(2, 16, 16),) * 3, "bfloat16")
+QUICK = {
+    "answer_timeout": 2.0,
+    "progress_timeout": 2.0,
+    "lease_seconds": 2.0,
+    "beat_seconds": 0.2,
+    "connect_timeout": 5.0,
+}
+
+
+def config(**other: object) -> TransferConfig:
+    """Times that suit tests."""
+    return TransferConfig(**{"ring": "1MiB", "queue": "1MiB", **QUICK, **other})  # type: ignore[arg-type]
+
+
+def keys_of(seed: int, tokens: int) -> list[bytes]:
+    return [sha256(f"{seed}/{number}".encode()).digest() for number in range(tokens // LAYOUT.block_size)]
+
+
+def content(seed: int, part: Part) -> bytes:
+    """The KV of a part: the same for the same block and layer, whichever part it comes in."""
+    pieces = []
+    per_token = LAYOUT.item_bytes * LAYOUT.layers[0].elements
+    for layer in range(part.first_layer, part.first_layer + part.layers):
+        left = part.tokens
+        for block in range(part.first_block, part.first_block + part.blocks):
+            tokens = min(left, LAYOUT.block_size)
+            left -= tokens
+            pieces.append(random.Random(f"{seed}/{layer}/{block}").randbytes(tokens * per_token))
+    data = b"".join(pieces)
+    assert len(data) == payload_bytes(LAYOUT, part)
+    return data
+
+
+def parts_of(seed: int, tokens: int, first: int = 0, target: int = 20_000) -> Iterator[tuple[Part, bytes]]:
+    for part in split(
+        LAYOUT, tokens - first * LAYOUT.block_size, keys_of(seed, tokens)[first:], first_block=first, target=target
+    ):
+        yield part, content(seed, part)
+
+
+class Recorder(Idle):
+    """Keeps what it is told in queues that can be waited for."""
+
+    def __init__(self, layout: Layout | None = LAYOUT) -> None:
+        super().__init__(layout)
+        self.heard: queue.Queue[tuple[str, Source | Destination]] = queue.Queue()
+        self.ends: dict[bytes, int] = {}
+        self.lock = threading.Lock()
+
+    def await_(self, what: str) -> Source | Destination:
+        """The transfer about which the next thing of this kind is told; other things on the way are passed over."""
+        while True:
+            said, transfer = self.heard.get(timeout=PATIENCE)
+            if said == what:
+                return transfer
+
+    def accepted(self, transfer: Source | Destination) -> None:
+        self.heard.put(("accepted", transfer))
+
+    def ended(self, transfer: Source | Destination) -> None:
+        with self.lock:
+            self.ends[transfer.id] = self.ends.get(transfer.id, 0) + 1
+        self.heard.put(("ended", transfer))
+
+
+class Prefill(Recorder):
+    """Computes what is wanted: `request` is `seed tokens`; sends it and `result seed`.
+
+    Attributes:
+        before: called with the source at `accept`, `part`, `finish`; what stands in `stop` is not done.
+    """
+
+    def __init__(self, stop: str = "", tell: Callable[[str], None] = lambda what: None) -> None:
+        super().__init__()
+        self.stop = stop
+        self.tell = tell
+
+    def wanted(self, source: Source) -> None:
+        self.heard.put(("wanted", source))
+        threading.Thread(target=self.compute, args=(source,), daemon=True).start()
+
+    def compute(self, source: Source) -> None:
+        seed, tokens = map(int, source.request.split())
+        if self.stop == "asked":
+            return self.tell("asked")
+        if self.stop == "refused":
+            return source.refuse(Reason.FULL, "no room for it here")
+        source.accept()
+        return self.send(source, seed, tokens, source.have)
+
+    def send(self, source: Source, seed: int, tokens: int, first: int) -> None:
+        for number, (part, data) in enumerate(parts_of(seed, tokens, first)):
+            if self.stop == "sending" and number == 2:
+                return self.tell("sending")
+            source.send(part, [data])
+        source.finish(f"result {seed}".encode(), tokens)
+        return self.tell("delivered")
+
+
+class Decode(Recorder):
+    """Puts what comes into blocks of a pool, and checks that it is what was wanted.
+
+    Attributes:
+        stop: `considered`, `receiving` or `complete`: goes no further than that.
+        wrong: what was handed over and is not what it should be.
+    """
+
+    def __init__(self, blocks: int = 256, stop: str = "", tell: Callable[[str], None] = lambda what: None) -> None:
+        super().__init__()
+        self.pool = BlockPool(blocks)
+        self.stop = stop
+        self.tell = tell
+        self.wrong: list[str] = []
+        self.results: list[bytes] = []
+        self.taken_bytes = 0
+
+    def hold(self, tokens: int) -> dict[str, list[int]] | None:
+        """Blocks for so many tokens, as a transfer's context; None if there are too few."""
+        count = -(-tokens // LAYOUT.block_size)
+        with self.lock:
+            blocks = self.pool.allocate(count)
+        return None if blocks is None else {"blocks": blocks}
+
+    def offered(self, destination: Destination) -> None:
+        self.heard.put(("offered", destination))
+        if self.stop == "considered":
+            return self.tell("considered")
+        _, tokens = map(int, destination.request.split())
+        destination.context = self.hold(tokens)
+        if destination.context is None:
+            return destination.refuse(Reason.FULL, "no blocks are free")
+        return destination.accept(0)
+
+    def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+        seed = int(destination.request.split()[0])
+        with payload as view:
+            if view != content(seed, part):
+                self.wrong.append(f"{part}")
+            self.taken_bytes += len(view)
+        self.heard.put(("part", destination))
+        if self.stop == "receiving":
+            self.tell("receiving")
+
+    def finished(self, destination: Destination, result: bytes, tokens: int) -> None:
+        self.results.append(result)
+        self.heard.put(("finished", destination))
+        if self.stop == "complete":
+            self.tell("complete")
+        else:
+            destination.take()
+
+    def ended(self, transfer: Source | Destination) -> None:
+        if transfer.context:
+            with self.lock:
+                self.pool.release(transfer.context["blocks"])
+                transfer.context = None
+        super().ended(transfer)
+
+    def check(self) -> None:
+        """Nothing leaked: every block is free again, the pool's own check passes, nobody was told of an end twice."""
+        self.pool.check()
+        assert self.pool.num_free == self.pool.num_blocks
+        assert set(self.ends.values()) <= {1}
+        assert not self.wrong
+
+
+class Library(Recorder):
+    """Gives frames: as many names as it has."""
+
+    def __init__(self, frames: dict[bytes, bytes], batch: int = 3) -> None:
+        super().__init__()
+        self.frames = frames
+        self.batch = batch
+
+    def locate(self, names: Sequence[bytes], deadline: float) -> int:
+        return next((n for n, name in enumerate(names) if name not in self.frames), len(names))
+
+    def get(self, names: Sequence[bytes], longest: int, deadline: float) -> Iterator[Sequence[Buffer | None]]:
+        scratch = bytearray(1 << 20)
+        for start in range(0, len(names), self.batch):
+            batch: list[Buffer | None] = []
+            at = 0
+            for name in names[start : start + self.batch]:
+                data = self.frames.get(name)
+                if data is None:
+                    batch.append(None)
+                    continue
+                scratch[at : at + len(data)] = data
+                batch.append(memoryview(scratch)[at : at + len(data)])
+                at += len(data)
+            yield batch
+            scratch[:] = bytes(len(scratch))

@@ -1,0 +1,256 @@
+"""Every link against the contract, with what only one of them has."""
+
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.errors import BadMessage, ConfigError, PeerGone, TransferError
+from foreword.transfer.handshake import Identity, agree
+from foreword.transfer.link import Link
+from foreword.transfer.messages import Beat, Part, encode
+from foreword.transfer.shm import FOLDER, Order, OwnSegment, Ring, open_peers, remove_stale
+from foreword.transfer.sockets import Address, Stream, connect, listen, parse_address, tune
+from foreword.transfer.tcp import Arena, TcpLink
+from foreword.transfer.testing import ID, LinkContract, pair, soon
+
+RING = 1 << 20
+
+
+class Place:
+    """A listening socket and what both sides bring."""
+
+    def __init__(self, address: str, links: tuple[str, ...]) -> None:
+        self.listener, self.address = listen(parse_address(address))
+        self.links = links
+
+    def identity(self) -> Identity:
+        return Identity(secrets.token_bytes(16), "", self.links, None, "", 1.0, RING)
+
+    def dial(self) -> Link:
+        stream = Stream(connect(self.address, deadline=soon()))
+        return agree(stream, self.identity(), client=True, deadline=soon())[0]
+
+    def answer(self) -> Link:
+        stream = Stream(tune(self.listener.accept()[0]))
+        return agree(stream, self.identity(), client=False, deadline=soon())[0]
+
+
+class _Contract(LinkContract):
+    where = "127.0.0.1:0"
+    links_of: tuple[str, ...] = ("tcp",)
+
+    @pytest.fixture
+    def meeting(self, tmp_path: Path) -> Iterator[Place]:
+        place = Place(self.where.format(tmp_path), self.links_of)
+        yield place
+        place.listener.close()
+
+    def test_the_link_is_the_one_meant(self, links: tuple[Link, Link]) -> None:
+        """Both sides agree on the best that both have."""
+        assert {link.capabilities.name for link in links} == {self.links_of[0]}
+
+
+class TestTcp(_Contract):
+    pass
+
+
+class TestTcpOverUnix(_Contract):
+    where = "unix:{}/s"
+
+
+class TestShm(_Contract):
+    links_of = ("shm", "tcp")
+
+
+class TestShmOverUnix(_Contract):
+    where = "unix:{}/s"
+    links_of = ("shm", "tcp")
+
+
+class TestTcp6(_Contract):
+    where = "[::1]:0"
+
+    @pytest.fixture
+    def meeting(self, tmp_path: Path) -> Iterator[Place]:
+        if not socket.has_ipv6:
+            pytest.skip("no IPv6 here")
+        place = Place(self.where, self.links_of)
+        yield place
+        place.listener.close()
+
+
+def test_no_segment_stays_behind(tmp_path: Path) -> None:
+    """Once two sides have agreed, no file of theirs is left in /dev/shm, and only the user could have opened it before."""
+    before = set(os.listdir(FOLDER))
+    place = Place("127.0.0.1:0", ("shm", "tcp"))
+    with pair(place) as (near, _):
+        assert near.capabilities.name == "shm"
+        assert not {name for name in set(os.listdir(FOLDER)) - before if name.startswith("foreword-")}
+    own = OwnSegment(RING, named=True)
+    assert (FOLDER / own.place).stat().st_mode & 0o777 == 0o600
+    own.forget()
+    place.listener.close()
+
+
+def test_only_the_peers_segment_is_opened(tmp_path: Path) -> None:
+    """Another token, another size, another file and a path that leads elsewhere are all refused."""
+    own = OwnSegment(RING, named=True)
+    try:
+        with pytest.raises(TransferError):
+            open_peers(own.place, None, own.size, bytes(32))
+        with pytest.raises(TransferError):
+            open_peers(own.place, None, own.size + 4096, own.token)
+        with pytest.raises(TransferError):
+            open_peers("foreword-" + "0" * 32, None, own.size, own.token)
+        with pytest.raises(TransferError):
+            open_peers("../etc/passwd", None, own.size, own.token)
+        assert open_peers(own.place, None, own.size, own.token).size == own.size
+    finally:
+        own.forget()
+
+
+def test_old_files_are_removed() -> None:
+    """A segment that a killed process left behind goes when the next one starts; a fresh one stays."""
+    old, fresh = OwnSegment(RING, named=True), OwnSegment(RING, named=True)
+    os.utime(FOLDER / old.place, (1, 1))
+    remove_stale()
+    assert not (FOLDER / old.place).exists() and (FOLDER / fresh.place).exists()
+    fresh.forget()
+    old.forget()
+
+
+def test_no_room_for_a_segment() -> None:
+    """A ring that the system has no room for is an error when it is made, not a crash when it is written to."""
+    with pytest.raises(TransferError):
+        OwnSegment(1 << 50, named=True)
+
+
+@given(st.data())
+def test_a_ring_never_gives_what_is_taken(data: st.DataObject) -> None:
+    """Pieces lie within the ring, in one piece each, and do not overlap as long as they are not released."""
+    size = 4096
+    ring, order = Ring(size), Order()
+    out: list[tuple[int, int, list[int]]] = []
+    for _ in range(60):
+        if out and data.draw(st.booleans()):
+            place, length, item = out.pop(data.draw(st.integers(0, len(out) - 1)))
+            upto = order.release(item)
+            if upto is not None:
+                ring.release(upto)
+        else:
+            length = data.draw(st.integers(1, size // 2))
+            place = ring.take(length)
+            if place is None:
+                assert out, "an empty ring has room for half its size"
+                continue
+            start = place % size
+            assert start + length <= size
+            for other, other_length, _ in out:
+                low = other % size
+                assert start + length <= low or low + other_length <= start
+            out.append((place, length, order.add(place, length)))
+
+
+def test_a_ring_believes_no_nonsense() -> None:
+    """A peer that releases more than there is, or takes back what it released, is not believed."""
+    ring = Ring(4096)
+    ring.take(100)
+    for upto in (129, 1 << 60):
+        with pytest.raises(BadMessage):
+            ring.release(upto)
+    ring.release(128)
+    with pytest.raises(BadMessage):
+        ring.release(64)
+
+
+def test_an_arena_is_bounded_and_used_again() -> None:
+    """No more than the limit is out at a time, one payload always is, and memory that was released is used again."""
+    arena = Arena(1 << 20)
+    first = arena.take(1 << 19, 0)
+    second = arena.take(1 << 19, 0)
+    assert first is not None and second is not None
+    assert arena.take(1, 0.01) is None
+    first.view[:3] = b"abc"
+    first.release()
+    first.release()
+    again = arena.take(1 << 19, 0)
+    assert again is not None and again.view[:3] == b"abc"
+    again.release()
+    second.release()
+    big = arena.take(5 << 20, 0)
+    assert big is not None and len(big) == 5 << 20
+    assert arena.take(1, 0.01) is None
+
+
+@pytest.mark.parametrize("place", [100, RING - 10, 1 << 40], ids=["before", "across", "far"])
+def test_payloads_outside_of_the_ring(place: int) -> None:
+    """A message that says that its payload lies where none can lie ends the link, and nothing is read there."""
+    spot = Place("127.0.0.1:0", ("shm", "tcp"))
+    with pair(spot) as (near, far):
+        far.send(Part(0, 1, 0, 1, 1), ID, [b"x" * 500], deadline=soon())
+        near.receive(deadline=soon())
+        size = (RING // 2) + 1 if place == 1 << 40 else 200
+        far._stream.send([encode(Part(0, 1, 0, 1, 1), ID, payload=size, payload_sum=1, place=place)], soon())  # type: ignore[attr-defined]
+        with pytest.raises(BadMessage):
+            near.receive(deadline=soon())
+    spot.listener.close()
+
+
+def test_bytes_that_are_no_message() -> None:
+    """Noise instead of a message, and a message that is cut off, end the link with an error."""
+    for noise in (b"GET / HTTP/1.1\r\n" * 10, encode(Beat())[:40], struct.pack("<4sH", b"FWTX", 9) + bytes(100)):
+        ours, theirs = socket.socketpair()
+        link = TcpLink(Stream(tune(ours)), arena=RING)
+        theirs.sendall(noise)
+        theirs.close()
+        with pytest.raises(TransferError):
+            link.receive(deadline=soon())
+        link.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:80", Address("127.0.0.1", 80)),
+        ("tcp://host:1", Address("host", 1)),
+        ("[::1]:7", Address("::1", 7)),
+        ("unix:/tmp/x", Address(path="/tmp/x")),
+    ],
+)
+def test_addresses(text: str, address: Address) -> None:
+    """What an address is, and that it reads as it is written."""
+    assert parse_address(text) == address
+    assert parse_address(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", ":80", "host:", "host:x", "host:70000", "unix:", "host:-1", "unix:" + "x" * 200]
+)
+def test_what_is_no_address(text: str) -> None:
+    """Anything else is a ConfigError."""
+    with pytest.raises(ConfigError):
+        parse_address(text)
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    """Connecting to where nobody listens says that nobody is there, for TCP and for a socket file that was left behind."""
+    listener, address = listen(parse_address("127.0.0.1:0"))
+    listener.close()
+    with pytest.raises(PeerGone):
+        connect(address, deadline=soon())
+    left = Address(path=str(tmp_path / "s"))
+    listen(left)[0].close()
+    for path in (left, Address(path=str(tmp_path / "t"))):
+        with pytest.raises(PeerGone):
+            connect(path, deadline=soon())
+    again, _ = listen(left)
+    with pytest.raises(ConfigError):
+        listen(left)
+    again.close()

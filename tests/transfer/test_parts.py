@@ -1,0 +1,132 @@
+from hashlib import sha256
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.blocks.layout import LayerLayout, Layout
+from foreword.errors import TransferError
+from foreword.transfer.messages import Part, join_keys, split_keys
+from foreword.transfer.parts import Ledger, payload_bytes, shapes, split
+
+LAYERS = (LayerLayout(2, 8, 4), LayerLayout(1, 16, 16), LayerLayout(4, 2, 2))
+layouts = st.builds(
+    Layout,
+    st.just(b"m"),
+    st.sampled_from([1, 4, 16]),
+    st.lists(st.sampled_from(LAYERS), min_size=1, max_size=5).map(tuple),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from(["tokens", "packed"]),
+)
+
+
+def keys_of(count: int) -> list[bytes]:
+    return [sha256(bytes([number])).digest() for number in range(count)]
+
+
+def whole(layout: Layout, tokens: int) -> Part:
+    full = tokens // layout.block_size
+    return Part(0, len(layout.layers), 0, -(-tokens // layout.block_size), tokens, join_keys(keys_of(full)))
+
+
+@given(layouts, st.integers(0, 100), st.integers(1, 5000), st.integers(0, 9))
+def test_parts_cover_everything_once(layout: Layout, tokens: int, target: int, first: int) -> None:
+    """Every block of every layer is in exactly one part, full blocks have keys, and only the last one may be partly filled."""
+    size = layout.block_size
+    keys = keys_of(tokens // size)
+    seen: dict[tuple[int, int], int] = {}
+    for part in split(layout, tokens, keys, first_block=first, target=target):
+        for layer in range(part.first_layer, part.first_layer + part.layers):
+            left = part.tokens
+            for block in range(part.first_block, part.first_block + part.blocks):
+                assert (layer, block) not in seen
+                seen[layer, block] = min(left, size)
+                left -= seen[layer, block]
+            assert left == 0
+        low = part.first_block - first
+        assert split_keys(part.keys) == keys[low : low + part.tokens // size]
+        one = payload_bytes(layout, Part(part.first_layer, 1, 0, 1, size))
+        assert part.blocks == 1 or part.layers > 1 or payload_bytes(layout, part) <= max(target, one)
+    blocks = -(-tokens // size)
+    expected = {
+        (layer, first + block): min(size, tokens - block * size)
+        for layer in range(len(layout.layers))
+        for block in range(blocks)
+    }
+    assert seen == expected
+
+
+@given(layouts, st.integers(1, 100))
+def test_payloads_have_the_bytes_of_their_tokens(layout: Layout, tokens: int) -> None:
+    """In the order of tokens a payload is as long as its tensors are; else whole blocks of the layers in it."""
+    part = whole(layout, tokens)
+    if layout.order == "tokens":
+        elements = sum(k[0] * k[1] * k[2] + v[0] * v[1] * v[2] for _, k, v in shapes(layout, part))
+        assert payload_bytes(layout, part) == elements * layout.item_bytes
+    else:
+        assert payload_bytes(layout, part) == part.blocks * layout.block_bytes
+
+
+@given(layouts, st.integers(1, 100), st.integers(1, 3000), st.data())
+def test_a_missing_part_is_a_gap(layout: Layout, tokens: int, target: int, data: st.DataObject) -> None:
+    """With all parts nothing is missing; without any one of them something is."""
+    keys = keys_of(tokens // layout.block_size)
+    parts = list(split(layout, tokens, keys, target=target))
+    left_out = data.draw(st.integers(-1, len(parts) - 1))
+    ledger = Ledger(layout, b"", 0)
+    for number, part in enumerate(data.draw(st.permutations(parts))):
+        assert ledger.fault(part, payload_bytes(layout, part)) is None
+        if left_out < 0 or part is not parts[left_out]:
+            ledger.note(part)
+        assert number >= 0
+    assert (ledger.gap(tokens) is None) == (left_out < 0)
+
+
+def test_blocks_that_are_there_need_not_come() -> None:
+    """A destination that has the first blocks gets the rest; they must have been named."""
+    layout = Layout(b"m", 4, LAYERS, "float32")
+    keys = keys_of(5)
+    ledger = Ledger(layout, join_keys(keys), have=3)
+    for part in split(layout, 10, keys[3:], first_block=3):
+        ledger.note(part)
+    assert ledger.gap(22) is None
+    assert ledger.gap(23) is not None, "a token more than has come"
+    assert ledger.gap(12) is None
+    unnamed = Ledger(layout, b"", have=3)
+    assert "named" in str(unnamed.gap(12))
+
+
+def test_a_block_that_grew() -> None:
+    """A block that came partly filled may come again with more tokens, then full and with its key."""
+    layout = Layout(b"m", 4, LAYERS, "float32")
+    ledger = Ledger(layout, b"", 0)
+    for tokens in (1, 3, 4):
+        ledger.note(whole(layout, tokens))
+        assert ledger.gap(tokens) is None
+    assert ledger.keys == {0: keys_of(1)[0]}
+
+
+@pytest.mark.parametrize(
+    ("part", "size", "says"),
+    [
+        (Part(3, 1, 0, 1, 4, keys_of(1)[0]), 0, "layers"),
+        (Part(0, 0, 0, 1, 4, keys_of(1)[0]), 0, "layers"),
+        (Part(0, 1, 0, 0, 0), 0, "tokens"),
+        (Part(0, 1, 0, 2, 4, keys_of(1)[0]), 0, "tokens"),
+        (Part(0, 1, 0, 1, 5, keys_of(1)[0]), 0, "tokens"),
+        (Part(0, 1, 0, 1, 4, keys_of(1)[0]), -1, "bytes"),
+        (Part(0, 1, 0, 1, 4), 0, "keys"),
+        (Part(0, 1, 1, 1, 4, keys_of(1)[0]), 0, "another"),
+    ],
+)
+def test_parts_that_do_not_fit(part: Part, size: int, says: str) -> None:
+    """Each way in which a part can be wrong is found, and said."""
+    layout = Layout(b"m", 4, LAYERS, "float32")
+    ledger = Ledger(layout, join_keys(keys_of(2)), 0)
+    assert says in str(ledger.fault(part, payload_bytes(layout, part) + size))
+
+
+def test_keys_must_fit_the_tokens() -> None:
+    """Whoever cuts parts must name each full block."""
+    with pytest.raises(TransferError):
+        list(split(Layout(b"m", 4, LAYERS, "float32"), 9, keys_of(1)))

@@ -1,0 +1,268 @@
+"""The table of states: what it says of itself, and two sides of it over a channel that breaks, with crashes."""
+
+from collections import deque
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from foreword.errors import ProtocolViolation, TransferError
+from foreword.transfer.messages import Reason
+from foreword.transfer.protocol import (
+    COMMANDS,
+    FIRST,
+    TABLE,
+    WORLD,
+    Action,
+    Event,
+    Outcome,
+    Role,
+    State,
+    Timings,
+    Transfer,
+    diagram,
+)
+
+DOCS = Path(__file__).parents[2] / "docs" / "transfer.md"
+TIMES = Timings(answer=10, progress=30, lease=60)
+LONGEST = 10 + 30 + 4 * 60
+SENT = {
+    Action.SEND_ACCEPT: Event.GOT_ACCEPT,
+    Action.SEND_REFUSE: Event.GOT_REFUSE,
+    Action.SEND_PART: Event.GOT_PART,
+    Action.SEND_FINISHED: Event.GOT_FINISHED,
+    Action.SEND_TAKEN: Event.GOT_TAKEN,
+    Action.SEND_CANCEL: Event.GOT_CANCEL,
+    Action.SEND_NO: Event.GOT_NO,
+}
+
+
+@pytest.mark.parametrize("role", Role)
+def test_every_state_has_a_way_out(role: Role) -> None:
+    """Every state that can be reached has a deadline that leads on, and no path of deadlines goes in circles."""
+    reached, todo = set(), [FIRST[role]]
+    while todo:
+        state = todo.pop()
+        reached.add(state)
+        todo += [
+            rule.state for (before, _), rule in TABLE[role].items() if before is state and rule.state not in reached
+        ]
+    assert reached == {state for state, _ in TABLE[role]} | {State.ENDED}
+    for state in reached - {State.ENDED}:
+        seen = {state}
+        while state is not State.ENDED:
+            state = TABLE[role][state, Event.DEADLINE].state
+            assert state not in seen, "deadlines lead to the end"
+            seen.add(state)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_the_end_is_told_once(role: Role) -> None:
+    """Whatever leads to the end tells the service, and says how it ended; nothing else does."""
+    for ways in TABLE[role].values():
+        assert (Action.TELL_ENDED in ways.actions) == (ways.state is State.ENDED) == (ways.outcome is not None)
+        assert ways.actions.count(Action.TELL_ENDED) <= 1
+
+
+@pytest.mark.parametrize("role", Role)
+def test_messages_that_may_not_come(role: Role) -> None:
+    """Every message without a rule is a ProtocolViolation before the end, nothing after it; a command is a TransferError."""
+    for state in {state for state, _ in TABLE[role]} | {State.ENDED}:
+        for event in Event:
+            side = Transfer(role, TIMES, 0.0)
+            side.state = state
+            if (state, event) in TABLE[role] or event in WORLD or event is Event.CANCEL:
+                continue
+            if event in COMMANDS:
+                with pytest.raises(TransferError):
+                    side.handle(event, 1.0)
+            elif state is State.ENDED:
+                assert side.handle(event, 1.0) == ()
+            else:
+                with pytest.raises(ProtocolViolation):
+                    side.handle(event, 1.0)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_the_docs_show_the_table(role: Role) -> None:
+    """docs/transfer.md has this role's diagram as the code draws it."""
+    assert f"```mermaid\n{diagram(role)}\n```" in DOCS.read_text(encoding="utf-8")
+
+
+def test_reasons_survive() -> None:
+    """Why a transfer ended is kept, and a command that comes too late says it."""
+    side = Transfer(Role.PUSH_SOURCE, TIMES, 0.0)
+    side.handle(Event.GOT_REFUSE, 1.0, Reason.FULL, "no room for 12 blocks")
+    assert (side.outcome, side.reason, side.message) == (Outcome.NOT_TAKEN, Reason.FULL, "no room for 12 blocks")
+    with pytest.raises(TransferError, match="no room for 12 blocks") as raised:
+        side.handle(Event.SEND, 2.0)
+    assert raised.value.reason == "full"
+
+
+class TwoSides(RuleBasedStateMachine):
+    """Source and destination, a channel that keeps the order and may break in the middle, and clocks.
+
+    A broken channel delivers some of what was on the way, then says so to each side, at its own time. Questions go over a
+    channel of their own and may be lost. A side that crashed is gone with all it knew.
+    """
+
+    @initialize(push=st.booleans())
+    def begin(self, push: bool) -> None:
+        self.push = push
+        self.now = 0.0
+        self.source = Transfer(Role.PUSH_SOURCE if push else Role.PULL_SOURCE, TIMES, 0.0)
+        self.destination = Transfer(Role.PUSH_DESTINATION if push else Role.PULL_DESTINATION, TIMES, 0.0)
+        self.to: dict[str, deque[Event]] = {"source": deque(), "destination": deque()}
+        self.questions: deque[str] = deque()
+        self.crashed: set[str] = set()
+        self.broken = False
+        self.reachable = True
+        self.remembered = False
+        self.told: dict[str, int] = {"source": 0, "destination": 0}
+        self.asking = False
+
+    def side(self, name: str) -> Transfer:
+        return self.source if name == "source" else self.destination
+
+    def handle(self, name: str, event: Event) -> None:
+        if name not in self.crashed:
+            self.follow(name, self.side(name).handle(event, self.now))
+
+    def follow(self, name: str, actions: tuple[Action, ...]) -> None:
+        other = "destination" if name == "source" else "source"
+        for action in actions:
+            if action is Action.SEND_NO:
+                self.questions.append("no")
+            elif action in SENT and not self.broken:
+                self.to[other].append(SENT[action])
+            self.told[name] += action is Action.TELL_ENDED
+            self.asking |= action is Action.ASK
+            self.remembered |= action is Action.REMEMBER
+
+    @rule(name=st.sampled_from(["source", "destination"]), event=st.sampled_from(sorted(COMMANDS)))
+    def command(self, name: str, event: Event) -> None:
+        """The service does what it may at this moment."""
+        if (self.side(name).state, event) in TABLE[self.side(name).role]:
+            self.handle(name, event)
+
+    @rule(name=st.sampled_from(["source", "destination"]), count=st.integers(1, 4))
+    def deliver(self, name: str, count: int) -> None:
+        for _ in range(min(count, len(self.to[name]))):
+            self.handle(name, self.to[name].popleft())
+
+    @rule(spoiled=st.sampled_from([Event.GOT_BAD_PART, Event.GOT_GAPS]))
+    def spoil(self, spoiled: Event) -> None:
+        """A part arrives that does not fit, or parts are missing at the end."""
+        wanted = Event.GOT_PART if spoiled is Event.GOT_BAD_PART else Event.GOT_FINISHED
+        queue = self.to["destination"]
+        if queue and queue[0] is wanted:
+            queue[0] = spoiled
+
+    @precondition(lambda self: not self.broken)
+    @rule(lost=st.integers(0, 5), other=st.integers(0, 5))
+    def cut(self, lost: int, other: int) -> None:
+        """The connection breaks; the last messages of either direction are lost."""
+        self.broken = True
+        for queue, count in ((self.to["source"], lost), (self.to["destination"], other)):
+            for _ in range(min(count, len(queue))):
+                queue.pop()
+            queue.append(Event.BROKEN)
+
+    @precondition(lambda self: not self.crashed)
+    @rule(name=st.sampled_from(["source", "destination"]))
+    def crash(self, name: str) -> None:
+        """kill -9; the other side's connection breaks."""
+        self.crashed.add(name)
+        other = "destination" if name == "source" else "source"
+        if not self.broken:
+            self.broken = True
+            self.to[other].append(Event.BROKEN)
+
+    @rule(reachable=st.booleans())
+    def partition(self, reachable: bool) -> None:
+        """Whether new connections come about."""
+        self.reachable = reachable
+
+    @precondition(lambda self: self.asking and self.source.state is State.DOUBT)
+    @rule()
+    def ask(self) -> None:
+        """The source asks, as it does every half second."""
+        if not self.reachable or "source" in self.crashed:
+            return
+        if "destination" in self.crashed:
+            self.handle("source", Event.GONE)
+        elif self.remembered:
+            self.questions.append("yes")
+        elif self.destination.ended:
+            self.questions.append("no")
+        else:
+            self.handle("destination", Event.GOT_QUERY)
+
+    @rule(lost=st.booleans())
+    def answer(self, lost: bool) -> None:
+        if self.questions:
+            answer = self.questions.popleft()
+            if not lost:
+                self.handle("source", Event.GOT_YES if answer == "yes" else Event.GOT_NO)
+
+    @rule(seconds=st.floats(0.1, 40))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.ticks()
+
+    def ticks(self) -> None:
+        for name in ("source", "destination"):
+            if name not in self.crashed:
+                self.follow(name, self.side(name).tick(self.now))
+
+    @invariant()
+    def at_most_one_goes_on(self) -> None:
+        """A pushed request is never decoded on both sides, nor at the source while it may be on the other side."""
+        if not hasattr(self, "push") or not self.push:
+            return
+        source_goes_on = "source" not in self.crashed and (
+            self.source.outcome is Outcome.NOT_TAKEN or self.source.state in (State.OFFERED, State.SENDING)
+        )
+        destination_goes_on = "destination" not in self.crashed and self.destination.outcome is Outcome.TAKEN
+        assert not (source_goes_on and destination_goes_on)
+        if not self.crashed:
+            assert self.source.owner or self.destination.owner or self.source.outcome is Outcome.UNKNOWN
+
+    @invariant()
+    def no_lease_outlives_its_deadline(self) -> None:
+        """After each tick, whatever has not ended ends later."""
+        for name in ("source", "destination"):
+            if hasattr(self, "push") and name not in self.crashed:
+                side = self.side(name)
+                assert (side.deadline is None) == side.ended
+                assert side.deadline is None or side.deadline > self.now
+                assert self.told[name] == side.ended, "the end is told exactly once"
+
+    def teardown(self) -> None:
+        """Both sides reach an end without any help, and agree on what became of it unless somebody could not be asked."""
+        if not hasattr(self, "push"):
+            return
+        for _ in range(4 * LONGEST):
+            for name in ("source", "destination"):
+                self.deliver(name, 100)
+            if self.asking and self.source.state is State.DOUBT:
+                self.ask()
+            while self.questions:
+                self.answer(False)
+            self.now += 0.5
+            self.ticks()
+            self.at_most_one_goes_on()
+        for name in ("source", "destination"):
+            assert name in self.crashed or self.side(name).ended
+        if self.crashed:
+            return
+        if self.source.outcome is Outcome.UNKNOWN:
+            assert self.push and not self.reachable
+        elif self.push:
+            assert (self.source.outcome is Outcome.TAKEN) == (self.destination.outcome is Outcome.TAKEN)
+
+
+TestTwoSides = TwoSides.TestCase
+TestTwoSides.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

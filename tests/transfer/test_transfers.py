@@ -1,0 +1,509 @@
+"""Transfers between two endpoints, over each link, through the doors that an engine uses."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from actors import LAYOUT, PATIENCE, Decode, Library, Prefill, Recorder, config, content, keys_of, parts_of
+
+from foreword.blocks.layout import Layout
+from foreword.errors import (
+    PeerGone,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+    TransferUnavailable,
+)
+from foreword.transfer.connection import Connection
+from foreword.transfer.endpoint import Endpoint
+from foreword.transfer.link import Payload
+from foreword.transfer.messages import Buffer, Part, Reason, Taken
+from foreword.transfer.protocol import Outcome, Role, State
+from foreword.transfer.service import Idle, Service
+from foreword.transfer.transfers import Destination, Source
+
+LINKS = {"tcp": ("tcp",), "shm": ("shm", "tcp")}
+
+
+@contextmanager
+def two(theirs: Service, ours: Service, link: str = "shm", **settings: object) -> Iterator[tuple[Connection, Endpoint]]:
+    """Their endpoint listens, ours connects to it."""
+    with ExitStack() as stack:
+        listening = Endpoint(config(links=LINKS[link], **settings), theirs)
+        stack.callback(listening.close)
+        calling = Endpoint(config(links=LINKS[link], **settings), ours)
+        stack.callback(calling.close)
+        connection = calling.connect(listening.listen())
+        assert connection.link.capabilities.name == link
+        yield connection, listening
+
+
+def request(seed: int, tokens: int) -> bytes:
+    return f"{seed} {tokens}".encode()
+
+
+def pull(connection: Connection, decode: Decode, seed: int, tokens: int, have: int = 0) -> Destination:
+    return connection.want(request(seed, tokens), keys_of(seed, tokens), have=have, context=decode.hold(tokens))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    ends = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < ends, "it never happened"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("tokens", [1, 16, 100, 1000])
+def test_pull(link: str, tokens: int) -> None:
+    """KV that is computed elsewhere arrives whole and checked, a last block that is not full included, with the result."""
+    prefill, decode = Prefill(), Decode()
+    with two(prefill, decode, link) as (connection, listening):
+        destination = pull(connection, decode, 1, tokens)
+        assert destination.wait(PATIENCE) is Outcome.TAKEN
+        assert prefill.await_("ended").outcome is Outcome.TAKEN
+        assert decode.results == [b"result 1"]
+        assert decode.taken_bytes == tokens * LAYOUT.block_bytes // LAYOUT.block_size
+        assert listening.status().transfers == {} and listening.status().ended == {"taken": 1}
+        assert listening.status().traffic[link].bytes_sent == decode.taken_bytes
+        decode.check()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_only_what_is_missing_travels(link: str) -> None:
+    """Of 4,000 tokens of which 3,504 are there, the KV of 496 travels."""
+    prefill, decode = Prefill(), Decode()
+    with two(prefill, decode, link) as (connection, _):
+        assert pull(connection, decode, 2, 4000, have=219).wait(PATIENCE) is Outcome.TAKEN
+        assert decode.taken_bytes == 496 * LAYOUT.block_bytes // LAYOUT.block_size
+        decode.check()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_push_in_rounds(link: str) -> None:
+    """A request that goes on while its KV is copied: full blocks first, what is new after that, then the end and its owner."""
+    decode, giving = Decode(), Recorder()
+    with two(decode, giving, link) as (connection, _):
+        source = connection.offer(request(3, 330), keys_of(3, 160), 160)
+        assert giving.await_("accepted") is source and source.have == 0
+        for part, data in parts_of(3, 160):
+            source.send(part, [data])
+        for tokens in (250, 330):  # the second round sends the block again that was not full in the first one
+            for part, data in parts_of(3, tokens, first=10 if tokens == 250 else 15):
+                source.send(part, [data[:100], data[100:]])
+        source.finish(b"state", 330)
+        assert source.wait(PATIENCE) is Outcome.TAKEN
+        until(lambda: decode.ends != {})
+        assert decode.results == [b"state"]
+        taken = decode.await_("finished")
+        assert isinstance(taken, Destination) and taken.received_keys == dict(enumerate(keys_of(3, 330)))
+        decode.check()
+
+
+def test_a_refusal_is_heard() -> None:
+    """Full, wrong role, unknown request: the other side gets the word and the sentence."""
+    prefill, decode = Prefill(stop="refused"), Decode()
+    with two(prefill, decode) as (connection, _):
+        destination = pull(connection, decode, 4, 100)
+        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN
+        assert (destination.reason, destination.message) == (Reason.FULL, "no room for it here")
+        decode.check()
+    with two(Idle(LAYOUT), Recorder()) as (connection, _):
+        for side in (connection.want(b"", []), connection.offer(b"", [], 0)):
+            assert side.wait(PATIENCE) is Outcome.NOT_TAKEN and side.reason is Reason.ROLE
+
+
+def test_a_destination_without_memory() -> None:
+    """A push to a side whose pool is full is refused, and the source keeps its request."""
+    decode, giving = Decode(blocks=4), Recorder()
+    with two(decode, giving) as (connection, _):
+        source = connection.offer(request(5, 100), keys_of(5, 96), 96)
+        assert source.wait(PATIENCE) is Outcome.NOT_TAKEN
+        assert source.reason is Reason.FULL and source._transfer.owner
+        decode.check()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_hundred_at_once(link: str) -> None:
+    """A hundred transfers over one connection, some cancelled in the middle, some refused: nothing mixed up, nothing leaked."""
+    prefill, decode = Prefill(), Decode(blocks=2000)
+    with two(prefill, decode, link, max_transfers=200) as (connection, listening):
+        draw = random.Random(6)
+        wanted = [pull(connection, decode, seed, draw.randrange(1, 300)) for seed in range(100)]
+        for destination in wanted[::10]:
+            destination.cancel()
+        outcomes = [destination.wait(PATIENCE) for destination in wanted]
+        assert all(outcome is Outcome.TAKEN for n, outcome in enumerate(outcomes) if n % 10)
+        assert {f"result {n}".encode() for n in range(100) if n % 10} <= set(decode.results)
+        until(lambda: listening.status().transfers == {})
+        assert set(prefill.ends.values()) <= {1}
+        decode.check()
+
+
+def test_more_than_allowed() -> None:
+    """What exceeds the number of transfers is refused, here and there, and what is under way goes on."""
+    prefill, decode = Prefill(stop="asked"), Decode()
+    with two(prefill, decode, max_transfers=3) as (connection, _):
+        held = [pull(connection, decode, seed, 10) for seed in range(3)]
+        with pytest.raises(TransferError) as raised:
+            connection.want(b"")
+        assert raised.value.reason == Reason.FULL
+        assert [one.state for one in held] == [State.WANTED] * 3
+        for one in held:
+            assert one.cancel()
+        until(lambda: len(prefill.ends) == 3)
+        decode.check()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_slow_service_holds_the_sender_up(link: str) -> None:
+    """A receiver that does not release holds the sender up: queue and ring are bounded, and each buffer is given back."""
+    hold = threading.Event()
+
+    class Slow(Decode):
+        def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+            hold.wait(PATIENCE)
+            super().part(destination, part, payload)
+
+    decode, giving = Slow(blocks=4000), Recorder()
+    freed = threading.Semaphore(0)
+    with two(decode, giving, link, progress_timeout=30.0, lease_seconds=30.0) as (connection, _):
+        source = connection.offer(request(7, 60_000), [], 0)
+        giving.await_("accepted")
+        queued = refused = 0
+        pieces = list(parts_of(7, 60_000, target=100_000))
+        for part, data in pieces:
+            if source.send(part, [data], sent=freed.release, wait=0.05 if refused < 2 else 0.0):
+                queued += len(data)
+                assert connection.queued <= 1 << 20
+            else:
+                refused += 1
+        assert refused and queued < 16 << 20
+        hold.set()
+        source.cancel()
+        for _ in pieces:
+            assert freed.acquire(timeout=PATIENCE), "each buffer is given back once"
+        assert not freed.acquire(blocking=False)
+        until(lambda: decode.ends != {})
+        decode.check()
+
+
+def test_deadlines_end_what_nobody_ends() -> None:
+    """A source that stops in the middle, a service that never answers, one that never takes: all end by themselves."""
+    for stop, state, seconds in (("asked", State.WANTED, 0.3), ("sending", State.RECEIVING, 0.3)):
+        prefill, decode = Prefill(stop=stop), Decode()
+        with two(prefill, decode, answer_timeout=seconds, progress_timeout=seconds) as (connection, listening):
+            destination = pull(connection, decode, 8, 500)
+            assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN
+            assert destination.reason is Reason.DEADLINE and str(state) in destination.message
+            until(lambda listening=listening: listening.status().transfers == {})
+            decode.check()
+    prefill, decode = Prefill(), Decode(stop="complete")
+    with two(prefill, decode, lease_seconds=0.3) as (connection, _):
+        destination = pull(connection, decode, 8, 500)
+        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN
+        decode.check()
+        assert not destination.take(), "it is too late"
+
+
+def test_working_keeps_a_transfer_alive() -> None:
+    """A source that computes for longer than the time limits, and says so, is waited for."""
+
+    class Busy(Prefill):
+        def send(self, source: Source, seed: int, tokens: int, first: int) -> None:
+            ends = time.monotonic() + 1.5
+            while time.monotonic() < ends:
+                source.working()
+                time.sleep(0.01)
+            super().send(source, seed, tokens, first)
+
+    prefill, decode = Busy(), Decode()
+    with two(prefill, decode, progress_timeout=0.5, lease_seconds=0.5) as (connection, _):
+        assert pull(connection, decode, 9, 100).wait(PATIENCE) is Outcome.TAKEN
+        decode.check()
+
+
+def test_a_part_that_is_not_what_it_should_be() -> None:
+    """A part with another block's key fails the transfer with a reason, on both sides; the service never sees it."""
+
+    class Wrong(Prefill):
+        def send(self, source: Source, seed: int, tokens: int, first: int) -> None:
+            for number, (part, data) in enumerate(parts_of(seed, tokens)):
+                if number == 1:
+                    wrong = Part(
+                        part.first_layer,
+                        part.layers,
+                        part.first_block,
+                        part.blocks,
+                        part.tokens,
+                        b"\x01" * len(part.keys),
+                    )
+                    source.send(wrong, [data])
+                    return
+                source.send(part, [data])
+
+    prefill, decode = Wrong(), Decode()
+    with two(prefill, decode) as (connection, _):
+        destination = pull(connection, decode, 10, 800)
+        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN and destination.reason is Reason.CONTENT
+        source = prefill.await_("ended")
+        assert source.reason is Reason.CONTENT and "another one" in source.message
+        decode.check()
+
+
+def test_an_end_with_gaps() -> None:
+    """A source that says it has finished while a part is missing is not believed."""
+
+    class Hasty(Prefill):
+        def send(self, source: Source, seed: int, tokens: int, first: int) -> None:
+            for part, data in list(parts_of(seed, tokens))[1:]:
+                source.send(part, [data])
+            source.finish(b"", tokens)
+
+    prefill, decode = Hasty(), Decode()
+    with two(prefill, decode) as (connection, _):
+        destination = pull(connection, decode, 11, 300)
+        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN and destination.reason is Reason.GAPS
+        assert decode.results == []
+        decode.check()
+
+
+def test_a_service_that_fails() -> None:
+    """An exception in a service ends its transfer on both sides with a reason; the connection and other transfers go on."""
+
+    class Broken(Decode):
+        def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+            payload.release()
+            raise RuntimeError("a defect")
+
+    prefill, decode = Prefill(), Broken()
+    with two(prefill, decode) as (connection, _):
+        for seed in (1, 2):
+            destination = pull(connection, decode, seed, 300)
+            assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN and destination.reason is Reason.FAILED
+            assert "RuntimeError" in prefill.await_("ended").message
+        assert connection.alive
+        decode.check()
+
+
+def test_cancel_waits_for_the_part_under_way() -> None:
+    """When `cancel` has returned, no part is being written into the blocks that are given back now."""
+    inside, go, left = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(Decode):
+        def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+            inside.set()
+            go.wait(PATIENCE)
+            left.set()
+            super().part(destination, part, payload)
+
+    prefill, decode = Prefill(), Slow()
+    with two(prefill, decode) as (connection, _):
+        destination = pull(connection, decode, 12, 300)
+        assert inside.wait(PATIENCE)
+        threading.Timer(0.1, go.set).start()
+        assert destination.cancel() and left.is_set()
+        assert decode.ends == {destination.id: 1}
+        decode.check()
+
+
+def test_commands_at_the_wrong_moment() -> None:
+    """What cannot be done now is a TransferError that says why, and changes nothing."""
+    prefill, decode = Prefill(stop="asked"), Decode()
+    with two(prefill, decode) as (connection, _):
+        destination = pull(connection, decode, 13, 100)
+        source = prefill.await_("wanted")
+        assert isinstance(source, Source) and source.role is Role.PULL_SOURCE
+        part, data = next(iter(parts_of(13, 100)))
+        freed: list[int] = []
+        with pytest.raises(TransferError, match="asked"):
+            source.send(part, [data], sent=lambda: freed.append(1))
+        assert freed == [1]
+        with pytest.raises(TransferError):
+            source.finish(b"", 100)
+        source.accept()
+        with pytest.raises(TransferError, match="bytes"):
+            source.send(part, [data[1:]])
+        with pytest.raises(TransferError):
+            destination.take()
+        source.cancel(Reason.DRAINING, "going down")
+        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN
+        assert (destination.reason, destination.message) == (Reason.DRAINING, "going down")
+        with pytest.raises(TransferError, match="draining"):
+            source.send(part, [data])
+        assert not destination.take()
+        decode.check()
+
+
+def test_messages_that_the_protocol_does_not_allow() -> None:
+    """A peer that says what it may not say there loses the connection, and its transfers end."""
+    prefill, decode = Prefill(stop="asked"), Decode()
+    with two(prefill, decode) as (connection, listening):
+        destination = pull(connection, decode, 14, 100)
+        prefill.await_("wanted")
+        connection.post(Taken(), destination.id)
+        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN and destination.reason is Reason.LOST
+        assert prefill.await_("ended").reason is Reason.LOST
+        assert not connection.alive
+        until(lambda: listening.status().connections == {})
+        decode.check()
+
+
+def frames(count: int, size: int) -> dict[bytes, bytes]:
+    draw = random.Random(count)
+    return {draw.randbytes(48): draw.randbytes(draw.randrange(1, size)) for _ in range(count)}
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_fetch(link: str) -> None:
+    """An instance as a store: how many blocks of a chain it has, and their frames byte for byte; missing ones have length 0."""
+    kept = frames(50, 30_000)
+    names = [*kept]
+    asked = [*names[:20], bytes(48), *names[20:], bytes([1]) * 48]
+    with two(Library(kept), Idle(), link) as (connection, _):
+        deadline = time.monotonic() + PATIENCE
+        assert connection.locate(asked, deadline=deadline) == 20
+        assert connection.locate(names, deadline=deadline) == 50
+        assert connection.locate([], deadline=deadline) == 0
+        buffers = [memoryview(bytearray(30_000)) for _ in asked]
+        lengths = connection.get(asked, buffers, deadline=deadline)
+        found = [bytes(buffer[:length]) for buffer, length in zip(buffers, lengths, strict=True)]
+        assert found == [kept.get(name, b"") for name in asked]
+        small = [memoryview(bytearray(10)) for _ in names]
+        lengths = connection.get(names, small, deadline=deadline)
+        assert lengths == [len(kept[name]) if len(kept[name]) <= 10 else 0 for name in names]
+
+
+def test_fetching_from_several_threads() -> None:
+    """Questions and answers of many threads over one connection do not mix, while parts travel beside them."""
+    kept = frames(200, 5000)
+    names = [*kept]
+    failures: list[object] = []
+
+    class Both(Library, Prefill):
+        def __init__(self) -> None:
+            Prefill.__init__(self)
+            self.frames, self.batch = kept, 3
+
+    decode = Decode()
+    with two(Both(), decode) as (connection, _):
+
+        def fetch(seed: int) -> None:
+            draw = random.Random(seed)
+            for _ in range(10):
+                some = draw.sample(names, 20)
+                buffers = [memoryview(bytearray(5000)) for _ in some]
+                lengths = connection.get(some, buffers, deadline=time.monotonic() + PATIENCE)
+                if [bytes(b[:n]) for b, n in zip(buffers, lengths, strict=True)] != [kept[name] for name in some]:
+                    failures.append(seed)
+
+        threads = [threading.Thread(target=fetch, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        destination = pull(connection, decode, 15, 1000)
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert not failures
+        assert destination.wait(PATIENCE) is Outcome.TAKEN
+        decode.check()
+
+
+def test_a_library_that_fails_or_hangs() -> None:
+    """What a service raises is a refusal; one that takes too long is a timeout, after which no buffer is written to."""
+    go = threading.Event()
+
+    class Bad(Library):
+        def locate(self, names: Sequence[bytes], deadline: float) -> int:
+            raise RuntimeError("a defect")
+
+        def get(self, names: Sequence[bytes], longest: int, deadline: float) -> Iterator[Sequence[Buffer | None]]:
+            go.wait(PATIENCE)
+            return super().get(names, longest, deadline)
+
+    kept = frames(3, 100)
+    with two(Bad(kept), Idle()) as (connection, _):
+        with pytest.raises(TransferRefused, match="RuntimeError"):
+            connection.locate([*kept], deadline=time.monotonic() + PATIENCE)
+        buffers = [memoryview(bytearray(100)) for _ in kept]
+        with pytest.raises(TransferTimeout):
+            connection.get([*kept], buffers, deadline=time.monotonic() + 0.2)
+        go.set()
+        other = [memoryview(bytearray(100)) for _ in kept]
+        lengths = connection.get([*kept], other, deadline=time.monotonic() + PATIENCE)
+        assert [bytes(b[:n]) for b, n in zip(other, lengths, strict=True)] == [*kept.values()]
+        assert all(bytes(buffer) == bytes(100) for buffer in buffers)
+
+
+def test_a_tool_without_blocks_can_only_fetch() -> None:
+    """An instance without a layout may ask for frames; it can neither want nor be wanted from."""
+    with two(Library(frames(1, 10)), Idle()) as (connection, _):
+        with pytest.raises(TransferError):
+            connection.want(b"")
+        with pytest.raises(TransferError):
+            connection.offer(b"", [], 0)
+        assert connection.locate([bytes(48)], deadline=time.monotonic() + PATIENCE) == 0
+
+
+def test_one_connection_per_peer() -> None:
+    """Connecting again gives the connection that there is, from either side; a broken one is replaced."""
+    with two(Idle(LAYOUT), Idle(LAYOUT)) as (connection, listening):
+        calling = connection.host
+        assert isinstance(calling, Endpoint)
+        assert calling.connect(listening.address) is connection
+        address = calling.listen()
+        connection.close()
+        again = calling.connect(listening.address)
+        assert again is not connection and again.alive
+        until(lambda: bool(listening.status().connections))
+        assert listening.connect(address).peer.instance == calling.instance
+        assert sum(listening.status().connections.values()) == 1
+
+
+def test_close_ends_everything() -> None:
+    """Closing an endpoint ends its transfers on both sides, and nobody listens any more."""
+    prefill, decode = Prefill(stop="sending"), Decode()
+    with two(prefill, decode) as (connection, listening):
+        destination = pull(connection, decode, 16, 500)
+        decode.await_("part")
+        listening.close()
+        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN and destination.reason is Reason.LOST
+        assert prefill.await_("ended").outcome is Outcome.NOT_TAKEN
+        with pytest.raises(TransferUnavailable):
+            connection.locate([bytes(48)], deadline=time.monotonic() + PATIENCE)
+        calling = connection.host
+        assert isinstance(calling, Endpoint)
+        with pytest.raises(PeerGone):
+            calling.connect(listening.address)
+        decode.check()
+
+
+def test_an_order_of_its_own() -> None:
+    """KV whose inside only its engine knows travels in whole blocks."""
+    packed = Layout(LAYOUT.model, 16, LAYOUT.layers, "bfloat16", order="vllm-cpu-amx")
+    got: list[int] = []
+
+    class Take(Recorder):
+        def offered(self, destination: Destination) -> None:
+            destination.accept()
+
+        def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+            got.append(len(payload))
+            payload.release()
+
+        def finished(self, destination: Destination, result: bytes, tokens: int) -> None:
+            destination.take()
+
+    giving = Recorder(packed)
+    with two(Take(packed), giving) as (connection, _):
+        source = connection.offer(b"", keys_of(1, 32), 40)
+        giving.await_("accepted")
+        part = Part(0, 3, 0, 3, 40, b"".join(keys_of(1, 32)))
+        source.send(part, [bytes(3 * packed.block_bytes)])
+        source.finish(b"", 40)
+        assert source.wait(PATIENCE) is Outcome.TAKEN
+        assert got == [3 * packed.block_bytes]
+    assert len(content(1, Part(0, 1, 0, 1, 5))) == 5 * LAYOUT.block_bytes // 16 // 3
