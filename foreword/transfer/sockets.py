@@ -24,6 +24,8 @@ from foreword.transfer.messages import Buffer
 _TICK: Final = 0.25
 _TIMEVAL: Final = struct.pack("ll", 0, int(_TICK * 1e6))
 _MOST_BUFFERS: Final = 256
+_AHEAD: Final = 4096
+_ONE_PIECE: Final = 256 << 10
 _BACKLOG: Final = 64
 _UNIX: Final = "unix:"
 _GONE: Final = frozenset({errno.ECONNREFUSED, errno.ENOENT})
@@ -169,6 +171,8 @@ class Stream:
         self.sock = sock
         self.heard = time.monotonic()
         self._closed = False
+        self._ahead = memoryview(bytearray(_AHEAD))
+        self._spare = self._ahead[:0]
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
         """All bytes of all buffers. The deadline is for the next byte to go. Raises TransferTimeout, TransferUnavailable."""
@@ -191,11 +195,18 @@ class Stream:
                 left[0] = left[0][sent:]
 
     def fill(self, view: memoryview) -> Iterator[None]:
-        """Receive until the view is full; yields whenever a quarter of a second brought nothing. Raises TransferUnavailable."""
-        done, size = 0, len(view)
+        """Receive until the view is full; yields whenever a quarter of a second brought nothing. Raises TransferUnavailable.
+
+        A call that ends a message also takes what is there of the next one, so a small message costs one call and not three.
+        """
+        size = len(view)
+        done = min(size, len(self._spare))
+        if done:
+            view[:done] = self._spare[:done]
+            self._spare = self._spare[done:]
         while done < size:
             try:
-                count = self.sock.recv_into(view[done:], 0, socket.MSG_WAITALL)
+                count = self._receive(view[done:])
             except (BlockingIOError, InterruptedError):
                 yield
                 continue
@@ -203,16 +214,32 @@ class Stream:
                 raise self._unavailable(error) from error
             if not count:
                 raise TransferUnavailable("the peer has closed the connection")
+            if count > size - done:
+                self._spare = self._ahead[: count - (size - done)]
             done += count
             self.heard = time.monotonic()
 
+    def _receive(self, view: memoryview) -> int:
+        if len(view) > _ONE_PIECE:
+            return self.sock.recv_into(view, 0, socket.MSG_WAITALL)
+        return self.sock.recvmsg_into([view, self._ahead])[0]
+
     def read(self, size: int, deadline: float) -> bytes:
-        """Exactly `size` bytes. Raises TransferTimeout, TransferUnavailable."""
-        data = bytearray(size)
-        for _ in self.fill(memoryview(data)):
-            if time.monotonic() >= deadline:
-                raise TransferTimeout("the peer is silent")
-        return bytes(data)
+        """Exactly `size` bytes, and nothing of what comes after them. Raises TransferTimeout, TransferUnavailable."""
+        data = b""
+        while len(data) < size:
+            try:
+                more = self.sock.recv(size - len(data), socket.MSG_WAITALL)
+            except (BlockingIOError, InterruptedError):
+                if time.monotonic() >= deadline:
+                    raise TransferTimeout("the peer is silent") from None
+                continue
+            except OSError as error:
+                raise self._unavailable(error) from error
+            if not more:
+                raise TransferUnavailable("the peer has closed the connection")
+            data += more
+        return data
 
     def close(self) -> None:
         self._closed = True

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
-from foreword.errors import TransferTimeout
+from foreword.errors import TransferError, TransferTimeout, TransferUnavailable
 from foreword.transfer.link import EMPTY, Capabilities, Payload, Received
 from foreword.transfer.messages import (
     HEAD_BYTES,
@@ -43,21 +43,23 @@ class Arena:
     def take(self, size: int, seconds: float) -> Payload | None:
         """Room for `size` bytes; None if there is none within `seconds`. One payload may always be out, however long."""
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._out or self._out + size <= self.limit, seconds):
+            if self._out and self._out + size > self.limit and not self._wait(size, seconds):
                 return None
             self._out += size
             piece = self._reuse(size) or bytearray(-(-size // _GRAIN) * _GRAIN)
         return Payload(memoryview(piece)[:size], lambda: self._give(piece, size))
 
+    def _wait(self, size: int, seconds: float) -> bool:
+        return self._changed.wait_for(lambda: not self._out or self._out + size <= self.limit, seconds)
+
     def _reuse(self, size: int) -> bytearray | None:
-        fitting = [piece for piece in self._free if size <= len(piece) <= 2 * max(size, _GRAIN)]
-        if not fitting:
-            return None
-        best = min(fitting, key=len)
-        # By identity: comparing pieces would compare their bytes.
-        del self._free[next(i for i, piece in enumerate(self._free) if piece is best)]
-        self._kept -= len(best)
-        return best
+        """The piece that was given back last and is not much too long: it is in the processor's cache."""
+        for number in range(len(self._free) - 1, -1, -1):
+            if size <= len(self._free[number]) <= 2 * max(size, _GRAIN):
+                piece = self._free.pop(number)
+                self._kept -= len(piece)
+                return piece
+        return None
 
     def _give(self, piece: bytearray, size: int) -> None:
         with self._changed:
@@ -95,6 +97,9 @@ class SocketReader:
                 self._steps = None
                 received: Received = end.value
                 return received
+            except TransferError:
+                self._steps = _over()
+                raise
             if time.monotonic() >= deadline:
                 raise TransferTimeout("no message came")
 
@@ -105,6 +110,12 @@ class SocketReader:
         head, message = decode(self._head, metadata)
         payload = (yield from self._payload_of(head)) if head.payload else EMPTY
         return Received(head, message, payload)
+
+
+def _over() -> Steps:
+    """After an error nobody knows where a message begins."""
+    yield from ()
+    raise TransferUnavailable("the connection has ended")
 
 
 class TcpLink:
