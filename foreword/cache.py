@@ -26,6 +26,7 @@ from typing import Final, Protocol
 
 from foreword.blocks.layout import Layout
 from foreword.errors import StoreError
+from foreword.store.background import step_back
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, seal
 from foreword.store.tiered import Found, Rate, TieredStore
@@ -39,6 +40,8 @@ _LINGER: Final = 0.2
 # Of the time that computing would take, the part that the first bytes of an unknown store may take.
 _PATIENCE: Final = 0.1
 _SHORTEST_PATIENCE: Final = 0.05
+# Writing threads step back behind those that compute; not far, since a full queue drops blocks.
+_WRITE_NICE: Final = 5
 
 
 class Staging(Protocol):
@@ -246,6 +249,7 @@ class WriteBehind:
             thread.join(0.5)
 
     def _run(self, tier: int) -> None:
+        step_back(_WRITE_NICE)
         while (taken := self._take(tier)) is not None:
             frames = [frame for _, batch in taken for frame in self._sealed(batch)]
             self._store.tiers[tier].put(frames, time.monotonic() + _WRITE_WITHIN)

@@ -39,6 +39,7 @@ class Chains:
         "_waiting",
         "clock",
         "depths",
+        "evicted",
         "held",
         "index",
         "names",
@@ -50,6 +51,7 @@ class Chains:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.clock = 0
+        self.evicted: Name = b""  # by the last `evict` that returned a slot
         self.index: dict[Name, int] = {}
         self.names: list[Name | None] = [None] * slots
         self.parents: list[Name | None] = [None] * slots
@@ -159,6 +161,7 @@ class Chains:
                 busy.append(entry)
                 continue
             self._queued[slot] = 0
+            self.evicted = self.names[slot] or b""
             self.remove(slot)
             victim = slot
             break

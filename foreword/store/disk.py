@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -72,6 +72,9 @@ class DiskStore:
 
     A call to a file system that hangs (a network mount whose server is gone) cannot be ended by a deadline.
 
+    Attributes:
+        on_evicted: called with each block that this process removes to make room, in a transaction: it must be quick.
+
     Raises:
         StoreConfigError: a size or share that makes no sense.
         StoreUnavailable: the folder cannot be made or used.
@@ -103,6 +106,7 @@ class DiskStore:
         self._closed = False
         self._notes: Counter[str] = Counter(missing=0, buried=0, rebuilt=0)
         self._evictions = 0
+        self.on_evicted: Callable[[Name], None] | None = None
         self._last = StoreStatus(budget=size)
         self._presence: Presence | None = None
         self._clear()
@@ -541,6 +545,8 @@ class DiskStore:
                 self._files.remove(row.name)
                 transaction.remove(row)
                 self._evictions += 1
+                if self.on_evicted is not None:
+                    self.on_evicted(row.name)
             elif searched:
                 return False
             else:

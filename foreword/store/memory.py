@@ -4,8 +4,9 @@ The lock is held to find slots and never while bytes are copied. A slot that is 
 evicted, and a block that is deleted meanwhile leaves its slot only when the last reader is done. A block that is being
 written is in the index, so that nobody writes it twice, but not visible.
 
-The arena's pages are touched ahead of use by a thread of their own, because the first write to a page costs as much as the
-copy. The store belongs to one process; after a fork the child has a copy of it.
+The arena's pages are touched shortly ahead of use by a thread of low priority, because the first write to a page costs as
+much as the copy; so memory is taken as it fills, and a start does not compete with the first requests. The store belongs to
+one process; after a fork the child has a copy of it.
 """
 
 from __future__ import annotations
@@ -14,16 +15,21 @@ import ctypes
 import mmap
 import threading
 import time
+import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from foreword.errors import StoreConfigError, StoreFull, StoreTimeout, StoreUnavailable
+from foreword.store.background import step_back
 from foreword.store.base import Entry, Name, StoreStatus, check_record, check_word, time_left
 from foreword.store.chains import Chains
 from foreword.store.frame import Frame
 
 _UNLOCKED_BYTES = 64 << 10  # copies from here on let other threads run meanwhile
 _POPULATE_BYTES = 16 << 20
+_AHEAD_BYTES = 256 << 20
+_POPULATE_PAUSE = 0.03  # seconds after each piece: half a gigabyte per second at most
+_POPULATE_NICE = 10
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap does not name it
 _SCAN_SLOTS = 4096
 
@@ -36,6 +42,9 @@ class MemoryStore:
         pin_share: how much of the slots may be pinned.
         slot_bytes: length of a slot; the largest frame of the first put decides if it is not given. Frames longer than
             that are refused (not kept, not counted, no error; `notes["refused"]`), shorter ones take a whole slot.
+
+    Attributes:
+        on_evicted: called with each block that makes room for another, under the store's lock: it must be quick.
 
     Raises:
         StoreConfigError: a size or share that makes no sense.
@@ -61,9 +70,11 @@ class MemoryStore:
         self._records: dict[str, bytes] = {}
         self._evictions = 0
         self._refused = 0
-        self._stop = threading.Event()
+        self.on_evicted: Callable[[Name], None] | None = None
+        self._pages = _Pages()
+        weakref.finalize(self, self._pages.stop)
         threading.Thread(
-            target=_populate, args=(self._arena, self._stop), name=f"foreword-{label}-pages", daemon=True
+            target=_populate, args=(self._arena, self._pages), name=f"foreword-{label}-pages", daemon=True
         ).start()
 
     @property
@@ -116,6 +127,8 @@ class MemoryStore:
             if slots is None:
                 return 0
             mine, theirs, kept, no_room = self._reserve(slots, frames)
+            if mine:
+                self._pages.used((max(slot for slot, _ in mine) + 1) * slots.slot_bytes)
         written = 0
         try:
             for slot, one in mine:
@@ -206,7 +219,7 @@ class MemoryStore:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            self._stop.set()
+            self._pages.stop()
             # Calls that are under way have the arena in hand; the last of them, or the thread that touches pages, frees it.
             self._arena = None
             self._slots = None
@@ -280,6 +293,8 @@ class MemoryStore:
             if slot is not None:
                 slots.forget(slot)
                 self._evictions += 1
+                if self.on_evicted is not None:
+                    self.on_evicted(slots.chains.evicted)
         return slot
 
     def _wait(self, slots: _Slots, theirs: Sequence[tuple[int, Name]], deadline: float) -> int:
@@ -479,8 +494,41 @@ class _Arena:
         )
 
 
-def _populate(arena: _Arena, stop: threading.Event) -> None:
-    """Touch the arena's pages from its beginning on, in pieces, so that a close in between does not wait."""
+class _Pages:
+    """How far an arena is in use, for the thread that touches its pages."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._used = 0
+        self._stopped = False
+
+    def used(self, end: int) -> None:
+        """Bytes up to `end` are in use, or about to be."""
+        if end > self._used:
+            with self._changed:
+                self._used = max(self._used, end)
+                self._changed.notify()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def wait_for(self, offset: int) -> bool:
+        """Sleep until the page at `offset` will soon be used; False if the store is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or offset < self._used + _AHEAD_BYTES)
+            return not self._stopped
+
+    def pause(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped, _POPULATE_PAUSE)
+
+
+def _populate(arena: _Arena, pages: _Pages) -> None:
+    """Touch the arena's pages from its beginning on, in pieces, a little ahead of those that are used."""
+    step_back(_POPULATE_NICE)
     for offset in range(0, arena.size, _POPULATE_BYTES):
-        if stop.is_set() or not arena.populate(offset, min(_POPULATE_BYTES, arena.size - offset)):
+        if not pages.wait_for(offset) or not arena.populate(offset, min(_POPULATE_BYTES, arena.size - offset)):
             return
+        pages.pause()

@@ -2,67 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from vllm_process import BLOCK, answers, attempt, disk, make_model, needs_vllm, prompts, vllm
 
-PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"),
-    pytest.mark.timeout(600),
-]
-
-CHECKOUT = Path(__file__).parent.parent.parent
-
-
-def make_model(folder: Path, seed: int) -> None:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, initializer_range=0.2, max_position_embeddings=512,
-        pad_token_id=0, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+pytestmark = needs_vllm
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("vllm") / "model"
-    make_model(folder, 0)
-    return folder
-
-
-def vllm(model: Path, store: list[str] | None, rounds: list[list[list[int]]], **job: Any) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).parent / "vllm_script.py"
-    given = {"model": str(model), "store": store, "rounds": rounds, **job}
-    done = subprocess.run(
-        [PYTHON, str(script), json.dumps(given)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
-def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(1, 500) for _ in range(length)] for length in lengths]
-
-
-def disk(folder: Path) -> str:
-    return f"disk://{folder}/kv?size=256MiB"
+    return make_model(tmp_path_factory.mktemp("vllm") / "model")
 
 
 LENGTHS = [10, 31, 32, 33, 63, 64, 65, 96, 100, 127, 128, 129, 200, 256, 300]
@@ -70,7 +23,7 @@ LENGTHS = [10, 31, 32, 33, 63, 64, 65, 96, 100, 127, 128, 129, 200, 256, 300]
 
 def expected_hit(length: int) -> int:
     """Whole blocks. Of a prompt that is whole blocks vLLM computes the last token again, and counts it as a hit."""
-    return length // 32 * 32
+    return length // BLOCK * BLOCK
 
 
 def test_the_same_answers_and_a_warm_restart(model: Path, tmp_path: Path) -> None:
@@ -82,7 +35,7 @@ def test_the_same_answers_and_a_warm_restart(model: Path, tmp_path: Path) -> Non
     first = vllm(model, tiers, [asked, asked])
     second = vllm(model, tiers, [asked])
     for found in (*first["rounds"], *second["rounds"]):
-        assert [one["tokens"] for one in found] == [one["tokens"] for one in alone]
+        assert answers(found) == answers(alone)
     for found in (first["rounds"][1], second["rounds"][0]):
         assert [one["cached"] for one in found] == [expected_hit(length) for length in LENGTHS]
     assert first["closed_in_time"] and first["status"]["dropped"] == 0
@@ -99,7 +52,7 @@ def test_damaged_blocks_are_computed(model: Path, tmp_path: Path) -> None:
         data[len(data) // 2] ^= 4
         path.write_bytes(data)
     second = vllm(model, [disk(tmp_path)], [asked])
-    assert [one["tokens"] for one in second["rounds"][0]] == [one["tokens"] for one in first["rounds"][0]]
+    assert answers(second["rounds"][0]) == answers(first["rounds"][0])
     assert second["bad"]["disk"]["checksum"] >= 1
 
 
@@ -129,5 +82,68 @@ def test_small_memory_and_many_prompts(model: Path, tmp_path: Path) -> None:
     alone = vllm(model, None, [asked, asked], max_tokens=40)["rounds"]
     found = vllm(model, ["memory://?size=64MiB", disk(tmp_path)], [asked, asked], max_tokens=40, kv_bytes=3 << 19)
     for mine, theirs in zip(found["rounds"], alone, strict=True):
-        assert [one["tokens"] for one in mine] == [one["tokens"] for one in theirs]
+        assert answers(mine) == answers(theirs)
     assert found["status"]["loaded"] > 0
+
+
+def test_resets(model: Path, tmp_path: Path) -> None:
+    """A reset of vLLM's prefix cache leaves the stores, so the next round hits. A reset of the connector too says that the
+    weights may be others now: what was saved before is not found any more, what is saved then is; a new process, which
+    reads the weights anew, finds the first again."""
+    asked = prompts(6, [130])
+    found = vllm(model, ["memory://?size=64MiB", disk(tmp_path)], [asked] * 4, resets=[False, True, False])["rounds"]
+    assert [one[0]["cached"] for one in found] == [0, 128, 0, 128]
+    assert len({tuple(answers(one)[0]) for one in found}) == 1
+    assert vllm(model, [disk(tmp_path)], [asked])["rounds"][0][0]["cached"] == 128
+
+
+def make_windowed(folder: Path, kind: str) -> Path:
+    """Attention over a window of 96 tokens, in all layers ("mistral") or all but every third ("gemma3")."""
+    torch.manual_seed(3)
+    common: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "initializer_range": 0.2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": None,
+        "eos_token_id": None, "sliding_window": 96,
+    }  # fmt: skip
+    if kind == "mistral":
+        transformers.MistralForCausalLM(transformers.MistralConfig(num_hidden_layers=3, **common)).save_pretrained(
+            folder
+        )
+    else:
+        layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+        transformers.Gemma3ForCausalLM(
+            transformers.Gemma3TextConfig(num_hidden_layers=6, layer_types=layers, query_pre_attn_scalar=32, **common)
+        ).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+def test_sliding_windows(kind: str, tmp_path: Path) -> None:
+    """Models whose layers see a window, all of them or some (vLLM then makes one group of caches, since the connector does not
+    take several): the same answers from the store as computed, although blocks behind the window are not loaded."""
+    folder, asked = make_windowed(tmp_path / "model", kind), prompts(7, [90, 128, 200, 330, 400])
+    alone = vllm(folder, None, [asked])["rounds"][0]
+    first = vllm(folder, ["memory://?size=64MiB", disk(tmp_path)], [asked, asked], llm={"max_num_batched_tokens": 128})
+    second = vllm(folder, [disk(tmp_path)], [asked])
+    for found in (*first["rounds"], *second["rounds"]):
+        assert answers(found) == answers(alone)
+    for found in (first["rounds"][1], second["rounds"][0]):
+        assert [one["cached"] for one in found] == [expected_hit(len(prompt)) for prompt in asked]
+
+
+def test_several_groups_are_refused(tmp_path: Path) -> None:
+    """Whoever insists on vLLM's hybrid cache manager is told that the connector does not go with it; told to switch it off,
+    vLLM starts."""
+    folder = make_windowed(tmp_path / "model", "gemma3")
+    job: dict[str, Any] = {"model": str(folder), "store": [disk(tmp_path)], "rounds": [prompts(8, [100])]}
+    refused = attempt("vllm_script.py", {**job, "llm": {"disable_hybrid_kv_cache_manager": False}})
+    assert refused.returncode != 0 and "Hybrid KV cache manager" in refused.stderr
+    found = vllm(folder, job["store"], job["rounds"], llm={"disable_hybrid_kv_cache_manager": True})
+    assert found["status"]["saved"] == 3
+
+
+def test_bad_settings(model: Path) -> None:
+    """A key that the connector does not know ends the start with a sentence that names it."""
+    job = {"model": str(model), "store": ["memory://?size=64MiB"], "rounds": [], "extra": {"stageing": "64MiB"}}
+    refused = attempt("vllm_script.py", job)
+    assert refused.returncode != 0 and "unknown key 'stageing'" in refused.stderr

@@ -1,0 +1,69 @@
+"""What the two sides of the vLLM connector tell each other: the scheduler's plans a step, the workers' say what became of it.
+
+vLLM carries both, to and from the processes of its workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Blocks of one request to be loaded.
+
+    Attributes:
+        keys: of the blocks, without the rank's layout fingerprint.
+        places: number of the tier that has each of them; may be shorter than `keys`.
+        blocks: vLLM's block for each.
+        first: number of the first of them in the request's chain.
+    """
+
+    request_id: str
+    keys: tuple[bytes, ...]
+    places: tuple[int, ...]
+    blocks: tuple[int, ...]
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Blocks that this step fills: keys, the key before them, their depth in the chain, and where they are."""
+
+    keys: tuple[bytes, ...]
+    parent: bytes
+    depth: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler's side asks of the workers' in one step. `tokens`: how many the step computes."""
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierChange:
+    """A tier of one rank's stores got blocks, or lost them."""
+
+    rank: int
+    tier: int
+    stored: bool
+    keys: tuple[bytes, ...]
+
+
+@dataclass(slots=True)
+class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What changed in the stores since the step before, in order."""
+
+    changes: list[TierChange] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
+        """This rank's and another's."""
+        assert isinstance(other, WorkerNews)
+        return WorkerNews(self.changes + other.changes)

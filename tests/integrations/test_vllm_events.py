@@ -1,0 +1,106 @@
+"""What vLLM tells of the connector: KV events to subscribers, metrics and a log line to whoever runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm_process import BLOCK, attempt, make_model, needs_vllm, prompts, result
+
+pytestmark = needs_vllm
+
+# Five prompts of nine blocks; 49,280 bytes is a frame, so the memory has room for 31 blocks.
+ASKED = prompts(21, [300] * 5)
+BLOCKS = 9 * len(ASKED)
+ROOM = 31
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Five prompts into a memory that holds three and a half of them, and to disk; then the first one again."""
+    folder = tmp_path_factory.mktemp("events")
+    done = attempt(
+        "vllm_events_script.py",
+        {
+            "model": str(make_model(folder / "model")),
+            "store": [f"memory://?size={ROOM * 49280}&label=near", f"disk://{folder}/kv?size=64MiB"],
+            "rounds": [ASKED, ASKED[:1]],
+            "endpoint": f"ipc://{folder}/events",
+            "replay": f"ipc://{folder}/replay",
+        },
+        VLLM_LOGGING_LEVEL="INFO",
+    )
+    return {**result(done), "lines": [line for line in done.stdout.splitlines() if "KV Transfer metrics" in line]}
+
+
+def of_device(event: dict[str, Any]) -> bool:
+    return event.get("ownership") is None
+
+
+def stored(events: list[dict[str, Any]], owner: str | None) -> dict[int, tuple[int | None, list[int]]]:
+    """Block hash -> parent and tokens, of all stored blocks of one owner."""
+    blocks: dict[int, tuple[int | None, list[int]]] = {}
+    for event in events:
+        if event["kind"] == "BlockStored" and event.get("ownership") == owner:
+            parent = event["parent_block_hash"]
+            for i, name in enumerate(event["block_hashes"]):
+                blocks[name] = (parent, event["token_ids"][i * BLOCK : (i + 1) * BLOCK])
+                parent = name
+    return blocks
+
+
+def test_events_of_tiers_join_those_of_the_device(found: dict[str, Any]) -> None:
+    """Each tier's blocks are told in the same hashes, with the same parents and tokens, as the device's own."""
+    device = stored(found["events"], None)
+    assert len(device) == BLOCKS
+    assert stored(found["events"], "near") == device and stored(found["events"], "disk") == device
+    tokens = sorted(part for _, part in device.values())
+    assert tokens == sorted(prompt[i * BLOCK : (i + 1) * BLOCK] for prompt in ASKED for i in range(9))
+
+
+def test_events_say_where(found: dict[str, Any]) -> None:
+    """Memory and disk are told apart by medium and owner, and all is local to this server."""
+    media = {(one["ownership"], one["medium"], one["locality"]) for one in found["events"] if not of_device(one)}
+    assert media == {("near", "CPU", "LOCAL"), ("disk", "STORAGE", "LOCAL")}
+
+
+def test_events_tell_what_a_tier_holds(found: dict[str, Any]) -> None:
+    """Whoever adds what was stored and takes away what was removed knows how many blocks the memory has, to the last one."""
+    held: set[int] = set()
+    removed = 0
+    for event in found["events"]:
+        if event.get("ownership") != "near":
+            continue
+        if event["kind"] == "BlockStored":
+            held.update(event["block_hashes"])
+        else:
+            assert set(event["block_hashes"]) <= held
+            held -= set(event["block_hashes"])
+            removed += len(event["block_hashes"])
+    assert removed == found["evictions"]["near"] > 0 and len(held) == ROOM
+    assert not any(one["kind"] == "BlockRemoved" and one.get("ownership") == "disk" for one in found["events"])
+
+
+def test_metrics(found: dict[str, Any]) -> None:
+    """vLLM's /metrics count blocks, bytes and loads by tier."""
+    metrics = found["metrics"]
+
+    def of(name: str, tier: str = "") -> float:
+        labels = [("tier", tier)] if tier else []
+        value: float = metrics[f"vllm:foreword_{name}{labels}"]
+        return value
+
+    assert found["cached"]["1-0"] == 288
+    assert of("saved_blocks", "disk") == BLOCKS and of("saved_bytes", "disk") == BLOCKS * 49280
+    assert of("saved_blocks", "near") >= BLOCKS
+    assert of("loaded_blocks", "near") + of("loaded_blocks", "disk") == 9
+    assert of("loaded_bytes", "disk") == of("loaded_blocks", "disk") * 49280 > 0
+    assert of("loads") == of("load_seconds") == 1
+    assert of("dropped_blocks") == of("loads_cut") == 0
+    assert metrics["vllm:foreword_queued_blocks[('rank', '0')]"] == 0
+
+
+def test_log_line(found: dict[str, Any]) -> None:
+    """vLLM's log says what went through each tier."""
+    [*_, line] = found["lines"]
+    assert "disk saved blocks=" in line and "near loaded blocks=" in line and "queued_blocks=0" in line

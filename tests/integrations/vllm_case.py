@@ -1,0 +1,146 @@
+"""For the scripts that run in an environment with vLLM: one in this process, its scheduler and worker at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+)
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+WITHIN = 60.0
+
+
+def make_llm(job: dict[str, Any]) -> Any:
+    """`job`: model, store (None for no connector), extra, kv_bytes, llm."""
+    from vllm import LLM
+
+    transfer = None
+    if job["store"] is not None:
+        transfer = {
+            "kv_connector": "ForewordConnector",
+            "kv_connector_module_path": "foreword.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"store": job["store"], **job.get("extra", {})},
+        }
+    given = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "kv_cache_memory_bytes": job.get("kv_bytes", 64 << 20),
+        "block_size": 32,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    return LLM(job["model"], kv_transfer_config=transfer, **{**given, **job.get("llm", {})})
+
+
+def scheduler_of(llm: Any) -> Any:
+    """vLLM's scheduler."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def worker_of(llm: Any) -> Any:
+    """The connector's worker side; None if it is in another process."""
+    from foreword.integrations.vllm_worker import worker_of
+
+    return worker_of(str(llm.llm_engine.vllm_config.kv_transfer_config.engine_id))
+
+
+def finish(found: dict[str, Any]) -> None:
+    print("\n" + json.dumps(found), flush=True)
+    os._exit(0)  # vLLM's own end takes seconds
+
+
+class Gate:
+    """A store in front of another: calls of one kind wait while it is shut, and tell when they have come. `broken` numbers of
+    the blocks asked for, counted over all calls, are not delivered."""
+
+    def __init__(self, store: Any, kind: str) -> None:
+        self._store = store
+        self._kind = kind
+        self._open = threading.Event()
+        self._open.set()
+        self.reached = threading.Event()
+        self.passed = threading.Event()
+        self.broken: set[int] = set()
+        self.asked = 0
+
+    def shut(self) -> None:
+        self._open.clear()
+        self.reached.clear()
+        self.passed.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def __getattr__(self, name: str) -> Any:
+        inner = getattr(self._store, name)
+        if name != self._kind:
+            return inner
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.reached.set()
+            assert self._open.wait(WITHIN)
+            try:
+                found = inner(*args, **kwargs)
+                if name == "get":
+                    first, self.asked = self.asked, self.asked + len(found)
+                    found = [0 if first + i in self.broken else size for i, size in enumerate(found)]
+                return found
+            finally:
+                self.passed.set()
+
+        return call
+
+
+class Engine:
+    """vLLM's engine, step by step."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.engine = llm.llm_engine
+        self.tokens: dict[str, list[int]] = {}
+        self.cached: dict[str, int] = {}
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 8) -> str:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        return name
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.tokens[output.request_id] = list(output.outputs[0].token_ids)
+            self.cached[output.request_id] = output.num_cached_tokens
+
+    def until(self, reached: Any, most: int = 20000) -> None:
+        """Step until `reached()`."""
+        for _ in range(most):
+            if reached():
+                return
+            self.step()
+        raise AssertionError("that never happened")
+
+    def run(self) -> None:
+        self.until(lambda: not self.engine.has_unfinished_requests())
+
+    def settle(self) -> None:
+        """Everything written, vLLM's own cache forgotten."""
+        assert worker_of(self.llm).cache.flush(WITHIN)
+        self.until(lambda: not scheduler_of(self.llm).has_requests())
+        assert self.llm.reset_prefix_cache()
+
+    @property
+    def free_blocks(self) -> int:
+        return int(scheduler_of(self.llm).kv_cache_manager.block_pool.get_num_free_blocks())

@@ -1,0 +1,69 @@
+"""Starts the scripts that run in an environment with vLLM, which FOREWORD_VLLM_PYTHON names, on tiny random models."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
+CHECKOUT = Path(__file__).parent.parent.parent
+BLOCK = 32
+
+needs_vllm = [
+    pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"),
+    pytest.mark.timeout(600),
+]
+
+
+def make_model(folder: Path, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, initializer_range=0.2, max_position_embeddings=512,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def run(script: str, job: dict[str, Any], **environment: str) -> dict[str, Any]:
+    """What a script beside this file printed for the job."""
+    return result(attempt(script, job, **environment))
+
+
+def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """A script's last line."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def attempt(script: str, job: dict[str, Any], **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", **environment}
+    command = [PYTHON, str(Path(__file__).parent / script), json.dumps(job)]
+    return subprocess.run(command, capture_output=True, text=True, env=given, timeout=500, check=False)
+
+
+def vllm(model: Path, store: list[str] | None, rounds: list[list[list[int]]], **job: Any) -> dict[str, Any]:
+    return run("vllm_script.py", {"model": str(model), "store": store, "rounds": rounds, **job})
+
+
+def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(1, 500) for _ in range(length)] for length in lengths]
+
+
+def answers(found: list[dict[str, Any]]) -> list[list[int]]:
+    return [one["tokens"] for one in found]
+
+
+def disk(folder: Path) -> str:
+    return f"disk://{folder}/kv?size=256MiB"

@@ -1,0 +1,326 @@
+"""Runs in an environment with vLLM: requests that are aborted, preempted, cut short and go on, each case by its name.
+
+    python vllm_requests.py '{"model": DIR, "store": [URL], "prompts": [[token, ...], ...], "cases": [NAME, ...]}'
+
+Prints what each case found, as JSON. The store's gates stand before real stores.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from vllm_case import WITHIN, Engine, Gate, finish, make_llm, scheduler_of, worker_of
+
+Prompts = list[list[int]]
+
+
+def gate(engine: Engine, kind: str) -> Gate:
+    """Before the first tier."""
+    from foreword.store.tiered import Rate
+
+    cache = worker_of(engine.llm).cache
+    found = Gate(cache.store.tiers[0].store, kind)
+    cache.store.tiers[0].store = found
+    cache.prefill_seconds = Rate()  # computing is not known to be sooner
+    return found
+
+
+def ungate(engine: Engine, placed: Gate) -> None:
+    """Also forgets that the store was slow."""
+    from foreword.store.tiered import Rate
+
+    placed.open()
+    [tier] = worker_of(engine.llm).cache.store.tiers
+    tier.store, tier.read_rate = placed._store, Rate()
+
+
+def saved(engine: Engine, prompts: Prompts) -> None:
+    """Put the prompts' blocks into the store, and out of vLLM."""
+    for number, prompt in enumerate(prompts):
+        engine.add(f"saved-{number}-{prompt[0]}", prompt, 1)
+    engine.run()
+    engine.settle()
+
+
+def tracked(engine: Engine) -> int:
+    return len(scheduler_of(engine.llm).connector._scheduler._requests)
+
+
+def abort_while_loading(engine: Engine, prompts: Prompts) -> dict[str, Any]:
+    """The first prompt is aborted while its blocks are on their way; the others then take every block there is."""
+    saved(engine, prompts[:1])
+    free = engine.free_blocks
+    placed = gate(engine, "get")
+    placed.shut()
+    engine.add("aborted", prompts[0])
+    engine.until(placed.reached.is_set)
+    [request] = [one for one in scheduler_of(engine.llm).requests.values() if one.request_id.startswith("aborted")]
+    taken = scheduler_of(engine.llm).kv_cache_manager.get_block_ids(request.request_id)[0]
+    engine.engine.abort_request(["aborted"])
+    held = engine.free_blocks < free
+    engine.until(lambda: engine.free_blocks == free)
+    for number, prompt in enumerate(prompts[1:]):
+        engine.add(f"other-{number}", prompt)
+    reused = set()
+    while engine.engine.has_unfinished_requests():
+        engine.step()
+        manager = scheduler_of(engine.llm).kv_cache_manager
+        for name in scheduler_of(engine.llm).requests:
+            reused.update(set(manager.get_block_ids(name)[0]) & set(taken))
+        if reused and not placed.passed.is_set():
+            placed.open()  # what was read so late must not be written any more
+            assert placed.passed.wait(WITHIN)
+    ungate(engine, placed)
+    answers = [engine.tokens[f"other-{number}"] for number in range(len(prompts) - 1)]
+    engine.settle()
+    return {
+        "held": held,
+        "reused": len(reused),
+        "answers": answers,
+        "left": tracked(engine),
+        "free": engine.free_blocks == free,
+    }
+
+
+def abort_while_searching(engine: Engine, prompts: Prompts) -> dict[str, Any]:
+    """A request is aborted while the stores are searched for it; another goes on."""
+    worker_of(engine.llm).cache._lookup_timeout = WITHIN
+    free = engine.free_blocks
+    placed = gate(engine, "lookup")
+    placed.shut()
+    engine.add("aborted", prompts[0])
+    engine.until(placed.reached.is_set)
+    waiting = tracked(engine)
+    engine.engine.abort_request(["aborted"])
+    engine.add("other", prompts[1])
+    ungate(engine, placed)
+    engine.run()
+    engine.settle()
+    return {
+        "waiting": waiting,
+        "left": tracked(engine),
+        "answers": [engine.tokens["other"]],
+        "free": engine.free_blocks == free,
+    }
+
+
+def finish_while_saving(engine: Engine, prompts: Prompts) -> dict[str, Any]:
+    """Requests end, and their blocks are taken by others, before the store has written anything of them."""
+    placed = gate(engine, "put")
+    placed.shut()
+    for turn in (prompts[:2], prompts[2:]):
+        for number, prompt in enumerate(turn):
+            engine.add(f"first-{number}-{prompt[0]}", prompt, 1)
+        engine.run()
+        engine.until(lambda: not scheduler_of(engine.llm).has_requests())
+        assert engine.llm.reset_prefix_cache()
+    queued = worker_of(engine.llm).cache.status().queued
+    ungate(engine, placed)
+    engine.settle()
+    for number, prompt in enumerate(prompts):
+        engine.add(f"again-{number}", prompt)
+    engine.run()
+    return {
+        "queued": queued,
+        "answers": [engine.tokens[f"again-{number}"] for number in range(len(prompts))],
+        "cached": [engine.cached[f"again-{number}"] for number in range(len(prompts))],
+    }
+
+
+def preempt(engine: Engine, prompts: Prompts) -> dict[str, Any]:
+    """More requests run than there are blocks for their answers."""
+    preempted: set[str] = set()
+    for number, prompt in enumerate(prompts):
+        engine.add(f"one-{number}", prompt, 100)
+    while engine.engine.has_unfinished_requests():
+        engine.step()
+        preempted.update(name for name, one in scheduler_of(engine.llm).requests.items() if one.num_preemptions)
+    answers = [engine.tokens[f"one-{number}"] for number in range(len(prompts))]
+    engine.settle()
+    for number, prompt in enumerate(prompts):
+        engine.add(f"two-{number}", prompt + answers[number][:60], 8)
+        engine.run()
+    return {
+        "preempted": len(preempted),
+        "answers": answers,
+        "later": [engine.tokens[f"two-{number}"] for number in range(len(prompts))],
+        "cached": [engine.cached[f"two-{number}"] for number in range(len(prompts))],
+        "loaded": worker_of(engine.llm).cache.status().loaded,
+    }
+
+
+def broken_in_the_middle(engine: Engine, prompts: Prompts) -> dict[str, Any]:
+    """Of a prompt's blocks the fourth does not come; what vLLM computed instead is kept, so the next load is whole."""
+    saved(engine, prompts[:1])
+    placed = gate(engine, "get")
+    placed.broken = {3}
+    before = worker_of(engine.llm).cache.status().cut
+    engine.add("broken", prompts[0])
+    engine.run()
+    asked = placed.asked
+    placed.broken = set()
+    cut = worker_of(engine.llm).cache.status().cut - before
+    worker_of(engine.llm).cache.store.delete(_names(engine, prompts[0])[3:], deadline=_soon())
+    engine.settle()
+    engine.add("mended", prompts[0])
+    engine.run()
+    ungate(engine, placed)
+    engine.settle()
+    return {
+        "asked": asked,
+        "cut": cut,
+        "answers": [engine.tokens["broken"]],
+        "cached": [engine.cached["broken"], engine.cached["mended"]],
+        "mended": engine.tokens["mended"],
+    }
+
+
+def never_delivered(engine: Engine, prompts: Prompts) -> dict[str, Any]:
+    """A store that has a prompt, as it says, and never delivers a block of it: the request loads once and computes."""
+    saved(engine, prompts[:1])
+    placed = gate(engine, "get")
+    placed.broken = set(range(100000))
+    engine.add("one", prompts[0])
+    engine.run()
+    asked = placed.asked
+    ungate(engine, placed)
+    engine.settle()
+    return {"asked": asked, "answers": [engine.tokens["one"]]}
+
+
+def _names(engine: Engine, prompt: list[int]) -> list[bytes]:
+    from foreword.blocks.keys import chain_keys
+
+    worker = worker_of(engine.llm)
+    root = scheduler_of(engine.llm).connector._scheduler._facts.root(b"")
+    return [worker.cache.layout.fingerprint + key for key in chain_keys(root, prompt, 32)]
+
+
+def _soon() -> float:
+    import time
+
+    return time.monotonic() + WITHIN
+
+
+def session(engine: Engine, prompts: Prompts) -> dict[str, Any]:
+    """A session whose input comes in parts: each part takes the place of the last sampled token. What was saved under a
+    part's name must be what those tokens compute to."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.request import Request
+
+    core = engine.engine.engine_core.engine_core
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, detokenize=False)
+
+    def feed(tokens: list[int], resumable: bool) -> None:
+        fields = {
+            "request_id": "session", "prompt_token_ids": tokens, "mm_features": None, "sampling_params": params.clone(),
+            "pooling_params": None, "arrival_time": 0.0, "lora_request": None, "cache_salt": None,
+            "data_parallel_rank": None, "resumable": resumable,
+        }  # fmt: skip
+        given = EngineCoreRequest(
+            **{name: fields[name] for name in EngineCoreRequest.__struct_fields__ if name in fields}
+        )
+        core.add_request(Request.from_engine_core_request(given, core.request_block_hasher))
+
+    scheduler = scheduler_of(engine.llm)
+    whole: list[int] = []
+    for part in prompts:
+        feed(part, True)
+        for _ in range(1000):
+            core.step_fn()
+            request = scheduler.requests["session"]
+            if request.status.name == "WAITING_FOR_STREAMING_REQ":
+                break
+        whole = list(request.all_token_ids)
+    feed([1], False)
+    engine.until(lambda: "session" not in scheduler.requests)
+    engine.settle()
+    engine.add("same", whole)
+    engine.run()
+    return {
+        "whole": whole,
+        "cached": engine.cached["same"],
+        "answers": [engine.tokens["same"]],
+        "left": tracked(engine),
+    }
+
+
+def left_alone(engine: Engine, prompts: Prompts) -> dict[str, Any]:
+    """Requests whose KV depends on more than tokens and salt: the scheduler's side is asked for each kind, of a prompt that
+    the store has."""
+    from vllm.lora.request import LoRARequest
+
+    saved(engine, prompts)
+    scheduler = scheduler_of(engine.llm)
+    found = {}
+    for kind in ("plain", "lora", "image", "embeddings"):
+        name = engine.add(kind, prompts[0])
+        [request] = [one for one in scheduler.requests.values() if one.request_id.startswith(name)]
+        if kind == "lora":
+            request.lora_request = LoRARequest("adapter", 1, "/nowhere")
+        elif kind == "image":
+            request.mm_features = [object()]
+        elif kind == "embeddings":
+            request.prompt_embeds = object()
+        answer = scheduler.connector.get_num_new_matched_tokens(request, 0)
+        while answer[0] is None:
+            answer = scheduler.connector.get_num_new_matched_tokens(request, 0)
+        found[kind] = [answer[0], request.request_id in scheduler.connector._scheduler._requests]
+        engine.engine.abort_request([name])
+    engine.settle()
+    return {**found, "left": tracked(engine)}
+
+
+def refused(engine: Engine, prompts: Prompts) -> dict[str, Any]:
+    """What the connector says to caches that it does not hold, in vLLM's own description of them."""
+    import dataclasses
+
+    from foreword.errors import ModelUnsupported
+    from foreword.integrations.vllm_facts import Facts
+
+    scheduler = scheduler_of(engine.llm)
+    known, settings = scheduler.kv_cache_config, worker_of(engine.llm)._settings
+    [group] = known.kv_cache_groups
+    spec = group.kv_cache_spec
+    kinds = {
+        "groups": [group, group],
+        "non_causal": [dataclasses.replace(group, kv_cache_spec=dataclasses.replace(spec, non_causal=True))],
+        "other": [dataclasses.replace(group, kv_cache_spec=object())],
+    }
+    found = {}
+    for kind, groups in kinds.items():
+        try:
+            Facts(engine.engine.vllm_config, dataclasses.replace(known, kv_cache_groups=groups), settings)
+        except ModelUnsupported as error:
+            found[kind] = str(error)
+    return found
+
+
+CASES: dict[str, Callable[[Engine, Prompts], dict[str, Any]]] = {
+    one.__name__: one
+    for one in (
+        abort_while_loading,
+        abort_while_searching,
+        finish_while_saving,
+        preempt,
+        broken_in_the_middle,
+        never_delivered,
+        session,
+        left_alone,
+        refused,
+    )
+}
+
+
+def main() -> None:
+    job: dict[str, Any] = json.loads(sys.argv[1])
+    engine = Engine(make_llm(job))
+    finish({name: CASES[name](engine, prompts) for name, prompts in job["cases"].items()})
+
+
+if __name__ == "__main__":
+    main()
