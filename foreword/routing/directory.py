@@ -177,11 +177,19 @@ class Directory:
         slots = [slot for slot in (self._slots.get(replica), _SHARED_SLOT) if slot is not None]
         widths = [slot.to_bytes(2, "little") for slot in slots if self._counts.get(slot)]
         for width in widths:
+            if keys and self._is_young(keys[0], width) and self._is_young(keys[-1], width):
+                continue
             for key in keys:
                 bucket = self._buckets[self._number(key)]
                 at = -1 if bucket is None else _find(bucket, key[:_TAG] + width)
                 if bucket is not None and at >= 0:
                     _set_epoch(bucket, at, self._epoch)
+
+    def _is_young(self, key: bytes, width: bytes) -> bool:
+        """Whether a block was used in the epoch of now."""
+        bucket = self._buckets[self._number(key)]
+        at = -1 if bucket is None else _find(bucket, key[:_TAG] + width)
+        return bucket is not None and at >= 0 and bucket[at + 8] | bucket[at + 9] << 8 == self._epoch
 
     # What placement asks
 

@@ -62,10 +62,11 @@ class Replica:
 
 @dataclass(slots=True)
 class _Request:
-    replica: str
-    computes: str
+    """A request in flight. It keeps its replicas, which may be gone by now, or gone and come back."""
+
+    replica: Replica
+    computes: Replica
     keys: Sequence[bytes]
-    tokens: int
     block_size: int
     expected: int
     in_flight: bool = True
@@ -191,8 +192,8 @@ class Fleet:
         chosen = decision.price
         if decision.replica is None or chosen is None:
             raise NotFound(decision.in_words())
-        self._replica(decision.replica)
-        computing = self._replica(decision.prefill or decision.replica)
+        decoding = self._replica(decision.replica)
+        computing = self._replica(decision.prefill) if decision.prefill else decoding
         size = computing.block_size or query.block_size
         keys = query.keys_at(size)
         load = computing.load
@@ -204,7 +205,7 @@ class Fleet:
             self._estimate(computing, size).sent(keys)
         else:
             self.directory.touched(computing.name, keys[: chosen.reused // size])
-        self._requests[request] = _Request(decision.replica, computing.name, keys, query.tokens, size, chosen.reused)
+        self._requests[request] = _Request(decoding, computing, keys, size, chosen.reused)
         self.moved += decision.home is not None and decision.home != decision.replica
         self.sessions.went(query.session, query.keys, decision.replica, now)
 
@@ -213,19 +214,13 @@ class Fleet:
         known = self._requests.get(request)
         if known is None:
             return
-        self._land(known)
-        computing = self.replicas.get(known.computes)
-        sent = computing.load.first_token(request, now) if computing else None
-        if computing is not None and sent is not None and known.computes != known.replica:
-            self._hand_over(computing, request, known, sent, now)
-
-    def _hand_over(self, computing: Replica, request: str, known: _Request, sent: Sent, now: float) -> None:
-        """The prompt was computed apart: from now on the request decodes elsewhere."""
-        computing.load.finished(request, now)
-        decoding = self.replicas.get(known.replica)
-        if decoding is not None:
-            decoding.load.running[request] = sent
-            decoding.load.resident += sent.resident
+        _land(known)
+        sent = known.computes.load.first_token(request, now)
+        if sent is not None and known.computes is not known.replica:
+            # The prompt was computed apart: from now on the request decodes elsewhere.
+            known.computes.load.finished(request, now)
+            known.replica.load.running[request] = sent
+            known.replica.load.resident += sent.resident
 
     def finished(
         self, request: str, now: float, *, cached_tokens: int | None = None, output_tokens: int | None = None
@@ -234,44 +229,28 @@ class Fleet:
         known = self._requests.pop(request, None)
         if known is None:
             return
-        self._land(known)
-        computing, decoding = self.replicas.get(known.computes), self.replicas.get(known.replica)
-        running = len(decoding.load.running) if decoding else 0
-        sent = self._end(request, known, now)
-        if computing is None or sent is None:
-            return
+        _land(known)
+        computing, decoding = known.computes, known.replica
+        running = len(decoding.load.running)
+        sent = _end(request, known, now)
         if cached_tokens is not None:
             computing.accuracy.note(known.expected, cached_tokens)
             if computing.estimate is not None:
                 size = known.block_size
                 computing.estimate.answered(known.keys, known.expected // size, -(-cached_tokens // size))
-        if not sent.has_begun:
+        if sent is None or not sent.has_begun:
             return
         computed = sent.computed if cached_tokens is None else max(sent.tokens - cached_tokens, 1)
         computing.learner.note_first_token(sent.queued_tokens + computed, sent.running, sent.first_at - sent.sent_at)
-        if decoding is not None and output_tokens is not None and output_tokens >= _TOLD_TOKENS:
+        if output_tokens is not None and output_tokens >= _TOLD_TOKENS:
             decoding.learner.note_decode(running, (now - sent.first_at) / (output_tokens - 1))
 
     def failed(self, request: str, now: float) -> None:
         """A request ended without an answer, or its client went away: nothing is learned from it. Unknown ones are ignored."""
         known = self._requests.pop(request, None)
         if known is not None:
-            self._land(known)
-            self._end(request, known, now)
-
-    def _land(self, known: _Request) -> None:
-        replica = self.replicas.get(known.computes)
-        if known.in_flight and replica is not None and known.keys:
-            replica.in_flight.remove(known.keys)
-        known.in_flight = False
-
-    def _end(self, request: str, known: _Request, now: float) -> Sent | None:
-        ended = [
-            self.replicas[name].load.finished(request, now)
-            for name in {known.computes, known.replica}
-            if name in self.replicas
-        ]
-        return next((sent for sent in ended if sent is not None), None)
+            _land(known)
+            _end(request, known, now)
 
     def _estimate(self, replica: Replica, block_size: int) -> Estimate:
         if replica.estimate is None:
@@ -287,6 +266,18 @@ class Fleet:
     @property
     def requests_in_flight(self) -> int:
         return len(self._requests)
+
+
+def _land(known: _Request) -> None:
+    """Its prompt is computed, or never will be."""
+    if known.in_flight:
+        known.computes.in_flight.remove(known.keys)
+    known.in_flight = False
+
+
+def _end(request: str, known: _Request, now: float) -> Sent | None:
+    ended = known.computes.load.finished(request, now)
+    return ended or known.replica.load.finished(request, now)
 
 
 def _expected_blocks(replica: Replica, keys: Sequence[bytes]) -> int:

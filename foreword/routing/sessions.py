@@ -38,7 +38,7 @@ class Sessions:
         if session is not None:
             return self._look(session, now)
         count = len(keys)
-        for i in range(count - 1, max((count - 1) // 2, count - _LOOKED_AT) - 1, -1):
+        for i in range(count - 1, max((count + 1) // 2 - 1, count - _LOOKED_AT, 0) - 1, -1):
             found = self._look(keys[i][:_SHORT_KEY], now)
             if found is not None:
                 return found

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.errors import ConfigError, NotFound
 from foreword.routing.baselines import policy_named
 from foreword.routing.costs import ReplicaCosts
 from foreword.routing.directory import Tier
-from foreword.routing.fleet import Fleet
+from foreword.routing.fleet import Fleet, Role
 from foreword.routing.placement import CheapestFirstToken, Decision, Query, Stickiness
 from foreword.routing.sessions import Sessions
 
@@ -161,6 +164,96 @@ def test_draining_overloaded_and_gone() -> None:
     fleet.failed("1", 2.0)
     fleet.finished("never sent", 2.0)
     assert fleet.requests_in_flight == 0
+
+
+def test_a_replica_that_comes_back_is_a_new_one() -> None:
+    """Requests of the one that went end without touching the one of the same name that came."""
+    fleet = fleet_of("a")
+    asked = query(text(1, 800))
+    fleet.sent("old", asked, fleet.place(asked, 0.0), 0.0)
+    fleet.remove("a")
+    fleet.add("a", costs=COSTS)
+    fleet.sent("new", asked, fleet.place(asked, 1.0), 1.0)
+    fleet.first_token("old", 1.1)
+    fleet.finished("old", 1.2, cached_tokens=0)
+    assert fleet.candidates(asked, 1.2)[0].queued == 1
+    assert fleet.place(asked, 1.2).expected_cached == 799
+
+
+class Machine(RuleBasedStateMachine):
+    """Whatever happens in whatever order, what ended leaves nothing behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = Fleet()
+        self.fleet.add("p", role="prefill")
+        self.now = 0.0
+        self.number = 0
+        self.open: list[str] = []
+
+    names = st.sampled_from(["a", "b", "c"])
+    picks = st.integers(0, 1000)
+
+    @rule(name=names, events=st.booleans(), role=st.sampled_from(["both", "decode"]))
+    def come(self, name: str, events: bool, role: Role) -> None:
+        if name not in self.fleet.replicas:
+            self.fleet.add(name, sends_events=events, role=role, capacity_tokens=5000)
+
+    @rule(name=names)
+    def go(self, name: str) -> None:
+        if name in self.fleet.replicas:
+            self.fleet.remove(name)
+
+    @rule(name=names, reason=st.sampled_from(["", "draining"]))
+    def exclude(self, name: str, reason: str) -> None:
+        if name in self.fleet.replicas:
+            self.fleet.exclude(name, reason)
+
+    @rule(seed=st.integers(0, 3), length=st.integers(1, 2000), session=st.none() | st.sampled_from(["s", "t"]))
+    def send(self, seed: int, length: int, session: str | None) -> None:
+        asked = query(text(seed, length), session)
+        decision = self.fleet.place(asked, self.now)
+        assert decision.in_words()
+        if decision.replica is not None:
+            self.number += 1
+            self.fleet.sent(str(self.number), asked, decision, self.now)
+            self.open.append(str(self.number))
+
+    @rule(pick=picks)
+    def begin(self, pick: int) -> None:
+        if self.open:
+            self.fleet.first_token(self.open[pick % len(self.open)], self.now)
+
+    @rule(pick=picks, well=st.booleans(), cached=st.none() | st.integers(0, 2000))
+    def end(self, pick: int, well: bool, cached: int | None) -> None:
+        if self.open:
+            request = self.open.pop(pick % len(self.open))
+            if well:
+                self.fleet.finished(request, self.now, cached_tokens=cached, output_tokens=20)
+            else:
+                self.fleet.failed(request, self.now)
+
+    @rule(seconds=st.floats(0, 5))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def sane(self) -> None:
+        assert self.fleet.requests_in_flight == len(self.open)
+        for one in self.fleet.candidates(query(text(0, 100)), self.now):
+            assert 0 <= one.queued_tokens < 1e9 and one.memory_wait >= 0
+
+    def teardown(self) -> None:
+        for request in self.open:
+            self.fleet.finished(request, self.now)
+        for replica in self.fleet.replicas.values():
+            load = replica.load
+            assert not load.waiting and not load.running and load.resident == 0 and len(replica.in_flight) == 0
+            assert load.queued_tokens(self.now, 1e-4) == 0
+
+
+TestNothingIsLeft = Machine.TestCase
+TestNothingIsLeft.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_a_session_that_moves_is_counted() -> None:

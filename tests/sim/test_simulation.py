@@ -148,11 +148,12 @@ def test_every_request_ends_and_runs_are_repeatable(seed: int, policy: str, repl
 
 
 def test_placement_by_cost_beats_taking_turns() -> None:
-    """Conversations over three replicas: first tokens come sooner, and more is found."""
+    """Conversations over three replicas: first tokens come sooner, more is found, and less is computed."""
     spec = FleetSpec(replicas=3, device_tokens=64 * 100, block_size=64)
     ours, turns = (summarise(simulate(random_trace(5, 300), spec, name, COSTS)) for name in ("cost", "round-robin"))
-    assert ours.mean < 0.8 * turns.mean
-    assert ours.hit_share > turns.hit_share
+    assert ours.mean < 0.9 * turns.mean
+    assert ours.hit_share > 1.5 * turns.hit_share
+    assert ours.busy < 0.85 * turns.busy
 
 
 # Traces
