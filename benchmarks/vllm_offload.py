@@ -18,7 +18,7 @@ example          vLLM's ExampleConnector, which writes files
 
 Workloads:
 
-first-token  a prompt of --tokens tokens: computed, hit in vLLM's own cache, loaded after vLLM forgot it, loaded by a fresh process
+first-token  a prompt of --tokens tokens: computed; hit in vLLM's own cache, loaded after vLLM forgot it, by a fresh process
 documents    six long documents asked three times in turn
 chat         eight conversations that take turns, each turn with all that was said
 agents       the sessions in --traces, taking turns (see vllm_workloads.py for what is left out)
@@ -28,8 +28,8 @@ identity     200 prompts around every block boundary, loaded, against the answer
 faults       bytes flipped in the store while vLLM runs; other weights under the model's path
 
 Documents, chat and agents have a device cache that is too small for the working set. Answers are compared with those of vLLM
-alone, where it takes part; in float32 a difference is a wrong answer (in bfloat16 hits differ from computing under any connector,
-so first-token compares loads with vLLM's own hits). Read the figures in the order of one run on a quiet machine.
+alone, where it takes part; in float32 a difference is a wrong answer. In bfloat16 hits differ from computing under any
+connector; first-token compares loads with vLLM's own hits. Read the figures in the order of one run on a quiet machine.
 """
 
 import argparse
@@ -41,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class Bench:
     """One run of the script: what was asked for, and what came out so far."""
 
     arguments: argparse.Namespace
+    alone: Contender
     field: list[Contender]
     logs: Path
     facts: dict[str, str]
@@ -108,9 +109,9 @@ class Bench:
 
     def wrong(self, workload: str, contender: Contender, results: list[Answer]) -> Record:
         """Compares with vLLM alone, whose answers are kept when it has its turn."""
-        if contender.transfer is None:
-            self.answers[workload] = results
         reference = self.answers.get(workload)
+        if contender.transfer is None:
+            self.answers[workload], reference = results, None
         if reference is None:
             return {"wrong": None, "answers": len(results)}
         return compare(results, reference)
@@ -237,7 +238,12 @@ def replayed(results: list[Answer]) -> Record:
     seconds = sum(one["whole"] for one in results)
     tokens = sum(one["asked"] + len(one["tokens"]) for one in results)
     ttft = spread([one["ttft"] for one in results])
-    return {"ttft": ttft, "seconds": round(seconds, 2), "tokens_per_s": round(tokens / seconds), "loaded": share(results)}
+    return {
+        "ttft": ttft,
+        "seconds": round(seconds, 2),
+        "tokens_per_s": round(tokens / seconds),
+        "loaded": share(results),
+    }
 
 
 def _replayed_row(one: Record) -> list[str]:
@@ -279,10 +285,9 @@ def saving(bench: Bench) -> None:
         return [workloads.tokens(draw, arguments.saving_tokens) for _ in range(arguments.saving_prompts)]
 
     def measure(contender: Contender) -> Record:
-        alone = next(one for one in contenders(bench_places(arguments, bench.logs)) if one.transfer is None)
         rates: dict[str, list[float]] = {"alone": [], "saving": []}
         drained = []
-        with bench.running(alone) as plain, bench.running(contender) as running:  # noqa: SIM117
+        with bench.running(bench.alone) as plain, bench.running(contender) as running:  # noqa: SIM117
             with plain.worker(**job) as one, running.worker(**job) as other:
                 for number in range(arguments.saving_rounds + 1):
                     turns = [("alone", one), ("saving", other)]
@@ -363,6 +368,8 @@ def faults(bench: Bench) -> None:
     alone = [one for one in bench.field if one.transfer is None]
 
     def damaged(contender: Contender) -> Record:
+        if contender.hidden:
+            raise Failed(f"not done: {contender.hidden}")
         with bench.running(contender) as running, running.worker(**job) as vllm:
             results = [vllm.ask(prompt) for prompt in asked]
             if contender.transfer is None:
@@ -370,9 +377,9 @@ def faults(bench: Bench) -> None:
                 return {"reference": True}
             vllm.settle()
             store = contender.store
-            if store is None or not store.exists():
-                raise Failed("keeps what it saves where nobody can damage it from outside")
-            flipped = flip_bytes(store)
+            flipped = flip_bytes(store) if store is not None and store.exists() else 0
+            if not flipped:
+                raise Failed(f"nothing was saved in {store}")
             vllm.forget()
             results = [vllm.ask(prompt) for prompt in asked]
         return {"flipped": flipped, "loaded": share(results), **against(answers, "before", results)}
@@ -480,7 +487,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lmcache-python", help="an interpreter with vLLM and LMCache (that of vLLM)")
     parser.add_argument("--mooncake-python", help="an interpreter with vLLM and Mooncake (that of vLLM)")
     parser.add_argument("--contenders", type=_names(NAMES), default=list(NAMES), help="names with commas between")
-    parser.add_argument("--workloads", type=_names(WORKLOADS), default=list(WORKLOADS), help="names with commas between")
+    parser.add_argument(
+        "--workloads", type=_names(WORKLOADS), default=list(WORKLOADS), help="names with commas between"
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where stores on disk are made (the temporary folder)")
@@ -528,7 +537,10 @@ def describe(bench: Bench) -> None:
             print(f"  kv_transfer_config: {json.dumps(contender.transfer)}")
         for server in contender.servers:
             print(f"  {' '.join(server.command)}")
-    print(f"\n{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}\nworkloads: {', '.join(arguments.workloads)}\n", flush=True)
+    print(
+        f"\n{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}\nworkloads: {', '.join(arguments.workloads)}\n",
+        flush=True,
+    )
 
 
 def run(bench: Bench) -> None:
@@ -565,10 +577,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="vllm-offload-", dir=arguments.folder) as name:
         folder = Path(name)
         places = bench_places(arguments, folder)
-        field = [one for one in contenders(places) if one.name in arguments.contenders]
+        everyone = contenders(places)
+        field = [one for one in everyone if one.name in arguments.contenders]
         pythons = {one.python: versions(one.python) for one in field}
-        facts = {**machine(), "model": arguments.model.name, "dtype": arguments.dtype, "block size": str(BLOCK), **pythons}
-        bench = Bench(arguments, field, folder, facts)
+        facts = {
+            **machine(),
+            "model": arguments.model.name,
+            "dtype": arguments.dtype,
+            "block size": str(BLOCK),
+            **pythons,
+        }
+        bench = Bench(arguments, everyone[0], field, folder, facts)
         try:
             describe(bench)
             run(bench)

@@ -1,6 +1,6 @@
 """Draws what a restart costs from the figures of `vllm_offload.py --workloads restart --json FILE`.
 
-    python benchmarks/vllm_picture.py restart.json docs/pictures/vllm-restart.svg [--contenders alone,lmcache,foreword-disk]
+python benchmarks/vllm_picture.py restart.json docs/pictures/vllm-restart.svg [--contenders alone,lmcache,foreword-disk]
 """
 
 import argparse
@@ -33,8 +33,11 @@ def draw(run: dict[str, Any], wanted: list[str]) -> str:
         label = f"{one['seconds']:,.1f} s" + (f", {one['loaded']:.0%} loaded" if one["loaded"] else "")
         rows.append(Bar(_NAMES[name][0], one["seconds"], label, _NAMES[name][1]))
     facts = run["set_up"]
-    subtitle = f"{found[chosen[0]]['answers']} long documents asked again; {facts['model']}, {facts['dtype']}, {facts['cores']} cores"
-    return bars("After vLLM's restart", subtitle, "Seconds until all documents were answered again after a restart", rows)
+    asked = found[chosen[0]]["answers"]
+    subtitle = f"{asked} long documents asked again; model {facts['model']}, {facts['dtype']}, {facts['cores']} cores"
+    return bars(
+        "After vLLM's restart", subtitle, "Seconds until all documents were answered again after a restart", rows
+    )
 
 
 def main() -> None:

@@ -2,11 +2,12 @@ r"""One vLLM, with or without a KV connector, in one process; `vllm_offload.py` 
 
 Lines of JSON come on standard input, one answer each goes to standard output. The first line says what to start:
 
-    {"model": DIR, "dtype": "float32", "transfer": null, "max_model_len": 8192, "kv_bytes": N, "batched": 2048, "block_size": 32}
+    {"model": DIR, "dtype": "float32", "transfer": null, "max_model_len": 8192, "kv_bytes": N, "batched": 2048,
+     "block_size": 32}
 
-The others are `{"ask": [[token, ...], ...], "new_tokens": 8}` (one after the other, or `"together": true`), `{"settle": seconds}`
-(what is written behind gets its time), `{"forget": true}` (vLLM drops its own prefix cache) and `{"end": true}`. Times are
-seconds; the first token's counts from the request's arrival. A warm-up of 40 tokens does not count.
+The others are `{"ask": [[token, ...], ...], "new_tokens": 8}` (in turn, or `"together": true`), `{"settle": seconds}` (what is
+written behind gets its time), `{"forget": true}` (vLLM drops its own prefix cache) and `{"end": true}`. Times are seconds; the
+first token's counts from the request's arrival. A warm-up of 40 tokens does not count.
 """
 
 import json
@@ -65,18 +66,29 @@ class Engine:
         return [_result(output, whole) for output in outputs]
 
     def settle(self, seconds: float) -> dict[str, Any]:
-        """Waits until a connector of Foreword has written everything, or `seconds` where it cannot be known."""
+        """Waits until Foreword's connector has written everything; with others, where it cannot be known, for `seconds`."""
         began = time.perf_counter()
-        if self._connected:
-            shared = getattr(sys.modules.get("foreword.integrations.vllm"), "_shared", {})
-            for cache in list(shared.values()):
-                cache.flush()
-            if not shared:
-                time.sleep(seconds)
+        cache = self._foreword()
+        if cache is not None:
+            cache.flush()
+        elif self._connected:
+            time.sleep(seconds)
         return {"seconds": time.perf_counter() - began}
 
+    def _foreword(self) -> Any:
+        module = sys.modules.get("foreword.integrations.vllm_worker")
+        if module is None:
+            return None
+        worker = module.worker_of(str(self._llm.llm_engine.vllm_config.kv_transfer_config.engine_id))
+        return None if worker is None else worker.cache
+
     def forget(self) -> dict[str, Any]:
-        return {"done": bool(self._llm.reset_prefix_cache())}
+        """Drops vLLM's own cache. Requests whose blocks a connector still reads stand in its way for some steps."""
+        deadline = time.monotonic() + 20
+        while not (done := bool(self._llm.reset_prefix_cache())) and time.monotonic() < deadline:
+            self._llm.llm_engine.step()
+            time.sleep(0.001)
+        return {"done": done}
 
 
 def _result(output: Any, whole: float) -> dict[str, Any]:
