@@ -99,6 +99,7 @@ class Job:
         requests: one per prompt.
         shapes: one per choice.
         prefix: the named prefix that stands before the prompts.
+        token_ids: show the prompts' and the answers' token ids, in vLLM's fields.
     """
 
     head: dict[str, Any]
@@ -107,6 +108,7 @@ class Job:
     streams: bool
     include_usage: bool
     prefix: str | None = None
+    token_ids: bool = False
 
     @property
     def n(self) -> int:
@@ -206,7 +208,8 @@ def _job(
     }
     options = body.stream_options
     include_usage = bool(options and options.include_usage)
-    return Job(head, requests, tuple(shapes), bool(body.stream), include_usage, body.prefix)
+    shows_ids = bool(body.return_token_ids)
+    return Job(head, requests, tuple(shapes), bool(body.stream), include_usage, body.prefix, shows_ids)
 
 
 def _params(engine: Engine, body: SamplingBody, max_tokens: int | None, alternatives: int | None) -> SamplingParams:
@@ -295,6 +298,7 @@ class _Choice:
 
     text: list[str] = field(default_factory=list)
     entries: list[TokenLogprob] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -309,14 +313,30 @@ async def answer(front: Front, job: Job) -> dict[str, Any]:
             choice = choices[prompt * job.n + delta.index]
             choice.text.append(delta.text)
             choice.entries.extend(delta.logprobs)
+            choice.tokens.extend(delta.tokens)
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_match
     written = [_write(job, number, choice) for number, choice in enumerate(choices)]
-    return {**job.head, "choices": written, "usage": tally.usage(), **tally.report()}
+    return {**job.head, "choices": written, "usage": tally.usage(), **tally.report(), **_chat_prompt_ids(job)}
 
 
 def _write(job: Job, number: int, choice: _Choice) -> dict[str, Any]:
     body = job.shapes[number].whole("".join(choice.text), choice.entries if job.wants_logprobs else None)
-    return {"index": number, **body, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+    ids = {**_prompt_ids(job, number), "token_ids": choice.tokens} if job.token_ids else {}
+    return {"index": number, **body, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason, **ids}
+
+
+def _chat_prompt_ids(job: Job) -> dict[str, Any]:
+    """A conversation's prompt is one and stands beside the choices."""
+    if not job.token_ids or not isinstance(job.shapes[0], ChatShape):
+        return {}
+    return {"prompt_token_ids": list(job.requests[0].tokens)}
+
+
+def _prompt_ids(job: Job, number: int) -> dict[str, Any]:
+    """A completion's prompt stands in its choice."""
+    if not job.token_ids or isinstance(job.shapes[number], ChatShape):
+        return {}
+    return {"prompt_token_ids": list(job.requests[number // job.n].tokens)}
 
 
 async def events(front: Front, job: Job) -> AsyncGenerator[bytes, None]:
@@ -329,12 +349,17 @@ async def events(front: Front, job: Job) -> AsyncGenerator[bytes, None]:
             tally.add(prompt, delta)
             number = prompt * job.n + delta.index
             shape = job.shapes[number]
+            ids: dict[str, Any] = {}
             if number not in opened:
                 opened.add(number)
+                ids = _prompt_ids(job, number)
                 if (opening := shape.opening()) is not None:
-                    yield stream.encode({**head, "choices": [_chunk(number, opening)]})
-            if delta.text or delta.logprobs or delta.finish_reason:
-                body = shape.chunk(delta.text, delta.logprobs if job.wants_logprobs else None)
+                    yield stream.encode({**head, "choices": [_chunk(number, opening | ids)], **_chat_prompt_ids(job)})
+                    ids = {}
+            if delta.text or delta.logprobs or delta.finish_reason or (job.token_ids and delta.tokens):
+                body = shape.chunk(delta.text, delta.logprobs if job.wants_logprobs else None) | ids
+                if job.token_ids:
+                    body["token_ids"] = list(delta.tokens)
                 report = tally.report() if delta.finish_reason else {}
                 yield stream.encode({**head, "choices": [_chunk(number, body, delta)], **report})
     if job.include_usage:

@@ -167,6 +167,7 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     prefix: str | None = Field(None, description="A named prefix that stands before the prompt.")
     cache_report: bool | None = Field(None, description="Explain where the prompt's KV came from.")
+    return_token_ids: bool | None = Field(None, description="Show the token ids of prompt and answer (vLLM's fields).")
     prompt_cache_key: str | None = Field(None, description="Accepted and not needed: prefixes are found by content.")
 
     @model_validator(mode="after")
