@@ -126,6 +126,10 @@ class PrometheusObserver(Collector):
         encode, media_type = choose_encoder(accept)
         return encode(self._registry), media_type
 
+    def families(self) -> Iterator[Metric]:
+        """All metrics as objects, for readers in this process. From any thread."""
+        yield from self._registry.collect()
+
     def collect(self) -> Iterator[Metric]:
         """The gauges, all from one reading of the engine's status."""
         if self._watched is None:
@@ -289,6 +293,17 @@ class _Series:
         self.stored = counter("foreword:blocks_stored", "Blocks that became visible to lookups.")
         self.removed = counter("foreword:blocks_removed", "Blocks that were evicted or withdrawn.")
         self.first = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
+        self.first_by_cached = Histogram(
+            "foreword:time_to_first_token_by_cached_seconds",
+            "From arrival to the first token, by how much of the prompt was cached: none, some of it, or half and more.",
+            ("model_name", "cached"),
+            registry=registry,
+            buckets=_FIRST_TOKEN,
+        )
+        # Labels of requests between admission and first token.
+        self.cached_share: dict[str, str] = {}
+        for share in ("none", "some", "most"):
+            self.first_by_cached.labels(info.name, share)
         self.queued = histogram("vllm:request_queue_time_seconds", "From arrival to admission.", _REQUEST)
         self.next = histogram("vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", _NEXT_TOKEN)
         self.whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _REQUEST)
@@ -315,6 +330,8 @@ class _Series:
         self.cached.inc(event.hit_tokens)
         for tier, tokens in event.loaded_tokens:
             self.by_source.labels(self.model, tier).inc(tokens)
+        share = "none" if not event.hit_tokens else "most" if 2 * event.hit_tokens >= event.queried_tokens else "some"
+        self.cached_share[event.request_id] = share
         self.from_device.inc(event.hit_tokens - sum(tokens for _, tokens in event.loaded_tokens))
 
     def _on_stored(self, event: BlocksStored) -> None:
@@ -329,6 +346,8 @@ class _Series:
     def _on_first_token(self, event: FirstToken) -> None:
         self.first.observe(event.seconds)
         self.queued.observe(event.queued)
+        if (share := self.cached_share.get(event.request_id)) is not None:
+            self.first_by_cached.labels(self.model, share).observe(event.seconds)
         self.generated.inc()
 
     def _on_next_tokens(self, event: NextTokens) -> None:
@@ -338,6 +357,7 @@ class _Series:
 
     def _on_finished(self, event: RequestFinished) -> None:
         self.finished[event.reason].inc()
+        self.cached_share.pop(event.request_id, None)
         self.prompt.inc(event.prompt_tokens)
         self.prompt_sizes.observe(event.prompt_tokens)
         self.output_sizes.observe(event.output_tokens)

@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 Reason = Literal["all_cached", "never_seen", "diverged", "evicted", "shorter_than_block", "other_tenant", "disabled"]
@@ -37,6 +38,11 @@ class History:
         held = sum(len(known) for _, known in self._seen)
         while held > self._capacity and len(self._seen) > 1:
             held -= len(self._seen.popleft()[1])
+
+    def recent(self, salt: bytes, count: int) -> list[array[int]]:
+        """Copies of a tenant's `count` newest sequences, the newest first."""
+        mine = (tokens for known, tokens in reversed(self._seen) if known == salt)
+        return [tokens[:] for tokens in islice(mine, count)]
 
     def explain(
         self, salt: bytes, prompt: array[int], cached: int, block_size: int, *, tell_other_tenants: bool = False

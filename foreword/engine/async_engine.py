@@ -8,12 +8,14 @@ import functools
 import math
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.shared import SharedChain, shared_chains
 from foreword.cache import BlockCache
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig
 from foreword.engine.assembly import Assembly, ModelInfo, assemble
@@ -34,6 +36,8 @@ _UNKNOWN_SECONDS = 0.2
 # A prefix that was registered so recently may not be in the store's listing yet.
 _SETTLED_SECONDS = 10.0
 _MAX_TENANTS = 4096
+# Newest texts that are compared to find what they share.
+_COMPARED_TEXTS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,18 @@ class AsyncEngine:
             steps=core.steps,
             failed=self._failed,
         )
+
+    async def shared_chains(self, salt: bytes = b"", limit: int = 8) -> list[SharedChain]:
+        """The beginnings that a tenant's newest texts share, those whose sharing saves most first."""
+        texts = await self._call(lambda: self._core.recent_texts(salt, _COMPARED_TEXTS))
+        return await asyncio.to_thread(self._find_shared, texts, salt, limit)
+
+    def _find_shared(self, texts: Sequence[array[int]], salt: bytes, limit: int) -> list[SharedChain]:
+        size, pool = self.info.block_size, self._core.cache.pool
+        root = Scope(bytes.fromhex(self.info.fingerprint), size, salt).root()
+        found = shared_chains(texts, size, limit)
+        # A lookup only reads: beside the engine's thread it may be a step old.
+        return [replace(one, on_device=len(pool.lookup(chain_keys(root, one.tokens, size)))) for one in found]
 
     async def check_integrity(self) -> None:
         """Prove the pool's invariants between two steps. Raises IntegrityError."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -133,6 +134,10 @@ class EngineCore:
     def abort(self, request_id: str) -> list[Delta]:
         """End a request wherever it is; its blocks go back. Unknown ids are ignored: the request may just have ended."""
         return [self._end(sequence, "abort") for sequence in list(self._by_id.get(request_id, ()))]
+
+    def recent_texts(self, salt: bytes, count: int) -> list[array[int]]:
+        """Copies of a tenant's newest prompts with what was generated after them, as far as they are remembered."""
+        return self._history.recent(salt, count)
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()

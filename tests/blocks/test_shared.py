@@ -1,0 +1,40 @@
+"""Chains that texts share."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.blocks.shared import shared_chains
+
+SIZE = 2
+Texts = st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=12)
+
+
+@given(Texts)
+def test_users_are_counted(texts: list[list[int]]) -> None:
+    """Each chain is listed once, is as many full blocks long as it says, and has as many users as texts begin with it; every
+    beginning that two texts share is listed, or is the beginning of a longer one with the same users."""
+    found = shared_chains([array("I", text) for text in texts], SIZE, 1000)
+    beginnings = Counter(tuple(text[: SIZE * blocks]) for text in texts for blocks in range(1, len(text) // SIZE + 1))
+    users = {tuple(chain.tokens): chain.users for chain in found}
+    assert len(users) == len(found)
+    assert all(len(chain.tokens) == chain.blocks * SIZE for chain in found)
+    for tokens, count in users.items():
+        assert beginnings[tokens] == count >= 2
+    for tokens, count in beginnings.items():
+        if count > 1:
+            assert any(known[: len(tokens)] == tokens and users[known] == count for known in users)
+
+
+def test_the_best_first() -> None:
+    """A short chain of many comes before a long one of two where it saves more, and no more are given than were asked for."""
+    many = [array("I", [1, 1, 1, 1, 9, number]) for number in range(10)]
+    two = [array("I", [2] * 8 + [number]) for number in range(2)]
+    first, second = shared_chains([*many, *two], SIZE, 5)
+    assert (first.blocks, first.users) == (2, 10) and (second.blocks, second.users) == (4, 2)
+    assert len(shared_chains([*many, *two], SIZE, 1)) == 1
+    assert shared_chains([], SIZE, 5) == []
