@@ -53,9 +53,19 @@ def main() -> None:
 
 # Flags from the configuration's dataclasses
 
-_FLAG_PREFIX = {"engine": "", "server": "", "prefixes": "prefix-"}
+_FLAG_PREFIX = {"engine": "", "server": "", "prefixes": "prefix-", "router": ""}
 _POSITIONAL = ("engine", "model")
-_FLAG_NAMES = {("store", "urls"): "store"}
+_FLAG_NAMES = {
+    ("store", "urls"): "store",
+    ("router", "replicas"): "replica",
+    ("router", "tenant_weights"): "tenant-weight",
+}
+_ENGINES = ("engine", "server", "prefixes", "store", "transfer")
+_ROUTERS = ("server", "router")
+# Keys of the server that mean nothing to a router.
+_NOT_ROUTED = {
+    ("server", key) for key in ("max_queue", "router_key", "kv_events", "kv_events_replay", "role", "drain_to")
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,10 +134,23 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
 
     The command is called with the resulting `Config`, and with its own further keyword arguments. Raises ConfigError.
     """
-    flags = {flag.variable: flag for flag in _flags() if (flag.room, flag.key) != _POSITIONAL}
+    return _with_flags(command, {flag.variable: flag for flag in _flags() if flag.room in _ENGINES})
+
+
+def with_router_config(command: Callable[..., None]) -> Callable[..., None]:
+    """The same without MODEL, and with the keys of a router."""
+    flags = {flag.variable: flag for flag in _flags() if flag.room in _ROUTERS}
+    return _with_flags(
+        command, {name: flag for name, flag in flags.items() if (flag.room, flag.key) not in _NOT_ROUTED}
+    )
+
+
+def _with_flags(command: Callable[..., None], given: dict[str, _Flag]) -> Callable[..., None]:
+    flags = {variable: flag for variable, flag in given.items() if (flag.room, flag.key) != _POSITIONAL}
+    takes_model = len(flags) < len(given)
     own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "config"]
 
-    def run(model: str | None, config: Path | None, **given: Any) -> None:
+    def run(config: Path | None, model: str | None = None, **given: Any) -> None:
         chosen: dict[str, dict[str, Any]] = {}
         for variable, flag in flags.items():
             value = given.pop(variable)
@@ -137,7 +160,8 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
             chosen.setdefault("engine", {})["model"] = model
         command(load_config(config, flags=chosen), **given)
 
-    parameters = [_model_parameter(), _file_parameter(), *own, *(flag.parameter() for flag in flags.values())]
+    first = [_model_parameter()] if takes_model else []
+    parameters = [*first, _file_parameter(), *own, *(flag.parameter() for flag in flags.values())]
     return _disguise(run, command, parameters)
 
 
@@ -162,7 +186,7 @@ def _disguise(
     return run
 
 
-# foreword serve, foreword doctor
+# foreword serve, foreword doctor, foreword route
 
 
 @app.command()
@@ -189,6 +213,15 @@ def doctor(
         healthy &= finding.fine
         print(f"{'ok  ' if finding.fine else 'FAIL'}  {finding.topic:<10} {finding.text}", flush=True)
     raise typer.Exit(0 if healthy else 1)
+
+
+@app.command()
+@with_router_config
+def route(config: Config) -> None:
+    """Route requests to replicas: where the prefix is, unless waiting there costs more."""
+    from foreword.serving.router.process import run
+
+    raise typer.Exit(run(config))
 
 
 # foreword prefix

@@ -23,6 +23,7 @@ from foreword.errors import ConfigError, did_you_mean
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 ENV_PREFIX = "FOREWORD_"
+ROLES = ("prefill", "decode", "both")
 
 
 def parse_bytes(text: str) -> int:
@@ -113,6 +114,10 @@ class ServerConfig:
         drain_seconds: on SIGTERM, how long running requests may still take.
         log_level: debug, info, warning or error.
         tenant_secret: derives each tenant's salt; None draws one at start (then salts differ between servers).
+        role: `prefill` (computes prompts for others), `decode` (takes prompts that others computed, and requests that move),
+            or `both`; each opens the door for transfers (`--transfer-bind`). None: this server works alone.
+        admin_key: the key that may move everybody's requests and drain the server; where there are API keys, nothing else may.
+        drain_to: URLs of servers to which requests are moved when this one is told to stop.
     """
 
     host: str = "127.0.0.1"
@@ -123,13 +128,20 @@ class ServerConfig:
     drain_seconds: float = 30.0
     log_level: str = "info"
     tenant_secret: str | None = None
+    role: str | None = None
+    admin_key: str | None = None
+    drain_to: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.role not in (None, *ROLES):
+            raise ConfigError(f"server.role must be {', '.join(ROLES[:-1])} or {ROLES[-1]}, not {self.role!r}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"server.port must be between 0 and 65535, not {self.port}")
         _at_least("server.max_queue", self.max_queue, 1)
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"server.log_level must be debug, info, warning or error, not {self.log_level!r}")
+        if self.kv_events_replay is not None and self.kv_events is None:
+            raise ConfigError("server.kv_events_replay needs server.kv_events")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +203,7 @@ class TransferConfig:
         bind: where to listen: `host:port` (port 0 takes a free one) or `unix:/path`. Anything but loopback needs a secret.
         advertise: the address under which others reach this instance, and only this one; None for the one bound.
         secret: shared by all instances, 16 characters or more. None: only peers on this host are served.
+        secret_file: a file with the secret instead.
         links: what may carry payloads; the first that both sides can do does.
         ring: bytes per connection and direction that are under way and not read yet; also the longest part (half of it in
             shared memory).
@@ -201,11 +214,13 @@ class TransferConfig:
         lease_seconds: how long blocks are kept for the other side without a sign of it.
         beat_seconds: an idle connection gives a sign of life so often; five missed ones are the end of it.
         max_transfers, max_connections: at a time; more are refused.
+        min_tokens: a prompt with fewer tokens to compute is computed in place, whatever the router says.
     """
 
     bind: str = "127.0.0.1:0"
     advertise: str | None = None
     secret: str | None = None
+    secret_file: str | None = None
     links: tuple[str, ...] = ("shm", "tcp")
     ring: str = "32MiB"
     queue: str = "32MiB"
@@ -216,8 +231,11 @@ class TransferConfig:
     beat_seconds: float = 2.0
     max_transfers: int = 256
     max_connections: int = 64
+    min_tokens: int = 64
 
     def __post_init__(self) -> None:
+        if self.secret is not None and self.secret_file is not None:
+            raise ConfigError("give transfer.secret or transfer.secret_file, not both")
         if self.secret is not None and len(self.secret) < 16:
             raise ConfigError("transfer.secret has at least 16 characters; `openssl rand -hex 32` makes a good one")
         if "tcp" not in self.links or not set(self.links) <= {"tcp", "shm"}:
@@ -229,6 +247,82 @@ class TransferConfig:
                 raise ConfigError(f"transfer.{name} is between 0.05 and 3600 seconds, not {getattr(self, name)}")
         _at_least("transfer.max_transfers", self.max_transfers, 1)
         _at_least("transfer.max_connections", self.max_connections, 1)
+        _at_least("transfer.min_tokens", self.min_tokens, 1)
+
+    def with_secret(self) -> TransferConfig:
+        """The same with the secret read from its file. Raises ConfigError."""
+        if self.secret_file is None:
+            return self
+        try:
+            secret = Path(self.secret_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read transfer.secret_file {self.secret_file}: {error}") from error
+        return dataclasses.replace(self, secret=secret, secret_file=None)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The router. Where it listens, its API keys and its logs are in `ServerConfig`.
+
+    Attributes:
+        replicas: `URL` of a server, and behind it, if wanted, `role=prefill`, `role=decode`, `events=tcp://HOST:PORT`,
+            `replay=tcp://HOST:PORT` or `max_waiting=N`, separated by spaces.
+        prefill: URLs of servers that only compute prompts.
+        replica_file: a file with a replica per line, watched for changes; `#` begins a comment.
+        replica_dns: `http://NAME:PORT`: every address of the name is a replica; resolved again and again.
+        replica_key: the key with which the router calls replicas; None passes the caller's own key on.
+        policy: cost (the expected time to the first token), or one of those that it is compared with: random, round-robin,
+            least-loaded, least-tokens, consistent-hashing, longest-prefix, two-choices.
+        tokenizer: a folder or hub name of the tokenizer; None asks the replicas to tokenize.
+        max_waiting: requests sent to a replica that have no first token yet; when all have so many, requests queue here.
+        max_queue: requests that may queue here; more are answered 429.
+        tenant_weights: `TENANT=WEIGHT`: shares of those who queue; anybody else has 1.
+        request_timeout: seconds that a request may take at most, queueing included.
+        stall_timeout: seconds without a byte after which a replica counts as lost in the middle of an answer.
+        max_attempts: replicas that a request is sent to at most.
+        connect_timeout, health_timeout: seconds for a connection; for a health check.
+        health_interval: seconds between health checks of a replica.
+        failures: failures in a row that open a replica's circuit breaker.
+        decisions: decisions kept for /v1/router/decisions.
+        session_ttl: seconds that a session stays where it was without a request.
+        min_prefill: prompts with fewer tokens to compute are never sent to a prefill replica.
+        directory_blocks: blocks remembered of all replicas together, about 16 bytes each.
+        tokenize_timeout: seconds; a prompt that is not tokenized by then is compared as text.
+    """
+
+    replicas: tuple[str, ...] = ()
+    prefill: tuple[str, ...] = ()
+    replica_file: str | None = None
+    replica_dns: tuple[str, ...] = ()
+    replica_key: str | None = None
+    policy: str = "cost"
+    tokenizer: str | None = None
+    max_waiting: int = 32
+    max_queue: int = 1024
+    tenant_weights: tuple[str, ...] = ()
+    request_timeout: float = 600.0
+    stall_timeout: float = 60.0
+    max_attempts: int = 3
+    connect_timeout: float = 2.0
+    health_interval: float = 2.0
+    health_timeout: float = 2.0
+    failures: int = 3
+    decisions: int = 1000
+    session_ttl: float = 3600.0
+    min_prefill: int = 512
+    directory_blocks: int = 4_000_000
+    tokenize_timeout: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_waiting", "max_queue", "max_attempts", "failures", "decisions", "directory_blocks"):
+            _at_least(f"router.{name}", getattr(self, name), 1)
+        _at_least("router.min_prefill", self.min_prefill, 0)
+        for name in ("request", "stall", "connect", "health", "tokenize"):
+            if not getattr(self, f"{name}_timeout") > 0:
+                raise ConfigError(f"router.{name}_timeout must be more than 0 seconds")
+        for name in ("health_interval", "session_ttl"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"router.{name} must be more than 0 seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +334,14 @@ class Config:
     prefixes: PrefixConfig = field(default_factory=PrefixConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+
+    @property
+    def role(self) -> str | None:
+        """What the server does for others; None where it works alone. Who gives an address for transfers takes part in them."""
+        if self.server.role is None and self.transfer.bind != TransferConfig().bind:
+            return "both"
+        return self.server.role
 
 
 def load_config(

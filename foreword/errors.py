@@ -104,6 +104,39 @@ class ShuttingDown(ForewordError):
     code = "shutting_down"
 
 
+class NoReplica(ForewordError):
+    """No replica takes the request at this moment."""
+
+    status = 503
+    retry = True
+    code = "no_replica"
+
+
+class ReplicaFailed(ForewordError):
+    """The replicas that a request was sent to failed it, or the one that answered it is gone and nobody can go on exactly where
+    it was."""
+
+    status = 502
+    retry = True
+    code = "replica_failed"
+
+
+class DeadlineExceeded(ForewordError):
+    """The request's time is over."""
+
+    status = 504
+    retry = True
+    code = "deadline_exceeded"
+
+
+class Forbidden(ForewordError):
+    """The caller may not do this."""
+
+    fault = "client"
+    status = 403
+    code = "forbidden"
+
+
 class NotReady(ForewordError):
     """The model is still being loaded."""
 

@@ -14,7 +14,7 @@ from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mea
 from foreword.serving.backend import Engine
 from foreword.serving.gate import Gate
 from foreword.serving.schemas import AnyBody, parse
-from foreword.serving.tenants import Tenant, Tenants
+from foreword.serving.tenants import SALT_HEADER, Tenant, Tenants
 
 MAX_BODY_BYTES = 64 << 20
 # No tokenizer has tokens anywhere near this long, so a longer text can be refused without tokenizing it.
@@ -52,7 +52,7 @@ class Front:
 
     def tenant(self, request: Request) -> Tenant:
         """Who calls. Raises Unauthorized."""
-        return self.tenants.authenticate(request.headers.get("authorization"))
+        return self.tenants.authenticate(request.headers.get("authorization"), request.headers.get(SALT_HEADER))
 
     async def body(self, request: Request, kind: type[AnyBody]) -> AnyBody:
         """The JSON body. Raises BadRequest."""

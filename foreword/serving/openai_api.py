@@ -40,9 +40,9 @@ def router(front: Front) -> APIRouter:
 
     @routes.get("/models")
     async def models(request: Request) -> dict[str, Any]:
-        """The models served here: one."""
-        front.tenant(request)
-        return {"object": "list", "data": [_describe(front.gate.engine(), created)]}
+        """The models served here: one. `salt_from` says what keeps this caller's blocks from others'."""
+        source = front.tenant(request).source
+        return {"object": "list", "data": [_describe(front.gate.engine(), created)], "salt_from": source}
 
     # A model's name may contain slashes.
     @routes.get("/models/{name:path}")

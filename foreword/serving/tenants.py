@@ -1,7 +1,8 @@
 """Who calls: API key -> tenant -> salt.
 
 The salt decides which cached blocks a request can hit, so it comes from the authenticated caller alone; a salt in a
-request body is an unknown field like any other and has no effect.
+request body is an unknown field like any other and has no effect. Only a router, which authenticates callers itself and has
+a key of its own (`router_key`), may name the salt of those it speaks for, in the header `x-foreword-salt`.
 """
 
 from __future__ import annotations
@@ -13,29 +14,47 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from foreword.config import ServerConfig
-from foreword.errors import ConfigError, Unauthorized
+from foreword.errors import BadRequest, ConfigError, Unauthorized
 
 # A bare key has no "=", so that a mistyped pair is not taken for one.
 _PAIR = re.compile(r"(?P<tenant>[A-Za-z0-9_.-]+)=(?P<key>[!-~]+)")
 _BARE = re.compile(r"(?P<key>[!-<>-~]+)")
+SALT_HEADER = "x-foreword-salt"
+_MAX_SALT = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A caller. Tenants with equal salts share cached blocks and named prefixes."""
+    """A caller. Tenants with equal salts share cached blocks and named prefixes.
+
+    Attributes:
+        source: who said so: the caller's `key`, a `router`, or `none` where no keys are asked for.
+    """
 
     name: str
     salt: bytes
+    source: Literal["key", "router", "none"] = "key"
 
 
 class Tenants:
-    """All callers that the server knows. Without any key there is one tenant, with an empty salt."""
+    """All callers that the server knows. Without any key there is one tenant, with an empty salt.
 
-    def __init__(self, keys: Iterable[tuple[bytes, Tenant]] = ()) -> None:
+    Args:
+        keys: key and tenant.
+        router_key: with this key a router speaks for others.
+    """
+
+    def __init__(self, keys: Iterable[tuple[bytes, Tenant]] = (), router_key: bytes | None = None) -> None:
         self._keys = tuple(keys)
-        self._only = Tenant("default", b"")
+        self._router_key = router_key
+        self._only = Tenant("default", b"", "none")
+
+    def __len__(self) -> int:
+        """How many tenants can be told apart by their keys; 0 if no key is asked for."""
+        return len({tenant.name for _, tenant in self._keys})
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> Tenants:
@@ -44,23 +63,38 @@ class Tenants:
         entries = [_parse(entry) for entry in (*config.api_keys, *_read(config.api_key_file))]
         if len({key for _, key in entries}) < len(entries):
             raise ConfigError("an API key is configured twice; each key belongs to one tenant")
-        return cls((key, Tenant(name, derive_salt(secret, name))) for name, key in entries)
+        router_key = config.router_key.encode() if config.router_key else None
+        return cls(((key, Tenant(name, derive_salt(secret, name))) for name, key in entries), router_key)
 
-    def authenticate(self, authorization: str | None) -> Tenant:
-        """The tenant of an `Authorization` header. Raises Unauthorized.
+    def authenticate(self, authorization: str | None, salt: str | None = None) -> Tenant:
+        """The tenant of an `Authorization` header. Raises Unauthorized, BadRequest for a router's salt that is none.
+
+        `salt` is what `x-foreword-salt` says, in hexadecimal; only a router's counts.
 
         Every key is compared in constant time, so the time of an answer tells nothing about a key.
         """
-        if not self._keys:
+        if not self._keys and self._router_key is None:
             return self._only
         scheme, _, given = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
             raise Unauthorized("This server asks for an API key; send the header Authorization: Bearer KEY")
         candidate = given.strip().encode("latin-1", "replace")
+        if self._router_key is not None and hmac.compare_digest(self._router_key, candidate):
+            return _spoken_for(salt)
         found = [tenant for key, tenant in self._keys if hmac.compare_digest(key, candidate)]
         if not found:
             raise Unauthorized("The API key is not one that this server knows")
         return found[0]
+
+
+def _spoken_for(salt: str | None) -> Tenant:
+    try:
+        found = bytes.fromhex(salt or "")
+    except ValueError:
+        raise BadRequest(f"The header {SALT_HEADER} must be hexadecimal") from None
+    if len(found) > _MAX_SALT:
+        raise BadRequest(f"The header {SALT_HEADER} may stand for {_MAX_SALT} bytes at most")
+    return Tenant("default" if not found else f"salt-{hashlib.sha256(found).hexdigest()[:12]}", found, "router")
 
 
 def derive_salt(secret: bytes, tenant: str) -> bytes:
