@@ -147,7 +147,7 @@ class _Run:
 
     def _arrive(self, number: int, request: TraceRequest) -> None:
         size = self.spec.block_size
-        if request.prompt_tokens + request.output_tokens > self.spec.device_tokens - size:
+        if -(-(request.prompt_tokens + request.output_tokens) // size) > self.spec.device_tokens // size:
             raise ConfigError(
                 f"request {number} of the trace has {request.prompt_tokens + request.output_tokens} tokens: more than a "
                 f"device with {self.spec.device_tokens} can hold"

@@ -199,6 +199,17 @@ def test_tiers_follow_each_other() -> None:
     assert directory.held(keys).of("a") == (3, 6, 9, 9)
 
 
+def test_what_lies_behind_a_gap_does_not_count() -> None:
+    """A has blocks 0 to 2 and 5 to 8 of nine that B has: A's prefix ends at 3."""
+    directory = Directory(1000)
+    keys = chain(0, 9)
+    directory.stored("a", Tier.DEVICE, None, keys[:3])
+    directory.stored("a", Tier.DEVICE, keys[4], keys[5:])
+    directory.stored("b", Tier.DEVICE, None, keys)
+    assert directory.held(keys).of("a") == (3, 3, 3, 3)
+    assert directory.held(keys).of("b") == (9, 9, 9, 9)
+
+
 def test_memory_of_the_gone_comes_back() -> None:
     """After a replica was cleared nothing of it is found, its blocks are scrubbed away, and it can begin anew meanwhile."""
     directory = Directory(10_000)

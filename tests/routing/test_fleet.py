@@ -93,6 +93,17 @@ def test_a_queue_is_worked_off() -> None:
     assert fleet.candidates(asked, 0.5)[0].running == 1
 
 
+def test_the_second_in_the_queue_begins_when_the_first_is_done() -> None:
+    """The first of two prompts of 1,000 tokens was done after 0.5 s: at 0.6 s the second has been computed for 0.1 s."""
+    fleet = fleet_of("a")
+    first, second = query(text(1, 1000)), query(text(2, 1000))
+    for name, asked in (("1", first), ("2", second)):
+        fleet.sent(name, asked, fleet.place(asked, 0.0), 0.0)
+    assert fleet.candidates(first, 0.2)[0].queued_tokens == pytest.approx(1800)
+    fleet.first_token("1", 0.5)
+    assert fleet.candidates(first, 0.6)[0].queued_tokens == pytest.approx(900)
+
+
 def test_events_count_where_there_are_any() -> None:
     """What a replica with events held before is known from the directory, and what it removed is not expected any more."""
     fleet = fleet_of("a", "b", sends_events=True)

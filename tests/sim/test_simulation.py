@@ -80,6 +80,17 @@ def test_a_prefix_off_the_device_is_loaded_where_that_is_sooner() -> None:
     assert simulate(asked, spec, costs=slow).outcomes[2].loaded_tokens == 0
 
 
+def test_loads_from_one_tier_follow_each_other() -> None:
+    """Two prompts of which all comes from host memory at 64 ms each: the second waits for the first one's load."""
+    spec = FleetSpec(replicas=1, device_tokens=64 * 24, host_tokens=64 * 100, block_size=64, max_batch_tokens=2048)
+    asked = [request(0.0, list(range(10))), request(10.0, list(range(10, 20))), request(20.0, list(range(20, 43)))]
+    asked += [request(30.0, list(range(10))), request(30.0, list(range(10, 20)))]
+    result = simulate(asked, spec, costs=COSTS)
+    assert [outcome.loaded_tokens for outcome in result.outcomes[3:]] == [640, 640]
+    assert result.outcomes[3].ttft == pytest.approx(0.064 + 0.01)
+    assert result.outcomes[4].ttft == pytest.approx(0.128 + 0.01)
+
+
 def test_what_one_computed_another_loads_from_the_shared_store() -> None:
     """Two replicas that take turns: the second finds in the shared store what the first one wrote."""
     spec = FleetSpec(replicas=2, device_tokens=64 * 50, shared_tokens=64 * 100, block_size=64)
