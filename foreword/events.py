@@ -5,16 +5,25 @@ Times are seconds of `time.monotonic()`. An observer is called on the engine's t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks became visible to lookups, in chain order. `parent` is the key before the first of them."""
+    """Blocks became visible to lookups, in chain order, maybe a step before they are computed.
+
+    Attributes:
+        parent: the key before the first of them.
+        tokens: what they hold.
+        salt: the tenant's, where the chain begins with them; else None.
+    """
 
     parent: bytes
     keys: tuple[bytes, ...]
+    tokens: Sequence[int] = ()
+    salt: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

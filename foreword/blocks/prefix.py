@@ -91,6 +91,7 @@ class PrefixCache:
         unfilled_first: see `BlockPool`.
         lookahead_blocks: blocks taken ahead of need per sequence, if there are any (R10).
         on_stored, on_removed: told about keys that appear and disappear: `(parent, keys)` and `(keys)`.
+        on_named: told of the same appearances as `(table, start, end)`: blocks `start` to `end` of a table.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class PrefixCache:
         lookahead_blocks: int = 0,
         on_stored: Callable[[bytes, list[bytes]], None] | None = None,
         on_removed: Callable[[list[bytes]], None] | None = None,
+        on_named: Callable[[BlockTable, int, int], None] | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, unfilled_first=unfilled_first, on_removed=on_removed)
         self.block_size = block_size
@@ -113,6 +115,7 @@ class PrefixCache:
         self._partial_reuse = partial_reuse and enabled
         self._lookahead = lookahead_blocks
         self._on_stored = on_stored
+        self._on_named = on_named
         self._roots: dict[bytes, bytes] = {}
         # Partly filled blocks: key before the block -> (block, its tokens), least recently noted first.
         self._tails: OrderedDict[bytes, tuple[int, Sequence[int]]] = OrderedDict()
@@ -130,6 +133,10 @@ class PrefixCache:
                 self._roots.clear()
             root = self._roots[salt] = Scope(self._model, self.block_size, salt).root()
         return root
+
+    def salt_of(self, root: bytes) -> bytes | None:
+        """The salt of a root that was asked for lately."""
+        return next((salt for salt, known in self._roots.items() if known == root), None)
 
     def lookup(self, table: BlockTable) -> Match:
         """The longest cached prefix of the table's tokens. Changes nothing: no reference, no order, no allocation (R3)."""
@@ -203,6 +210,8 @@ class PrefixCache:
         self.pool.publish(table.blocks[start:num_blocks], keys)
         if self._on_stored is not None:
             self._on_stored(table.chain.key_before(start), keys)
+        if self._on_named is not None:
+            self._on_named(table, start, num_blocks)
         table.visible = num_blocks
         self._set_quiet(table)
 

@@ -5,25 +5,32 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from foreword.blocks import PrefixCache
 from foreword.blocks.history import History
+from foreword.blocks.layout import Layout
+from foreword.blocks.prefix import BlockTable
 from foreword.cache import BlockCache
-from foreword.config import EngineConfig, PrefixConfig, StoreConfig, parse_bytes
+from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig, parse_bytes
 from foreword.engine import model as models
 from foreword.engine.loop import EngineCore, Limits
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, StoreConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.paged import Staging, layout_of, tensors_of
 from foreword.prefixes import PrefixBook
+from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
-from foreword.store.urls import loss_of, open_store
+from foreword.store.urls import Opener, StoreUrl, loss_of, open_store, parse
+
+if TYPE_CHECKING:
+    from foreword.engine.served_blocks import DeviceChains, Post, ServedBlocks
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
 _FEWEST_SLOTS = 16
@@ -47,7 +54,8 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """An engine that is ready to run, and what belongs to it."""
+    """An engine that is ready to run, and what belongs to it. `share` makes its blocks readable for other instances, given what
+    runs a function on the engine's thread; None if it was not asked for."""
 
     core: EngineCore
     info: ModelInfo
@@ -55,6 +63,7 @@ class Assembly:
     prefixes: PrefixBook
     off_device: BlockCache | None = None
     flush_seconds: float = 0.0
+    share: Callable[[Post], ServedBlocks] | None = None
 
 
 def assemble(
@@ -62,10 +71,14 @@ def assemble(
     *,
     prefixes: PrefixConfig | None = None,
     store: StoreConfig | None = None,
+    transfer: TransferConfig | None = None,
     observers: Iterable[Observer] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> Assembly:
-    """Load the model, check it, take the memory for KV, open the stores. Raises ForewordError."""
+    """Load the model, check it, take the memory for KV, open the stores. With `transfer` other instances may read its blocks.
+
+    Raises ForewordError.
+    """
     stores = store or StoreConfig()
     if stores.urls and not config.enable_prefix_caching:
         raise ConfigError("a store (--store) needs prefix caching, which is switched off (--no-enable-prefix-caching)")
@@ -83,8 +96,11 @@ def assemble(
         loaded.model, loaded.shapes, num_blocks, config.block_size, share_prefixes=config.shared_prefix_attention
     )
     watchers = tuple(observers)
+    if transfer is not None:
+        chains = _chains()
+        watchers = (*watchers, chains)
     cache = _cache(config, num_blocks, loaded.fingerprint, watchers)
-    off_device = open_cache(stores, runner, loaded.fingerprint, progress) if stores.urls else None
+    off_device = open_cache(stores, runner, loaded.fingerprint, progress, transfer) if stores.urls else None
     scheduler = Scheduler(
         cache,
         max_batch_tokens=config.max_batch_tokens,
@@ -115,19 +131,63 @@ def assemble(
     book = PrefixBook(budget, runner.bytes_per_block, config.block_size, cache.unpin)
     if off_device is not None:
         off_device.describe({"model": info.name, "fingerprint": info.fingerprint})
-    return Assembly(core, info, tokenizer, book, off_device, stores.flush_seconds)
+    assembly = Assembly(core, info, tokenizer, book, off_device, stores.flush_seconds)
+    if transfer is None:
+        return assembly
+    layout = layout_of(runner.layers, loaded.fingerprint) if off_device is None else off_device.layout
+    return replace(assembly, share=_sharing(layout, runner, cache, chains, _in_memory(stores, off_device)))
+
+
+def _chains() -> DeviceChains:
+    from foreword.engine.served_blocks import DeviceChains  # needs msgspec
+
+    return DeviceChains()
+
+
+def _sharing(
+    layout: Layout, runner: TorchRunner, cache: PrefixCache, chains: DeviceChains, memory: Sequence[Store]
+) -> Callable[[Post], ServedBlocks]:
+    from foreword.engine.served_blocks import ServedBlocks, slots_for
+
+    staging = Staging(tensors_of(runner.layers), min(slots_for(layout), max(2 * runner.num_blocks, _FEWEST_SLOTS)))
+    return lambda post: ServedBlocks(layout, cache.pool, chains, post, staging, memory)
+
+
+def _in_memory(config: StoreConfig, off_device: BlockCache | None) -> list[Store]:
+    """The tiers that are this process's own memory."""
+    if off_device is None:
+        return []
+    tiers = zip(config.urls, off_device.store.tiers, strict=True)
+    return [tier.store for url, tier in tiers if parse(url).scheme == "memory"]
 
 
 def open_cache(
-    config: StoreConfig, runner: TorchRunner, fingerprint: bytes, progress: Callable[[str], None]
+    config: StoreConfig,
+    runner: TorchRunner,
+    fingerprint: bytes,
+    progress: Callable[[str], None],
+    transfer: TransferConfig | None = None,
 ) -> BlockCache:
     """Open the stores for a runner's blocks. Raises StoreError."""
     layout = layout_of(runner.layers, fingerprint, loss_of(config.urls))
     progress(f"opening {len(config.urls)} stores for blocks of {layout.block_bytes} bytes")
-    tiers = open_store(config.urls, layout)
+    tiers = open_store(config.urls, layout, {"peer": peer_opener(transfer or TransferConfig())})
     wanted = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
     staging = Staging(tensors_of(runner.layers), max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))
     return BlockCache(tiers, staging, layout, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout)
+
+
+def peer_opener(config: TransferConfig) -> Opener:
+    """Opens `peer://` stores; a URL that names no secret takes the configuration's."""
+
+    def open_peer(place: StoreUrl, layout: Layout | None) -> Store:
+        try:
+            from foreword.transfer.peer import opener
+        except ModuleNotFoundError as error:
+            raise StoreConfigError(f"this store needs {error.name}: pip install 'foreword-kv[transfer]'") from None
+        return opener(config)(place, layout)
+
+    return open_peer
 
 
 def _keep_freed_memory() -> None:
@@ -140,21 +200,26 @@ def _keep_freed_memory() -> None:
 
 
 def _cache(config: EngineConfig, num_blocks: int, fingerprint: bytes, observers: Sequence[Observer]) -> PrefixCache:
-    def stored(parent: bytes, keys: list[bytes]) -> None:
+    def named(table: BlockTable, start: int, end: int) -> None:
+        chain, size = table.chain, config.block_size
+        keys, tokens = chain.keys_to(end)[start:end], chain.tokens[start * size : end * size]
+        salt = cache.salt_of(chain.root) if not start else None
+        event = BlocksStored(chain.key_before(start), tuple(keys), tokens, salt)
         for observer in observers:
-            observer.notify(BlocksStored(parent, tuple(keys)))
+            observer.notify(event)
 
     def removed(keys: list[bytes]) -> None:
         for observer in observers:
             observer.notify(BlocksRemoved(tuple(keys)))
 
-    return PrefixCache(
+    cache = PrefixCache(
         num_blocks,
         config.block_size,
         model=fingerprint,
         enabled=config.enable_prefix_caching,
         partial_reuse=config.partial_reuse,
         lookahead_blocks=config.lookahead_blocks,
-        on_stored=stored if observers else None,
+        on_named=named if observers else None,
         on_removed=removed if observers else None,
     )
+    return cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -14,18 +14,25 @@ from foreword.errors import ForewordError
 from foreword.metrics import PrometheusObserver
 from foreword.serving import cache_api, faults, openai_api, prefixes_api
 from foreword.serving.backend import Engine
+from foreword.serving.dashboard import server as dashboard
 from foreword.serving.front import Front
 from foreword.serving.gate import Gate
 from foreword.serving.requests_log import RequestsLog
 from foreword.serving.tenants import Tenants
 
+if TYPE_CHECKING:
+    from foreword.serving.kv_events import Source
 
-def create_app(engine: Engine | Gate, registry: PrometheusObserver, config: Config) -> FastAPI:
+
+def create_app(
+    engine: Engine | Gate, registry: PrometheusObserver, config: Config, events: Source | None = None
+) -> FastAPI:
     """The ASGI application.
 
     Args:
         engine: a loaded engine, or a gate that will be opened when the engine is loaded.
         registry: what `/metrics` shows. It must have been given to the engine as an observer.
+        events: where the engine's KV events are published.
 
     Raises ConfigError for malformed API keys.
     """
@@ -37,7 +44,9 @@ def create_app(engine: Engine | Gate, registry: PrometheusObserver, config: Conf
     app.include_router(openai_api.router(front))
     app.include_router(prefixes_api.router(front))
     app.include_router(cache_api.router(front))
+    dashboard.install(app, front, registry)
     _add_probes(app, gate, registry)
+    _add_sources(app, events)
     faults.install(app)
     return app
 
@@ -47,6 +56,13 @@ def serve(config: Config) -> int:
     from foreword.serving.server import run  # it imports this module
 
     return run(config)
+
+
+def _add_sources(app: FastAPI, events: Source | None) -> None:
+    @app.get("/kv_event_sources", tags=["probes"])
+    async def kv_event_sources() -> dict[str, Any]:
+        """Where KV events are published, by rank; nothing if they are not (`--kv-events`)."""
+        return {} if events is None else {"0": events.described()}
 
 
 def _add_probes(app: FastAPI, gate: Gate, registry: PrometheusObserver) -> None:

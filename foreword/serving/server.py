@@ -10,17 +10,23 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from foreword import __version__
 from foreword.config import Config, ServerConfig
 from foreword.errors import ConfigError, ForewordError
+from foreword.events import Observer
 from foreword.metrics import PrometheusObserver
 from foreword.serving.app import create_app
 from foreword.serving.backend import Engine
 from foreword.serving.gate import Gate
+
+if TYPE_CHECKING:
+    from foreword.serving.kv_events import KvEvents
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +45,8 @@ def run(config: Config, load: Load | None = None) -> int:
     check_salts(config)
     gate = Gate(config.server.max_queue)
     registry = PrometheusObserver()
-    app = create_app(gate, registry, config)
+    events = _open_events(config)
+    app = create_app(gate, registry, config, events.source if events else None)
     listener = bind(config.server)
     settings = uvicorn.Config(
         app,
@@ -52,12 +59,23 @@ def run(config: Config, load: Load | None = None) -> int:
         timeout_graceful_shutdown=_FLUSH,
     )
     server = Server(settings, gate, config.server.drain_seconds)
-    loader = Loader(config, registry, server, load or load_engine)
+    loader = Loader(config, registry, server, load or partial(load_engine, events=events))
     server.on_started = loader.start
     server.catch_signals()
     logger.info("Foreword %s listens on %s; loading the model", __version__, _url(listener))
     server.run(sockets=[listener])
-    return _leave(server, loader)
+    status = _leave(server, loader)
+    if events is not None:
+        events.close()
+    return status
+
+
+def _open_events(config: Config) -> KvEvents | None:
+    if config.server.kv_events is None:
+        return None
+    from foreword.serving.kv_events import KvEvents  # needs ZeroMQ
+
+    return KvEvents(config.engine.block_size, config.server.kv_events, config.server.kv_events_replay)
 
 
 def check_salts(config: Config) -> None:
@@ -199,12 +217,15 @@ class Loader:
         logger.info("ready: %s", _describe(engine))
 
 
-def load_engine(config: Config, registry: PrometheusObserver, progress: Progress) -> Engine:
+def load_engine(
+    config: Config, registry: PrometheusObserver, progress: Progress, *, events: Observer | None = None
+) -> Engine:
     """Load the real engine; imports torch. Raises ForewordError."""
     from foreword.engine.async_engine import AsyncEngine
 
+    observers: list[Observer] = [registry, events] if events is not None else [registry]
     return AsyncEngine.from_config(
-        config.engine, prefixes=config.prefixes, store=config.store, observers=[registry], progress=progress
+        config.engine, prefixes=config.prefixes, store=config.store, observers=observers, progress=progress
     )
 
 

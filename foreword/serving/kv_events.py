@@ -1,0 +1,209 @@
+"""What the device holds, told to whoever subscribes: vLLM's KV events over ZeroMQ, in the same wire format.
+
+A PUB socket sends `[topic, number (8 bytes, big-endian), MessagePack of [time, events, rank]]`; a ROUTER socket answers a
+number with all messages from that one on that are still kept, and an end mark. Differences to vLLM's own publisher: a block is
+told of when the step that computes it has ended, a removal when no copy of the block is left, and hashes are Foreword's keys.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from foreword.errors import ConfigError
+from foreword.events import BlocksRemoved, BlocksStored, Event, StepFinished
+
+logger = logging.getLogger(__name__)
+
+MEDIUM: Final = "GPU"
+END: Final = (-1).to_bytes(8, "big", signed=True)
+_KEPT_MESSAGES: Final = 10_000
+# Token ids kept for replay, all messages together: the bound on memory, about 5 bytes each.
+_KEPT_BYTES: Final = 64 << 20
+_WAITING: Final = 100_000
+_POLL_SECONDS: Final = 0.05
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+    """vLLM's event, its fields in its order."""
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[list[str] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+    """vLLM's event."""
+
+    block_hashes: list[bytes]
+    medium: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the events are, as `GET /kv_event_sources` tells it."""
+
+    endpoint: str
+    replay_endpoint: str
+    buffer_steps: int = _KEPT_MESSAGES
+    topic: str = ""
+
+    def described(self) -> dict[str, Any]:
+        """In vLLM's fields."""
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.endpoint,
+            "replay_endpoint": self.replay_endpoint,
+            "buffer_steps": self.buffer_steps,
+            "topic": self.topic,
+        }
+
+
+class KvEvents:
+    """An `events.Observer` that publishes. `close` ends its thread.
+
+    Args:
+        block_size: tokens per block of the engine.
+        endpoint: `tcp://HOST:PORT` to listen on; `*` for all addresses, port 0 for a free one.
+        replay: the same for replays; None takes the next port (a free one after port 0).
+
+    Raises ConfigError if that is not possible.
+    """
+
+    def __init__(self, block_size: int, endpoint: str, replay: str | None = None) -> None:
+        self._block_size = block_size
+        self._context = zmq.Context()
+        self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        self._pub.set_hwm(_WAITING)
+        try:
+            first = _bind(self._pub, endpoint)
+            self.source = Source(first, _bind(self._router, replay or _next_port(endpoint)))
+        except ConfigError:
+            self._close_sockets()
+            raise
+        self._stored: list[BlocksStored] = []
+        self._messages: queue.Queue[list[object] | None] = queue.Queue(_WAITING)
+        self._lost = 0
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    # On the engine's thread
+
+    def notify(self, event: Event) -> None:
+        """Remember what was stored until its step has ended; pass removals on at once."""
+        if type(event) is BlocksStored:
+            self._stored.append(event)
+        elif type(event) is BlocksRemoved:
+            if self._stored:
+                self._withdraw(set(event.keys))
+            self._send([BlockRemoved(list(event.keys), MEDIUM)])
+        elif type(event) is StepFinished and self._stored:
+            self._send([self._described(stored) for stored in self._stored])
+            self._stored.clear()
+
+    def _withdraw(self, keys: set[bytes]) -> None:
+        """What was removed before its step ended was never computed, nor was what follows it in its chain."""
+        left: list[BlocksStored] = []
+        for event in self._stored:
+            good = next((i for i, key in enumerate(event.keys) if key in keys), len(event.keys))
+            if good == len(event.keys):
+                left.append(event)
+            elif good:
+                tokens = event.tokens[: good * self._block_size]
+                left.append(BlocksStored(event.parent, event.keys[:good], tokens, event.salt))
+        self._stored = left
+
+    def _described(self, event: BlocksStored) -> BlockStored:
+        begins = event.salt is not None
+        extras: list[list[str] | None] | None = None
+        if event.salt:
+            extras = [[event.salt.hex()], *[None] * (len(event.keys) - 1)]
+        parent = None if begins else event.parent
+        tokens = list(event.tokens)
+        return BlockStored(list(event.keys), parent, tokens, self._block_size, None, MEDIUM, None, extras)
+
+    def _send(self, events: Sequence[object]) -> None:
+        try:
+            self._messages.put_nowait(list(events))
+        except queue.Full:  # the numbers then have a gap that no replay fills, and subscribers start anew
+            self._lost += 1
+
+    # On its own thread
+
+    def _run(self) -> None:
+        encode, number = msgspec.msgpack.Encoder().encode, 0
+        while True:
+            while self._router.poll(0):
+                self._replay(self._router.recv_multipart())
+            try:
+                events = self._messages.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            if events is None:
+                return
+            lost, self._lost = self._lost, 0
+            number += lost
+            payload = encode([time.time(), events, 0])
+            self._pub.send_multipart((b"", number.to_bytes(8, "big"), payload))
+            self._keep(number, payload)
+            number += 1
+
+    def _keep(self, number: int, payload: bytes) -> None:
+        self._kept.append((number, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > _KEPT_MESSAGES or self._kept_bytes > _KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+
+    def _replay(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[2]) != 8:
+            logger.warning("a request for missed KV events was not understood")
+            return
+        peer, start = frames[0], int.from_bytes(frames[2], "big")
+        for number, payload in self._kept:
+            if number >= start:
+                self._router.send_multipart((peer, b"", b"", number.to_bytes(8, "big"), payload))
+        self._router.send_multipart((peer, b"", b"", END, b""))
+
+    def close(self) -> None:
+        """Send what waits and end."""
+        self._messages.put(None)
+        self._thread.join(2)
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._pub.close(linger=200)
+        self._router.close(linger=200)
+        self._context.term()
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Listen, and return where. Raises ConfigError."""
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot publish KV events on {endpoint}: {error.strerror} (--kv-events)") from error
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _next_port(endpoint: str) -> str:
+    head, _, port = endpoint.rpartition(":")
+    if not port.isdigit():
+        raise ConfigError(f"{endpoint!r} is not an address such as tcp://127.0.0.1:5557 (--kv-events)")
+    return f"{head}:{int(port) + 1 if int(port) else 0}"
