@@ -118,6 +118,10 @@ class ServerConfig:
             or `both`; each opens the door for transfers (`--transfer-bind`). None: this server works alone.
         admin_key: the key that may move everybody's requests and drain the server; where there are API keys, nothing else may.
         drain_to: URLs of servers to which requests are moved when this one is told to stop.
+        router_key: the key of a router in front, which authenticates callers itself and names their salts.
+        kv_events: where to publish what the device holds, in vLLM's format, such as `tcp://127.0.0.1:5557` (`*` for all
+            addresses, port 0 for a free one).
+        kv_events_replay: where subscribers ask for messages that they missed; None takes the port after that of kv_events.
     """
 
     host: str = "127.0.0.1"
@@ -131,6 +135,9 @@ class ServerConfig:
     role: str | None = None
     admin_key: str | None = None
     drain_to: tuple[str, ...] = ()
+    router_key: str | None = None
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
 
     def __post_init__(self) -> None:
         if self.role not in (None, *ROLES):
