@@ -199,7 +199,7 @@ class WriteBehind:
         self.saved = 0
         self._threads = [
             threading.Thread(target=self._run, args=(tier,), name=f"foreword-write-{tier}", daemon=True)
-            for tier in range(len(store.tiers))
+            for tier in store.written
         ]
         for thread in self._threads:
             thread.start()
@@ -491,6 +491,8 @@ class BlockCache:
 
         Whoever computed a block did not find it anywhere, so it is written, whatever was written before.
         """
+        if not self.store.written:
+            return
         step = max(min(_WRITE_BLOCKS, self._staging.slots // 4), 1)
         for low in range(0, len(keys), step):
             some = keys[low : low + step]
@@ -504,7 +506,7 @@ class BlockCache:
                 self._header(key, above, depth + low + i)
                 for i, (key, above) in enumerate(zip(some, before, strict=True))
             ]
-            self._writes.add(headers, slots, range(len(self.store.tiers)))
+            self._writes.add(headers, slots, self.store.written)
 
     def _room(self, count: int) -> list[int] | None:
         slots = self._saving_slots.take(count)

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.shared import SharedChain, shared_chains
 from foreword.cache import BlockCache
-from foreword.config import EngineConfig, PrefixConfig, StoreConfig
+from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig
 from foreword.engine.assembly import Assembly, ModelInfo, assemble
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.scheduler import Sequence as Running
@@ -80,6 +80,8 @@ class AsyncEngine:
         self._active: set[str] = set()
         self._closing = False
         self._failed: str | None = None
+        # What other instances may read of this one; None unless `transfer` was given.
+        self.served = assembly.share(self._post) if assembly.share is not None else None
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
         self._thread.start()
 
@@ -90,12 +92,17 @@ class AsyncEngine:
         *,
         prefixes: PrefixConfig | None = None,
         store: StoreConfig | None = None,
+        transfer: TransferConfig | None = None,
         observers: Sequence[Observer] = (),
         progress: Callable[[str], None] = lambda _: None,
     ) -> AsyncEngine:
-        """Load the model and start. Blocking: seconds to minutes. Raises ForewordError."""
+        """Load the model and start. Blocking: seconds to minutes. With `transfer` other instances may read its blocks, once
+        somebody listens (`foreword.engine.served_blocks.serve_blocks`). Raises ForewordError."""
         chosen = config or EngineConfig()
-        return cls(assemble(chosen, prefixes=prefixes, store=store, observers=observers, progress=progress))
+        assembly = assemble(
+            chosen, prefixes=prefixes, store=store, transfer=transfer, observers=observers, progress=progress
+        )
+        return cls(assembly)
 
     def validate(self, request: Request) -> None:
         """Raises PromptTooLong or BadRequest for a request that `generate` would refuse."""

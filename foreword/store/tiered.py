@@ -125,9 +125,10 @@ class Rate:
 class Tier:
     """One store, what is known of it, and how it is called."""
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic, *, written: bool = True) -> None:
         self.store = store
         self.label = store.label
+        self.written = written
         self.counters = TierCounters()
         self.breaker = Breaker(clock)
         self.read_rate = Rate(clock)
@@ -194,7 +195,8 @@ class Tier:
         except BadFrame as error:
             with self._lock:
                 self.counters.bad[error.reason] += 1
-            self.attempt(lambda: self.store.delete([name], deadline=time.monotonic() + _REMOVE_WITHIN), 0)
+            if self.written:
+                self.attempt(lambda: self.store.delete([name], deadline=time.monotonic() + _REMOVE_WITHIN), 0)
             return None
 
     def put(self, frames: Sequence[Frame], deadline: float) -> int:
@@ -230,6 +232,11 @@ class TieredStore:
         stores: at least one.
         lasting: which of them outlive the process (None: all). Records (named prefixes) go to those, if there are any, and
             are read from the last first: that is the one which the most instances share.
+        written: which of them take writes (None: all). The others are only read: nothing is put, promoted or pinned there,
+            what is bad there stays, and records go there only if there is no other tier.
+
+    Attributes:
+        written: numbers of the tiers that take writes.
     """
 
     def __init__(
@@ -237,12 +244,15 @@ class TieredStore:
         stores: Sequence[Store],
         lasting: Sequence[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        written: Sequence[int] | None = None,
     ) -> None:
-        self.tiers = [Tier(store, clock) for store in stores]
+        self.written = tuple(range(len(stores)) if written is None else sorted(written))
+        self.tiers = [Tier(store, clock, written=number in self.written) for number, store in enumerate(stores)]
         self.label = " > ".join(tier.label for tier in self.tiers)
         self.readers = 1
-        chosen = self.tiers if not lasting else [self.tiers[number] for number in sorted(lasting)]
-        self._record_tiers = chosen[::-1]
+        chosen = sorted(lasting or ()) or self.written or range(len(stores))
+        self._record_tiers = [self.tiers[number] for number in chosen][::-1]
 
     # Blocks
 
@@ -287,15 +297,15 @@ class TieredStore:
         return [0 if one is None else len(one.frame.data) for one in found]
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        """Into every tier; returns the most that one of them kept."""
-        return max((tier.put(frames, deadline) for tier in self.tiers), default=0)
+        """Into every tier that takes writes; returns the most that one of them kept."""
+        return max((self.tiers[number].put(frames, deadline) for number in self.written), default=0)
 
     def promote(self, found: Sequence[Found], *, deadline: float) -> None:
         """Blocks that came from a slower tier also go into the faster ones."""
-        for number, tier in enumerate(self.tiers):
+        for number in self.written:
             frames = [one.frame for one in found if one.tier > number]
             if frames:
-                tier.put(frames, deadline)
+                self.tiers[number].put(frames, deadline)
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
         return max(self.forget(names, deadline=deadline).values(), default=0)
@@ -309,7 +319,7 @@ class TieredStore:
         def in_tier(tier: Tier) -> int:
             return tier.attempt(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), 0)
 
-        return max((in_tier(tier) for tier in self.tiers), default=0)
+        return max((in_tier(self.tiers[number]) for number in self.written), default=0)
 
     def scan(self, *, deadline: float) -> Iterator[Entry]:
         """Every tier's blocks; one that lies in several comes several times."""

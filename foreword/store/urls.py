@@ -2,11 +2,14 @@
 
 Every URL may say `codec=` (store/codec.py; raw by default) and `label=` (its name in metrics). Several URLs are a tiered
 store, the fastest first. Libraries of clients are imported when a URL asks for them.
+
+`peer://host:port`, another instance's device and memory, is read through `foreword.transfer`, a room above this one: whoever
+can use it gives `open_store` what opens it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar, cast
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
@@ -22,6 +25,7 @@ Value = TypeVar("Value")
 _DEFAULT_SIZE: Final = {"memory": "4GiB", "disk": "64GiB"}
 _REDIS: Final = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 _OBJECTS: Final = ("s3", "gs", "az", "file")
+_ABOVE: Final = ("peer",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +39,25 @@ class StoreUrl:
     codec: str
     label: str
 
+    @property
+    def lasting(self) -> bool:
+        """Whether what is written there outlives the process."""
+        return self.scheme not in ("memory", "peer")
+
+    @property
+    def written(self) -> bool:
+        """Whether blocks are written there at all."""
+        return self.scheme != "peer" and self.options.get("read_only", "0").lower() in ("0", "false")
+
+
+# Opens a URL of a scheme that another room knows; the layout is that of the engine's blocks, None for tools.
+Opener = Callable[[StoreUrl, Layout | None], Store]
+
 
 def parse(url: str) -> StoreUrl:
     """Raises StoreConfigError with a sentence that helps."""
     parts = urlsplit(url)
-    schemes = ("memory", "disk", *_REDIS, *_OBJECTS)
+    schemes = ("memory", "disk", *_REDIS, *_OBJECTS, *_ABOVE)
     if parts.scheme not in schemes:
         raise StoreConfigError(f"{url!r}: no store is called {parts.scheme!r}{did_you_mean(parts.scheme, schemes)}")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -53,8 +71,13 @@ def parse(url: str) -> StoreUrl:
     return StoreUrl(parts.scheme, bare, unquote(parts.path), options, codec, label)
 
 
-def open_store(urls: Sequence[str], layout: Layout | None = None) -> TieredStore:
+def open_store(
+    urls: Sequence[str], layout: Layout | None = None, above: Mapping[str, Opener] | None = None
+) -> TieredStore:
     """Open every store of a composition, the fastest first. Without a layout (tools) encoded blocks stay encoded.
+
+    Args:
+        above: what opens URLs of schemes that rooms above this one know, by scheme (`foreword.transfer.peer.opener`).
 
     Raises StoreError: a wrong URL, or a store that cannot be opened.
     """
@@ -64,12 +87,14 @@ def open_store(urls: Sequence[str], layout: Layout | None = None) -> TieredStore
     opened: list[Store] = []
     try:
         for place in _labelled(parsed):
-            opened.append(_encoded(_open(place), place.codec, layout))
+            opened.append(_encoded(_open(place, layout, above or {}), place.codec, layout))
     except BaseException:
         for store in opened:
             store.close()
         raise
-    return TieredStore(opened, [number for number, place in enumerate(parsed) if place.scheme != "memory"])
+    lasting = [number for number, place in enumerate(parsed) if place.lasting]
+    written = [number for number, place in enumerate(parsed) if place.written]
+    return TieredStore(opened, lasting, written=written)
 
 
 def loss_of(urls: Sequence[str]) -> str:
@@ -100,7 +125,11 @@ def _encoded(store: Store, codec: str, layout: Layout | None) -> Store:
     return CodedStore(store, codec_named(codec), layout)
 
 
-def _open(place: StoreUrl) -> Store:
+def _open(place: StoreUrl, layout: Layout | None, above: Mapping[str, Opener]) -> Store:
+    if place.scheme in above:
+        return above[place.scheme](place, layout)
+    if place.scheme in _ABOVE:
+        raise StoreConfigError(f"{place.url}: only an engine reads from another instance; leave this store out here")
     if place.scheme == "memory":
         return _open_memory(place)
     if place.scheme == "disk":
@@ -113,7 +142,7 @@ def _open(place: StoreUrl) -> Store:
 def _open_memory(place: StoreUrl) -> Store:
     from foreword.store.memory import MemoryStore
 
-    given = _Options(place)
+    given = Options(place)
     size = given.size("memory")
     share = given.number("pin_share", 0.5)
     given.done()
@@ -123,7 +152,7 @@ def _open_memory(place: StoreUrl) -> Store:
 def _open_disk(place: StoreUrl) -> Store:
     from foreword.store.disk import DiskStore
 
-    given = _Options(place)
+    given = Options(place)
     size = given.size("disk")
     share = given.number("pin_share", 0.5)
     read_only = given.flag("read_only")
@@ -148,7 +177,7 @@ def _open_redis(place: StoreUrl) -> Store:
         from foreword.store.redis import RedisStore
     except ModuleNotFoundError as error:
         raise _missing(error, "redis") from None
-    given = _Options(place)
+    given = Options(place)
     prefix = given.text("prefix", "foreword")
     ttl = given.number("ttl", 0.0)
     left = urlencode(given.rest())
@@ -160,7 +189,7 @@ def _open_objects(place: StoreUrl) -> Store:
         from foreword.store.objects import ObjectStore
     except ModuleNotFoundError as error:
         raise _missing(error, "s3") from None
-    given = _Options(place)
+    given = Options(place)
     prefix = given.text("prefix", "")
     parallel = int(given.number("parallel", 16))
     exact = given.text("exact_lookup", "1") not in ("0", "false")
@@ -173,7 +202,7 @@ def _missing(error: ModuleNotFoundError, extra: str) -> StoreConfigError:
     return StoreConfigError(f"this store needs {error.name}: pip install 'foreword-kv[{extra}]'")
 
 
-class _Options:
+class Options:
     """A URL's options, taken one after the other; what is left over is an error, or the client's business."""
 
     def __init__(self, place: StoreUrl) -> None:

@@ -1,0 +1,275 @@
+"""Another instance as a store: what it has on its device or in its memory tier, read over a transfer connection.
+
+    peer://10.0.0.7:9100?secret_env=FOREWORD_TRANSFER_SECRET
+
+It is only read. Nothing is written, pinned or removed there, and there is no listing of it. A thread of its own keeps the
+connection: whoever asks while there is none gets an error at once, or as soon as the attempt that is under way has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+from foreword.blocks.layout import Layout
+from foreword.config import TransferConfig
+from foreword.errors import ConfigError, PeerRejected, StoreConfigError, StoreTimeout, StoreUnavailable, TransferError
+from foreword.errors import TransferTimeout as NoAnswer
+from foreword.store.base import Entry, Name, StoreStatus, check_record, check_word, time_left
+from foreword.store.frame import Frame
+from foreword.store.urls import Opener, Options, StoreUrl
+from foreword.transfer.connection import Connection
+from foreword.transfer.endpoint import Endpoint
+from foreword.transfer.service import Idle
+from foreword.transfer.sockets import parse_address
+
+log = logging.getLogger("foreword.transfer")
+Result = TypeVar("Result")
+
+_FIRST_PAUSE: Final = 0.25
+_LONGEST_PAUSE: Final = 10.0
+# Seconds between two looks at a connection that is there: so soon is it noticed that it broke.
+_LOOK: Final = 0.5
+
+
+class PeerStore:
+    """Implements `Store` over an instance that listens at `address`. Nobody need be there yet.
+
+    `put`, `delete` and `pin` do nothing and say 0, `scan` is empty. Records stay in this process: they are not the peer's to
+    keep.
+
+    Args:
+        address: `host:port`, `[v6 host]:port` or `unix:/path`.
+        layout: of this instance's blocks; a peer with another layout is refused. None: names alone decide.
+        config: secret, links and time limits of the connection; it is not listened at `bind`.
+
+    Raises StoreConfigError for what is no address, or an address of another host without a secret.
+    """
+
+    def __init__(
+        self, address: str, layout: Layout | None = None, *, config: TransferConfig | None = None, label: str = "peer"
+    ) -> None:
+        self.label = label
+        self.readers = 1
+        self.address = address
+        config = config or TransferConfig()
+        _check_address(address, config)
+        self._endpoint = Endpoint(config, Idle(layout))
+        self._records: dict[str, bytes] = {}
+        self._counts: Counter[str] = Counter()
+        self._connection: Connection | None = None
+        self._why = "nothing has been tried yet"
+        self._dialling = True
+        self._closed = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._keep_connected, name=f"foreword-{label}", daemon=True).start()
+
+    # Blocks
+
+    def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
+        return self._ask(lambda peer: peer.locate(names, deadline=deadline), deadline)
+
+    def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+        return self._ask(lambda peer: peer.get(names, buffers, deadline=deadline), deadline)
+
+    def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
+        return self._nothing(deadline)
+
+    def delete(self, names: Sequence[Name], *, deadline: float) -> int:
+        return self._nothing(deadline)
+
+    def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
+        return self._nothing(deadline)
+
+    def scan(self, *, deadline: float) -> Iterator[Entry]:
+        self._nothing(deadline)
+        return iter(())
+
+    def _nothing(self, deadline: float) -> int:
+        time_left(deadline)
+        self._open()
+        return 0
+
+    # Records
+
+    def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
+        self._nothing(deadline)
+        self._records[check_word(word)] = bytes(check_record(data))
+
+    def get_record(self, word: str, *, deadline: float) -> bytes | None:
+        self._nothing(deadline)
+        return self._records.get(word)
+
+    def delete_record(self, word: str, *, deadline: float) -> bool:
+        self._nothing(deadline)
+        return self._records.pop(word, None) is not None
+
+    def records(self, start: str, *, deadline: float) -> list[str]:
+        self._nothing(deadline)
+        return sorted(word for word in list(self._records) if word.startswith(start))
+
+    # All of it
+
+    def status(self) -> StoreStatus:
+        """`notes`: connected (0 or 1), connections made so far, attempts that failed, and attempts that failed because the two
+        instances do not fit (rejected)."""
+        counts = {word: self._counts[word] for word in ("connections", "failed", "rejected")}
+        return StoreStatus(notes={"connected": int(self._live() is not None), **counts})
+
+    def close(self) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._endpoint.close()
+
+    # The connection
+
+    def _open(self) -> None:
+        if self._closed:
+            raise StoreUnavailable(f"the store {self.label!r} is closed")
+
+    def _live(self) -> Connection | None:
+        connection = self._connection
+        return connection if connection is not None and connection.alive else None
+
+    def _ask(self, question: Callable[[Connection], Result], deadline: float) -> Result:
+        """Raises StoreTimeout, StoreUnavailable."""
+        time_left(deadline)
+        try:
+            return question(self._connected(deadline))
+        except NoAnswer as error:
+            raise StoreTimeout(f"{self.address}: {error.message}") from error
+        except TransferError as error:
+            self._open()  # or it was closed meanwhile
+            raise StoreUnavailable(f"{self.address}: {error.message}") from error
+
+    def _connected(self, deadline: float) -> Connection:
+        """The connection, which is waited for only while an attempt is under way."""
+        with self._changed:
+            if self._live() is None:
+                self._changed.wait_for(lambda: not self._dialling or self._closed, time_left(deadline))
+            self._open()
+            connection = self._live()
+            if connection is None:
+                self._changed.notify_all()  # the thread may not have noticed yet that it broke
+                time_left(deadline)
+                raise StoreUnavailable(f"no connection to {self.address}: {self._why}")
+            return connection
+
+    def _keep_connected(self) -> None:
+        """A thread's life: dial, watch the connection, dial again; longer and longer pauses while that fails."""
+        pause = _FIRST_PAUSE
+        while not self._closed:
+            if self._live() is not None:
+                pause = _FIRST_PAUSE
+                self._sleep(_LOOK, until=lambda: self._live() is None)
+            elif not self._dial():
+                self._sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _sleep(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or until(), seconds)
+
+    def _dial(self) -> bool:
+        with self._changed:
+            self._dialling = True
+        connection: Connection | None = None
+        try:
+            connection = self._endpoint.connect(self.address)
+        except (TransferError, ConfigError) as error:
+            self._failed(error)
+        with self._changed:
+            self._dialling = False
+            self._connection = connection
+            self._counts["failed" if connection is None else "connections"] += 1
+            self._changed.notify_all()
+        if connection is not None:
+            self._why = "the connection broke"
+            log.info("%s: connected to %s", self.label, self.address)
+        return connection is not None
+
+    def _failed(self, error: TransferError | ConfigError) -> None:
+        if isinstance(error, PeerRejected):
+            self._counts["rejected"] += 1
+        if error.message != self._why and not self._closed:
+            level = logging.WARNING if error.fault == "operator" else logging.INFO
+            log.log(level, "%s: %s is not read from: %s", self.label, self.address, error.message)
+        self._why = error.message
+
+
+def opener(config: TransferConfig) -> Opener:
+    """What opens `peer://` URLs for `foreword.store.urls.open_store`; where a URL names no secret, `config.secret` is used."""
+
+    def open_peer(place: StoreUrl, layout: Layout | None) -> PeerStore:
+        given = Options(place)
+        secret = _secret(place, given.text("secret_env", ""), given.text("secret_file", ""), config.secret)
+        connect_timeout = given.number("connect_timeout", config.connect_timeout)
+        progress_timeout = given.number("progress_timeout", config.progress_timeout)
+        beat_seconds = given.number("beat_seconds", config.beat_seconds)
+        links = tuple(given.text("links", ",".join(config.links)).split(","))
+        ring = given.text("ring", config.ring)
+        if "secret" in given.rest() or "@" in place.url:
+            raise StoreConfigError(
+                "a secret does not belong into a URL: name a variable or file of it: secret_env=, secret_file="
+            )
+        given.done()
+        if place.codec != "raw":
+            raise StoreConfigError(f"{place.url}: blocks of a peer come as they are; leave codec= out")
+        try:
+            own = TransferConfig(
+                secret=secret,
+                links=links,
+                ring=ring,
+                connect_timeout=connect_timeout,
+                progress_timeout=progress_timeout,
+                beat_seconds=beat_seconds,
+            )
+        except ConfigError as error:
+            raise StoreConfigError(f"{place.url}: {error.message}") from None
+        return PeerStore(_address(place), layout, config=own, label=place.label)
+
+    return open_peer
+
+
+def _address(place: StoreUrl) -> str:
+    """`peer://host:port`, or `peer:///path` for a Unix socket."""
+    rest = place.url.partition("://")[2]
+    return f"unix:{place.path}" if rest.startswith("/") else rest.rstrip("/")
+
+
+def _check_address(address: str, config: TransferConfig) -> None:
+    try:
+        where = parse_address(address)
+    except ConfigError:
+        raise StoreConfigError(
+            f"{address!r} is no instance's address: write peer://host:port or peer:///path"
+        ) from None
+    if not config.secret and not where.is_local:
+        raise StoreConfigError(
+            f"peer://{address} is on another host: set transfer.secret, the same on all instances, or add secret_env=NAME or "
+            "secret_file=PATH to the URL"
+        )
+
+
+def _secret(place: StoreUrl, variable: str, file: str, otherwise: str | None) -> str | None:
+    if variable and file:
+        raise StoreConfigError(f"{place.url}: give secret_env or secret_file, not both")
+    if variable:
+        if variable not in os.environ:
+            raise StoreConfigError(f"{place.url}: there is no environment variable {variable}")
+        return os.environ[variable]
+    if not file:
+        return otherwise
+    try:
+        return Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise StoreConfigError(f"{place.url}: cannot read the secret in {file}: {reason}") from None
