@@ -129,6 +129,8 @@ def test_sliding_windows(kind: str, tmp_path: Path) -> None:
         assert answers(found) == answers(alone)
     for found in (first["rounds"][1], second["rounds"][0]):
         assert [one["cached"] for one in found] == [expected_hit(len(prompt)) for prompt in asked]
+    whole = sum(len(prompt) // BLOCK for prompt in asked)
+    assert second["status"]["loaded"] == whole if kind == "gemma3" else second["status"]["loaded"] < whole
 
 
 def test_several_groups_are_refused(tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_several_groups_are_refused(tmp_path: Path) -> None:
     folder = make_windowed(tmp_path / "model", "gemma3")
     job: dict[str, Any] = {"model": str(folder), "store": [disk(tmp_path)], "rounds": [prompts(8, [100])]}
     refused = attempt("vllm_script.py", {**job, "llm": {"disable_hybrid_kv_cache_manager": False}})
-    assert refused.returncode != 0 and "Hybrid KV cache manager" in refused.stderr
+    assert refused.returncode != 0 and "--disable-hybrid-kv-cache-manager" in refused.stderr
     found = vllm(folder, job["store"], job["rounds"], llm={"disable_hybrid_kv_cache_manager": True})
     assert found["status"]["saved"] == 3
 
