@@ -79,8 +79,8 @@ class LeastLoaded(Baseline):
 
 
 class LeastTokens(Baseline):
-    """The one with the fewest tokens of prompts to be computed, then the fewest requests: it knows the lengths, not what is
-    cached where."""
+    """The one with the fewest tokens of prompts to be computed, then the fewest requests. The queue is counted as placement by
+    cost counts it, without what is cached; where this prompt's own prefix lies makes no difference."""
 
     name = "least-tokens"
 

@@ -79,7 +79,7 @@ class Directory:
 
     Args:
         max_blocks: records at most, one for each block and replica that holds it (in however many tiers). A record takes
-            about 16 bytes. The table forgets a few percent before it is quite full.
+            about 20 bytes. The table forgets a few percent before it is quite full.
 
     Raises ConfigError for less than one block.
     """

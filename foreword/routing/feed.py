@@ -68,7 +68,7 @@ class FeedCounters:
 
 class KeyTable:
     """Which of a replica's hashes is which key: at most `max_blocks` of them, of those that share a bucket the oldest
-    forgotten first. About 45 bytes each."""
+    forgotten first. About 60 bytes each."""
 
     def __init__(self, max_blocks: int) -> None:
         self._ways = min(_WAYS, max(max_blocks, 1))
