@@ -241,8 +241,8 @@ def opener(config: TransferConfig) -> Opener:
 
 def _address(place: StoreUrl) -> str:
     """`peer://host:port`, or `peer:///path` for a Unix socket."""
-    rest = place.url.partition("://")[2]
-    return f"unix:{place.path}" if rest.startswith("/") else rest.rstrip("/")
+    host = place.url.removeprefix("peer:")
+    return host.strip("/") if host.startswith("//") else f"unix:{place.path}"
 
 
 def _check_address(address: str, config: TransferConfig) -> None:
