@@ -36,6 +36,7 @@ import argparse
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,7 @@ from vllm_damage import flip_bytes, swap_layers
 NAMES = ("alone", "foreword-memory", "foreword-tmpfs", "foreword-disk", "lmcache", "mooncake", "example")
 WORKLOADS = ("first-token", "documents", "chat", "agents", "restart", "saving", "identity", "faults")
 BLOCK = 32
+_FEW = 4  # new tokens where only the first is timed
 
 Record = dict[str, Any]
 Rows = list[list[str]]
@@ -64,7 +66,7 @@ class Bench:
 
     arguments: argparse.Namespace
     alone: Contender
-    field: list[Contender]
+    taking_part: list[Contender]
     logs: Path
     facts: dict[str, str]
     records: list[Record] = field(default_factory=list)
@@ -84,10 +86,10 @@ class Bench:
             "kv_bytes": blocks * BLOCK * token_bytes(self.arguments.model, self.arguments.dtype),
         }
 
-    def each(self, workload: str, measure: Callable[[Contender], Record], field: Iterable[Contender]) -> list[Record]:
+    def each(self, workload: str, measure: Callable[[Contender], Record], among: Iterable[Contender]) -> list[Record]:
         """Measures one contender after the other. One that fails gets a record that says why."""
         found = []
-        for contender in field:
+        for contender in among:
             began = time.monotonic()
             try:
                 record = measure(contender)
@@ -140,7 +142,9 @@ _PARTS = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
 
 def share(results: Sequence[Answer]) -> float:
     """Of the prompts' tokens, those that were not computed."""
-    return round(sum(one["cached"] for one in results) / sum(one["asked"] for one in results), 4)
+    cached: int = sum(one["cached"] for one in results)
+    asked: int = sum(one["asked"] for one in results)
+    return round(cached / asked, 4)
 
 
 def token_bytes(model: Path, dtype: str) -> int:
@@ -162,20 +166,20 @@ def first_token(bench: Bench) -> None:
         found: dict[str, list[Answer]] = {}
         with bench.running(contender) as running:
             with running.worker(**job) as vllm:
-                found["computed"] = [vllm.ask(text) for text in texts]
+                found["computed"] = [vllm.ask(text, _FEW) for text in texts]
                 vllm.settle()
-                found["own"] = [vllm.ask(texts[i % len(texts)]) for i in range(arguments.hits)]
+                found["own"] = [vllm.ask(texts[i % len(texts)], _FEW) for i in range(arguments.hits)]
                 if contender.transfer is not None:
                     found["forgotten"] = []
                     for i in range(arguments.hits):
                         vllm.forget()
-                        found["forgotten"].append(vllm.ask(texts[i % len(texts)]))
+                        found["forgotten"].append(vllm.ask(texts[i % len(texts)], _FEW))
                         if i >= len(texts) and not found["forgotten"][-1]["cached"]:
                             break
                     fresh_processes(bench, running, job, texts, found)
             return first_token_record(found, len(texts), running.memory.peak)
 
-    found = bench.each("first-token", measure, bench.field)
+    found = bench.each("first-token", measure, bench.taking_part)
     head = ["contender", "computed", "own hit", "forgotten", "fresh process", "its first", "loaded", "wrong"]
     stages = ("computed", "own", "forgotten", "fresh", "fresh_first")
     print_table(
@@ -201,7 +205,7 @@ def fresh_processes(
         if bench.arguments.cold_files and store is not None and store.is_dir():
             write_off(store)
         with running.worker(**job) as vllm:
-            answers = [vllm.ask(text) for text in texts]
+            answers = [vllm.ask(text, _FEW) for text in texts]
         found["fresh_first"].append(answers[0])
         found["fresh"] += answers
 
@@ -226,7 +230,7 @@ def replay(bench: Bench, workload: str, prompts: Sequence[list[int]], device_tok
             results = [vllm.ask(prompt) for prompt in prompts]
         return {**replayed(results), **bench.wrong(workload, contender, results), "peak": running.memory.peak}
 
-    found = bench.each(workload, measure, bench.field)
+    found = bench.each(workload, measure, bench.taking_part)
     about = f"{len(prompts)} requests, {tokens:,} tokens, a device cache of {device_tokens:,} tokens"
     print_table(f"{workload}: {about}", _REPLAYED, found, _replayed_row)
 
@@ -269,7 +273,7 @@ def restart(bench: Bench) -> None:
         compared = bench.wrong("restart", contender, after)
         return {"before_seconds": before_seconds, **replayed(after), **compared, "peak": running.memory.peak}
 
-    found = bench.each("restart", measure, bench.field)
+    found = bench.each("restart", measure, bench.taking_part)
     about = f"{len(first)} documents, {sum(map(len, first)):,} tokens, asked again after a restart"
     print_table(f"restart: {about}", _REPLAYED, found, _replayed_row)
 
@@ -310,7 +314,7 @@ def saving(bench: Bench) -> None:
             "samples": {name: [round(rate, 1) for rate in found] for name, found in rates.items()},
         }
 
-    found = bench.each("saving", measure, [one for one in bench.field if one.transfer is not None])
+    found = bench.each("saving", measure, [one for one in bench.taking_part if one.transfer is not None])
     about = f"{arguments.saving_prompts} new prompts of {arguments.saving_tokens} tokens at once, 32 new tokens each"
     print_table(
         f"saving: {about}, {arguments.saving_rounds} rounds in turn with vLLM alone",
@@ -341,7 +345,7 @@ def identity(bench: Bench) -> None:
         lengths = sorted({-(-hit // BLOCK) for hit in hits})
         return {**compared, "hits": len(hits), "blocks": lengths, "loaded": share(results)}
 
-    found = bench.each("identity", measure, bench.field)
+    found = bench.each("identity", measure, bench.taking_part)
     print_table(
         f"identity: {len(asked)} prompts of {min(map(len, asked))} to {max(map(len, asked))} tokens, blocks of {BLOCK}",
         ["contender", "wrong", "prompts with a hit", "tokens loaded", "lengths of hits, blocks", "logprob apart"],
@@ -364,8 +368,8 @@ def faults(bench: Bench) -> None:
     shutil.copytree(bench.arguments.model, home)
     job = {**bench.job(1400, 5000), "model": str(home)}
     answers: dict[str, list[Answer]] = {}
-    others = [one for one in bench.field if one.transfer is not None]
-    alone = [one for one in bench.field if one.transfer is None]
+    others = [one for one in bench.taking_part if one.transfer is not None]
+    alone = [one for one in bench.taking_part if one.transfer is None]
 
     def damaged(contender: Contender) -> Record:
         if contender.hidden:
@@ -453,7 +457,7 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def bench_places(arguments: argparse.Namespace, folder: Path) -> Places:
+def places_of(arguments: argparse.Namespace, folder: Path) -> Places:
     """Folders on disk and in shared memory that belong to this run."""
     memory = Path("/dev/shm") / folder.name
     return Places(
@@ -531,7 +535,7 @@ def describe(bench: Bench) -> None:
     """The machine, the versions, and how everyone is started."""
     arguments = bench.arguments
     print(set_up(bench.facts))
-    for contender in bench.field:
+    for contender in bench.taking_part:
         print(f"\n{contender.name}: {contender.about}\n  {contender.python} vllm_worker.py")
         if contender.transfer is not None:
             print(f"  kv_transfer_config: {json.dumps(contender.transfer)}")
@@ -574,9 +578,11 @@ def main() -> None:
     """Runs the workloads and prints a table for each."""
     arguments = parse()
     arguments.model = arguments.model.resolve()
+    # So that a run that is ended from outside ends its processes too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     with tempfile.TemporaryDirectory(prefix="vllm-offload-", dir=arguments.folder) as name:
         folder = Path(name)
-        places = bench_places(arguments, folder)
+        places = places_of(arguments, folder)
         everyone = contenders(places)
         field = [one for one in everyone if one.name in arguments.contenders]
         pythons = {one.python: versions(one.python) for one in field}
