@@ -255,6 +255,21 @@ def test_strangers(sends: bytes | str) -> None:
     listening.close()
 
 
+def test_a_wrong_proof() -> None:
+    """A client that does not know the secret gets one byte, no, and nothing that it could learn from, whatever it says."""
+    listening = Endpoint(config(secret=SECRET), Idle(LAYOUT))
+    address = listening.listen()
+    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as stranger:
+        stranger.settimeout(PATIENCE)
+        stranger.sendall(handshake._OPENING.pack(b"FWTH", 1, 1, 1, bytes(32)) + bytes(32))
+        answer = b""
+        while data := stranger.recv(1000):
+            answer += data
+        assert len(answer) == handshake._OPENING.size + 1 and answer[-1:] == b"\x00"
+    until(lambda: listening.status().counts.get("peers_rejected") == 1)
+    listening.close()
+
+
 @pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", "10.1.2.3:9000", "example.org:1"])
 def test_no_open_door_without_a_secret(bind: str) -> None:
     """An address that others can reach is not bound without a secret; the error says what to do."""

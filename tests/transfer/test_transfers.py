@@ -192,6 +192,36 @@ def test_a_slow_service_holds_the_sender_up(link: str) -> None:
         decode.check()
 
 
+def test_an_end_frees_a_sender_that_waits() -> None:
+    """Whoever waits for room for a part does not wait on once the transfer has ended."""
+    hold, end = threading.Event(), threading.Event()
+
+    class Stuck(Decode):
+        """Says in its first part, when it is told to, that it wants no more, and then reads no further for a while."""
+
+        def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+            payload.release()
+            end.wait(PATIENCE)
+            destination.cancel()
+            hold.wait(PATIENCE)
+
+    decode, giving = Stuck(blocks=4000), Recorder()
+    with two(decode, giving, progress_timeout=600.0, lease_seconds=600.0) as (connection, _):
+        source = connection.offer(request(7, 60_000), [], 0)
+        giving.await_("accepted")
+        pieces = list(parts_of(7, 60_000, target=100_000))
+        while source.send(pieces[0][0], [pieces[0][1]], wait=0.1):
+            pass
+        waiting = threading.Thread(target=lambda: source.send(pieces[0][0], [pieces[0][1]], wait=10 * PATIENCE))
+        waiting.start()
+        end.set()
+        waiting.join(PATIENCE)
+        assert not waiting.is_alive()
+        hold.set()
+        until(lambda: decode.ends != {})
+        decode.check()
+
+
 def test_deadlines_end_what_nobody_ends() -> None:
     """A source that stops in the middle, a service that never answers, one that never takes: all end by themselves."""
     for stop in ("asked", "sending"):
