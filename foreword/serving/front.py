@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from fastapi import Request
 
 from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mean
 from foreword.serving.backend import Engine
+from foreword.serving.dashboard.recent import RecentRequests
 from foreword.serving.gate import Gate
 from foreword.serving.schemas import AnyBody, parse
 from foreword.serving.tenants import SALT_HEADER, Tenant, Tenants
@@ -44,11 +45,13 @@ class Front:
 
     Attributes:
         tokenizing: one thread, so that a long prompt does not stop the event loop.
+        recent: the newest requests, for the dashboard.
     """
 
     gate: Gate
     tenants: Tenants
     tokenizing: Executor
+    recent: RecentRequests = field(default_factory=RecentRequests)
 
     def tenant(self, request: Request) -> Tenant:
         """Who calls. Raises Unauthorized."""

@@ -133,7 +133,8 @@ class Tally:
         if delta.index == 0:
             # A prompt counts once, as its first sequence met it; the others found it cached by that one.
             self.cached_tokens[prompt] = delta.cached_tokens
-            if delta.cache_report is not None:
+            # The dashboard may have asked for a report that the client did not ask for.
+            if delta.cache_report is not None and self.job.requests[prompt].want_cache_report:
                 self.reports[prompt] = dataclasses.asdict(delta.cache_report)
 
     def usage(self) -> dict[str, Any]:
@@ -193,8 +194,9 @@ def _job(
     shapes: Sequence[Shape],
 ) -> Job:
     # A client may send the same X-Request-Id twice at a time; the engine's ids must differ all the same.
+    report, prefill = bool(body.cache_report), _prefill(engine, body)
     requests = tuple(
-        Request(f"{answer_id}:{next(_numbers)}", tuple(tokens), params, tenant.salt, 0, bool(body.cache_report))
+        Request(f"{answer_id}:{next(_numbers)}", tuple(tokens), params, tenant.salt, 0, report, prefill)
         for tokens in prompts
     )
     for request in requests:
@@ -210,6 +212,13 @@ def _job(
     include_usage = bool(options and options.include_usage)
     shows_ids = bool(body.return_token_ids)
     return Job(head, requests, tuple(shapes), bool(body.stream), include_usage, body.prefix, shows_ids)
+
+
+def _prefill(engine: Engine, body: SamplingBody) -> str:
+    """Which instance computes the prompt; nobody else's business where this one has no door for transfers."""
+    wanted = body.kv_transfer_params.prefill if body.kv_transfer_params is not None else None
+    instance = engine.instance
+    return wanted if wanted and instance is not None and instance.role != "prefill" else ""
 
 
 def _params(engine: Engine, body: SamplingBody, max_tokens: int | None, alternatives: int | None) -> SamplingParams:
@@ -273,9 +282,11 @@ def _chat_tokens(engine: Engine, tenant: Tenant, body: ChatRequest) -> Sequence[
 async def _run(front: Front, job: Job) -> AsyncGenerator[tuple[int, Delta], None]:
     """The deltas of all prompts as they come, each with its prompt's number. Raises QueueFull before the first."""
     hits: dict[int, int] = {}
-    with front.gate.admit(len(job.requests) * job.n) as engine:
-        async with aclosing(stream.merge([engine.generate(request) for request in job.requests])) as deltas:
+    with front.gate.admit(len(job.requests) * job.n) as engine, front.recent.watch(job.requests, job.prefix) as watch:
+        running = [engine.generate(request) for request in watch.requests]
+        async with aclosing(stream.merge(running)) as deltas:
             async for prompt, delta in deltas:
+                watch.note(prompt, delta)
                 if delta.finish_reason == "error":
                     raise EngineFailed(delta.error or "A step of the engine failed")
                 if delta.finish_reason == "abort":

@@ -52,7 +52,8 @@ class RequestsLog:
     def _finish(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "unknown")
         self._counted(route, status)
-        level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
+        quiet = scope["path"] in _QUIET or scope["path"].startswith("/ui")
+        level = logging.DEBUG if quiet else logging.INFO
         path = scope["path"].encode("ascii", "backslashreplace").decode("ascii")
         logger.log(level, "%s %s %d %.3f s [%s]", scope["method"], path, status, seconds, request_id)
 

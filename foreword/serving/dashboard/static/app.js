@@ -1,0 +1,98 @@
+// The page: asks this server each second, unless nobody looks, and hands the answers to the view.
+
+import { Failed, Refused, askForKey, get, getJson } from "./api.js";
+import { clock } from "./dom.js";
+import { Timeline, parse } from "./metrics.js";
+import { RouterView } from "./router.js";
+import { ServerView } from "./server.js";
+
+const EVERY = 1000;
+const PATIENCE = 8000;
+const STATES = { ready: ["ready", "good"], not_ready: ["loading", "warn"], shutting_down: ["draining", "warn"], engine_error: ["failed", "bad"] };
+
+const element = (id) => document.getElementById(id);
+const page = { timeline: new Timeline(), now: null, range: 1800, paused: false, view: null, kind: null, timer: null, busy: false, fresh: false };
+
+function say(word, tone, notice = "") {
+  const state = element("state");
+  if (state.textContent !== word) state.textContent = word;
+  state.className = `pill ${tone}`;
+  element("notice").hidden = !notice;
+  if (element("notice").textContent !== notice) element("notice").textContent = notice;
+}
+
+async function open() {
+  const about = await getJson("data/kind", AbortSignal.timeout(PATIENCE));
+  page.kind = about.kind;
+  page.view = new (about.kind === "router" ? RouterView : ServerView)(element("view"));
+  element("foot").textContent = `Foreword ${about.version} · figures from /metrics, asked each second while this page is seen`;
+}
+
+async function ask() {
+  const signal = AbortSignal.timeout(PATIENCE);
+  if (!page.kind) await open();
+  if (!page.fresh) {
+    page.timeline.load(await getJson("data/history", signal));
+    page.fresh = true;
+  }
+  const [metrics, now] = await Promise.all([get("../metrics", signal).then((answer) => answer.text()), getJson("data/now", signal)]);
+  page.timeline.push(now.time, parse(metrics)); // the server's clock, which is that of its history
+  page.now = now;
+  const [word, tone] = STATES[now.state.status] || [now.state.status, "warn"];
+  say(word, tone, now.state.reason);
+  if (now.model) {
+    element("subject").textContent = `${now.model.name} · ${now.model.dtype} on ${now.model.device} · blocks of ${now.model.block_size} tokens`;
+    document.title = `${now.model.name} – Foreword`;
+  } else if (now.subject) {
+    element("subject").textContent = now.subject;
+    document.title = `${now.subject} – Foreword`;
+  }
+  document.body.classList.remove("stale");
+  page.heard = Date.now() / 1000;
+}
+
+async function tick() {
+  if (page.busy) return;
+  page.busy = true;
+  clearTimeout(page.timer);
+  try {
+    await ask();
+  } catch (error) {
+    if (error instanceof Refused) {
+      say("key needed", "warn");
+      await askForKey(error.message);
+    } else if (error instanceof Failed || error.name === "TimeoutError" || error.name === "AbortError") {
+      document.body.classList.add("stale");
+      page.fresh = false;
+      say("no answer", "bad", `${error instanceof Failed ? error.message : "The server takes long to answer."} ${page.heard ? `Last heard at ${clock(page.heard)}; t` : "T"}rying again.`);
+    } else {
+      page.busy = false;
+      throw error;
+    }
+  }
+  page.busy = false;
+  draw();
+  if (!document.hidden && !page.paused) page.timer = setTimeout(tick, EVERY);
+}
+
+function draw() {
+  if (page.view && page.timeline.last) page.view.draw(page.timeline, page.now, page.range);
+}
+
+element("range").addEventListener("change", (event) => {
+  page.range = Number(event.target.value);
+  draw();
+});
+element("pause").addEventListener("click", () => {
+  page.paused = !page.paused;
+  element("pause").setAttribute("aria-pressed", page.paused);
+  if (page.paused) clearTimeout(page.timer); else tick();
+});
+// What happened while nobody looked comes from the server's own memory.
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(page.timer);
+  if (document.hidden) return;
+  page.fresh = false;
+  if (!page.paused) tick();
+});
+tick();

@@ -1,0 +1,111 @@
+// Prometheus' text format, and what the counters did in a period.
+
+const LINE = /^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)/;
+const LABEL = /([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"/g;
+const UNSHOWN = /_(bucket|created)$/;
+const KEEP = 1800;
+
+export const keyOf = (name, labels = {}) =>
+  name + Object.keys(labels).filter((label) => label !== "model_name").sort().map((label) => `|${label}=${labels[label]}`).join("");
+
+const unescape = (text) => text.replace(/\\(.)/g, (_, one) => (one === "n" ? "\n" : one));
+
+export function parse(text) {
+  const values = new Map();
+  for (const line of text.split("\n")) {
+    const found = line[0] === "#" ? null : LINE.exec(line);
+    if (!found || UNSHOWN.test(found[1])) continue;
+    const labels = {};
+    for (const [, label, value] of (found[2] || "").matchAll(LABEL)) labels[label] = unescape(value);
+    values.set(keyOf(found[1], labels), Number(found[3].replace("Inf", "Infinity")));
+  }
+  return values;
+}
+
+// Samples of the last half hour, oldest first: those that the server kept, then our own.
+export class Timeline {
+  constructor() { this.samples = []; }
+
+  get last() { return this.samples[this.samples.length - 1]; }
+
+  load(history) {
+    const keys = history.series.map(([name, labels]) => keyOf(name, labels));
+    const known = history.times.map((t, row) => {
+      const values = new Map();
+      history.values[row].forEach((value, column) => { if (value !== null) values.set(keys[column], value); });
+      return { t, values };
+    });
+    this.samples = [...this.samples, ...known].sort((a, b) => a.t - b.t);
+    this.trim();
+  }
+
+  push(t, values) {
+    const start = values.get("process_start_time_seconds");
+    if (this.start !== undefined && start !== this.start) this.samples = this.samples.filter((one) => one.t > start);
+    this.start = start;
+    this.samples.push({ t, values });
+    if (this.samples.length % 60 === 0) this.trim();
+  }
+
+  // Every second for five minutes, then every five seconds.
+  trim() {
+    const now = this.last ? this.last.t : 0;
+    let before = -Infinity;
+    this.samples = this.samples.filter(({ t }) => {
+      if (t < now - KEEP - 30 || (t < now - 300 && t - before < 4.5)) return false;
+      before = t;
+      return true;
+    });
+  }
+
+  // The sample that held at a time; before the first one all counters were 0, unless the server is
+  // older than what is remembered.
+  at(t) {
+    let low = 0;
+    let high = this.samples.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.samples[middle].t <= t) low = middle + 1; else high = middle;
+    }
+    if (low) return this.samples[low - 1].values;
+    const first = this.samples[0];
+    return first && this.start <= first.t - KEEP && t > this.start ? first.values : new Map();
+  }
+
+  // The largest values of gauges between two times.
+  most(from, to, keys) {
+    const found = keys.map(() => NaN);
+    for (const { t, values } of this.samples) {
+      if (t < from || t >= to) continue;
+      keys.forEach((key, number) => {
+        const value = values.get(key);
+        if (value !== undefined && !(value <= found[number])) found[number] = value;
+      });
+    }
+    return found;
+  }
+
+  // Since when the figures of a period are known. `range` 0 is since the server's start.
+  period(range) {
+    const now = this.last.t;
+    const values = this.last.values;
+    const base = range ? this.at(now - range) : new Map();
+    const get = (name, labels) => values.get(keyOf(name, labels)) || 0;
+    return {
+      now,
+      gauge: (name, labels) => values.get(keyOf(name, labels)),
+      delta: (name, labels) => Math.max(0, get(name, labels) - (base.get(keyOf(name, labels)) || 0)),
+    };
+  }
+
+  // Values of one label of a metric, in the order in which the server gives them.
+  labels(name, label) {
+    const start = `${name}|`;
+    const found = new Set();
+    for (const key of this.last.values.keys()) {
+      if (!key.startsWith(start)) continue;
+      for (const part of key.slice(start.length).split("|")) if (part.startsWith(`${label}=`)) found.add(part.slice(label.length + 1));
+    }
+    return [...found];
+  }
+}

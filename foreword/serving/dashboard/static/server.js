@@ -1,0 +1,237 @@
+// The view of one engine.
+
+import { Lines, Shares } from "./charts.js";
+import { ago, bytes, clock, count, h, percent, renew, seconds, segment } from "./dom.js";
+import { bySpeed, kindOf, wordOf } from "./sources.js";
+
+const COLUMNS = 60;
+const LONGEST = 1800;
+const SOURCE = "vllm:prompt_tokens_cached_by_source_total";
+const FIRST = "foreword:time_to_first_token_by_cached_seconds";
+const SHARES = [["none", "Nothing cached", "computed"], ["some", "Under half cached", "device light"], ["most", "Half or more cached", "device"]];
+
+const card = (classes, title, ...rest) => h("section", { class: `card ${classes}` }, h("h2", {}, title), ...rest);
+
+function figure(field, title) {
+  const big = h("p", { class: "big", "data-field": field }, "–");
+  const sub = h("p", { class: "sub", "data-field": `${field}-sub` });
+  return { element: card("figure w3", title, big, sub), set: (value, text) => { big.textContent = value; sub.textContent = text; } };
+}
+
+export class ServerView {
+  constructor(root) {
+    this.hit = figure("hit-share", "Prompt tokens reused");
+    this.first = figure("first-token", "Time to first token, mean");
+    this.requests = figure("running", "Requests running");
+    this.rate = figure("rate", "Tokens per second");
+    this.places = h("div", { class: "places", id: "places" });
+    this.sources = new Shares("Where prompt tokens came from, over time", 190);
+    this.sourcesLegend = h("p", { class: "legend", id: "sources" });
+    this.ttft = h("div", { class: "ttft", id: "ttft" });
+    this.load = new Lines("Requests running and waiting, over time", 130, ["running", "waiting"]);
+    this.prefixes = h("div", { id: "prefixes" });
+    this.chains = h("div", { id: "chains" });
+    this.recent = h("div", { id: "recent" });
+    const legend = h("p", { class: "legend" },
+      h("span", {}, h("span", { class: "swatch-line" }), "running"), h("span", {}, h("span", { class: "swatch-line waiting" }), "waiting"));
+    root.replaceChildren(
+      this.hit.element, this.first.element, this.requests.element, this.rate.element,
+      card("w7", "Where prompt tokens came from", this.sources.element, this.sourcesLegend),
+      card("w5", "Where blocks are", this.places),
+      card("w7", "Requests", this.load.element, legend),
+      card("w5", h("span", {}, "Time to first token ", h("small", {}, "by how much of the prompt was cached")), this.ttft),
+      card("w6", h("span", {}, "Named prefixes ", h("small", {}, "pinned until they are removed")), this.prefixes),
+      card("w6", h("span", {}, "Shared most ", h("small", {}, "beginnings that recent texts have in common")), this.chains),
+      card("", "Recent requests", this.recent),
+    );
+  }
+
+  draw(timeline, now, range) {
+    if (!timeline.last || timeline.last.values.get("foreword:blocks") === undefined) return;
+    const period = timeline.period(range);
+    const labels = [...new Set(["device", ...timeline.labels("foreword:tier_bytes", "tier"), ...timeline.labels(SOURCE, "source")])].sort(bySpeed);
+    this.drawFigures(timeline, period);
+    this.drawSources(timeline, period, labels, range);
+    this.drawPlaces(timeline, period, now);
+    this.drawTtft(period);
+    this.drawLoad(timeline, range);
+    if (now) this.drawTables(now, labels);
+  }
+
+  drawFigures(timeline, period) {
+    const asked = period.delta("vllm:prefix_cache_queries_total");
+    const hits = period.delta("vllm:prefix_cache_hits_total");
+    this.hit.set(asked ? percent(hits / asked) : "–", asked ? `${count(hits)} of ${count(asked)}` : "no prompts in this period");
+    const firsts = period.delta("vllm:time_to_first_token_seconds_count");
+    const mean = (share) => {
+      const number = period.delta(`${FIRST}_count`, { cached: share });
+      return number ? period.delta(`${FIRST}_sum`, { cached: share }) / number : NaN;
+    };
+    this.first.set(
+      firsts ? seconds(period.delta("vllm:time_to_first_token_seconds_sum") / firsts) : "–",
+      Number.isFinite(mean("most")) && Number.isFinite(mean("none")) ? `${seconds(mean("most"))} with a hit, ${seconds(mean("none"))} without` : `${count(firsts)} requests`,
+    );
+    this.requests.set(count(period.gauge("vllm:num_requests_running")), `${count(period.gauge("vllm:num_requests_waiting"))} waiting`);
+    const recent = timeline.period(10);
+    const speed = (name) => recent.delta(name) / 10;
+    const computed = speed("vllm:prefix_cache_queries_total") - speed("vllm:prefix_cache_hits_total");
+    this.rate.set(count(speed("vllm:generation_tokens_total")), `generated; ${count(computed)} of prompts computed`);
+  }
+
+  drawSources(timeline, period, labels, range) {
+    const columns = [];
+    const width = (range || LONGEST) / COLUMNS;
+    const end = Math.ceil(period.now / width) * width;
+    const tell = (parts, total) => (total ? `${parts.filter(([, amount]) => amount > 0).map(([, amount, label]) => `${label} ${percent(amount / total)}`).join(", ")} of ${count(total)} tokens` : "no prompts");
+    for (let number = COLUMNS; number > 0; number -= 1) {
+      const from = end - number * width;
+      const [before, after] = [timeline.at(from), timeline.at(from + width)];
+      const parts = this.partsOf((key) => (after.get(key) || 0) - (before.get(key) || 0), labels);
+      columns.push({ from, parts, text: tell(parts, parts.reduce((sum, part) => sum + part[1], 0)) });
+    }
+    const parts = this.partsOf((key) => { const [name, source] = key.split("|source="); return period.delta(name, source === undefined ? {} : { source }); }, labels);
+    const total = parts.reduce((sum, [, amount]) => sum + amount, 0);
+    this.sources.show(columns, tell(parts, total));
+    renew(this.sourcesLegend, parts.map(([kind, amount, label]) => [kind, label, total ? percent(amount / total) : "–", count(amount)]), (shown) =>
+      shown.map(([kind, label, share, tokens]) => h("span", { class: `key ${kind}`, "data-source": label, "data-tokens": tokens, title: `${tokens} tokens` }, `${wordOf(label)} `, h("b", {}, share))));
+  }
+
+  partsOf(value, labels) {
+    const parts = labels.map((label) => [kindOf(label), Math.max(0, value(`${SOURCE}|source=${label}`)), label]);
+    const computed = value("vllm:prefix_cache_queries_total") - value("vllm:prefix_cache_hits_total");
+    return [...parts, ["computed", Math.max(0, computed), "computed"]];
+  }
+
+  drawPlaces(timeline, period, now) {
+    const gauge = period.gauge;
+    const all = gauge("foreword:blocks");
+    const pinned = gauge("foreword:blocks_pinned");
+    const free = gauge("foreword:blocks_free");
+    const cached = gauge("foreword:blocks_cached");
+    const each = now && now.model ? now.model.kv_bytes_per_block : NaN;
+    const device = { all, pinned, used: Math.max(0, all - free - pinned), free, cached, idle: Math.max(0, Math.min(free, cached - (all - free))), each };
+    const tiers = timeline.labels("foreword:tier_bytes", "tier").sort(bySpeed).map((tier) => {
+      const read = (name) => gauge(`foreword:tier_${name}`, { tier });
+      const spent = period.delta("foreword:tier_read_seconds_total", { tier });
+      return {
+        tier, held: read("bytes"), budget: read("budget_bytes"), blocks: read("blocks"), pinned: read("pinned_bytes"), open: read("open"),
+        hits: period.delta("foreword:tier_hit_blocks_total", { tier }), evictions: period.delta("foreword:tier_evictions_total", { tier }),
+        speed: spent ? period.delta("foreword:tier_read_bytes_total", { tier }) / spent : 0,
+      };
+    });
+    renew(this.places, [device, tiers, gauge("foreword:store_queued_blocks")], ([shown, rows, queued]) => [
+      this.devicePlace(shown), ...rows.map((row) => this.tierPlace(row)),
+      queued > 0 && h("p", { class: "note" }, `${count(queued)} blocks wait to be written.`),
+    ]);
+  }
+
+  devicePlace({ all, pinned, used, cached, idle, each }) {
+    const filled = (pinned + used + idle) / all;
+    const text = `${count(cached)} of ${count(all)} blocks cached${Number.isFinite(each) ? `, ${bytes(all * each)} in all` : ""}`;
+    return h("div", { class: "place device", "data-place": "device", "data-cached": cached },
+      h("b", {}, "Device"),
+      h("div", { class: "bar", role: "img", "aria-label": `Device: ${percent(filled)} full` },
+        segment(pinned / all, "tone deep", `${count(pinned)} pinned`), segment(used / all, "tone", `${count(used)} in use`), segment(idle / all, "tone light", `${count(idle)} cached, free to be evicted`)),
+      h("p", {}, `${percent(filled)} full: ${text}`),
+      h("p", { class: "legend" }, h("span", { class: "key device" }, `in use ${percent(used / all)}`), h("span", { class: "key device light" }, `kept for reuse ${percent(idle / all)}`), pinned > 0 && h("span", {}, `pinned ${count(pinned)} blocks`)));
+  }
+
+  tierPlace({ tier, held, budget, blocks, pinned, open, hits, evictions, speed }) {
+    const facts = [blocks >= 0 ? `${count(blocks)} blocks` : null, `${count(hits)} read`, speed ? `at ${bytes(speed)}/s` : null, evictions ? `${count(evictions)} evicted` : null].filter(Boolean);
+    const size = blocks < 0 ? "size unknown" : budget ? `${percent(held / budget)} full: ${bytes(held)} of ${bytes(budget)}` : `${bytes(held)}, no bound of its own`;
+    return h("div", { class: `place ${kindOf(tier)}`, "data-place": tier, "data-bytes": held },
+      h("b", {}, wordOf(tier)),
+      budget ? h("div", { class: "bar", role: "img", "aria-label": `${tier}: ${size}` },
+        segment(pinned / budget, "tone deep", `${bytes(pinned)} pinned`), segment((held - pinned) / budget, "tone")) : h("span"),
+      h("p", {}, open ? h("span", { class: "broken" }, "Left alone for now: it kept failing. ") : null, `${size}; ${facts.join(", ")}`));
+  }
+
+  drawTtft(period) {
+    const rows = SHARES.map(([share, word, tone]) => {
+      const number = period.delta(`${FIRST}_count`, { cached: share });
+      return [word, tone, number, number ? period.delta(`${FIRST}_sum`, { cached: share }) / number : null, share];
+    });
+    renew(this.ttft, rows, (shown) => {
+      const longest = Math.max(...shown.map((row) => row[3] || 0)) || 1;
+      return shown.flatMap(([word, tone, number, mean, share]) => [
+        h("span", {}, word),
+        h("div", { class: `bar ${tone.split(" ")[0]}` }, segment((mean || 0) / longest, `tone ${tone.split(" ")[1] || ""}`)),
+        h("span", { "data-ttft": share, "data-count": number }, h("b", {}, seconds(mean)), " ", h("small", {}, `of ${count(number)}`)),
+      ]);
+    });
+  }
+
+  drawLoad(timeline, range) {
+    const length = range || LONGEST;
+    const width = length / COLUMNS;
+    const end = Math.ceil(timeline.last.t / width) * width;
+    const points = [];
+    for (let number = COLUMNS; number > 0; number -= 1) {
+      const from = end - number * width;
+      const values = timeline.most(from, from + width, ["vllm:num_requests_running", "vllm:num_requests_waiting"]);
+      points.push({ from, values, text: Number.isFinite(values[0]) ? `at most ${count(values[0])} running, ${count(values[1])} waiting` : "not known" });
+    }
+    this.load.show(points, `Now ${points[COLUMNS - 1].text}.`);
+  }
+
+  drawTables(now, labels) {
+    const at = Math.floor(now.time / 5) * 5;
+    renew(this.prefixes, [now.prefixes, at], ([rows]) => (rows.length ? prefixTable(rows, at) : empty("None. Register one with `foreword prefix add` or POST /v1/prefixes.")));
+    renew(this.chains, now.chains, (rows) => (rows.length ? chainTable(rows) : empty("No two recent texts share a full block.")));
+    const tiers = labels.length > 1;
+    renew(this.recent, [now.requests, tiers], ([rows]) => (rows.length ? requestTable(rows, tiers) : empty("None since the server started.")));
+  }
+}
+
+const empty = (text) => h("p", { class: "empty" }, text);
+
+const table = (heads, rows) => h("table", {}, h("thead", {}, h("tr", {}, heads.map(([word, classes]) => h("th", { class: classes, scope: "col" }, word)))), h("tbody", {}, rows));
+
+function prefixTable(rows, now) {
+  return table([["Name"], ["Tokens", "n"], ["Pins", "n"], ["Uses", "n"], ["Reused", "n wide"], ["Last used", "n wide"]], rows.map((one) =>
+    h("tr", { "data-prefix": one.name }, h("td", { class: "name" }, one.name, " ", h("small", {}, `v${one.version}`), one.ready ? null : h("small", {}, " not on the device")),
+      h("td", { class: "n" }, count(one.num_tokens)), h("td", { class: "n" }, bytes(one.bytes)), h("td", { class: "n" }, count(one.uses)),
+      h("td", { class: "n wide" }, `${count(one.hit_tokens)} tokens`), h("td", { class: "n wide" }, ago(one.last_used, now)))));
+}
+
+function chainTable(rows) {
+  const most = Math.max(...rows.map((one) => one.users));
+  return table([["Begins with"], ["Tokens", "n"], ["Blocks", "n"], ["On device", "n wide"], ["Texts", "n"]], rows.map((one) =>
+    h("tr", { "data-chain": one.tokens }, h("td", {}, chainName(one), h("div", { class: "bar thin device" }, segment(one.users / most, "tone"))),
+      h("td", { class: "n" }, count(one.tokens)), h("td", { class: "n" }, count(one.blocks)), h("td", { class: "n wide" }, percent(one.on_device / one.blocks)), h("td", { class: "n" }, count(one.users)))));
+}
+
+function chainName(one) {
+  if (one.begins_with) return h("b", {}, one.begins_with);
+  return one.part_of.length ? h("span", {}, "part of ", h("b", {}, one.part_of.join(", "))) : "a text without a name";
+}
+
+function requestTable(rows, tiers) {
+  const heads = [["Ended"], ["Request", "wide"], ["Prompt", "n"], ["Reused"], ["First token", "n"], ["In all", "n wide"], ["Output", "n"], ["Why the rest was computed", "wide"]];
+  return table(heads, rows.slice(0, 25).map((one) => {
+    const failed = one.finish_reason === "error" || one.finish_reason === "abort";
+    return h("tr", { class: failed ? "bad" : null, "data-request": one.number },
+      h("td", {}, clock(one.ended)),
+      h("td", { class: "id wide", title: one.id }, one.prefix ? h("b", {}, `${one.prefix} `) : null, one.id),
+      h("td", { class: "n" }, count(one.prompt_tokens)),
+      h("td", {}, `${percent(one.cached_tokens / one.prompt_tokens)}`, sourceBar(one, tiers)),
+      h("td", { class: "n" }, seconds(one.first_token)), h("td", { class: "n wide" }, seconds(one.seconds)),
+      h("td", { class: "n" }, failed ? { error: "failed", abort: "aborted" }[one.finish_reason] : count(one.output_tokens)),
+      h("td", { class: "why wide" }, one.report ? one.report.detail : h("span", { title: "Requests are explained while this page is open." }, "–")));
+  }));
+}
+
+function sourceBar(one, tiers) {
+  const bar = h("div", { class: "bar thin" });
+  const part = (label, tokens) => tokens > 0 && bar.append(segment(tokens / one.prompt_tokens, `tone ${kindOf(label)}`, `${label}: ${count(tokens)} tokens`));
+  if (one.report) {
+    part("device", one.report.device_tokens + one.report.copied_tokens);
+    Object.entries(one.report.loaded_tokens).sort(([a], [b]) => bySpeed(a, b)).forEach(([label, tokens]) => part(label, tokens));
+  } else if (!tiers) {
+    part("device", one.cached_tokens);
+  } else if (one.cached_tokens) {
+    bar.append(segment(one.cached_tokens / one.prompt_tokens, "tone unknown", `${count(one.cached_tokens)} tokens from a cache`));
+  }
+  part("computed", one.prompt_tokens - one.cached_tokens);
+  return bar;
+}
