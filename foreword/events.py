@@ -91,6 +91,29 @@ class StepFinished:
     kv_usage: float
 
 
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    """A transfer of KV between two instances is over.
+
+    Attributes:
+        kind: `prefill` (a prompt computed for another instance) or `move` (a running request).
+        side: `source` or `destination`.
+        outcome: `taken`, or why not (`transfer.messages.Reason`).
+        seconds: from its beginning to its end.
+        hidden_bytes: of the source's `bytes`, what was sent before the last layer of the prompt was computed.
+        pause: seconds in which a request that moved was not decoded.
+    """
+
+    kind: str
+    side: str
+    outcome: str
+    bytes: int
+    parts: int
+    seconds: float
+    hidden_bytes: int = 0
+    pause: float = 0.0
+
+
 Event = (
     BlocksStored
     | BlocksRemoved
@@ -100,6 +123,7 @@ Event = (
     | NextTokens
     | RequestFinished
     | StepFinished
+    | TransferEnded
 )
 
 

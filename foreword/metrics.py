@@ -24,7 +24,9 @@ from foreword.events import (
     RequestFinished,
     RequestPreempted,
     StepFinished,
+    TransferEnded,
 )
+from foreword.metrics_transfer import TransferSeries, endpoint_metrics
 from foreword.store.tiered import Tier, TierCounters
 
 # vLLM's buckets, so that quantiles compare.
@@ -154,6 +156,9 @@ class PrometheusObserver(Collector):
         yield _cache_config_metric(info)
         if self._watched.off_device is not None:
             yield from _store_metrics(info.name, self._watched.off_device)
+        instance = getattr(self._watched, "instance", None)
+        if instance is not None:
+            yield from endpoint_metrics(info.name, instance.endpoint.status())
 
 
 # Name, text, and how a tier's counters give the value.
@@ -313,6 +318,7 @@ class _Series:
         )
         self.step_tokens = histogram("vllm:iteration_tokens_total", "Tokens computed per step.", _STEP_TOKENS)
         self.step = histogram("foreword:step_seconds", "Duration of a step.", _STEP_SECONDS)
+        self.transfers = TransferSeries(registry, info.name)
         self.handlers: dict[type[Any], Callable[[Any], None]] = {
             PrefixLookup: self._on_lookup,
             BlocksStored: self._on_stored,
@@ -322,6 +328,7 @@ class _Series:
             NextTokens: self._on_next_tokens,
             RequestFinished: self._on_finished,
             StepFinished: self._on_step,
+            TransferEnded: self.transfers.notify,
         }
 
     def _on_lookup(self, event: PrefixLookup) -> None:

@@ -64,6 +64,7 @@ class Assembly:
     off_device: BlockCache | None = None
     flush_seconds: float = 0.0
     share: Callable[[Post], ServedBlocks] | None = None
+    runner: TorchRunner | None = None
 
 
 def assemble(
@@ -131,7 +132,7 @@ def assemble(
     book = PrefixBook(budget, runner.bytes_per_block, config.block_size, cache.unpin)
     if off_device is not None:
         off_device.describe({"model": info.name, "fingerprint": info.fingerprint})
-    assembly = Assembly(core, info, tokenizer, book, off_device, stores.flush_seconds)
+    assembly = Assembly(core, info, tokenizer, book, off_device, stores.flush_seconds, runner=runner)
     if transfer is None:
         return assembly
     layout = layout_of(runner.layers, loaded.fingerprint) if off_device is None else off_device.layout

@@ -12,7 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.shared import SharedChain, shared_chains
@@ -27,6 +27,9 @@ from foreword.events import Observer
 from foreword.forget import forget_tenant
 from foreword.prefix_records import PrefixRecord, PrefixRecords, tenant_digest
 from foreword.prefixes import Message, NamedPrefix, PrefixBook
+
+if TYPE_CHECKING:
+    from foreword.engine.instance import Instance
 
 Result = TypeVar("Result")
 
@@ -67,7 +70,7 @@ class AsyncEngine:
     All work on blocks and tensors happens on the engine's thread: others put calls into its inbox (`_call`).
     """
 
-    def __init__(self, assembly: Assembly) -> None:
+    def __init__(self, assembly: Assembly, transfer: TransferConfig | None = None, role: str | None = None) -> None:
         self.info: ModelInfo = assembly.info
         self.tokenizer: Tokenizer = assembly.tokenizer
         self.prefixes = PrefixRegistry(self, assembly.prefixes, assembly.off_device)
@@ -82,6 +85,8 @@ class AsyncEngine:
         self._failed: str | None = None
         # What other instances may read of this one; None unless `transfer` was given.
         self.served = assembly.share(self._post) if assembly.share is not None else None
+        # This engine among others; None unless it has a role.
+        self.instance = None if transfer is None or role is None else self._join(assembly, transfer, role)
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
         self._thread.start()
 
@@ -93,16 +98,31 @@ class AsyncEngine:
         prefixes: PrefixConfig | None = None,
         store: StoreConfig | None = None,
         transfer: TransferConfig | None = None,
+        role: str | None = None,
         observers: Sequence[Observer] = (),
         progress: Callable[[str], None] = lambda _: None,
     ) -> AsyncEngine:
         """Load the model and start. Blocking: seconds to minutes. With `transfer` other instances may read its blocks, once
-        somebody listens (`foreword.engine.served_blocks.serve_blocks`). Raises ForewordError."""
+        somebody listens (`foreword.engine.served_blocks.serve_blocks`); with a `role` too it listens itself, computes prompts
+        for others and has its own computed elsewhere (`instance`). Raises ForewordError."""
         chosen = config or EngineConfig()
         assembly = assemble(
             chosen, prefixes=prefixes, store=store, transfer=transfer, observers=observers, progress=progress
         )
-        return cls(assembly)
+        engine = cls(assembly, transfer, role)
+        if engine.instance is not None:
+            engine.instance.listen()
+        return engine
+
+    def _join(self, assembly: Assembly, transfer: TransferConfig, role: str) -> Instance:
+        from foreword.engine.instance import Instance  # needs msgspec
+        from foreword.engine.kv_port import KVPort
+
+        assert assembly.runner is not None and self.served is not None
+        port = KVPort(assembly.runner.layers, self.served.layout)
+        instance = Instance(assembly.core, port, transfer, role, self._post, self._rest, self.served)
+        assembly.runner.on_written = instance.written
+        return instance
 
     def validate(self, request: Request) -> None:
         """Raises PromptTooLong or BadRequest for a request that `generate` would refuse."""
@@ -217,6 +237,8 @@ class AsyncEngine:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        if self.instance is not None:
+            self.instance.close()
         if self.off_device is not None:
             self.off_device.close(self._flush_seconds)
 
@@ -278,6 +300,11 @@ class AsyncEngine:
             while not (self._closing or self._inbox or self._core.has_work()):
                 self._wake.wait()
             return not self._closing
+
+    def _rest(self, seconds: float) -> None:
+        """The engine's thread has nothing to compute: sleep until there is something in the inbox."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._inbox or self._closing, seconds)
 
     def _deliver(self, deltas: Sequence[Delta]) -> None:
         """Hand deltas over, one wake-up of an event loop per step."""

@@ -13,7 +13,7 @@ Hydragen, Juravsky et al. 2024). So
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,15 +180,23 @@ class _Group:
 
 
 class StepAttention:
-    """The attention of one step: made once, used by every layer."""
+    """The attention of one step: made once, used by every layer. `on_written` is told of each layer that was written."""
 
     def __init__(
-        self, step: Step, layers: dict[int, PagedLayer], block_size: int, device: torch.device, *, share: bool = True
+        self,
+        step: Step,
+        layers: dict[int, PagedLayer],
+        block_size: int,
+        device: torch.device,
+        *,
+        share: bool = True,
+        on_written: Callable[[int], None] | None = None,
     ) -> None:
         self._layers = layers
         self._block_size = block_size
         self._device = device
         self._share = share
+        self._on_written = on_written
         any_layer = next(iter(layers.values()))
         self._layers_dtype = any_layer.k.dtype
         self._batches = all(layer.k.shape[2] == layer.v.shape[2] for layer in layers.values())
@@ -234,6 +242,8 @@ class StepAttention:
         """
         paged = self._layers[layer]
         self._write(paged, key, value)
+        if self._on_written is not None:
+            self._on_written(layer)
         plan = self._plans.get(window)
         if plan is None:
             plan = self._plans[window] = self._make_plan(window)

@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from foreword.blocks import PrefixCache
 from foreword.blocks.history import Explanation, History
@@ -18,7 +19,7 @@ from foreword.cache import BlockCache
 from foreword.engine.request import CacheReport, Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from foreword.engine.runner import Runner, draw_of
 from foreword.engine.sampling import Sampled
-from foreword.engine.scheduler import Chunk, Scheduler, Sequence, Step
+from foreword.engine.scheduler import Chunk, Pull, Scheduler, Sequence, Step
 from foreword.engine.tokenizer import StopFinder, TextStream, Tokenizer
 from foreword.errors import BadRequest, PromptTooLong
 from foreword.events import (
@@ -32,8 +33,9 @@ from foreword.events import (
     StepFinished,
 )
 
-# Seconds that the engine sleeps at most when it has nothing to do but to wait for a store.
+# Seconds that the engine sleeps at most when it has nothing to do but to wait for a store, or for another instance.
 _NEWS_WITHIN = 0.005
+_PEERS_WITHIN = 0.05
 # Steps with fewer tokens of prompts say little about the speed of prefill.
 _MEASURED_TOKENS = 64
 
@@ -59,6 +61,21 @@ class _Running:
     on_finish: Callable[[Sequence], None] | None
 
 
+class Handoff(Protocol):
+    """What the loop does together with other instances (`engine.instance.Instance`). On the engine's thread."""
+
+    @property
+    def expects(self) -> bool: ...
+    def pull(self, request: Request, sequence: Sequence) -> Pull: ...
+    def pulled(self, sequence: Sequence, pull: Pull) -> None: ...
+    def prepare(self, step: Step) -> None: ...
+    def is_export(self, sequence: Sequence) -> bool: ...
+    def computed(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None: ...
+    def sequence_ended(self, sequence: Sequence, error: str | None) -> None: ...
+    def look(self) -> None: ...
+    def rest(self, seconds: float) -> None: ...
+
+
 class EngineCore:
     """Sequences in, deltas out, a step at a time."""
 
@@ -77,6 +94,7 @@ class EngineCore:
     ) -> None:
         self.cache = cache
         self.off_device = off_device
+        self.handoff: Handoff | None = None
         self.scheduler = scheduler
         self.limits = limits
         self.steps = 0
@@ -113,23 +131,40 @@ class EngineCore:
     def add(self, request: Request, on_finish: Callable[[Sequence], None] | None = None) -> None:
         """Queue a request; it becomes `params.n` sequences. `on_finish` is called before the sequence's blocks go back."""
         self.validate(request)
-        if request.id in self._by_id:
-            raise BadRequest(f"a request with the id {request.id!r} is already running", param="request_id")
+        self._check_id(request.id)
         params = request.params
         seed = params.seed if params.seed is not None else self.limits.seed
         seed = secrets.randbits(62) if seed is None else seed % 2**63
-        longest = self.limits.max_model_len
-        total = longest if params.max_tokens is None else min(longest, len(request.tokens) + params.max_tokens)
-        now = self._clock()
-        group = self._by_id[request.id] = []
-        for index in range(params.n):
-            table = self.cache.open(request.tokens, salt=request.salt)
-            sequence = Sequence(replace(request, index=index), table, seed, total, arrived=now)
-            text = self._tokenizer.stream(request.tokens)
-            stops = StopFinder(params.stop, include=params.include_stop)
-            self._running[id(sequence)] = _Running(sequence, text, stops, on_finish)
-            group.append(sequence)
+        sequences = [self._open(replace(request, index=index), seed, on_finish) for index in range(params.n)]
+        if request.prefill and self.handoff is not None and params.max_tokens != 0:
+            sequences[0].pull = self.handoff.pull(request, sequences[0])
+            for sequence in sequences[1:]:
+                sequence.leader = sequences[0]
+        for sequence in sequences:
             self.scheduler.add(sequence)
+
+    def enter(self, request: Request, seed: int) -> Sequence:
+        """Queue one sequence of a request that began elsewhere, with the seed that it has there."""
+        self.validate(request)
+        self._check_id(request.id)
+        sequence = self._open(request, seed, None)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self._by_id:
+            raise BadRequest(f"a request with the id {request_id!r} is already running", param="request_id")
+
+    def _open(self, request: Request, seed: int, on_finish: Callable[[Sequence], None] | None) -> Sequence:
+        params, longest = request.params, self.limits.max_model_len
+        total = longest if params.max_tokens is None else min(longest, len(request.tokens) + params.max_tokens)
+        table = self.cache.open(request.tokens, salt=request.salt)
+        sequence = Sequence(request, table, seed, total, arrived=self._clock())
+        text = self._tokenizer.stream(request.tokens)
+        stops = StopFinder(params.stop, include=params.include_stop)
+        self._running[id(sequence)] = _Running(sequence, text, stops, on_finish)
+        self._by_id.setdefault(request.id, []).append(sequence)
+        return sequence
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request wherever it is; its blocks go back. Unknown ids are ignored: the request may just have ended."""
@@ -144,15 +179,27 @@ class EngineCore:
 
     def step(self) -> list[Delta]:
         """One step. A failure of the device ends the requests of the step, withdraws their blocks, and is not raised."""
+        arrived = self._arrive() if self.scheduler.pulling else []
         started = self._clock()
         seen = self.off_device.changes if self.off_device is not None else 0
         step = self.scheduler.schedule()
         self._note_admissions(step)
-        if not step.chunks:
-            if self.off_device is not None and self.scheduler.expects():
-                self.off_device.wait(seen, _NEWS_WITHIN)
-                return []
-            return self._end_stuck(step)
+        if self.handoff is not None:
+            self.handoff.look()
+            self.handoff.prepare(step)
+        return arrived + (self._compute(step, started) if step.chunks else self._rest(step, seen))
+
+    def _rest(self, step: Step, seen: int) -> list[Delta]:
+        """There is nothing to compute: wait for what is to come, or see that nothing will."""
+        if self.off_device is not None and self.scheduler.expects():
+            self.off_device.wait(seen, _NEWS_WITHIN)
+            return []
+        if self.handoff is not None and (self.handoff.expects or self.scheduler.in_blocks):
+            self.handoff.rest(_PEERS_WITHIN)
+            return []
+        return self._end_stuck(step)
+
+    def _compute(self, step: Step, started: float) -> list[Delta]:
         drawing = [c.sequence for c in step.chunks if c.samples and len(c.sequence.table) < c.sequence.max_total]
         try:
             sampled = self._runner.run(step, {id(s): draw_of(s, self._end_tokens(s.request.params)) for s in drawing})
@@ -167,17 +214,35 @@ class EngineCore:
         self._note_step(step, now - started)
         return deltas
 
+    def _arrive(self) -> list[Delta]:
+        """Prompts that another instance was asked for: go on with what has come of them."""
+        assert self.handoff is not None
+        pulls = {id(sequence): sequence.pull for sequence in self.scheduler.pulling}
+        deltas: list[Delta] = []
+        for sequence in self.scheduler.collect_pulls():
+            pull, arrival = pulls[id(sequence)], sequence.arrival
+            assert pull is not None and arrival is not None
+            self.handoff.pulled(sequence, pull)
+            self._note_admitted(sequence)
+            self._save_blocks(sequence, sequence.arrived_from // self.cache.block_size, sequence.table.visible)
+            if arrival.token is not None:
+                deltas.append(self._extend(sequence, arrival.token, arrival.logprob, self._clock()))
+        return deltas
+
     def _save(self, step: Step, off_device: BlockCache, seconds: float) -> None:
         """Hand over the blocks that this step filled, of prompts and of answers (R19)."""
         prefill = sum(chunk.count for chunk in step.chunks if chunk.count > 1)
         if prefill >= _MEASURED_TOKENS:
             off_device.prefill_seconds.note(step.num_tokens, seconds)
         for chunk in step.chunks:
-            table, first = chunk.sequence.table, chunk.named_before
-            full = min((chunk.start + chunk.count) // self.cache.block_size, table.visible)
-            if full > first:
-                keys = table.chain.keys_to(full)[first:full]
-                off_device.save(keys, table.chain.key_before(first), first, table.blocks[first:full])
+            full = min((chunk.start + chunk.count) // self.cache.block_size, chunk.sequence.table.visible)
+            self._save_blocks(chunk.sequence, chunk.named_before, full)
+
+    def _save_blocks(self, sequence: Sequence, first: int, full: int) -> None:
+        table = sequence.table
+        if full > first and self.off_device is not None:
+            keys = table.chain.keys_to(full)[first:full]
+            self.off_device.save(keys, table.chain.key_before(first), first, table.blocks[first:full])
 
     def fail_all(self, message: str) -> list[Delta]:
         """End everything with an error (the engine's thread cannot go on)."""
@@ -209,10 +274,15 @@ class EngineCore:
         result = sampled.get(id(sequence))
         if result is None:  # the prompt was all that was asked for
             return [self._end(sequence, "length")]
+        if self.handoff is not None and self.handoff.is_export(sequence):
+            self.handoff.computed(sequence, result.token, result.logprob)
+            return [self._end(sequence, "length")]
+        return [self._extend(sequence, result.token, result.logprob, now)]
+
+    def _extend(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> Delta:
         self._note_token(sequence, now)
-        sequence.table.append(result.token)
-        logprobs = () if result.logprob is None else (result.logprob,)
-        return [self._delta(self._running[id(sequence)], result.token, logprobs)]
+        sequence.table.append(token)
+        return self._delta(self._running[id(sequence)], token, () if logprob is None else (logprob,))
 
     def _delta(self, running: _Running, token: int, logprobs: tuple[TokenLogprob, ...]) -> Delta:
         """The delta of one new token, which may be the sequence's last."""
@@ -269,12 +339,14 @@ class EngineCore:
         running = self._running.pop(id(sequence))
         if running.on_finish is not None and reason in ("stop", "length"):
             running.on_finish(sequence)
+        if self.handoff is not None:
+            self.handoff.sequence_ended(sequence, error)
         self.scheduler.finish(sequence)
         group = self._by_id[sequence.request.id]
         group.remove(sequence)
         if not group:
             del self._by_id[sequence.request.id]
-        self._notify(
+        self.notify(
             RequestFinished(
                 sequence.request.id,
                 reason,
@@ -287,21 +359,23 @@ class EngineCore:
         delta = self._make_delta(sequence, tokens, text, logprobs)
         return replace(delta, finish_reason=reason, stop_match=stop_match, error=error, cache_report=sequence.report)
 
-    def _notify(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         for observer in self._observers:
             observer.notify(event)
 
     def _note_admissions(self, step: Step) -> None:
-        now = self._clock()
         for sequence in step.admitted:
-            sequence.admitted_at = now
-            if sequence.request.want_cache_report:
-                sequence.report = self._explain(sequence)
-            self._history.add(sequence.request.salt, sequence.table.chain.tokens)
-            loaded = tuple(self._loaded_tokens(sequence).items())
-            self._notify(PrefixLookup(sequence.request.id, sequence.num_prompt, sequence.cached_tokens, loaded))
+            self._note_admitted(sequence)
         for sequence in step.preempted:
-            self._notify(RequestPreempted(sequence.request.id))
+            self.notify(RequestPreempted(sequence.request.id))
+
+    def _note_admitted(self, sequence: Sequence) -> None:
+        sequence.admitted_at = self._clock()
+        if sequence.request.want_cache_report:
+            sequence.report = self._explain(sequence)
+        self._history.add(sequence.request.salt, sequence.table.chain.tokens)
+        loaded = tuple(self._loaded_tokens(sequence).items())
+        self.notify(PrefixLookup(sequence.request.id, sequence.num_prompt, sequence.cached_tokens, loaded))
 
     def _explain(self, sequence: Sequence) -> CacheReport:
         cached, length = sequence.cached_tokens, sequence.num_prompt
@@ -319,26 +393,45 @@ class EngineCore:
         loaded = self._loaded_tokens(sequence)
         on_device = shared - sum(loaded.values())
         return CacheReport(
-            length, cached, on_device, copied, computed, found.reason, found.diverged_at, found.detail, loaded
+            prompt_tokens=length,
+            cached_tokens=cached,
+            device_tokens=on_device,
+            copied_tokens=copied,
+            computed_tokens=computed,
+            reason=found.reason,
+            diverged_at=found.diverged_at,
+            detail=found.detail,
+            loaded_tokens=loaded,
+            transferred_tokens=self._transferred_tokens(sequence),
         )
 
     def _loaded_tokens(self, sequence: Sequence) -> dict[str, int]:
-        """Prompt tokens that came from each tier. A prompt that is cached to its end computes its last token again."""
-        if not sequence.loaded or self.off_device is None:
-            return {}
-        tiers, size = self.off_device.store.tiers, self.cache.block_size
+        """Prompt tokens that came from each tier, or had been cached by another instance. A prompt that is cached to its end
+        computes its last token again."""
         counts: dict[str, int] = {}
-        for number in sequence.loaded:
-            counts[tiers[number].label] = counts.get(tiers[number].label, 0) + size
-        counts[tiers[sequence.loaded[-1]].label] -= sequence.recomputed
+        if sequence.loaded and self.off_device is not None:
+            tiers, size = self.off_device.store.tiers, self.cache.block_size
+            for number in sequence.loaded:
+                counts[tiers[number].label] = counts.get(tiers[number].label, 0) + size
+            counts[tiers[sequence.loaded[-1]].label] -= sequence.recomputed
+        if sequence.arrival is not None and sequence.cached_tokens > sequence.arrived_from:
+            counts[sequence.arrival.origin] = sequence.cached_tokens - sequence.arrived_from
         return counts
+
+    def _transferred_tokens(self, sequence: Sequence) -> dict[str, int]:
+        arrival = sequence.arrival
+        if arrival is None:
+            return {}
+        here = sequence.num_prompt if arrival.token is not None else arrival.blocks * self.cache.block_size
+        came = here - sequence.arrived_from
+        return {arrival.origin: came} if came else {}
 
     def _note_token(self, sequence: Sequence, now: float) -> None:
         if sequence.last_token_at < 0:
             queued = sequence.admitted_at - sequence.arrived
-            self._notify(FirstToken(sequence.request.id, now - sequence.arrived, queued))
+            self.notify(FirstToken(sequence.request.id, now - sequence.arrived, queued))
         elif self._observers:
-            self._notify(NextTokens((now - sequence.last_token_at,)))
+            self.notify(NextTokens((now - sequence.last_token_at,)))
         sequence.last_token_at = now
 
     def _note_step(self, step: Step, seconds: float) -> None:
@@ -346,7 +439,7 @@ class EngineCore:
             return
         decode = sum(1 for chunk in step.chunks if chunk.start >= chunk.sequence.num_prompt)
         pool = self.cache.pool
-        self._notify(
+        self.notify(
             StepFinished(
                 seconds,
                 step.num_tokens - decode,

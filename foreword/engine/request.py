@@ -104,6 +104,7 @@ class Request:
         salt: the tenant's salt; equal salts share cached blocks, different ones never do.
         index: which of the `n` sequences of its prompt this is.
         want_cache_report: explain in the final `Delta` where the prompt's KV came from.
+        prefill: transfer address of the instance that computes the prompt; "" computes it here.
     """
 
     id: str
@@ -112,6 +113,7 @@ class Request:
     salt: bytes = b""
     index: int = 0
     want_cache_report: bool = False
+    prefill: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,10 @@ class CacheReport:
         reason: why reuse ended where it did.
         diverged_at: for `diverged`, the position of the first token that differs from the nearest cached prompt.
         detail: the same in a sentence.
-        loaded_tokens: reused from each tier off the device, by the tier's label.
+        loaded_tokens: reused from each tier off the device, by the tier's label; `prefill host:port` is what another instance
+            had cached.
+        transferred_tokens: came from another instance, by the same label, whether it had them cached or computed them for this
+            request. What it computed is part of `computed_tokens`.
     """
 
     prompt_tokens: int
@@ -148,6 +153,7 @@ class CacheReport:
     diverged_at: int | None
     detail: str
     loaded_tokens: dict[str, int] = field(default_factory=dict)
+    transferred_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

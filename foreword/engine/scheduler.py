@@ -1,6 +1,7 @@
 """Which tokens the next step computes: continuous batching, chunked prefill, preemption (R8 to R11). Pure: no torch, no I/O.
 
-A sequence is *waiting* (without blocks), *loading* (it has blocks, which a store is about to fill), *running*, or finished.
+A sequence is *waiting* (without blocks), *loading* (it has blocks, which a store is about to fill), *pulling* (another instance
+computes its prompt and fills its blocks), *running*, *paused* (it keeps its blocks and rests), or finished.
 Every step computes, for each running sequence in order of
 admission, what is missing of its tokens: one for a sequence that decodes, a chunk for one that prefills. Then waiting
 sequences are admitted in order of arrival while budget and memory last.
@@ -11,11 +12,42 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from foreword.blocks import BlockTable, Copy, Match, PrefixCache
 from foreword.cache import BlockCache, Ticket
-from foreword.engine.request import CacheReport, Request
+from foreword.engine.request import CacheReport, Request, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What another instance has brought of a prompt.
+
+    Attributes:
+        origin: whose it is, in words.
+        blocks: full blocks of the prompt that are here now, from its first block on.
+        cached_tokens: leading tokens of the prompt that were cached there.
+        token, logprob: the token after the prompt, if all of the prompt's KV is here.
+    """
+
+    origin: str
+    blocks: int
+    cached_tokens: int
+    token: int | None
+    logprob: TokenLogprob | None
+
+
+class Pull(Protocol):
+    """A prompt that another instance computes (`engine.pull.Pull`)."""
+
+    min_tokens: int
+
+    @property
+    def done(self) -> bool: ...
+    def begin(self, keys: Listed[bytes], held: int, blocks: Listed[int]) -> None: ...
+    def close(self) -> Arrival: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +61,9 @@ class Sequence:
         ticket: the search for its blocks off the device, and their load; it began at block `searched_from`.
         loaded: the tier of each block that was loaded at the first admission. Of the last one, `recomputed` tokens do not
             count as reused.
+        pull: how another instance is asked for the prompt; None once that has ended or was not worth it.
+        leader: the sequence of the same request whose prompt is waited for.
+        arrival: what came, `arrived_from` tokens of the prompt were here already.
     """
 
     request: Request
@@ -47,6 +82,10 @@ class Sequence:
     searched_from: int = 0
     loaded: list[int] = field(default_factory=list)
     recomputed: int = 0
+    pull: Pull | None = None
+    leader: Sequence | None = None
+    arrival: Arrival | None = None
+    arrived_from: int = 0
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,6 +163,8 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.loading: list[Sequence] = []
+        self.pulling: list[Sequence] = []
+        self.paused: list[Sequence] = []
         self._off = off_device
         self._arrived: list[Sequence] = []
         self._in_flight: set[bytes] = set()
@@ -138,11 +179,16 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting or self.loading)
+        return bool(self.running or self.waiting or self.loading) or any(_is_done(s) for s in self.pulling)
 
     def expects(self) -> bool:
         """Whether a store is about to bring news: then a step without work is no dead end."""
         return bool(self.loading) or any(s.ticket is not None and not s.ticket.answered for s in self.waiting)
+
+    @property
+    def in_blocks(self) -> int:
+        """Sequences that hold blocks, or are about to."""
+        return len(self.running) + len(self.loading) + len(self.pulling) + len(self.paused)
 
     def schedule(self) -> Step:
         """Decide the next step and take its blocks. An empty step means that there is nothing to do."""
@@ -216,8 +262,10 @@ class Scheduler:
 
     def _admit_waiting(self, draft: _Draft) -> None:
         for sequence in list(self.waiting):
-            if draft.budget <= 0 or len(self.running) + len(self.loading) >= self._max_num_seqs:
+            if draft.budget <= 0 or self.in_blocks >= self._max_num_seqs:
                 break
+            if sequence.leader is not None and sequence.leader.pull is not None:
+                continue  # the same prompt is on its way; it will be on the device then
             match = self.cache.lookup(sequence.table)
             if self._off is not None and not self._is_decided(sequence, match):
                 continue  # the search is under way; whoever comes after it need not wait for that
@@ -227,6 +275,9 @@ class Scheduler:
             count = self._to_load(sequence, match)
             if count:
                 self._begin_load(sequence, match, count)
+            elif self._is_pulled(sequence, match.cached_tokens):
+                self.cache.admit(sequence.table, match)
+                self._begin_pull(sequence)
             else:
                 self._admit(draft, sequence, match)
 
@@ -273,6 +324,10 @@ class Scheduler:
             held = sequence.table.visible + len(tiers)
             self.cache.publish(sequence.table, held)
             shared = held * self.cache.block_size
+            if self._is_pulled(sequence, shared):
+                sequence.loaded = tiers
+                if self._begin_pull(sequence):
+                    continue
             sequence.computed = min(shared, len(sequence.table) - 1)
             self.running.append(sequence)
             if sequence.cached_tokens < 0:
@@ -291,12 +346,70 @@ class Scheduler:
         sequence.ticket = None
         return tiers
 
+    def _is_pulled(self, sequence: Sequence, cached_tokens: int) -> bool:
+        """Whether the rest of a prompt is worth asking another instance for."""
+        pull = sequence.pull
+        if pull is not None and len(sequence.table) - cached_tokens < pull.min_tokens:
+            sequence.pull = None
+        return sequence.pull is not None
+
+    def _begin_pull(self, sequence: Sequence) -> bool:
+        """Take blocks for the rest of a prompt and ask for it. Nobody finds them before they are filled. False if there is no
+        room for them any more: then it is computed here, a chunk at a time."""
+        table, size = sequence.table, self.cache.block_size
+        assert sequence.pull is not None
+        held = table.visible
+        blocks = self.cache.extend(table, -(-len(table) // size))
+        if blocks is None:
+            sequence.pull = None
+            return False
+        sequence.computed = sequence.arrived_from = held * size
+        self.pulling.append(sequence)
+        full = len(table) // size
+        sequence.pull.begin(table.chain.keys_to(full)[:full], held, table.blocks[held:])
+        return True
+
+    def collect_pulls(self) -> list[Sequence]:
+        """Prompts that came, whole or in part: they run, and compute what is missing. One that came whole has no token to
+        compute before the next one is appended (`arrival.token`)."""
+        done = [sequence for sequence in self.pulling if _is_done(sequence)]
+        for sequence in done:
+            self._end_pull(sequence)
+        return done
+
+    def _end_pull(self, sequence: Sequence) -> None:
+        assert sequence.pull is not None
+        table, size = sequence.table, self.cache.block_size
+        sequence.arrival = arrival = sequence.pull.close()
+        sequence.pull = None
+        self.pulling.remove(sequence)
+        self.running.append(sequence)
+        self.cache.publish(table, arrival.blocks)
+        if arrival.token is not None:
+            sequence.computed = len(table)
+            self.cache.note_tail(table, len(table))
+        else:
+            sequence.computed = min(arrival.blocks * size, len(table) - 1)
+        held = sequence.arrived_from
+        sequence.cached_tokens = max(held, min(arrival.cached_tokens, sequence.num_prompt - 1))
+        sequence.shared_tokens = sequence.cached_tokens
+
+    def pause(self, sequence: Sequence) -> None:
+        """It keeps its blocks, and takes no part in steps. It must run."""
+        self.running.remove(sequence)
+        self.paused.append(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Go on with a paused one."""
+        self.paused.remove(sequence)
+        self.running.append(sequence)
+
     def _fits(self, sequence: Sequence, match: Match) -> bool:
         """Whether the pool has room for all the tokens that the sequence has so far, and for what running prefills have yet
         to take, above the reserve. An engine without other work needs no reserve."""
         cache = self.cache
         needed = cache.new_blocks(sequence.table, match, len(sequence.table))
-        if self.running or self.loading:
+        if self.in_blocks:
             needed += self._reserve + self._owed()
         return needed <= cache.pool.num_free
 
@@ -306,7 +419,7 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, sequence: Sequence, match: Match) -> None:
         cache, table = self.cache, sequence.table
-        sequence.ticket = None
+        sequence.ticket = sequence.pull = None
         # A prompt that is cached to its end computes its last token again, for the logits; its KV is not written (R8).
         sequence.computed = min(match.cached_tokens, len(table) - 1)
         count = min(len(table) - sequence.computed, draft.budget)
@@ -341,16 +454,30 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""
-        if sequence in self.running:
-            self.running.remove(sequence)
+        if sequence in self.running or sequence in self.paused:
+            (self.running if sequence in self.running else self.paused).remove(sequence)
             self.cache.note_tail(sequence.table, sequence.computed)
             self.cache.release(sequence.table)
         elif sequence in self.loading:
             self._end_load(sequence)
             self.cache.release(sequence.table)
+        elif sequence in self.pulling:
+            self._abandon_pull(sequence)
+            self.cache.release(sequence.table)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        sequence.pull = None
+
+    def _abandon_pull(self, sequence: Sequence) -> None:
+        """What has come whole stays cached."""
+        assert sequence.pull is not None
+        self.cache.publish(sequence.table, sequence.pull.close().blocks)
+        self.pulling.remove(sequence)
 
     def finish_all(self, sequences: Iterable[Sequence]) -> None:
         for sequence in list(sequences):
             self.finish(sequence)
+
+
+def _is_done(sequence: Sequence) -> bool:
+    return sequence.pull is not None and sequence.pull.done

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ class TorchRunner:
         shapes: what each layer keeps per token (`record_layers`).
         num_blocks, block_size: the pool; every layer gets tensors of that many blocks.
         share_prefixes: read a prefix that decoding sequences share once per batch.
+
+    `on_written`, where it is set, is called with each layer whose K and V a step has written, while it goes on.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class TorchRunner:
         self._device: torch.device = model.device
         self._block_size = block_size
         self._share = share_prefixes
+        self.on_written: Callable[[int], None] | None = None
         self.layers = {
             layer: PagedLayer(shape, num_blocks, block_size, self._device) for layer, shape in shapes.items()
         }
@@ -76,7 +79,9 @@ class TorchRunner:
             end = chunk.start + chunk.count
             tokens += chunk.sequence.table.chain.tokens[chunk.start : end]
             positions += range(chunk.start, end)
-        attention = StepAttention(step, self.layers, self._block_size, self._device, share=self._share)
+        attention = StepAttention(
+            step, self.layers, self._block_size, self._device, share=self._share, on_written=self.on_written
+        )
         with active(attention):
             output = self._model(
                 input_ids=torch.tensor([tokens], dtype=torch.long, device=self._device),

@@ -12,7 +12,7 @@ from foreword import __version__
 from foreword.config import Config
 from foreword.errors import ForewordError
 from foreword.metrics import PrometheusObserver
-from foreword.serving import cache_api, faults, openai_api, prefixes_api
+from foreword.serving import cache_api, faults, instance_api, openai_api, prefixes_api
 from foreword.serving.backend import Engine
 from foreword.serving.dashboard import server as dashboard
 from foreword.serving.front import Front
@@ -44,6 +44,7 @@ def create_app(
     app.include_router(openai_api.router(front))
     app.include_router(prefixes_api.router(front))
     app.include_router(cache_api.router(front))
+    app.include_router(instance_api.router(front))
     dashboard.install(app, front, registry)
     _add_probes(app, gate, registry)
     _add_sources(app, events)

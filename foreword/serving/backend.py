@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from foreword.blocks.shared import SharedChain
 from foreword.cache import BlockCache
 from foreword.engine.request import Delta, Request
+
+if TYPE_CHECKING:
+    from foreword.engine.instance import Instance
 
 ChatMessage = dict[str, Any]
 Messages = list[ChatMessage]
@@ -136,6 +139,8 @@ class Engine(Protocol):
     def prefixes(self) -> Prefixes: ...
     @property
     def off_device(self) -> BlockCache | None: ...
+    @property
+    def instance(self) -> Instance | None: ...
     def validate(self, request: Request) -> None: ...
     def generate(self, request: Request) -> AsyncGenerator[Delta, None]: ...
     def status(self) -> EngineStatus: ...

@@ -38,6 +38,11 @@ class Gate:
         self._progress = text
 
     @property
+    def draining(self) -> bool:
+        """Whether it lets nobody in because the server is about to stop."""
+        return self._draining
+
+    @property
     def loaded(self) -> Engine | None:
         """The engine, whether or not requests may enter."""
         return self._engine

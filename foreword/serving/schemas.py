@@ -143,6 +143,10 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class TransferParams(Body):
+    prefill: str | None = Field(None, description="Transfer address of the instance that computes the prompt.")
+
+
 class SamplingBody(Body):
     """What completions and chat have in common. None means the default."""
 
@@ -168,6 +172,7 @@ class SamplingBody(Body):
     prefix: str | None = Field(None, description="A named prefix that stands before the prompt.")
     cache_report: bool | None = Field(None, description="Explain where the prompt's KV came from.")
     return_token_ids: bool | None = Field(None, description="Show the token ids of prompt and answer (vLLM's fields).")
+    kv_transfer_params: TransferParams | None = Field(None, description="Internal: a router sets it.")
     prompt_cache_key: str | None = Field(None, description="Accepted and not needed: prefixes are found by content.")
 
     @model_validator(mode="after")

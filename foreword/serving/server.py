@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from foreword import __version__
-from foreword.config import Config, ServerConfig
+from foreword.config import Config, ServerConfig, TransferConfig
 from foreword.errors import ConfigError, ForewordError
 from foreword.events import Observer
 from foreword.metrics import PrometheusObserver
@@ -223,9 +223,16 @@ def load_engine(
     """Load the real engine; imports torch. Raises ForewordError."""
     from foreword.engine.async_engine import AsyncEngine
 
+    role, transfer = config.role, config.transfer.with_secret()
     observers: list[Observer] = [registry, events] if events is not None else [registry]
     return AsyncEngine.from_config(
-        config.engine, prefixes=config.prefixes, store=config.store, observers=observers, progress=progress
+        config.engine,
+        prefixes=config.prefixes,
+        store=config.store,
+        transfer=transfer if role is not None or transfer != TransferConfig() else None,
+        role=role,
+        observers=observers,
+        progress=progress,
     )
 
 
