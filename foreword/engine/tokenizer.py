@@ -10,6 +10,7 @@ import transformers
 from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
 
+from foreword.engine.stops import StopFinder as StopFinder
 from foreword.errors import BadRequest, ModelNotFound
 
 # Tokens of the prompt that the first new token's text may depend on (a leading space, half a character).
@@ -109,41 +110,6 @@ class TextStream:
         """What the last tokens stand for although it is not complete (U+FFFD for half a character)."""
         held, self._held = self._held, []
         return self._tokenizer.decode(held) if held else ""
-
-
-class StopFinder:
-    """Cuts text at the first stop string; text that may be the beginning of one is held back."""
-
-    __slots__ = ("_held", "_include", "_stops")
-
-    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
-        self._stops = stops
-        self._include = include
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Text that may leave, and the stop string that was found."""
-        if not self._stops:
-            return text, None
-        text = self._held + text
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            # The first to be complete, and the longer of two that end together: so it does not matter how tokens cut the text.
-            place, stop = min(found, key=lambda item: (item[0] + len(item[1]), item[0]))
-            self._held = ""
-            return text[: place + (len(stop) if self._include else 0)], stop
-        keep = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
-
-    def flush(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper beginning of `stop` that `text` ends with."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -1,0 +1,40 @@
+"""Stop strings: found wherever tokens cut the text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopFinder:
+    """Cuts text at the first stop string; text that may be the beginning of one is held back."""
+
+    __slots__ = ("_held", "_include", "_stops")
+
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+        self._stops = stops
+        self._include = include
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Text that may leave, and the stop string that was found."""
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            # The first to be complete, and the longer of two that end together: so it does not matter how tokens cut the text.
+            place, stop = min(found, key=lambda item: (item[0] + len(item[1]), item[0]))
+            self._held = ""
+            return text[: place + (len(stop) if self._include else 0)], stop
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper beginning of `stop` that `text` ends with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
