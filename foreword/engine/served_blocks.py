@@ -35,9 +35,9 @@ from foreword.transfer.service import Idle
 BATCH_BYTES: Final = 8 << 20
 BATCH_BLOCKS: Final = 512
 ARENA_BYTES: Final = 4 * BATCH_BYTES
-# Of the pool, what one batch may hold; and of the free blocks, what it must leave.
+# Of the pool, the part that one batch may hold; and of the free blocks, the part that it may take.
 _HELD_SHARE: Final = 8
-_LEFT_SHARE: Final = 2
+_FREE_SHARE: Final = 2
 
 # Runs a function on the engine's thread between two steps; False if the engine has ended.
 Post = Callable[[Callable[[], None]], bool]
@@ -129,7 +129,8 @@ class ServedBlocks:
         self._staging = staging
         self._memory = tuple(memory)
         self._slots = Slots(range(staging.slots))
-        self._batch = max(min(BATCH_BYTES // staging.frame_bytes, BATCH_BLOCKS, staging.slots), 1)
+        most = min(BATCH_BYTES // staging.frame_bytes, BATCH_BLOCKS, pool.num_blocks // _HELD_SHARE, staging.slots)
+        self._batch = max(most, 1)
         self._copying = threading.Lock()
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -240,12 +241,11 @@ class ServedBlocks:
     def _take(self, wanted: Sequence[tuple[int, Name]]) -> list[_Held]:
         pool = self._pool
         held: list[_Held] = []
-        most = max(pool.num_blocks // _HELD_SHARE, 1)
-        spare = pool.num_free // _LEFT_SHARE
+        spare = pool.num_free // _FREE_SHARE
         for number, name in wanted:
             key = name[FINGERPRINT_BYTES:]
             blocks, place = pool.lookup([key]), self._chains.place(key)
-            if not blocks or place is None or len(held) >= most:
+            if not blocks or place is None:
                 continue
             free = pool.count_free(blocks)
             if free > spare:

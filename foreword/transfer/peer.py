@@ -32,7 +32,7 @@ log = logging.getLogger("foreword.transfer")
 Result = TypeVar("Result")
 
 _FIRST_PAUSE: Final = 0.25
-_LONGEST_PAUSE: Final = 10.0
+_LONGEST_PAUSE: Final = 5.0
 # Seconds between two looks at a connection that is there: so soon is it noticed that it broke.
 _LOOK: Final = 0.5
 

@@ -1,0 +1,552 @@
+"""Engines that read each other's blocks (`peer://`): what one computed another one loads, and whatever becomes of the one, the
+other one's output is right."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from peer_process import PATIENCE, Process
+from tiny import Reference, greedy, prompt
+
+from foreword.blocks.keys import Scope, chain_keys
+from foreword.config import EngineConfig, StoreConfig, TransferConfig
+from foreword.engine.async_engine import AsyncEngine
+from foreword.engine.llm import LLM
+from foreword.engine.request import Request, SamplingParams
+from foreword.engine.served_blocks import DeviceChains, ServedBlocks, serve_blocks
+from foreword.events import BlocksRemoved, BlocksStored
+from foreword.store.frame import HEADER_BYTES, check, read_header
+from foreword.transfer.endpoint import Endpoint
+
+Make = Callable[..., LLM]
+Find = Callable[[str], Reference]
+Find_folder = Callable[[str], Path]
+
+MEMORY = "memory://?size=16MiB"
+SECRET = "a shared secret of the tests"
+QUICK: dict[str, Any] = {"beat_seconds": 0.2, "connect_timeout": 5.0, "progress_timeout": 5.0, "ring": "4MiB"}
+# Nothing to do with the promises here: a loaded machine must not make computing look sooner than loading.
+PATIENT: dict[str, Any] = {"lookup_timeout": 20.0, "load_timeout": 60.0}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < ends, "it never happened"
+        time.sleep(0.01)
+
+
+def stores(*urls: str, **times: float) -> StoreConfig:
+    return StoreConfig(urls=urls, **(PATIENT | times))
+
+
+class Giver:
+    """An engine in this process that others read from."""
+
+    def __init__(self, folder: Path, *urls: str, blocks: int = 256, **transfer: Any) -> None:
+        config = EngineConfig(
+            model=str(folder), dtype="float32", kv_memory=f"{4 * blocks} tokens", block_size=4, threads=1
+        )
+        settings = TransferConfig(**(QUICK | transfer))
+        self.engine = AsyncEngine.from_config(config, store=StoreConfig(urls=urls), transfer=settings)
+        assert self.engine.served is not None
+        self.served: ServedBlocks = self.engine.served
+        self.endpoint: Endpoint = serve_blocks(self.served, settings)
+        self.url = f"peer://{self.endpoint.address}?beat_seconds=0.2"
+
+    def generate(self, tokens: Sequence[int], count: int = 8, salt: bytes = b"") -> tuple[int, ...]:
+        return asyncio.run(collect(self.engine, tokens, count, salt))
+
+    def clear(self) -> None:
+        if self.engine.off_device is not None:
+            assert self.engine.off_device.flush()
+        asyncio.run(self.engine.clear_cache())
+
+    def names(self, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
+        info = self.engine.info
+        root = Scope(bytes.fromhex(info.fingerprint), info.block_size, salt).root()
+        return [self.served.layout.fingerprint + key for key in chain_keys(root, tokens, info.block_size)]
+
+    def check(self) -> None:
+        """Nothing is held for anybody, and the pool is sound."""
+        until(lambda: self.engine.status().kv_usage == 0.0)
+        asyncio.run(self.engine.check_integrity())
+
+    def close(self) -> None:
+        self.endpoint.close()
+        self.engine.close()
+
+
+async def collect(engine: AsyncEngine, tokens: Sequence[int], count: int, salt: bytes = b"") -> tuple[int, ...]:
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    request = Request(f"{random.random()}", tuple(tokens), params, salt=salt)
+    return tuple([token async for delta in engine.generate(request) for token in delta.tokens])
+
+
+@pytest.fixture
+def giver(llama: Path) -> Iterator[Callable[..., Giver]]:
+    with ExitStack() as stack:
+
+        def start(folder: Path | None = None, *urls: str, **settings: Any) -> Giver:
+            return stack.enter_context(closing(Giver(folder or llama, *urls, **settings)))
+
+        yield start
+
+
+def connected(llm: LLM, number: int = -1) -> None:
+    assert llm.off_device is not None
+    tier = llm.off_device.store.tiers[number]
+    until(lambda: tier.store.status().notes["connected"] == 1)
+
+
+def serve(served: ServedBlocks, names: Sequence[bytes], longest: int = 1 << 20) -> list[bytes | None]:
+    """What `get` gives, copied: its memory is used again."""
+    found = [
+        bytes(one) if one is not None else None
+        for batch in served.get(names, longest, time.monotonic() + PATIENCE)
+        for one in batch
+    ]
+    return found + [None] * (len(names) - len(found))
+
+
+# What is read
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "deepseek_v2"])
+def test_from_the_device_of_another(
+    family: str, folder: Find_folder, engine: Make, reference: Find, giver: Any
+) -> None:
+    """What one engine has on its device another one loads, for every kind of layer, and goes on as if it had computed it; the
+    report says where it came from; and the next time it is in its own memory."""
+    tokens = prompt(101, 1)
+    one = giver(folder(family))
+    one.generate(tokens)
+    with engine(family, store=stores(MEMORY, one.url)) as llm:
+        connected(llm)
+        [output] = llm.generate(tokens, greedy(8), cache_report=True)
+        reference(family).check(tokens, output.outputs[0], 8)
+        assert output.cache_report is not None and output.cache_report.loaded_tokens == {"peer": 100}
+        assert one.served.status().device == 25
+        llm.flush()
+        llm.clear_cache()
+        [again] = llm.generate(tokens, greedy(8), cache_report=True)
+        assert again.outputs[0].tokens == output.outputs[0].tokens
+        assert again.cache_report is not None and again.cache_report.loaded_tokens == {"memory": 100}
+    one.check()
+
+
+def test_from_the_memory_of_another(engine: Make, reference: Find, giver: Any) -> None:
+    """What has left the device of one engine but is in its memory tier another one loads; also where the memory tier has only
+    the first part and the device the rest."""
+    tokens = prompt(120, 2)
+    one = giver(None, MEMORY)
+    one.generate(tokens[:60])
+    one.clear()
+    one.engine.off_device.store.tiers[0].store.delete(one.names(tokens)[10:], deadline=time.monotonic() + PATIENCE)
+    memory = one.engine.off_device.store.tiers[0].store
+    with engine("llama", store=stores(one.url)) as llm:
+        connected(llm)
+        [output] = llm.generate(tokens, greedy(8), cache_report=True)
+        reference("llama").check(tokens, output.outputs[0], 8)
+        assert output.cache_report.loaded_tokens == {"peer": 40}
+        status = one.served.status()
+        assert (status.device, status.memory) == (0, 10)
+        one.generate(tokens)
+        assert one.engine.off_device.flush()
+        memory.delete(one.names(tokens)[5:], deadline=time.monotonic() + PATIENCE)
+        llm.clear_cache()
+        [output] = llm.generate(tokens, greedy(8), cache_report=True)
+        reference("llama").check(tokens, output.outputs[0], 8)
+        assert output.cache_report.loaded_tokens == {"peer": 119}
+        assert (one.served.status().device, one.served.status().memory) == (25, 15)
+        assert llm.off_device.status().saved == llm.off_device.status().queued == 0, "a peer is only read"
+
+
+def test_frames_are_those_that_a_store_would_have(giver: Any) -> None:
+    """A frame from the device is to the last bit the one that was written into the memory tier: parent, depth and all."""
+    one = giver(None, MEMORY)
+    texts = [prompt(60, 3), prompt(60, 3)[:24] + prompt(40, 4), prompt(90, 5)]
+    for tokens in texts:
+        one.generate(tokens, 12)
+    assert one.engine.off_device.flush()
+    memory = one.engine.off_device.store.tiers[0].store
+    names = list(dict.fromkeys(name for tokens in texts for name in one.names(tokens)))
+    buffers = [memoryview(bytearray(1 << 16)) for _ in names]
+    lengths = memory.get(names, buffers, deadline=time.monotonic() + PATIENCE)
+    one.served._memory = ()
+    found = serve(one.served, names)
+    assert found == [bytes(buffer[:length]) for buffer, length in zip(buffers, lengths, strict=True)]
+    assert {read_header(data).depth for data in found if data} == set(range(22))
+    one.check()
+
+
+def test_two_peers(engine: Make, reference: Find, giver: Any) -> None:
+    """Each prompt comes from the peer that has it, and one whose beginning one has and whose rest the other has from both."""
+    first, second = giver(), giver()
+    both = prompt(80, 6)
+    first.generate(prompt(61, 7))
+    second.generate(prompt(61, 8))
+    first.generate(both[:40])
+    second.generate(both)
+    asyncio.run(second.engine.check_integrity())
+    with engine("llama", store=stores(first.url, second.url)) as llm:
+        connected(llm, 0)
+        connected(llm, 1)
+        for tokens, loaded in (
+            (prompt(61, 7), {"peer": 60}),
+            (prompt(61, 8), {"peer-2": 60}),
+            (both, {"peer": 40, "peer-2": 39}),
+        ):
+            [output] = llm.generate(tokens, greedy(4), cache_report=True)
+            reference("llama").check(tokens, output.outputs[0], 4)
+            assert output.cache_report.loaded_tokens == loaded
+
+
+def test_tenants(giver: Any, engine: Make) -> None:
+    """A tenant's blocks cannot be asked for by who does not know the tenant's salt, and can by who does."""
+    one = giver()
+    tokens = prompt(80, 9)
+    one.generate(tokens, salt=b"ann")
+    assert one.served.locate(one.names(tokens), time.monotonic() + PATIENCE) == 0
+    assert one.served.locate(one.names(tokens, b"bob"), time.monotonic() + PATIENCE) == 0
+    assert one.served.locate(one.names(tokens, b"ann"), time.monotonic() + PATIENCE) == 20
+    with engine("llama", store=stores(one.url)) as llm:
+        connected(llm)
+        assert llm.generate(tokens, greedy(2))[0].cached_tokens == 0
+
+
+# Who is refused
+
+
+def test_another_model(folder: Find_folder, engine: Make, reference: Find, giver: Any, caplog: Any) -> None:
+    """An engine with another model, and one with another block size, is not read: the log says what differs, the call is
+    counted, the output is right."""
+    tokens = prompt(80, 10)
+    other = giver(folder("qwen2"))
+    other.generate(tokens)
+    for options in ({}, {"block_size": 8}):
+        with caplog.at_level(logging.WARNING), engine("llama", store=stores(other.url), **options) as llm:
+            tier = llm.off_device.store.tiers[0]
+            until(lambda tier=tier: tier.store.status().notes["rejected"] >= 1)
+            [output] = llm.generate(tokens, greedy(4))
+            reference("llama").check(tokens, output.outputs[0], 4)
+            assert output.cached_tokens == 0 and tier.counters.errors["store_unavailable"] == 1
+    assert "another weights of the model" in caplog.text and "block size" in caplog.text
+
+
+def test_a_wrong_secret(engine: Make, reference: Find, giver: Any, monkeypatch: Any) -> None:
+    """Without the secret, or with another one, nothing is read and the output is right; with it, blocks are."""
+    tokens = prompt(80, 11)
+    one = giver(secret=SECRET)
+    one.generate(tokens)
+    monkeypatch.setenv("RIGHT", SECRET)
+    monkeypatch.setenv("WRONG", SECRET.upper())
+    for more, cached in (("", 0), ("&secret_env=WRONG", 0), ("&secret_env=RIGHT", 79)):
+        with engine("llama", store=stores(one.url + more)) as llm:
+            notes = llm.off_device.store.tiers[0].store.status
+            until(lambda notes=notes: max(notes().notes["rejected"], notes().notes["connected"]) >= 1)
+            [output] = llm.generate(tokens, greedy(4))
+            assert output.cached_tokens == cached
+            reference("llama").check(tokens, output.outputs[0], 4)
+
+
+# What goes wrong
+
+
+class Wire:
+    """Passes bytes between readers and a peer; what the peer sends can be altered or held."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self.target = (host, int(port))
+        self.flip = False
+        self.hold_after = -1
+        self.holding = threading.Event()
+        self.passed = 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.open: list[socket.socket] = [self.listener]
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self.listener.accept()
+                try:
+                    server = socket.create_connection(self.target)
+                except OSError:
+                    client.close()
+                    continue
+                self.open += [client, server]
+                threading.Thread(target=self.pump, args=(client, server, False), daemon=True).start()
+                threading.Thread(target=self.pump, args=(server, client, True), daemon=True).start()
+
+    def pump(self, source: socket.socket, target: socket.socket, watched: bool) -> None:
+        with suppress(OSError):
+            while data := bytearray(source.recv(16384)):
+                if watched and self.flip and len(data) > 4000:
+                    data[len(data) // 2] ^= 1
+                if watched:
+                    self.passed += len(data)
+                    if 0 <= self.hold_after < self.passed:
+                        self.holding.set()
+                        continue
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for one in self.open:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+@pytest.fixture
+def wire() -> Iterator[Callable[[str], Wire]]:
+    with ExitStack() as stack:
+        yield lambda target: stack.enter_context(closing(Wire(target)))
+
+
+def test_bytes_that_change_on_the_way(engine: Make, reference: Find, giver: Any, wire: Any) -> None:
+    """A block whose bytes changed on the way is a miss that is counted; the output is right, and the block is not kept."""
+    tokens = prompt(400, 12)
+    one = giver()
+    one.generate(tokens)
+    between = wire(one.endpoint.address)
+    with engine("llama", store=stores(MEMORY, f"peer://{between.address}?links=tcp&beat_seconds=0.2")) as llm:
+        connected(llm)
+        between.flip = True
+        [output] = llm.generate(tokens, greedy(8))
+        reference("llama").check(tokens, output.outputs[0], 8)
+        counters = llm.off_device.store.tiers[1].counters
+        assert output.cached_tokens < 399 and (counters.bad or counters.errors)
+        between.flip = False
+        llm.flush()
+        llm.clear_cache()
+        [output] = llm.generate(tokens, greedy(8), cache_report=True)
+        reference("llama").check(tokens, output.outputs[0], 8)
+        assert set(output.cache_report.loaded_tokens) <= {"memory", "peer"} and output.cached_tokens == 399
+
+
+def test_a_process_that_is_killed_and_comes_back(
+    llama: Path, engine: Make, reference: Find, wire: Any, tmp_path: Path
+) -> None:
+    """Two processes: B loads what A has on its device, and in its memory; A stands still: B answers; A is killed in the middle
+    of a load: B answers; A starts again at its address: B finds it again. B's output is the model's, all the time."""
+    settings = {"model": str(llama), "dtype": "float32", "kv_memory": "2048 tokens", "block_size": 4, "threads": 1}
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    transfer = {**QUICK, "bind": f"127.0.0.1:{port}", "secret": SECRET}
+    truth = reference("llama")
+    (tmp_path / "secret").write_text(SECRET)
+    between = wire(f"127.0.0.1:{port}")
+    url = f"peer://{between.address}?links=tcp&beat_seconds=0.2&connect_timeout=2&secret_file={tmp_path}/secret"
+
+    def ask(llm: LLM, tokens: list[int]) -> dict[str, int]:
+        [output] = llm.generate(tokens, greedy(8), cache_report=True)
+        truth.check(tokens, output.outputs[0], 8)
+        assert output.cache_report is not None
+        return output.cache_report.loaded_tokens
+
+    a = Process(settings, [MEMORY], transfer)
+    try:
+        texts = [prompt(401, 20 + number) for number in range(4)]
+        for tokens in texts[:3]:
+            assert tuple(a.ask("generate", tokens=tokens, count=8)) == truth.greedy(tokens, 8)
+        with engine("llama", store=stores(url, load_timeout=5.0)) as llm:
+            connected(llm)
+            assert ask(llm, texts[0]) == {"peer": 400}
+            a.ask("clear")
+            assert ask(llm, texts[1]) == {"peer": 400}
+            assert a.ask("status")["memory"] >= 100
+
+            a.signal(signal.SIGSTOP)
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(ask, llm, texts[3]).result(PATIENCE) == {}
+            a.signal(signal.SIGCONT)
+
+            peer = llm.off_device.store.tiers[0]  # type: ignore[union-attr]
+            until(lambda: peer.store.status().notes["connected"] == 1 and not peer.breaker.is_open)
+            between.hold_after = between.passed + 40_000
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(ask, llm, texts[2])
+                assert between.holding.wait(PATIENCE)
+                a.kill()
+                loaded = asked.result(PATIENCE)
+            assert loaded.get("peer", 0) < 400
+            between.hold_after = -1
+
+            a = Process(settings, [MEMORY], transfer)
+            a.ask("generate", tokens=texts[3], count=8)
+            connected(llm)
+
+            def found() -> bool:
+                llm.clear_cache()
+                return ask(llm, texts[3]) == {"peer": 400}
+
+            until(found)
+            llm.check()
+        assert a.ask("status")["kv_usage"] == 0.0
+    finally:
+        a.kill()
+
+
+# What it costs the engine that is read
+
+
+def test_the_engine_goes_on_while_it_is_read(giver: Any, reference: Find) -> None:
+    """While four readers take all that they can, the engine decodes to the end; what they hold is a share of the pool; in the
+    end nothing is held."""
+    one = giver(blocks=128)
+    read = prompt(160, 30)
+    one.generate(read)
+    names, held = one.names(read), []
+    stop = threading.Event()
+    take = one.served._take
+
+    def watched(wanted: Any) -> Any:
+        found = take(wanted)
+        held.append(len(found))
+        return found
+
+    one.served._take = watched
+
+    def reading() -> int:
+        count = 0
+        while not stop.is_set():
+            count += sum(data is not None for data in serve(one.served, names))
+        return count
+
+    with ThreadPoolExecutor(4) as pool:
+        readers = [pool.submit(reading) for _ in range(4)]
+        text = prompt(9, 31)
+        assert one.generate(text, 60) == reference("llama").greedy(text, 60)
+        stop.set()
+        assert sum(reader.result(PATIENCE) for reader in readers) > 0
+    assert 0 < max(held) <= 128 // 8
+    one.check()
+
+
+def test_blocks_come_and_go_while_they_are_read(giver: Any) -> None:
+    """While blocks are evicted and computed again under the readers' hands, whatever is given under a name is that block."""
+    one = giver(blocks=96)
+    texts = [prompt(100, 40 + number) for number in range(6)]
+    truth: dict[bytes, np.ndarray] = {}
+    for tokens in texts:
+        one.generate(tokens, 1)
+        for name, data in zip(one.names(tokens), serve(one.served, one.names(tokens)), strict=True):
+            if data is not None:
+                truth[name] = payload(data)
+    assert len(truth) > 60
+    stop = threading.Event()
+
+    def reading(seed: int) -> int:
+        draw, count = random.Random(seed), 0
+        while not stop.is_set():
+            names = one.names(draw.choice(texts))[: draw.randint(1, 25)]
+            for name, data in zip(names, serve(one.served, names), strict=True):
+                if data is not None and name in truth:
+                    assert check(memoryview(data), name)
+                    assert np.allclose(payload(data), truth[name], atol=1e-3)
+                    count += 1
+        return count
+
+    with ThreadPoolExecutor(3) as pool:
+        readers = [pool.submit(reading, seed) for seed in range(3)]
+        for number in range(40):
+            one.generate(texts[number * 5 % 6], 2)
+        stop.set()
+        assert all(reader.result(PATIENCE) > 0 for reader in readers)
+    one.check()
+
+
+def payload(data: bytes) -> np.ndarray:
+    return np.frombuffer(data[HEADER_BYTES:], np.float32)
+
+
+def test_reading_keeps_a_chain_in_order(giver: Any) -> None:
+    """Reading only the end of a chain counts as use of all of it: its beginning is not evicted before its end."""
+    one = giver(blocks=64)
+    first, second = prompt(64, 50), prompt(64, 51)
+    one.generate(first, 1)
+    one.generate(second, 1)
+    names = one.names(first)
+    assert all(serve(one.served, names[8:]))
+    one.check()
+    one.generate(prompt(120, 52), 1)
+    device = [one.served.locate([name], time.monotonic() + PATIENCE) for name in names]
+    assert device == sorted(device, reverse=True) and any(device)
+
+
+def test_an_engine_that_has_ended(giver: Any) -> None:
+    """After the engine is closed nothing is given, and nobody waits for it."""
+    one = giver(None, MEMORY)
+    tokens = prompt(60, 60)
+    one.generate(tokens)
+    names = one.names(tokens)
+    assert all(serve(one.served, names))
+    one.engine.close()
+    assert serve(one.served, names) == [None] * len(names)
+
+
+def test_an_engine_that_is_busy(giver: Any) -> None:
+    """Who asks while the engine is in a long step gets nothing when the time is over, and nothing stays held."""
+    one = giver()
+    tokens = prompt(60, 61)
+    one.generate(tokens)
+    go_on, begun = threading.Event(), threading.Event()
+
+    def step() -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+
+    one.engine._post(step)
+    assert begun.wait(PATIENCE)
+    names = one.names(tokens)
+    assert one.served.locate(names, time.monotonic() + PATIENCE) == 15
+    found = [one for batch in one.served.get(names, 1 << 20, time.monotonic() + 0.05) for one in batch]
+    assert found in ([], [None] * 15)
+    go_on.set()
+    one.check()
+    assert all(serve(one.served, names))
+
+
+def test_what_does_not_fit_is_not_given(giver: Any) -> None:
+    """Frames longer than the asker has room for, and names of another layout, are missing."""
+    one = giver()
+    tokens = prompt(60, 62)
+    one.generate(tokens)
+    names = one.names(tokens)
+    assert serve(one.served, names, 100) == [None] * 15
+    foreign = [b"x" * 16 + name[16:] for name in names]
+    assert serve(one.served, foreign) == [None] * 15
+    assert one.served.locate(foreign, time.monotonic() + PATIENCE) == 0
+    assert one.served.locate([*names[:3], foreign[3], *names[4:]], time.monotonic() + PATIENCE) == 3
+    one.check()
+
+
+def test_places_in_chains() -> None:
+    """The observer knows each block's parent and depth, over branches, repetitions and evictions, and forgets what is gone."""
+    chains = DeviceChains()
+    chains.notify(BlocksStored(b"root", (b"a", b"b")))
+    chains.notify(BlocksStored(b"b", (b"c", b"d")))
+    chains.notify(BlocksStored(b"b", (b"e",)))
+    chains.notify(BlocksStored(b"root", (b"a",)))
+    assert [chains.place(key) for key in (b"a", b"d", b"e")] == [(b"root", 0), (b"c", 3), (b"b", 2)]
+    assert chains.before(b"d") == [b"a", b"b", b"c"] and chains.before(b"a") == chains.before(b"x") == []
+    chains.notify(BlocksRemoved((b"d", b"e", b"x")))
+    assert chains.place(b"d") is None and len(chains) == 3
