@@ -99,7 +99,8 @@ class Link(Protocol):
         deadline: float,
         checksum: bool = True,
     ) -> None:
-        """Send a message and, as its payload, the bytes of `buffers` (contiguous) in a row. When it returns, they may change.
+        """Send a message and, as its payload, the bytes of `buffers` (contiguous, in units of a byte) in a row. When it
+        returns, they may change.
 
         The deadline is for the next sign that bytes move: a long payload on a slow link does not fail while it goes on.
         """

@@ -360,14 +360,14 @@ def read_head(data: Buffer) -> Head:
     return Head(kind, transfer, metadata, payload, payload_sum if flags & _SUMMED else None, place)
 
 
-def decode(head_bytes: Buffer, metadata: Buffer) -> tuple[Head, Message]:
-    """The message that a head and its metadata are. Raises BadMessage, and nothing else, whatever the bytes."""
-    head = read_head(head_bytes)
+def decode(head_bytes: Buffer, metadata: Buffer, head: Head | None = None) -> tuple[Head, Message]:
+    """The message that a head and its metadata are; `head` if it has been read already. Raises BadMessage, and nothing else,
+    whatever the bytes."""
+    head = head or read_head(head_bytes)
     if len(metadata) != head.metadata:
         raise BadMessage(f"{len(metadata)} bytes of metadata are there, the head says {head.metadata}")
-    state = xxhash.xxh3_64(bytes(head_bytes[: _HEAD.size]))
-    state.update(metadata)
-    if state.intdigest() != _SUM.unpack_from(head_bytes, _HEAD.size)[0]:
+    summed = xxhash.xxh3_64_intdigest(b"".join((head_bytes[: _HEAD.size], metadata)))
+    if summed != _SUM.unpack_from(head_bytes, _HEAD.size)[0]:
         raise BadMessage("the checksum of a message's head does not fit")
     try:
         message: Message = _DECODERS[head.kind].decode(metadata)

@@ -238,7 +238,7 @@ class ShmLink:
             place = self._room(size, deadline)
             start = at = place % self._ring.size
             for buffer in buffers:
-                self._out[at : at + len(buffer)] = memoryview(buffer).cast("B")
+                self._out[at : at + len(buffer)] = buffer
                 at += len(buffer)
             # Of the copy, while it is in the processor's cache, and in one piece.
             summed = payload_checksum([self._out[start:at]]) if checksum else None

@@ -177,22 +177,26 @@ class Stream:
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
         """All bytes of all buffers. The deadline is for the next byte to go. Raises TransferTimeout, TransferUnavailable."""
         patience = deadline - time.monotonic()
-        left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-        while left:
-            try:
-                sent = self.sock.sendmsg(left[:_MOST_BUFFERS])
-            except (BlockingIOError, InterruptedError):
-                sent = 0
-            except OSError as error:
-                raise self._unavailable(error) from error
+        total = sum(map(len, buffers))
+        sent = self._send(buffers)
+        if sent == total:  # nearly always
+            return
+        left = [memoryview(buffer) for buffer in buffers]
+        while _advance(left, sent):
             if sent:
                 deadline = time.monotonic() + patience
             elif time.monotonic() >= deadline:
                 raise TransferTimeout("the peer takes no bytes")
-            while left and sent >= len(left[0]):
-                sent -= len(left.pop(0))
-            if sent:
-                left[0] = left[0][sent:]
+            sent = self._send(left)
+
+    def _send(self, buffers: Sequence[Buffer]) -> int:
+        """As many bytes as go within a quarter of a second."""
+        try:
+            return self.sock.sendmsg(buffers[:_MOST_BUFFERS])
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            raise self._unavailable(error) from error
 
     def fill(self, view: memoryview) -> Iterator[None]:
         """Receive until the view is full; yields whenever a quarter of a second brought nothing. Raises TransferUnavailable.
@@ -252,3 +256,12 @@ class Stream:
         if self._closed:
             return TransferUnavailable("the connection is closed")
         return TransferUnavailable(f"the connection broke: {error.strerror or error}")
+
+
+def _advance(left: list[memoryview], sent: int) -> bool:
+    """Take what was sent off the front; whether anything is left."""
+    while left and sent >= len(left[0]):
+        sent -= len(left.pop(0))
+    if left:
+        left[0] = left[0][sent:]
+    return bool(left)

@@ -105,9 +105,10 @@ class SocketReader:
 
     def _message(self) -> Steps:
         yield from self._stream.fill(memoryview(self._head))
-        metadata = bytearray(read_head(self._head).metadata)
+        head = read_head(self._head)
+        metadata = bytearray(head.metadata)
         yield from self._stream.fill(memoryview(metadata))
-        head, message = decode(self._head, metadata)
+        _, message = decode(self._head, metadata, head)
         payload = (yield from self._payload_of(head)) if head.payload else EMPTY
         return Received(head, message, payload)
 

@@ -244,7 +244,7 @@ class Source(_Side):
     def send(
         self, part: Part, buffers: Sequence[Buffer], *, sent: Callable[[], None] | None = None, wait: float = 30.0
     ) -> bool:
-        """Queue a part; its payload is the bytes of `buffers` in a row.
+        """Queue a part; its payload is the bytes of `buffers` (contiguous, in units of a byte) in a row.
 
         Args:
             sent: called exactly once, from another thread or from within, as soon as the buffers may change: the part went out,
