@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
-from foreword.errors import NotFound
+from foreword.errors import NotFound, Unauthorized
 
 _FOLDER: Final = Path(__file__).parent / "static"
 _TYPES: Final = {
@@ -29,6 +29,19 @@ HEADERS: Final = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
+
+
+class _Door(Protocol):
+    def tenant(self, request: Request) -> object: ...
+
+
+def welcome(door: _Door, request: Request) -> bool:
+    """Whether a request comes with a key that is known, or needs none: asked for so that no browser logs an error 401."""
+    try:
+        door.tenant(request)
+    except Unauthorized:
+        return False
+    return True
 
 
 class _File:

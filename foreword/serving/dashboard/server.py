@@ -40,9 +40,9 @@ def _data(front: Front, history: MetricsHistory) -> APIRouter:
     chains = _Chains()
 
     @routes.get("/kind")
-    async def kind() -> dict[str, Any]:
-        """What this is the page of. Needs no key."""
-        return {"kind": "server", "version": __version__}
+    async def kind(request: Request) -> dict[str, Any]:
+        """What this is the page of, and whether the caller may see more. Needs no key."""
+        return {"kind": "server", "version": __version__, "welcome": pages.welcome(front, request)}
 
     @routes.get("/history")
     async def show_history(request: Request) -> dict[str, Any]:

@@ -5,6 +5,8 @@ const KEPT = "foreword-api-key";
 export class Refused extends Error {}
 export class Failed extends Error {}
 
+export const refused = () => new Refused(sessionStorage.getItem(KEPT) ? "That key is not one that this server knows." : "");
+
 export async function get(path, signal) {
   const key = sessionStorage.getItem(KEPT);
   let answer;
@@ -13,7 +15,7 @@ export async function get(path, signal) {
   } catch (error) {
     throw error.name === "AbortError" ? error : new Failed("The server does not answer.");
   }
-  if (answer.status === 401 || answer.status === 403) throw new Refused(key ? "That key is not one that this server knows." : "");
+  if (answer.status === 401 || answer.status === 403) throw refused();
   if (!answer.ok) throw new Failed(`The server answered ${answer.status}.`);
   return answer;
 }

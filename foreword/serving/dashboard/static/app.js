@@ -1,6 +1,6 @@
 // The page: asks this server each second, unless nobody looks, and hands the answers to the view.
 
-import { Failed, Refused, askForKey, get, getJson } from "./api.js";
+import { Failed, Refused, askForKey, get, getJson, refused } from "./api.js";
 import { clock } from "./dom.js";
 import { Timeline, parse } from "./metrics.js";
 import { RouterView } from "./router.js";
@@ -23,6 +23,7 @@ function say(word, tone, notice = "") {
 
 async function open() {
   const about = await getJson("data/kind", AbortSignal.timeout(PATIENCE));
+  if (!about.welcome) throw refused();
   page.kind = about.kind;
   page.view = new (about.kind === "router" ? RouterView : ServerView)(element("view"));
   element("foot").textContent = `Foreword ${about.version} · figures from /metrics, asked each second while this page is seen`;

@@ -5,10 +5,10 @@ import { ago, bytes, clock, count, h, percent, renew, seconds, segment } from ".
 import { bySpeed, kindOf, wordOf } from "./sources.js";
 
 const COLUMNS = 60;
-const LONGEST = 1800;
+const WIDTHS = [5, 10, 15, 20, 30];
 const SOURCE = "vllm:prompt_tokens_cached_by_source_total";
 const FIRST = "foreword:time_to_first_token_by_cached_seconds";
-const SHARES = [["none", "Nothing cached", "computed"], ["some", "Under half cached", "device light"], ["most", "Half or more cached", "device"]];
+const SHARES = [["none", "Nothing", "computed"], ["some", "Under half", "device light"], ["most", "Half or more", "device"]];
 
 const card = (classes, title, ...rest) => h("section", { class: `card ${classes}` }, h("h2", {}, title), ...rest);
 
@@ -16,6 +16,14 @@ function figure(field, title) {
   const big = h("p", { class: "big", "data-field": field }, "–");
   const sub = h("p", { class: "sub", "data-field": `${field}-sub` });
   return { element: card("figure w3", title, big, sub), set: (value, text) => { big.textContent = value; sub.textContent = text; } };
+}
+
+// Edges of the charts' columns, in seconds: as long as the period, or as the server has been up.
+function columnsOf(timeline, range) {
+  const span = Math.min(range || 1800, timeline.last.t - (timeline.start || 0));
+  const width = WIDTHS.find((one) => one * COLUMNS >= span) || WIDTHS[WIDTHS.length - 1];
+  const end = Math.ceil(timeline.last.t / width) * width;
+  return Array.from({ length: COLUMNS }, (_, number) => [end - (COLUMNS - number) * width, end - (COLUMNS - number - 1) * width]);
 }
 
 export class ServerView {
@@ -80,12 +88,9 @@ export class ServerView {
 
   drawSources(timeline, period, labels, range) {
     const columns = [];
-    const width = (range || LONGEST) / COLUMNS;
-    const end = Math.ceil(period.now / width) * width;
     const tell = (parts, total) => (total ? `${parts.filter(([, amount]) => amount > 0).map(([, amount, label]) => `${label} ${percent(amount / total)}`).join(", ")} of ${count(total)} tokens` : "no prompts");
-    for (let number = COLUMNS; number > 0; number -= 1) {
-      const from = end - number * width;
-      const [before, after] = [timeline.at(from), timeline.at(from + width)];
+    for (const [from, to] of columnsOf(timeline, range)) {
+      const [before, after] = [timeline.at(from), timeline.at(to)];
       const parts = this.partsOf((key) => (after.get(key) || 0) - (before.get(key) || 0), labels);
       columns.push({ from, parts, text: tell(parts, parts.reduce((sum, part) => sum + part[1], 0)) });
     }
@@ -162,13 +167,9 @@ export class ServerView {
   }
 
   drawLoad(timeline, range) {
-    const length = range || LONGEST;
-    const width = length / COLUMNS;
-    const end = Math.ceil(timeline.last.t / width) * width;
     const points = [];
-    for (let number = COLUMNS; number > 0; number -= 1) {
-      const from = end - number * width;
-      const values = timeline.most(from, from + width, ["vllm:num_requests_running", "vllm:num_requests_waiting"]);
+    for (const [from, to] of columnsOf(timeline, range)) {
+      const values = timeline.most(from, to, ["vllm:num_requests_running", "vllm:num_requests_waiting"]);
       points.push({ from, values, text: Number.isFinite(values[0]) ? `at most ${count(values[0])} running, ${count(values[1])} waiting` : "not known" });
     }
     this.load.show(points, `Now ${points[COLUMNS - 1].text}.`);

@@ -1,0 +1,431 @@
+"""The dashboard of a server: its data over HTTP, and its page in a real headless Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from browser import Page, browser
+from doors import until, words
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.parser import text_string_to_metric_families
+
+from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig, StoreConfig
+from foreword.engine.async_engine import AsyncEngine
+from foreword.metrics import PrometheusObserver
+from foreword.prefix_records import PrefixRecords, tenant_digest
+from foreword.prefixes import NamedPrefix
+from foreword.serving.app import create_app
+from foreword.serving.dashboard.history import EVERY_SECONDS, KEEP_SECONDS, MetricsHistory
+from foreword.serving.server import bind
+
+pytestmark = pytest.mark.timeout(240)
+
+# Every place where a stranger's text reaches the page has this in it.
+HOSTILE = "<img/src=x/onerror=window.hacked=1>"
+MODEL = f'nano"\\{HOSTILE}'
+# So small that prompts of other tests push blocks out to the tiers.
+ENGINE = EngineConfig(
+    dtype="float32",
+    max_model_len=1024,
+    kv_memory="2048 tokens",
+    max_num_seqs=4,
+    threads=1,
+    seed=0,
+    served_model_name=MODEL,
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """An engine over two tiers, behind an open door and one that asks for keys."""
+
+    url: str
+    keyed: str
+    engine: AsyncEngine
+
+    def complete(self, prompt: str, key: str | None = None, request_id: str = "", **body: Any) -> dict[str, Any]:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers |= {"x-request-id": request_id} if request_id else {}
+        url = f"{self.keyed if key else self.url}/v1/completions"
+        given = {"prompt": prompt, "max_tokens": 4, "temperature": 0, **body}
+        answer = httpx.post(url, json=given, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def name_prefix(self, name: str, content: str, key: str | None = None) -> None:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        url = f"{self.keyed if key else self.url}/v1/prefixes/{name}"
+        httpx.put(url, json={"content": content}, headers=headers, timeout=60).raise_for_status()
+
+    def now(self, key: str | None = None) -> dict[str, Any]:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        answer = httpx.get(f"{self.keyed if key else self.url}/ui/data/now", headers=headers, timeout=60)
+        found: dict[str, Any] = answer.raise_for_status().json()
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        wanted = labels.items()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == name and wanted <= sample.labels.items():
+                    return float(sample.value)
+        raise AssertionError(f"no metric {name} with {labels}")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("store")
+    store = StoreConfig(urls=("memory://?size=8MiB", f"disk://{folder}?size=64MiB"))
+    registry = PrometheusObserver()
+    engine = AsyncEngine.from_config(ENGINE, prefixes=PrefixConfig(), store=store, observers=[registry])
+    registry.watch(engine)
+    keyed = ServerConfig(port=0, api_keys=("ann=k1", "bob=k2"), tenant_secret="s3cret")
+    servers, urls = [], []
+    for config in (ServerConfig(port=0), keyed):
+        listener = bind(config)
+        app = create_app(engine, registry, Config(ENGINE, config))
+        settings = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        servers.append((uvicorn.Server(settings), listener))
+        urls.append("http://{}:{}".format(*listener.getsockname()[:2]))
+
+    async def run() -> None:
+        await asyncio.gather(*(server.serve([listener]) for server, listener in servers))
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    yield Site(*urls, engine)
+    for server, _ in servers:
+        server.should_exit = True
+    thread.join(10)
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Page]:
+    with browser() as page:
+        yield page
+
+
+@pytest.fixture
+def page(chromium: Page) -> Iterator[Page]:
+    """Each test ends with a console that has said nothing."""
+    chromium.size(1280, 900)
+    chromium.scheme("light")
+    chromium.complaints()
+    yield chromium
+    complaints = chromium.complaints()
+    chromium.driver.get("about:blank")
+    assert complaints == []
+
+
+def since_start(page: Page, url: str) -> None:
+    page.open(url)
+    page.click("#range input[value='0']")
+    page.wait(lambda: page.text("#state") == "ready")
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def test_numbers_are_those_of_metrics(site: Site, page: Page) -> None:
+    """Hits, sources, tiers, the pool and times to first token on the page are what `/metrics` says."""
+    text = words("numbers", 200)
+    for _ in range(2):
+        site.complete(text)
+    until(lambda: site.metric("foreword:store_queued_blocks") == 0)
+    asyncio.run(site.engine.clear_cache())
+    site.complete(text)
+    since_start(page, site.url)
+    hits, asked = (site.metric(f"vllm:prefix_cache_{name}_total") for name in ("hits", "queries"))
+    assert hits > 0
+    page.wait(lambda: page.text("[data-field=hit-share-sub]") == f"{hits:,.0f} of {asked:,.0f}")
+    assert page.text("[data-field=hit-share]") == f"{100 * hits / asked:.0f} %"
+    assert page.text("[data-field=running]") == "0" and page.text("[data-field=running-sub]") == "0 waiting"
+    shown = {name: number(page.attribute(f"[data-source='{name}']", "data-tokens") or "") for name in SOURCES}
+    sources = {name: site.metric("vllm:prompt_tokens_cached_by_source_total", source=name) for name in SOURCES[:2]}
+    assert sources["memory"] > 0
+    assert {name: shown[name] for name in sources} == sources and shown["computed"] == asked - hits
+    assert page.attribute("[data-place=device]", "data-cached") == f"{site.metric('foreword:blocks_cached'):.0f}"
+    for tier in ("memory", "disk"):
+        held = site.metric("foreword:tier_bytes", tier=tier)
+        assert held > 0 and page.attribute(f"[data-place={tier}]", "data-bytes") == f"{held:.0f}"
+    for share in ("none", "some", "most"):
+        count = site.metric("foreword:time_to_first_token_by_cached_seconds_count", cached=share)
+        assert page.attribute(f"[data-ttft={share}]", "data-count") == f"{count:.0f}"
+
+
+SOURCES = ("device", "memory", "disk", "computed")
+
+
+def test_hit_share_changes(site: Site, page: Page) -> None:
+    """A page that is open shows a warm request within seconds: its tokens, its cache report in words, its hit."""
+    text = words("warm", 80)
+    site.complete(text)
+    since_start(page, site.url)
+    page.wait(lambda: page.text("[data-field=hit-share-sub]") != "")
+    before = page.text("[data-field=hit-share-sub]")
+    answer = site.complete(text)
+    assert "cache_report" not in answer  # the page asked for it, this client did not
+    page.wait(lambda: page.text("[data-field=hit-share-sub]") != before)
+    page.wait(lambda: "Everything but the last token" in page.text("#recent tbody tr:first-child"))
+    assert "100 %" in page.text("#recent tbody tr:first-child") or "99 %" in page.text("#recent tbody tr:first-child")
+    assert page.run("return document.querySelectorAll('.chart svg rect.device').length") >= 1
+
+
+def test_named_prefix_and_shared_chain(site: Site, page: Page) -> None:
+    """A named prefix appears with its size, version and uses, and the chain that its users share carries its name."""
+    content = words("guide", 40)
+    site.name_prefix("guide", content)
+    site.name_prefix("guide", content + " again")
+    for question in range(3):
+        site.complete(f" question {question}", prefix="guide")
+    [prefix] = [one for one in site.now()["prefixes"] if one["name"] == "guide"]
+    page.open(site.url)
+    row = "[data-prefix=guide]"
+    page.wait(lambda: f"{prefix['num_tokens']}" in page.text(row))
+    assert "v2" in page.text(row) and page.text(f"{row} td:nth-child(4)") == "3"
+    blocks = prefix["num_tokens"] // 16
+    page.wait(lambda: "guide" in page.text(f"[data-chain='{blocks * 16}']"))
+    cells = [page.text(f"[data-chain='{blocks * 16}'] td:nth-child({column})") for column in (2, 3, 5)]
+    assert [number(cell) for cell in cells] == [blocks * 16, blocks, 5]  # two versions, three questions
+
+
+def test_hostile_text(site: Site, page: Page) -> None:
+    """Markup in the model's name, in a request's id and in a prefix's name (which another instance may have put into the
+    shared store) is shown as text and is not run."""
+    off = site.engine.off_device
+    assert off is not None
+    word = f"prefixes/{site.engine.info.fingerprint[:32]}/{tenant_digest(b'')}/evil"
+    info = site.engine.info
+    records = PrefixRecords(off.store, info.fingerprint, info.name, info.block_size)
+    records.put(NamedPrefix("evil", 1, "text", "x = 1\n" * 20, (), 1.0), b"", b"")
+    record = off.store.get_record(word, deadline=monotonic() + 5)
+    assert record is not None
+    changed = record.replace(b'"name": "evil"', b'"name": "' + HOSTILE.encode() + b'"')
+    assert changed != record
+    off.store.put_record(word, changed, deadline=monotonic() + 5)
+    site.complete("hello", request_id=HOSTILE)
+    page.open(site.url)
+    page.wait(lambda: HOSTILE in page.text("#prefixes") and HOSTILE in page.text("#recent"))
+    assert MODEL in page.text("#subject")
+    assert page.run("return document.images.length + document.querySelectorAll('main script').length") == 0
+    assert page.run("return window.hacked === undefined")
+    records.remove("evil", b"")
+
+
+def test_phone_and_desk(site: Site, page: Page) -> None:
+    """Nothing scrolls sideways, on a phone or at 1280 pixels, also with long names."""
+    site.name_prefix("n" * 120, words("long", 20))
+    site.complete("hello", request_id="i" * 120)
+    page.open(site.url)
+    page.wait(lambda: "nnnn" in page.text("#prefixes"))
+    for width, phone in ((360, True), (1280, False)):
+        page.size(width, 800, phone=phone)
+        page.wait(lambda width=width: page.run("return innerWidth") == width)  # type: ignore[misc]
+        assert page.run("return document.documentElement.scrollWidth") <= width
+    httpx.delete(f"{site.url}/v1/prefixes/{'n' * 120}", timeout=60).raise_for_status()
+
+
+def luminance(colour: str) -> float:
+    parts = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_dark_and_light(site: Site, page: Page) -> None:
+    """The page follows the system's choice, and in both text can be read (WCAG's 4.5) and colours told from the card (3)."""
+    page.open(site.url)
+    page.wait(lambda: page.text("#state") == "ready")
+    cards = {}
+    for scheme in ("light", "dark"):
+        page.scheme(scheme)
+        colour = lambda selector, of="color": page.run(  # noqa: E731
+            "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]", selector, of
+        )
+        cards[scheme] = card = colour(".card", "backgroundColor")
+        for selector in (".figure .big", ".figure .sub", "th", "#state"):
+            page.wait(lambda s=selector: page.run("return !!document.querySelector(arguments[0])", s))  # type: ignore[misc]
+            assert contrast(colour(selector), card) >= 4.5, (scheme, selector)
+        for kind in ("device", "memory", "disk", "shared", "peer", "computed"):
+            shown = page.run(
+                "const one = document.createElement('i'); one.className = `tone ${arguments[0]}`;"
+                "document.querySelector('.card').append(one); const found = getComputedStyle(one).backgroundColor;"
+                "one.remove(); return found",
+                kind,
+            )
+            assert contrast(shown, card) >= 3, (scheme, kind)
+    assert luminance(cards["light"]) > 0.9 > 0.1 > luminance(cards["dark"])
+
+
+def test_keyboard(site: Site, page: Page) -> None:
+    """Everything that can be used is reached with the Tab key, and a chart's columns are read with the arrow keys."""
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    site.complete("hello")
+    page.open(site.url)
+    page.wait(lambda: page.text("#sources") != "")
+    reached = []
+    for _ in range(6):
+        ActionChains(page.driver).send_keys(Keys.TAB).perform()
+        reached.append(page.run("const e = document.activeElement; return e.id || e.name || e.className"))
+    assert reached[:3] == ["skip", "range", "pause"] and reached.count("chart") == 2
+    page.run("document.querySelector('.chart').focus()")
+    ActionChains(page.driver).send_keys(Keys.ARROW_LEFT).perform()
+    assert re.match(r"\d\d:\d\d:\d\d: ", page.text(".readout"))
+
+
+def test_key(site: Site, page: Page) -> None:
+    """With keys the page asks for one, tells of a wrong one, keeps the right one for the tab only, and shows no other tenant's
+    names."""
+    site.name_prefix("anns", words("anns", 20), "k1")
+    site.name_prefix("bobs", words("bobs", 20), "k2")
+    page.open(site.keyed)
+    page.wait(lambda: page.run("return document.getElementById('ask').open"))
+    assert page.text("#prefixes") == ""
+    enter(page, "wrong")
+    page.wait(lambda: "not one that this server knows" in page.text("#ask-why"))
+    enter(page, "k1")
+    page.wait(lambda: "anns" in page.text("#prefixes"))
+    assert "bobs" not in page.text("body")
+    assert page.run("return [localStorage.length, document.cookie, sessionStorage.length]") == [0, "", 1]
+    page.driver.refresh()
+    page.wait(lambda: "anns" in page.text("#prefixes"))
+    page.run("sessionStorage.clear()")
+
+
+def enter(page: Page, key: str) -> None:
+    page.run("document.getElementById('ask-key').value = arguments[0]", key)
+    page.click("#ask button")
+
+
+def test_stops_when_hidden(site: Site, page: Page) -> None:
+    """A page that nobody sees asks for nothing, and is up to date again as soon as somebody looks."""
+    page.open(site.url)
+    page.wait(lambda: page.text("#state") == "ready")
+    first = page.driver.current_window_handle
+    page.driver.switch_to.new_window("tab")
+    asked = lambda: site.metric("foreword:http_responses_total", route="/ui/data/history")  # noqa: E731
+    page.driver.switch_to.window(first)
+    hide(page, True)
+    page.wait(lambda: not page.run("return performance.getEntriesByType('resource').some((one) => !one.responseEnd)"))
+    before = page.run("return performance.getEntriesByType('resource').length")
+    # Three times the period: that nothing happens cannot be waited for otherwise.
+    page.driver.set_script_timeout(10)
+    page.driver.execute_async_script("setTimeout(arguments[0], 3000)")
+    assert (
+        page.run("return performance.getEntriesByType('resource').length") <= before + 2
+    )  # one round may have been under way
+    histories = asked()
+    hide(page, False)
+    page.wait(lambda: asked() > histories)
+    page.driver.switch_to.new_window("tab")
+    for handle in page.driver.window_handles[1:]:
+        page.driver.switch_to.window(handle)
+        page.driver.close()
+    page.driver.switch_to.window(first)
+
+
+def hide(page: Page, hidden: bool) -> None:
+    """Tell the page that it is hidden; headless browsers show every tab."""
+    page.run(
+        "Object.defineProperty(document, 'hidden', {configurable: true, get: () => arguments[0]});"
+        "document.dispatchEvent(new Event('visibilitychange'))".replace("arguments[0]", str(hidden).lower())
+    )
+
+
+# Over HTTP
+
+
+def test_files(site: Site) -> None:
+    """The page comes whole from this server, with a policy that lets nothing inline run and nothing from elsewhere load."""
+    with httpx.Client(base_url=site.url, follow_redirects=True) as client:
+        answer = client.get("/ui")
+        assert str(answer.url).endswith("/ui/") and answer.headers["content-type"].startswith("text/html")
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "*" not in policy
+        names = re.findall(r'(?:src|href)="([^"#]+)"', answer.text)
+        assert names and not [name for name in names if "/" in name]
+        assert not re.findall(r"<style|style=|\son\w+=|<script(?![^>]*src=)", answer.text)
+        for name in names:
+            got = client.get(f"/ui/{name}")
+            assert got.status_code == 200 and got.headers["content-security-policy"] == policy
+            again = client.get(f"/ui/{name}", headers={"if-none-match": got.headers["etag"]})
+            assert again.status_code == 304
+        for path in ("/ui/none.js", "/ui/..%2Fserver.py", "/ui/%2e%2e/server.py"):
+            assert client.get(path).status_code == 404
+
+
+def test_nothing_from_elsewhere() -> None:
+    """No file of the page names another host."""
+    folder = Path(__file__).parents[2] / "foreword" / "serving" / "dashboard" / "static"
+    for path in folder.iterdir():
+        found = set(re.findall(r"https?://[^\s\"'`)]+", path.read_text())) - {"http://www.w3.org/2000/svg"}
+        assert not found, path.name
+
+
+def test_tenants_see_their_own(site: Site) -> None:
+    """Without a key there is no data; with one a tenant sees its own requests, prefixes and chains, and no text at all."""
+    for path in ("now", "history"):
+        assert httpx.get(f"{site.keyed}/ui/data/{path}").status_code == 401
+    assert httpx.get(f"{site.keyed}/ui/data/kind").json()["welcome"] is False
+    secret = words("swordfish", 40)
+    site.name_prefix("treasure", secret, "k1")
+    for number in range(2):
+        site.complete(f"{secret} {number}", "k1", request_id=f"ann-{number}")
+    mine, theirs = site.now("k1"), site.now("k2")
+    assert [one["id"] for one in mine["requests"]][:2] == ["cmpl-ann-1", "cmpl-ann-0"]
+    assert "ann-" not in str(theirs) and "treasure" not in str(theirs) and theirs["chains"] == []
+    until(lambda: any(one["part_of"] == ["treasure"] or one["begins_with"] for one in site.now("k1")["chains"]))
+    assert "swordfish" not in str(mine) and "salt" not in str(mine)
+
+
+def test_history_is_kept_and_bounded() -> None:
+    """The ring keeps half an hour and no more, knows series that came later, and leaves buckets out."""
+    registry = CollectorRegistry()
+    first = Gauge("foreword:first", "", ("model_name", "tier"), registry=registry)
+    Gauge("python:other", "", registry=registry)
+    time = [1000.0]
+    history = MetricsHistory(registry.collect, lambda: time[0])
+    samples = int(KEEP_SECONDS / EVERY_SECONDS)
+    for number in range(samples + 10):
+        first.labels("m", "a").set(number)
+        if number == samples + 9:
+            first.labels("m", "b").set(7)
+        time[0] += EVERY_SECONDS
+        history.take()
+    kept = history.plain()
+    assert len(kept["times"]) == len(kept["values"]) == samples
+    assert kept["times"][-1] - kept["times"][0] == KEEP_SECONDS - EVERY_SECONDS
+    assert kept["series"] == [["foreword:first", {"tier": "a"}], ["foreword:first", {"tier": "b"}]]
+    assert kept["values"][0] == [10.0] and kept["values"][-1] == [samples + 9.0, 7.0]
+
+
+def test_history_of_a_server(site: Site) -> None:
+    """A server samples its metrics from its first request on, whether or not somebody looks."""
+    site.complete("hello")
+
+    def known() -> dict[str, float]:
+        kept = httpx.get(f"{site.url}/ui/data/history").json()
+        names = [name for name, labels in kept["series"] if not labels]
+        return dict(zip(names, kept["values"][-1], strict=False)) if kept["times"] else {}
+
+    until(lambda: known().get("foreword:blocks") == site.metric("foreword:blocks"))
