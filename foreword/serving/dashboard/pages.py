@@ -11,6 +11,7 @@ from fastapi.responses import RedirectResponse, Response
 
 from foreword.errors import NotFound, Unauthorized
 
+PAGE: Final = "index.html"
 _FOLDER: Final = Path(__file__).parent / "static"
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -44,22 +45,30 @@ def welcome(door: _Door, request: Request) -> bool:
     return True
 
 
-class _File:
+class File:
+    """A file as it is sent. Raises OSError if it cannot be read."""
+
     def __init__(self, path: Path) -> None:
         self.content = path.read_bytes()
         self.media_type = _TYPES[path.suffix]
         self.tag = f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
 
     def answer(self, request: Request) -> Response:
+        """The file, or 304 if the browser has it."""
         headers = {**HEADERS, "etag": self.tag}
         if request.headers.get("if-none-match") == self.tag:
             return Response(status_code=304, headers=headers)
         return Response(self.content, media_type=self.media_type, headers=headers)
 
 
+def files() -> dict[str, File]:
+    """All files of the page by name."""
+    return {path.name: File(path) for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
+
+
 def router() -> APIRouter:
     """`/ui` and its files."""
-    files = {path.name: _File(path) for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
+    known = files()
     routes = APIRouter(prefix="/ui", tags=["dashboard"], include_in_schema=False)
 
     @routes.get("")
@@ -69,12 +78,12 @@ def router() -> APIRouter:
 
     @routes.get("/")
     async def page(request: Request) -> Response:
-        return files["index.html"].answer(request)
+        return known[PAGE].answer(request)
 
     @routes.get("/{name}")
     async def file(request: Request, name: str) -> Response:
-        if name not in files:
+        if name not in known:
             raise NotFound(f"The dashboard has no file {name!r}")
-        return files[name].answer(request)
+        return known[name].answer(request)
 
     return routes
