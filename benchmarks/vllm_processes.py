@@ -1,0 +1,318 @@
+"""The processes of `vllm_offload.py`: a contender's servers, its vLLM, what they hold in memory, and their end."""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_contenders import Contender, Server
+
+HERE = Path(__file__).resolve().parent
+_START = 120.0
+_ANSWER = 900.0
+
+Answer = dict[str, Any]
+
+
+class Failed(Exception):
+    """A contender refused, crashed, or took too long; the others go on."""
+
+
+class Running:
+    """A contender's processes, from `with` to its end; nothing of it is left behind.
+
+    `private`: a network namespace of its own with nothing but loopback (needs root), since some servers listen everywhere.
+    """
+
+    def __init__(self, contender: Contender, logs: Path, *, preload: Path | None, private: bool = False) -> None:
+        self.contender = contender
+        self.memory = MemoryWatch()
+        self._logs = logs
+        self._preload = preload
+        self._private = private
+        self._prefix: list[str] = []
+        self._started: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> "Running":
+        wipe(self.contender)
+        try:
+            self._check()
+            if self._private:
+                self._isolate()
+            self.memory.start()
+            for number, server in enumerate(self.contender.servers):
+                self._serve(server, self._logs / f"{self.contender.name}-server{number}.log")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self._started):
+            end(process)
+        self.memory.stop()
+        wipe(self.contender)
+
+    def _check(self) -> None:
+        """Raises Failed, with the way to get it, where a contender is not installed."""
+        for module in self.contender.imports:
+            done = subprocess.run(
+                [self.contender.python, "-c", f"import {module}"],
+                capture_output=True,
+                text=True,
+                env=self._environment(),
+                check=False,
+                timeout=_START,
+            )
+            if done.returncode:
+                raise Failed(f"not installed ({_last_line(done.stderr)}); get it with: {self.contender.install}")
+
+    def _environment(self) -> dict[str, str]:
+        variables = {**os.environ, "PYTHONPATH": str(HERE.parent), **self.contender.variables}
+        return variables | ({"LD_PRELOAD": str(self._preload)} if self._preload else {})
+
+    def _isolate(self) -> None:
+        holder = self._start(
+            ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec sleep 86400"], stdout=subprocess.PIPE
+        )
+        assert holder.stdout is not None
+        if holder.stdout.readline().strip() != "up":
+            raise Failed("no network namespace to be had; --private-network needs root, unshare and ip")
+        self._prefix = ["nsenter", f"--net=/proc/{holder.pid}/ns/net"]
+
+    def _serve(self, server: Server, log: Path) -> None:
+        with log.open("w") as file:
+            process = self._start([*self._prefix, *server.command], stdout=file.fileno(), stderr=file.fileno())
+        self.memory.add(process.pid)
+        deadline = time.monotonic() + _START
+        while not listens(process.pid, server.port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise Failed(f"a server did not come up: {_last_line(log.read_text(errors='replace'))}")
+            time.sleep(0.1)
+
+    def _start(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int = subprocess.DEVNULL,
+        stderr: int = subprocess.DEVNULL,
+    ) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            env=self._environment(),
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    @contextlib.contextmanager
+    def worker(self, **job: Any) -> Iterator["Worker"]:
+        """A vLLM; several after each other meet the same store."""
+        log = self._logs / f"{self.contender.name}-vllm.log"
+        whole = {"batched": job["max_model_len"]} if self.contender.whole else {}
+        with log.open("w") as file:
+            process = self._start(
+                [*self._prefix, self.contender.python, str(HERE / "vllm_worker.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file.fileno(),
+            )
+        self.memory.add(process.pid)
+        worker = Worker(process, log)
+        try:
+            worker.tell(
+                {"transfer": self.contender.transfer, "batched": 2048, "block_size": 32, **job, **whole}, _START
+            )
+            yield worker
+            worker.tell({"end": True}, 60)
+        finally:
+            end(process)
+
+
+class Worker:
+    """The driver's end of a `vllm_worker.py`."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self._process = process
+        self._log = log
+
+    def tell(self, line: dict[str, Any], limit: float = _ANSWER) -> Answer:
+        """Sends a line, waits for its answer. Raises Failed if none comes."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(line) + "\n")
+            self._process.stdin.flush()
+            ready, _, _ = select.select([self._process.stdout], [], [], limit)
+            text = self._process.stdout.readline() if ready else ""
+        except BrokenPipeError:
+            text = ""
+        if not text:
+            what = "crashed" if self._process.poll() is not None or ready_at_end(self._process) else "is stuck"
+            raise Failed(f"vLLM {what}: {_last_line(self._log.read_text(errors='replace'))}")
+        found: Answer = json.loads(text)
+        return found
+
+    def ask(self, prompt: list[int], new_tokens: int = 8) -> Answer:
+        """One request alone."""
+        [found] = self.tell({"ask": [prompt], "new_tokens": new_tokens})["results"]
+        answer: Answer = found
+        return answer
+
+    def ask_together(self, prompts: Sequence[list[int]], new_tokens: int) -> Answer:
+        """All at once: `results`, and the `seconds` until the last has ended."""
+        return self.tell({"ask": list(prompts), "new_tokens": new_tokens, "together": True})
+
+    def settle(self, seconds: float = 1.0) -> float:
+        """What is written behind gets its time; the seconds it took."""
+        found: float = self.tell({"settle": seconds})["seconds"]
+        return found
+
+    def forget(self) -> None:
+        """vLLM drops its own prefix cache. Raises Failed if it does not."""
+        if not self.tell({"forget": True})["done"]:
+            raise Failed("vLLM would not drop its prefix cache: a request holds blocks")
+
+
+class MemoryWatch:
+    """The most memory that processes held at once: private and file pages of each, and what shared memory grew by.
+
+    Shared pages are counted once, as the machine's: segments that several processes map, and files on tmpfs. So nothing else on
+    the machine should make or drop such files meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._roots: list[int] = []
+        self._base = _shared_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        self._base = _shared_bytes()
+        self._thread.start()
+
+    def add(self, pid: int) -> None:
+        self._roots.append(pid)
+
+    def stop(self) -> None:
+        self._done.set()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.5):
+            own = sum(_resident(pid) for root in list(self._roots) for pid in family(root))
+            self.peak = max(self.peak, own + max(_shared_bytes() - self._base, 0))
+
+
+def _fields(path: str) -> dict[str, int]:
+    """`Name: 123 kB` lines, in bytes."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines if line.endswith(" kB"))
+    return {name: int(value.split()[0]) * 1024 for name, value in pairs}
+
+
+def _shared_bytes() -> int:
+    return _fields("/proc/meminfo").get("Shmem", 0)
+
+
+def _resident(pid: int) -> int:
+    found = _fields(f"/proc/{pid}/status")
+    return found.get("RssAnon", 0) + found.get("RssFile", 0)
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it."""
+    found = [pid]
+    for one in found:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{one}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether somebody listens on a TCP port in the network namespace of a process."""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                _, local, _, state = line.split()[:4]
+                if state == "0A" and int(local.rsplit(":", 1)[1], 16) == port:
+                    return True
+    return False
+
+
+def ready_at_end(process: subprocess.Popen[str]) -> bool:
+    """Whether a process that closed its output is gone a moment later."""
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ends a process and its group, which is its own."""
+    for what, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, what)
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+    # Intel's OpenMP leaves a note behind when a process does not end in its own time.
+    Path(f"/dev/shm/__KMP_REGISTERED_LIB_{process.pid}_0").unlink(missing_ok=True)
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+def wipe(contender: Contender) -> None:
+    """Removes what a contender has stored."""
+    if contender.store is None:
+        return
+    if contender.store.is_dir():
+        shutil.rmtree(contender.store, ignore_errors=True)
+    else:
+        contender.store.unlink(missing_ok=True)
+
+
+def _last_line(text: str) -> str:
+    """Of a log or a traceback, the line that says most: the last one that names an error, or the last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line or "error:" in line.lower()]
+    return (named or lines or ["it said nothing"])[-1][-300:]
+
+
+def write_off(folder: Path) -> None:
+    """Writes a folder's files to the device and drops them from the page cache, so that the next read is from the device."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(handle)
+
+
+def preload_of(python: str) -> Path | None:
+    """Intel's OpenMP library that vLLM's CPU build brings and wants loaded first."""
+    library = Path(python).parent.parent / "lib" / "libiomp5.so"
+    return library if library.exists() and sys.platform == "linux" else None
