@@ -294,6 +294,15 @@ class BadMessage(ProtocolViolation):
     code = "bad_message"
 
 
+class CannotMove(TransferError):
+    """A request cannot be moved to another instance, or not now. It goes on where it is."""
+
+    fault = "client"
+    status = 409
+    retry = False
+    code = "cannot_move"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error sentence: close names if there are any, else what is known, else nothing."""
     names = sorted(known)

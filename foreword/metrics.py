@@ -38,7 +38,7 @@ _REQUEST = (*_SHORT, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
-_FINISH_REASONS = ("stop", "length", "abort", "error")
+_FINISH_REASONS = ("stop", "length", "abort", "error", "moved")
 
 
 class _Info(Protocol):
@@ -364,6 +364,8 @@ class _Series:
 
     def _on_finished(self, event: RequestFinished) -> None:
         self.finished[event.reason].inc()
+        if event.reason == "moved":
+            return  # whoever finishes it counts the rest
         self.cached_share.pop(event.request_id, None)
         self.prompt.inc(event.prompt_tokens)
         self.prompt_sizes.observe(event.prompt_tokens)

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import functools
 import math
+import secrets
 import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -18,11 +20,12 @@ from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.shared import SharedChain, shared_chains
 from foreword.cache import BlockCache
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig
+from foreword.engine.adopted import Adopted, AdoptedRequests
 from foreword.engine.assembly import Assembly, ModelInfo, assemble
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.scheduler import Sequence as Running
 from foreword.engine.tokenizer import Tokenizer
-from foreword.errors import BadRequest, EngineFailed, ForewordError, ShuttingDown, UnknownPrefix
+from foreword.errors import BadRequest, CannotMove, EngineFailed, ForewordError, NotFound, ShuttingDown, UnknownPrefix
 from foreword.events import Observer
 from foreword.forget import forget_tenant
 from foreword.prefix_records import PrefixRecord, PrefixRecords, tenant_digest
@@ -30,6 +33,7 @@ from foreword.prefixes import Message, NamedPrefix, PrefixBook
 
 if TYPE_CHECKING:
     from foreword.engine.instance import Instance
+    from foreword.engine.moves import Moved
 
 Result = TypeVar("Result")
 
@@ -81,6 +85,8 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._listeners: dict[str, _Listener] = {}
         self._active: set[str] = set()
+        # Requests that moved here and that nobody listens to yet.
+        self.adopted = AdoptedRequests(self._give_up)
         self._closing = False
         self._failed: str | None = None
         # What other instances may read of this one; None unless `transfer` was given.
@@ -120,7 +126,7 @@ class AsyncEngine:
 
         assert assembly.runner is not None and self.served is not None
         port = KVPort(assembly.runner.layers, self.served.layout)
-        instance = Instance(assembly.core, port, transfer, role, self._post, self._rest, self.served)
+        instance = Instance(assembly.core, port, transfer, role, Around(self), self.served)
         assembly.runner.on_written = instance.written
         return instance
 
@@ -144,10 +150,29 @@ class AsyncEngine:
         if request.id in self._active:
             raise BadRequest(f"a request with the id {request.id!r} is already running", param="request_id")
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        self._active.add(request.id)
+        began = functools.partial(self._begin, request, listener, on_finish)
+        async with contextlib.aclosing(self._deltas(request.id, listener, began, request.params.n)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def follow(self, request_id: str) -> AsyncGenerator[Delta, None]:
+        """Go on with a request that moved here: what it has said since, and what it says. Closing the iterator ends it.
+
+        Raises NotFound if there is none of this id that nobody listens to.
+        """
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        began = functools.partial(self._attach, request_id, listener)
+        async with contextlib.aclosing(self._deltas(request_id, listener, began, 1)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _deltas(
+        self, request_id: str, listener: _Listener, begin: Callable[[], None], sequences: int
+    ) -> AsyncGenerator[Delta, None]:
+        self._active.add(request_id)
         try:
-            await self._call(lambda: self._begin(request, listener, on_finish))
-            left = request.params.n
+            await self._call(begin)
+            left = sequences
             while left:
                 delta = await listener.queue.get()
                 if delta.finish_reason == "error":
@@ -156,18 +181,55 @@ class AsyncEngine:
                 left -= delta.finish_reason is not None
         finally:
             # In this order: whoever takes the id next is behind this in the inbox.
-            if not self._post(lambda: self._forget(request.id)):
-                self._listeners.pop(request.id, None)
-            self._active.discard(request.id)
+            if not self._post(lambda: self._forget(request_id, listener)):
+                self._listeners.pop(request_id, None)
+            self._active.discard(request_id)
 
     def _begin(self, request: Request, listener: _Listener, on_finish: Callable[[Running], None] | None) -> None:
         # On the engine's thread: a step in flight may still bring a delta for an earlier request of this id.
         self._core.add(request, on_finish)
         self._listeners[request.id] = listener
 
-    def _forget(self, request_id: str) -> None:
-        self._listeners.pop(request_id, None)
-        self._core.abort(request_id)
+    def _attach(self, request_id: str, listener: _Listener) -> None:
+        adopted = self.adopted.take(request_id)
+        if adopted is None:
+            raise NotFound(f"no request {request_id!r} has moved here and waits to be fetched")
+        self._listeners[request_id] = listener
+        self._deliver(adopted.said)
+
+    def _give_up(self, request_id: str) -> None:
+        """Nobody has fetched a request that moved here."""
+
+        def work() -> None:
+            if self.adopted.take(request_id) is not None:
+                self._core.abort(request_id)
+
+        self._post(work)
+
+    def _forget(self, request_id: str, listener: _Listener) -> None:
+        if self._listeners.get(request_id) is listener:  # or somebody else follows it
+            del self._listeners[request_id]
+            self._core.abort(request_id)
+
+    async def migrate(
+        self, request_id: str, address: str, *, to: str = "", new_id: str = "", envelope: bytes = b""
+    ) -> Moved:
+        """Move a running request with its KV to the instance at the transfer address `address`, and tell its listener so
+        (`Delta.moved`). There it goes on as `new_id`, and waits to be followed.
+
+        Args:
+            to: where clients find that instance; the address if not given.
+            envelope: for whoever follows it there.
+
+        Raises CannotMove, TransferError; then the request goes on here.
+        """
+        instance = self.instance
+        if instance is None:
+            raise CannotMove("this engine has no transfer endpoint (--role, --transfer-bind)")
+        future: Future[Moved] = Future()
+        name = new_id or f"{request_id.partition('~')[0]}~{secrets.token_hex(4)}"
+        await self._call(lambda: instance.moves.begin(request_id, address, to or address, name, envelope, future))
+        return await asyncio.wrap_future(future)
 
     def _abort_and_tell(self, request_id: str) -> None:
         self._deliver(self._core.abort(request_id))
@@ -311,11 +373,26 @@ class AsyncEngine:
         batches: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Delta], Delta]]] = {}
         for delta in deltas:
             listener = self._listeners.get(delta.request_id)
-            if listener is not None:
+            if listener is None:
+                self.adopted.keep(delta)
+            else:
                 batches.setdefault(listener.loop, []).append((listener.queue, delta))
         for loop, batch in batches.items():
             with contextlib.suppress(RuntimeError):  # the loop was closed with requests still in flight
                 loop.call_soon_threadsafe(_put_all, batch)
+
+
+class Around:
+    """What this engine's `Instance` needs of it (`engine.instance.Around`)."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.post = engine._post
+        self.rest = engine._rest
+        self.deliver = engine._deliver
+        self._adopted = engine.adopted
+
+    def adopt(self, request_id: str, salt: bytes, tokens: int, envelope: bytes) -> None:
+        self._adopted.add(Adopted(request_id, salt, tokens, envelope))
 
 
 def _put_all(batch: Sequence[tuple[asyncio.Queue[Delta], Delta]]) -> None:

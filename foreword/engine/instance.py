@@ -6,6 +6,7 @@ inbox. Everything that touches blocks or queues happens on the engine's thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,10 @@ from foreword.config import TransferConfig
 from foreword.engine import wire
 from foreword.engine.export import Export, Exports
 from foreword.engine.loop import EngineCore
+from foreword.engine.moves import Arriving, Move, Moves, Plan
 from foreword.engine.outgoing import Lanes, Outgoing, Port
 from foreword.engine.pull import Pull
-from foreword.engine.request import Request, TokenLogprob
+from foreword.engine.request import Delta, Request, TokenLogprob
 from foreword.engine.scheduler import Sequence as Running
 from foreword.engine.scheduler import Step
 from foreword.errors import BadRequest
@@ -35,8 +37,6 @@ _DIALLERS: Final = 16
 # Seconds between two looks at which prompts of others need a sign of life.
 _WORKING: Final = 1.0
 
-Post = Callable[[Callable[[], None]], bool]
-
 
 class BlocksServed(Protocol):
     """What other instances may read of this one (`engine.served_blocks.ServedBlocks`)."""
@@ -45,13 +45,32 @@ class BlocksServed(Protocol):
     def get(self, names: Sequence[bytes], longest: int, deadline: float) -> Iterator[Sequence[Buffer | None]]: ...
 
 
+class Around(Protocol):
+    """What an instance needs of the engine's thread and of those who listen to it."""
+
+    def post(self, work: Callable[[], None]) -> bool:
+        """Put work into the engine's inbox; False if the engine has ended."""
+        ...
+
+    def rest(self, seconds: float) -> None:
+        """On the engine's thread: sleep so long, or until there is something in its inbox."""
+        ...
+
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        """Hand deltas to whoever listens. On the engine's thread."""
+        ...
+
+    def adopt(self, request_id: str, salt: bytes, tokens: int, envelope: bytes) -> None:
+        """A request goes on here that nobody listens to yet. On the engine's thread."""
+        ...
+
+
 class Instance(Idle):
     """The service of an engine's endpoint, and the loop's `Handoff`.
 
     Args:
         role: `prefill`, `decode` or `both`.
-        post: puts work into the engine's inbox; False if the engine has ended.
-        rest: the engine's thread sleeps in it for so many seconds, or until there is something in its inbox.
+        around: the thread and the listeners of this engine.
         served: blocks that others may read.
     """
 
@@ -61,8 +80,7 @@ class Instance(Idle):
         port: Port,
         config: TransferConfig,
         role: str,
-        post: Post,
-        rest: Callable[[float], None],
+        around: Around,
         served: BlocksServed | None = None,
     ) -> None:
         super().__init__(port.layout)
@@ -72,13 +90,16 @@ class Instance(Idle):
         self.lanes = Lanes()
         self.port = port
         self._core = core
-        self._post = post
-        self._rest = rest
+        self._around = around
+        self.post = around.post
+        self.deliver, self.adopt = around.deliver, around.adopt
+        self.notify = core.notify
         self._served = served
         self._min_tokens = config.min_tokens
         self._diallers = ThreadPoolExecutor(_DIALLERS, "foreword-dial")
         self._looked = 0.0
         self._leases = 0
+        self.moves = Moves(core, port, self.lanes, self.endpoint.connect, self)
         self._exports = Exports(port, self.lanes, core.enter, core.abort, self.released, self.hold)
         self.written = self._exports.written
         core.handoff = self
@@ -111,7 +132,25 @@ class Instance(Idle):
                 source.refuse(Reason.REQUEST, error.message)
                 return
             source.accept()
-            self._post(lambda: self._exports.begin(source, task))
+            self.post(lambda: self._exports.begin(source, task))
+
+    def offered(self, destination: Destination) -> None:
+        if self.role == "prefill":
+            destination.refuse(Reason.ROLE, "this instance computes prompts; it takes no requests over")
+        elif self.draining:
+            destination.refuse(Reason.DRAINING, "this instance is about to stop")
+        else:
+            try:
+                moving = wire.decode(wire.Moving, destination.request)
+            except BadRequest as error:
+                destination.refuse(Reason.REQUEST, error.message)
+                return
+            destination.context = Arriving(moving, self.port, self.moves, started=time.monotonic())
+            self.post(lambda: self.moves.consider(destination, moving))
+
+    def accepted(self, transfer: Source | Destination) -> None:
+        if isinstance(transfer, Source):
+            self.moves.accepted(transfer)
 
     def part(self, destination: Destination, part: Part, payload: Payload) -> None:
         destination.context.part(part, payload)
@@ -122,8 +161,11 @@ class Instance(Idle):
     def ended(self, transfer: Source | Destination) -> None:
         kept = transfer.context
         if isinstance(kept, Export):
-            self._post(lambda: self._exports.dropped(kept))
+            self.post(lambda: self._exports.dropped(kept))
             kept.end()
+        elif isinstance(kept, Plan | Move):
+            assert isinstance(transfer, Source)
+            self.moves.source_ended(transfer)
         elif kept is not None:
             kept.ended(transfer)
 
@@ -142,7 +184,7 @@ class Instance(Idle):
 
     def released(self, outgoing: Outgoing) -> None:
         """Nothing of a transfer is needed any more. From any thread."""
-        self._post(lambda: self._give_back(outgoing))
+        self.post(lambda: self._give_back(outgoing))
 
     def _give_back(self, outgoing: Outgoing) -> None:
         if outgoing.held:
@@ -150,7 +192,7 @@ class Instance(Idle):
             self._core.cache.unpin(outgoing.held)
             outgoing.held = []
         source = outgoing.source
-        self._core.notify(
+        self.notify(
             TransferEnded(
                 "prefill" if isinstance(outgoing, Export) else "move",
                 "source",
@@ -158,7 +200,8 @@ class Instance(Idle):
                 outgoing.bytes,
                 outgoing.parts,
                 time.monotonic() - outgoing.started,
-                hidden_bytes=outgoing.hidden_bytes,
+                hidden_bytes=outgoing.hidden_bytes if isinstance(outgoing, Export) else 0,
+                pause=outgoing.pause if isinstance(outgoing, Move) else 0.0,
             )
         )
 
@@ -174,11 +217,16 @@ class Instance(Idle):
         task = wire.Task(
             request.id, wire.pack(request.tokens), params, sequence.seed, sequence.request.index, request.salt
         )
-        submit, wake = self._diallers.submit, self._wake
-        return Pull(request.prefill, task, self.port, self.endpoint.connect, submit, wake, self._min_tokens)
+        dial = self.endpoint.connect
+        return Pull(request.prefill, task, self.port, dial, self.background, self._wake, self._min_tokens)
+
+    def background(self, work: Callable[[], None]) -> None:
+        """Run what may wait for the network."""
+        with contextlib.suppress(RuntimeError):  # the instance is closed
+            self._diallers.submit(work)
 
     def _wake(self) -> None:
-        self._post(lambda: None)
+        self.post(lambda: None)
 
     def pulled(self, sequence: Running, pull: Any) -> None:
         """A prompt has come, or not."""
@@ -186,10 +234,11 @@ class Instance(Idle):
             log.warning("request %s: computed here, not by %s: %s", sequence.request.id, pull.origin, pull.message)
         outcome = "taken" if pull.result is not None else pull.reason or "cancelled"
         seconds = time.monotonic() - pull.started
-        self._core.notify(TransferEnded("prefill", "destination", outcome, pull.bytes, pull.parts, seconds))
+        self.notify(TransferEnded("prefill", "destination", outcome, pull.bytes, pull.parts, seconds))
 
     def prepare(self, step: Step) -> None:
         self._exports.preempted(step.preempted)
+        self.moves.preempted(step.preempted)
         self._exports.prepare(step)
 
     def is_export(self, sequence: Running) -> bool:
@@ -200,6 +249,7 @@ class Instance(Idle):
 
     def sequence_ended(self, sequence: Running, error: str | None) -> None:
         self._exports.ended(sequence, error)
+        self.moves.sequence_ended(sequence)
 
     def look(self) -> None:
         """At every step: what has to be done now and then."""
@@ -209,7 +259,7 @@ class Instance(Idle):
             self._exports.working()
 
     def rest(self, seconds: float) -> None:
-        self._rest(seconds)
+        self._around.rest(seconds)
 
 
 def _outcome(transfer: Source | Destination) -> str:

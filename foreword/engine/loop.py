@@ -16,7 +16,7 @@ from typing import Protocol
 from foreword.blocks import PrefixCache
 from foreword.blocks.history import Explanation, History
 from foreword.cache import BlockCache
-from foreword.engine.request import CacheReport, Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from foreword.engine.request import CacheReport, Delta, Departure, FinishReason, Request, SamplingParams, TokenLogprob
 from foreword.engine.runner import Runner, draw_of
 from foreword.engine.sampling import Sampled
 from foreword.engine.scheduler import Chunk, Pull, Scheduler, Sequence, Step
@@ -145,9 +145,7 @@ class EngineCore:
 
     def enter(self, request: Request, seed: int) -> Sequence:
         """Queue one sequence of a request that began elsewhere, with the seed that it has there."""
-        self.validate(request)
-        self._check_id(request.id)
-        sequence = self._open(request, seed, None)
+        sequence = self.open(request, seed)
         self.scheduler.add(sequence)
         return sequence
 
@@ -173,6 +171,37 @@ class EngineCore:
     def recent_texts(self, salt: bytes, count: int) -> list[array[int]]:
         """Copies of a tenant's newest prompts with what was generated after them, as far as they are remembered."""
         return self._history.recent(salt, count)
+
+    def open(self, request: Request, seed: int) -> Sequence:
+        """A sequence that began elsewhere, not in any queue yet. Raises BadRequest."""
+        self.validate(request)
+        self._check_id(request.id)
+        return self._open(request, seed, None)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Forget a sequence that never ran here; its blocks go back."""
+        self._running.pop(id(sequence), None)
+        self._by_id.pop(sequence.request.id, None)
+        self.scheduler.finish(sequence)
+
+    def replay(self, sequence: Sequence) -> None:
+        """Its text so far was sent by whoever had it before: go on after it."""
+        running = self._running[id(sequence)]
+        for token in sequence.output:
+            running.stops.push(running.text.push(token))
+
+    def sequence_of(self, request_id: str) -> Sequence | None:
+        """The only sequence of a request; None if there is no such request, or it has several."""
+        group = self._by_id.get(request_id, [])
+        return group[0] if len(group) == 1 else None
+
+    def depart(self, sequence: Sequence, departure: Departure) -> Delta:
+        """The sequence goes on elsewhere."""
+        return replace(self._end(sequence, "moved"), moved=departure)
+
+    def end(self, sequence: Sequence, error: str) -> Delta:
+        """End a sequence with an error."""
+        return self._end(sequence, "error", error=error)
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()

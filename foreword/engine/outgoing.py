@@ -75,7 +75,7 @@ class Outgoing:
         self.started = time.monotonic()
         self.computed_at: float | None = None
         self._release = release
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._flying = 0
         self._over = False
 
@@ -93,6 +93,7 @@ class Outgoing:
         with self._lock:
             settled = self._flying == 0 and not self._over
             self._over = True
+            self._lock.notify_all()
         if settled:
             self._release(self)
 
@@ -106,9 +107,15 @@ class Outgoing:
         """It was sent, or will not be."""
         with self._lock:
             self._flying -= 1
+            self._lock.notify_all()
             settled = self._over and self._flying == 0
         if settled:
             self._release(self)
+
+    def wait_sent(self, timeout: float) -> bool:
+        """On the lane's thread, in a job: wait until everything before it has been sent."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._flying <= 1 or self._over, timeout)
 
     def send(self, ready: Ready) -> None:
         """On the lane's thread. A transfer that ends meanwhile says so to the service."""

@@ -12,7 +12,8 @@ from typing import Literal
 
 from foreword.errors import BadRequest
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+# `moved`: it goes on at another instance (`Delta.moved`).
+FinishReason = Literal["stop", "length", "abort", "error", "moved"]
 MissReason = Literal[
     "all_cached", "never_seen", "diverged", "evicted", "shorter_than_block", "other_tenant", "disabled"
 ]
@@ -157,6 +158,15 @@ class CacheReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Departure:
+    """Where a request goes on: at `to` under the id `request_id`, after `tokens` generated tokens."""
+
+    to: str
+    request_id: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one step brought for one sequence.
 
@@ -182,6 +192,7 @@ class Delta:
     cached_tokens: int = 0
     cache_report: CacheReport | None = None
     error: str | None = None
+    moved: Departure | None = None
 
 
 @dataclass(frozen=True, slots=True)

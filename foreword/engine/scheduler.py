@@ -395,14 +395,40 @@ class Scheduler:
         sequence.shared_tokens = sequence.cached_tokens
 
     def pause(self, sequence: Sequence) -> None:
-        """It keeps its blocks, and takes no part in steps. It must run."""
-        self.running.remove(sequence)
+        """It keeps its blocks, and takes no part in steps. It must run or wait."""
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.paused.append(sequence)
 
     def resume(self, sequence: Sequence) -> None:
-        """Go on with a paused one."""
+        """Go on with a paused one: with its blocks, or from the front of the queue."""
         self.paused.remove(sequence)
-        self.running.append(sequence)
+        if sequence.table.blocks:
+            self.running.append(sequence)
+        else:
+            self.waiting.appendleft(sequence)
+
+    def hold(self, sequence: Sequence, num_tokens: int, full: int) -> int | None:
+        """Take blocks for `num_tokens` tokens of a sequence that comes from elsewhere, and keep it paused. Returns how many
+        of its first `full` blocks are here already; None if there is no room for it."""
+        table, size = sequence.table, self.cache.block_size
+        if not num_tokens:
+            self.paused.append(sequence)
+            return 0
+        if self.in_blocks >= self._max_num_seqs:
+            return None
+        found = self.cache.lookup(table)
+        held = min(len(found.blocks), full)
+        match = Match(found.blocks[:held], -1, 0, held * size)
+        needed = self.cache.new_blocks(table, match, num_tokens)
+        if self.in_blocks:
+            needed += self._reserve + self._owed()
+        if needed > self.cache.pool.num_free:
+            return None
+        self.cache.admit(table, match)
+        taken = self.cache.extend(table, -(-num_tokens // size))
+        assert taken is not None, "there was room a moment ago"
+        self.paused.append(sequence)
+        return held
 
     def _fits(self, sequence: Sequence, match: Match) -> bool:
         """Whether the pool has room for all the tokens that the sequence has so far, and for what running prefills have yet

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from foreword.blocks.keys import token_bytes
-from foreword.engine.request import SamplingParams, TokenLogprob
+from foreword.engine.request import CacheReport, SamplingParams, TokenLogprob
 from foreword.errors import BadRequest
 
 VERSION = 1
@@ -44,6 +44,46 @@ class Computed:
     token: int
     logprob: TokenLogprob | None
     cached_tokens: int
+    version: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """A request that could move, as it is at the offer.
+
+    Attributes:
+        id: under which the new instance keeps it; nobody else's.
+        tokens: prompt and output so far; `prompt` of them are the prompt.
+        max_total: length at which it ends.
+        room: the new instance needs blocks for so many tokens: no more have KV when it arrives.
+        envelope: the front door's: how its answer is written. Opaque to engines.
+    """
+
+    id: str
+    tokens: bytes
+    prompt: int
+    params: SamplingParams
+    seed: int
+    max_total: int
+    room: int
+    index: int = 0
+    salt: bytes = b""
+    want_cache_report: bool = False
+    envelope: bytes = b""
+    version: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What became of it until it was paused: `tokens` followed, and what was counted. Seconds are ages."""
+
+    tokens: bytes
+    cached_tokens: int
+    shared_tokens: int
+    age: float
+    token_age: float
+    preemptions: int = 0
+    report: CacheReport | None = None
     version: int = VERSION
 
 
