@@ -29,15 +29,22 @@ class MetricsHistory:
     """Samples of counters, gauges, and of histograms their sums and counts.
 
     Args:
-        families: all metrics at this moment. Called on a thread, one call at a time.
+        families: all metrics at this moment. Called on a thread, one call at a time, or, with `on_loop`, on the event loop.
         clock: seconds since the epoch.
     """
 
-    def __init__(self, families: Callable[[], Iterable[Metric]], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        families: Callable[[], Iterable[Metric]],
+        clock: Callable[[], float] = time.time,
+        *,
+        on_loop: bool = False,
+    ) -> None:
         self._families = families
         self._clock = clock
         self._numbers: dict[tuple[str, Labels], int] = {}
         self._samples: deque[tuple[float, array[float]]] = deque(maxlen=int(KEEP_SECONDS / EVERY_SECONDS))
+        self._on_loop = on_loop
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -63,7 +70,12 @@ class MetricsHistory:
             self._sample(loop)
 
     def _sample(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._loop is loop:
+        if self._loop is not loop:
+            return
+        if self._on_loop:
+            loop.call_later(EVERY_SECONDS, self._sample, loop)
+            self.take()
+        else:
             taken = loop.run_in_executor(None, self.take)
             taken.add_done_callback(lambda _: loop.call_later(EVERY_SECONDS, self._sample, loop))
 
@@ -86,7 +98,9 @@ def _wanted(families: Iterable[Metric]) -> Iterator[tuple[str, Labels, float]]:
             continue
         for sample in family.samples:
             if not sample.name.endswith(("_bucket", "_created")):
-                labels = tuple(sorted((key, text) for key, text in sample.labels.items() if key != "model_name"))
+                # A server has one model; a router may have several.
+                drop = "" if family.name.startswith("foreword:router_") else "model_name"
+                labels = tuple(sorted((key, text) for key, text in sample.labels.items() if key != drop))
                 yield sample.name, labels, sample.value
 
 

@@ -3,6 +3,7 @@
 const KEPT = "foreword-api-key";
 
 export class Refused extends Error {}
+export class Closed extends Error {}
 export class Failed extends Error {}
 
 export const refused = () => new Refused(sessionStorage.getItem(KEPT) ? "That key is not one that this server knows." : "");

@@ -1,6 +1,6 @@
 // The page: asks this server each second, unless nobody looks, and hands the answers to the view.
 
-import { Failed, Refused, askForKey, get, getJson, refused } from "./api.js";
+import { Closed, Failed, Refused, askForKey, get, getJson, refused } from "./api.js";
 import { clock } from "./dom.js";
 import { Timeline, parse } from "./metrics.js";
 import { RouterView } from "./router.js";
@@ -24,6 +24,7 @@ function say(word, tone, notice = "") {
 async function open() {
   const about = await getJson("data/kind", AbortSignal.timeout(PATIENCE));
   if (!about.welcome) throw refused();
+  if (about.closed) throw new Closed(about.closed);
   page.kind = about.kind;
   page.view = new (about.kind === "router" ? RouterView : ServerView)(element("view"));
   element("foot").textContent = `Foreword ${about.version} · figures from /metrics, asked each second while this page is seen`;
@@ -62,6 +63,8 @@ async function tick() {
     if (error instanceof Refused) {
       say("key needed", "warn");
       await askForKey(error.message);
+    } else if (error instanceof Closed) {
+      say("closed", "warn", error.message);
     } else if (error instanceof Failed || error.name === "TimeoutError" || error.name === "AbortError") {
       document.body.classList.add("stale");
       page.fresh = false;

@@ -5,8 +5,9 @@ const LABEL = /([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"/g;
 const UNSHOWN = /_(bucket|created)$/;
 const KEEP = 1800;
 
+// A server has one model; a router may have several.
 export const keyOf = (name, labels = {}) =>
-  name + Object.keys(labels).filter((label) => label !== "model_name").sort().map((label) => `|${label}=${labels[label]}`).join("");
+  name + Object.keys(labels).filter((label) => label !== "model_name" || name.startsWith("foreword:router_")).sort().map((label) => `|${label}=${labels[label]}`).join("");
 
 const unescape = (text) => text.replace(/\\(.)/g, (_, one) => (one === "n" ? "\n" : one));
 
@@ -85,6 +86,20 @@ export class Timeline {
     return found;
   }
 
+  // The same of sums over all of a metric's series.
+  mostOf(from, to, names) {
+    const found = names.map(() => NaN);
+    for (const { t, values } of this.samples) {
+      if (t < from || t >= to) continue;
+      names.forEach((name, number) => {
+        let all = NaN;
+        for (const [key, value] of values) if (key.startsWith(`${name}|`) || key === name) all = (all || 0) + value;
+        if (Number.isFinite(all) && !(all <= found[number])) found[number] = all;
+      });
+    }
+    return found;
+  }
+
   // Since when the figures of a period are known. `range` 0 is since the server's start.
   period(range) {
     const now = this.last.t;
@@ -94,6 +109,7 @@ export class Timeline {
     return {
       now,
       gauge: (name, labels) => values.get(keyOf(name, labels)),
+      deltaOf: (key) => Math.max(0, (values.get(key) || 0) - (base.get(key) || 0)),
       delta: (name, labels) => Math.max(0, get(name, labels) - (base.get(keyOf(name, labels)) || 0)),
     };
   }

@@ -1,9 +1,125 @@
 // The view of a router.
 
-import { h } from "./dom.js";
+import { Lines, Shares } from "./charts.js";
+import { clock, count, h, percent, renew, seconds, segment } from "./dom.js";
+import { card, columnsOf, empty, figure, table } from "./parts.js";
+import { devicePlace, tierPlace, usagePlace } from "./places.js";
+
+const PLACED = "foreword:router_prompt_tokens_total";
+const FOUND = "foreword:router_actual_cached_tokens_total";
+const EXPECTED = "foreword:router_expected_cached_tokens_total";
+const DECIDED = "foreword:router_decisions_total";
+const FIRST = "foreword:router_time_to_first_token_seconds";
+const REASONS = { cheapest: "soonest first token", session: "its session is there", moved: "session moved", only: "only one able" };
+
+// The sum over all series of a metric, of a map of values or of a period.
+const sum = (timeline, value, name) => [...timeline.last.values.keys()].filter((key) => key.startsWith(`${name}|`)).reduce((all, key) => all + value(key), 0);
+
+const shortOf = (url) => url.replace(/^https?:\/\//, "");
 
 export class RouterView {
-  constructor(root) { root.replaceChildren(h("p", {}, "")); }
+  constructor(root) {
+    this.hit = figure("hit-share", "Prompt tokens reused");
+    this.first = figure("first-token", "Time to first token, mean");
+    this.flight = figure("in-flight", "Requests in flight");
+    this.moved = figure("moved", "Sessions moved");
+    this.replicas = h("div", { class: "replicas", id: "replicas" });
+    this.sources = new Shares("Prompt tokens found in a replica's caches, over time", 170);
+    this.sourcesLegend = h("p", { class: "legend" });
+    this.load = new Lines("Requests in flight and queued at the router, over time", 170, ["running", "waiting"]);
+    this.expected = h("div", { id: "expected" });
+    this.decisions = h("div", { id: "decisions" });
+    const legend = h("p", { class: "legend" },
+      h("span", {}, h("span", { class: "swatch-line" }), "in flight"), h("span", {}, h("span", { class: "swatch-line waiting" }), "queued here"));
+    root.replaceChildren(
+      this.hit.element, this.first.element, this.flight.element, this.moved.element, this.replicas,
+      card("w6", "Prompt tokens found in caches", this.sources.element, this.sourcesLegend),
+      card("w6", "Requests", this.load.element, legend),
+      card("", h("span", {}, "Expected and found ", h("small", {}, "cached tokens, as the router thought and as the replicas answered")), this.expected),
+      card("", "Last decisions", this.decisions),
+    );
+  }
 
-  draw() {}
+  draw(timeline, now, range) {
+    if (!timeline.last || !now) return;
+    const period = timeline.period(range);
+    const total = (name) => sum(timeline, period.deltaOf, name);
+    const level = (name) => sum(timeline, (key) => timeline.last.values.get(key), name);
+    const [placed, found] = [total(PLACED), total(FOUND)];
+    this.hit.set(placed ? percent(found / placed) : "–", placed ? `${count(found)} of ${count(placed)}` : "no prompts in this period");
+    const firsts = total(`${FIRST}_count`);
+    this.first.set(firsts ? seconds(total(`${FIRST}_sum`) / firsts) : "–", `${count(firsts)} requests`);
+    this.flight.set(count(level("foreword:router_in_flight")), `${count(level("foreword:router_queue_length"))} queued here`);
+    this.moved.set(count(total("foreword:router_sessions_moved_total")), `${count(level("foreword:router_sessions"))} sessions known`);
+    this.drawReplicas(timeline, period, now);
+    this.drawCharts(timeline, range, placed, found);
+    this.drawExpected(period, now);
+    renew(this.decisions, now.decisions, (rows) => (rows.length ? decisionTable(rows) : empty("None since the router started.")));
+  }
+
+  drawReplicas(timeline, period, now) {
+    const reasons = timeline.labels(DECIDED, "reason");
+    const sent = (replica) => reasons.reduce((all, reason) => all + period.delta(DECIDED, { replica, reason }), 0);
+    const all = now.replicas.reduce((most, one) => most + sent(one.url), 0);
+    renew(this.replicas, now.replicas.map((one) => [one, sent(one.url), all]), (rows) =>
+      (rows.length ? rows.map((row) => replicaCard(...row)) : card("", "Replicas", empty("There is no replica yet."))));
+  }
+
+  drawCharts(timeline, range, placed, found) {
+    const tell = (part, whole) => (whole ? `${percent(part / whole)} of ${count(whole)} tokens found` : "no prompts");
+    const points = columnsOf(timeline, range).map(([from, to]) => {
+      const [before, after] = [timeline.at(from), timeline.at(to)];
+      const delta = (name) => Math.max(0, sum(timeline, (key) => (after.get(key) || 0) - (before.get(key) || 0), name));
+      const whole = delta(PLACED);
+      const part = Math.min(whole, delta(FOUND));
+      return { from, parts: [["device", part], ["computed", whole - part]], text: tell(part, whole) };
+    });
+    this.sources.show(points, tell(found, placed));
+    renew(this.sourcesLegend, [found, placed], () => [["device", "Found", found], ["computed", "Computed", placed - found]].map(([kind, word, tokens]) =>
+      h("span", { class: `key ${kind}` }, `${word} `, h("b", {}, placed ? percent(tokens / placed) : "–"))));
+    const names = ["foreword:router_in_flight", "foreword:router_queue_length"];
+    const loads = columnsOf(timeline, range).map(([from, to]) => {
+      const values = timeline.mostOf(from, to, names);
+      return { from, values, text: Number.isFinite(values[0]) ? `at most ${count(values[0])} in flight, ${count(values[1])} queued` : "not known" };
+    });
+    this.load.show(loads, `Now ${loads[loads.length - 1].text}.`);
+  }
+
+  drawExpected(period, now) {
+    const rows = now.replicas.map(({ url }) => [url, period.delta(EXPECTED, { replica: url }), period.delta(FOUND, { replica: url })]);
+    renew(this.expected, rows, () => {
+      const most = Math.max(1, ...rows.flatMap(([, expected, found]) => [expected, found]));
+      return rows.length ? table([["Replica"], ["Expected", "n"], ["Found", "n"], ["Found of expected", "n wide"]], rows.map(([url, expected, found]) =>
+        h("tr", { "data-expected": url },
+          h("td", {}, shortOf(url), h("div", { class: "bar thin computed", title: `expected ${count(expected)}` }, segment(expected / most, "tone")), h("div", { class: "bar thin device", title: `found ${count(found)}` }, segment(found / most, "tone"))),
+          h("td", { class: "n" }, count(expected)), h("td", { class: "n" }, count(found)), h("td", { class: "n wide" }, expected ? percent(found / expected) : "–")))) : empty("There is no replica yet.");
+    });
+  }
+}
+
+function replicaCard(one, sent, all) {
+  const [word, tone] = one.drained ? ["draining", "warn"] : one.excluded ? ["not used", "bad"] : ["ready", "good"];
+  const facts = [
+    ["Requests", `${count(sent)} of ${count(all)}, ${all ? percent(sent / all) : "–"}`],
+    ["In flight", `${count(one.in_flight)}, ${count(one.waiting_first)} before their first token`],
+    ["Queued prompts", `${count(one.queued_tokens)} tokens`],
+    ["Computes", one.prefill_speed ? `${count(one.prefill_speed)} tokens/s` : "not measured yet"],
+    ["What it holds", one.sends_events ? `${count(one.known_blocks)} blocks known, by its events` : `${count(one.known_blocks)} blocks estimated`],
+  ];
+  return h("section", { class: "card replica", "data-replica": one.url, "data-sent": sent },
+    h("h2", {}, h("span", {}, shortOf(one.url)), h("span", { class: `pill ${tone}` }, word), one.role === "both" ? null : h("small", {}, one.role)),
+    one.excluded && !one.drained ? h("p", { class: "note broken" }, one.excluded) : null,
+    h("div", { class: "places" },
+      one.device ? devicePlace({ ...one.device, each: NaN }) : one.usage !== null ? usagePlace(one.usage) : h("p", { class: "empty" }, "It does not say how full it is."),
+      one.tiers.map(tierPlace)),
+    h("dl", {}, facts.flatMap(([name, text]) => [h("dt", {}, name), h("dd", {}, text)])),
+    h("div", { class: "bar thin plain", role: "img", "aria-label": `Share of requests: ${all ? percent(sent / all) : "none"}` }, segment(all ? sent / all : 0, "tone")));
+}
+
+function decisionTable(rows) {
+  return table([["Time"], ["Request", "wide"], ["To"], ["Prompt", "n wide"], ["Expected", "n"], ["Why"]], rows.map((one) =>
+    h("tr", { "data-decision": one.request_id, class: one.replica ? null : "bad" },
+      h("td", {}, clock(one.time)), h("td", { class: "id wide", title: one.request_id }, one.request_id),
+      h("td", {}, one.replica ? shortOf(one.replica) : "nowhere", h("br"), h("small", {}, REASONS[one.reason] || one.reason)),
+      h("td", { class: "n wide" }, count(one.prompt_tokens)), h("td", { class: "n" }, count(one.expected_cached_tokens)), h("td", { class: "why" }, one.in_words))));
 }

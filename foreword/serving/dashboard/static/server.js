@@ -2,29 +2,13 @@
 
 import { Lines, Shares } from "./charts.js";
 import { ago, bytes, clock, count, h, percent, renew, seconds, segment } from "./dom.js";
+import { card, columnsOf, empty, figure, table } from "./parts.js";
+import { devicePlace, tierPlace } from "./places.js";
 import { bySpeed, kindOf, wordOf } from "./sources.js";
 
-const COLUMNS = 60;
-const WIDTHS = [5, 10, 15, 20, 30];
 const SOURCE = "vllm:prompt_tokens_cached_by_source_total";
 const FIRST = "foreword:time_to_first_token_by_cached_seconds";
 const SHARES = [["none", "Nothing", "computed"], ["some", "Under half", "device light"], ["most", "Half or more", "device"]];
-
-const card = (classes, title, ...rest) => h("section", { class: `card ${classes}` }, h("h2", {}, title), ...rest);
-
-function figure(field, title) {
-  const big = h("p", { class: "big", "data-field": field }, "–");
-  const sub = h("p", { class: "sub", "data-field": `${field}-sub` });
-  return { element: card("figure w3", title, big, sub), set: (value, text) => { big.textContent = value; sub.textContent = text; } };
-}
-
-// Edges of the charts' columns, in seconds: as long as the period, or as the server has been up.
-function columnsOf(timeline, range) {
-  const span = Math.min(range || 1800, timeline.last.t - (timeline.start || 0));
-  const width = WIDTHS.find((one) => one * COLUMNS >= span) || WIDTHS[WIDTHS.length - 1];
-  const end = Math.ceil(timeline.last.t / width) * width;
-  return Array.from({ length: COLUMNS }, (_, number) => [end - (COLUMNS - number) * width, end - (COLUMNS - number - 1) * width]);
-}
 
 export class ServerView {
   constructor(root) {
@@ -109,46 +93,21 @@ export class ServerView {
 
   drawPlaces(timeline, period, now) {
     const gauge = period.gauge;
-    const all = gauge("foreword:blocks");
-    const pinned = gauge("foreword:blocks_pinned");
-    const free = gauge("foreword:blocks_free");
-    const cached = gauge("foreword:blocks_cached");
     const each = now && now.model ? now.model.kv_bytes_per_block : NaN;
-    const device = { all, pinned, used: Math.max(0, all - free - pinned), free, cached, idle: Math.max(0, Math.min(free, cached - (all - free))), each };
+    const device = { all: gauge("foreword:blocks"), pinned: gauge("foreword:blocks_pinned"), free: gauge("foreword:blocks_free"), cached: gauge("foreword:blocks_cached"), each };
     const tiers = timeline.labels("foreword:tier_bytes", "tier").sort(bySpeed).map((tier) => {
       const read = (name) => gauge(`foreword:tier_${name}`, { tier });
-      const spent = period.delta("foreword:tier_read_seconds_total", { tier });
+      const done = (name) => period.delta(`foreword:tier_${name}_total`, { tier });
+      const spent = done("read_seconds");
       return {
         tier, held: read("bytes"), budget: read("budget_bytes"), blocks: read("blocks"), pinned: read("pinned_bytes"), open: read("open"),
-        hits: period.delta("foreword:tier_hit_blocks_total", { tier }), evictions: period.delta("foreword:tier_evictions_total", { tier }),
-        speed: spent ? period.delta("foreword:tier_read_bytes_total", { tier }) / spent : 0,
+        facts: [`${count(done("hit_blocks"))} read`, spent ? `at ${bytes(done("read_bytes") / spent)}/s` : null, done("evictions") ? `${count(done("evictions"))} evicted` : null],
       };
     });
     renew(this.places, [device, tiers, gauge("foreword:store_queued_blocks")], ([shown, rows, queued]) => [
-      this.devicePlace(shown), ...rows.map((row) => this.tierPlace(row)),
+      devicePlace(shown), ...rows.map(tierPlace),
       queued > 0 && h("p", { class: "note" }, `${count(queued)} blocks wait to be written.`),
     ]);
-  }
-
-  devicePlace({ all, pinned, used, cached, idle, each }) {
-    const filled = (pinned + used + idle) / all;
-    const text = `${count(cached)} of ${count(all)} blocks cached${Number.isFinite(each) ? `, ${bytes(all * each)} in all` : ""}`;
-    return h("div", { class: "place device", "data-place": "device", "data-cached": cached },
-      h("b", {}, "Device"),
-      h("div", { class: "bar", role: "img", "aria-label": `Device: ${percent(filled)} full` },
-        segment(pinned / all, "tone deep", `${count(pinned)} pinned`), segment(used / all, "tone", `${count(used)} in use`), segment(idle / all, "tone light", `${count(idle)} cached, free to be evicted`)),
-      h("p", {}, `${percent(filled)} full: ${text}`),
-      h("p", { class: "legend" }, h("span", { class: "key device" }, `in use ${percent(used / all)}`), h("span", { class: "key device light" }, `kept for reuse ${percent(idle / all)}`), pinned > 0 && h("span", {}, `pinned ${count(pinned)} blocks`)));
-  }
-
-  tierPlace({ tier, held, budget, blocks, pinned, open, hits, evictions, speed }) {
-    const facts = [blocks >= 0 ? `${count(blocks)} blocks` : null, `${count(hits)} read`, speed ? `at ${bytes(speed)}/s` : null, evictions ? `${count(evictions)} evicted` : null].filter(Boolean);
-    const size = blocks < 0 ? "size unknown" : budget ? `${percent(held / budget)} full: ${bytes(held)} of ${bytes(budget)}` : `${bytes(held)}, no bound of its own`;
-    return h("div", { class: `place ${kindOf(tier)}`, "data-place": tier, "data-bytes": held },
-      h("b", {}, wordOf(tier)),
-      budget ? h("div", { class: "bar", role: "img", "aria-label": `${tier}: ${size}` },
-        segment(pinned / budget, "tone deep", `${bytes(pinned)} pinned`), segment((held - pinned) / budget, "tone")) : h("span"),
-      h("p", {}, open ? h("span", { class: "broken" }, "Left alone for now: it kept failing. ") : null, `${size}; ${facts.join(", ")}`));
   }
 
   drawTtft(period) {
@@ -183,10 +142,6 @@ export class ServerView {
     renew(this.recent, [now.requests, tiers], ([rows]) => (rows.length ? requestTable(rows, tiers) : empty("None since the server started.")));
   }
 }
-
-const empty = (text) => h("p", { class: "empty" }, text);
-
-const table = (heads, rows) => h("table", {}, h("thead", {}, h("tr", {}, heads.map(([word, classes]) => h("th", { class: classes, scope: "col" }, word)))), h("tbody", {}, rows));
 
 function prefixTable(rows, now) {
   return table([["Name"], ["Tokens", "n"], ["Pins", "n"], ["Uses", "n"], ["Reused", "n wide"], ["Last used", "n wide"]], rows.map((one) =>
