@@ -56,6 +56,11 @@ class Tenants:
         """How many tenants can be told apart by their keys; 0 if no key is asked for."""
         return len({tenant.name for _, tenant in self._keys})
 
+    @property
+    def first_key(self) -> str | None:
+        """One of the keys."""
+        return self._keys[0][0].decode() if self._keys else None
+
     @classmethod
     def from_config(cls, config: ServerConfig) -> Tenants:
         """Raises ConfigError for an unreadable key file or a malformed entry."""

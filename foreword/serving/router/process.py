@@ -1,0 +1,108 @@
+"""The process: bind, serve, drain, exit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+
+from aiohttp import web
+
+from foreword import __version__
+from foreword.config import Config
+from foreword.errors import ConfigError
+from foreword.routing.baselines import policy_named
+from foreword.serving.router.app import create_app
+from foreword.serving.router.membership import Membership, named
+from foreword.serving.router.replicas import Spec
+from foreword.serving.router.service import Router
+
+logger = logging.getLogger(__name__)
+
+# Seconds; longer than clients keep idle connections.
+_KEEP_ALIVE = 75.0
+_FLUSH = 2.0
+
+
+def run(config: Config) -> int:
+    """Route until a signal; returns the exit status. Raises ConfigError before anything is started."""
+    logging.basicConfig(
+        level=config.server.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    specs = named(config.router)
+    if not specs and not config.router.replica_file and not config.router.replica_dns and not config.server.admin_key:
+        raise ConfigError("name at least one replica: foreword route --replica http://host:8000")
+    policy_named(config.router.policy)
+    Router(config)  # complains now, not on the loop
+    listener = _bind(config)
+    with _runner() as runner:
+        return runner.run(_serve(config, listener, specs))
+
+
+def _runner() -> asyncio.Runner:
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+def _bind(config: Config) -> socket.socket:
+    from foreword.serving.server import bind
+
+    return bind(config.server)
+
+
+async def _serve(config: Config, listener: socket.socket, specs: list[Spec]) -> int:
+    router = Router(config)
+    await router.start()
+    membership = Membership(router, config.router)
+    runner = web.AppRunner(
+        create_app(router),
+        handler_cancellation=True,
+        keepalive_timeout=_KEEP_ALIVE,
+        access_log=None,
+        shutdown_timeout=_FLUSH,
+    )
+    await runner.setup()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals = 0
+
+    def on_signal() -> None:
+        nonlocal signals
+        signals += 1
+        stop.set()
+        if signals > 1:
+            loop.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    site = web.SockSite(runner, listener)
+    await site.start()
+    membership.start(specs)
+    host, port = listener.getsockname()[:2]
+    logger.info("Foreword %s routes on http://%s:%d", __version__, f"[{host}]" if ":" in host else host, port)
+    await stop.wait()
+    await _drain(router, config.server.drain_seconds)
+    membership.stop()
+    await runner.cleanup()
+    await router.stop()
+    logger.info("stopped")
+    return 0
+
+
+async def _drain(router: Router, seconds: float) -> None:
+    """Take no new requests, and let those inside come to their end."""
+    router.draining = True
+    logger.info("shutting down: running requests may take %g s more", seconds)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while router.inside:
+                await asyncio.sleep(0.05)

@@ -1,0 +1,286 @@
+"""Prompts as the tokens that a replica makes of them, so that they can be compared with what replicas hold.
+
+By the router's own tokenizer (`--tokenizer`), on a thread; else by a replica's endpoint, each text once; else as text, four
+bytes for a token: then prompts are compared with each other, but not with what events tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import msgspec
+
+from foreword.errors import BadRequest, ReplicaFailed
+from foreword.serving.router.asked import Asked
+from foreword.serving.router.replicas import LOST, Upstream
+
+if TYPE_CHECKING:
+    from foreword.engine.tokenizer import Tokenizer
+
+_CACHED_TOKENS: Final = 8_000_000
+_TEMPLATE_FIELDS: Final = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
+    "documents",
+)
+_PROMPT_FIELDS: Final = ("add_special_tokens",)
+# Tokens before the answer on which the text of its first ones may depend.
+_CONTEXT: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as tokens.
+
+    Attributes:
+        source: `client`, `tokenizer`, `replica`, or `text` if these are not the replica's tokens.
+    """
+
+    tokens: Sequence[int]
+    source: str
+
+    @property
+    def exact(self) -> bool:
+        return self.source != "text"
+
+
+Able = Callable[[], Sequence[Upstream]]
+"""Replicas that can tokenize, the best first."""
+_ASKED: Final = 2
+
+
+class Prompts:
+    """Tokenizes, and remembers what was tokenized: at most 8 million tokens, the least recently used forgotten first.
+
+    Args:
+        timeout: seconds that a request waits at most for its tokens.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, headers: Mapping[str, str], timeout: float) -> None:
+        self._session = session
+        self._headers = headers
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._thread = ThreadPoolExecutor(1, "tokenizing")
+        self._tokenizer: Tokenizer | None = None
+        self._known: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._known_tokens = 0
+        self._asking: dict[bytes, asyncio.Future[array[int] | None]] = {}
+
+    async def load(self, source: str) -> None:
+        """Use this tokenizer from now on. Raises ModelNotFound."""
+        from foreword.engine.tokenizer import Tokenizer  # takes its time
+
+        self._tokenizer = await asyncio.get_running_loop().run_in_executor(self._thread, Tokenizer.load, source)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, asked: Asked, able: Able) -> Prompt:
+        """The tokens of the request's (first) prompt."""
+        prompt = _first(asked.body.get("prompt")) if asked.interface == "completion" else None
+        if isinstance(prompt, list):
+            return Prompt(prompt, "client") if _are_ids(prompt) else Prompt((), "text")
+        if asked.body.get("prefix") is not None:
+            return Prompt(as_text(asked), "text")
+        question = _question(asked, prompt)
+        if question is None:
+            return Prompt(as_text(asked), "text")
+        name = blake2b(msgspec.json.encode(question), digest_size=16).digest()
+        tokens = self._look(name)
+        source = "tokenizer" if self._tokenizer is not None else "replica"
+        if tokens is None:
+            tokens = await self._ask(name, question, able)
+        return Prompt(tokens, source) if tokens is not None else Prompt(as_text(asked), "text")
+
+    async def text_of(self, before: Sequence[int], tokens: Sequence[int], able: Sequence[Upstream]) -> tuple[int, str]:
+        """`(count, text)`: the text of as many of the tokens as make whole characters, after those `before`.
+
+        Raises ReplicaFailed if nobody can say.
+        """
+        if self._tokenizer is not None:
+            work = _text_by(self._tokenizer, list(before[-_CONTEXT:]), list(tokens))
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        problem = ReplicaFailed("nobody can say what text its tokens stand for")
+        for upstream in able:
+            try:
+                return await self._text_from(upstream, list(before[-_CONTEXT:]), list(tokens))
+            except ReplicaFailed as error:
+                problem = error
+        raise problem
+
+    async def _text_from(self, upstream: Upstream, context: list[int], tokens: list[int]) -> tuple[int, str]:
+        ahead = await self._detokenize(upstream, context)
+        for count in range(len(tokens), max(len(tokens) - 5, -1), -1):
+            text = await self._detokenize(upstream, [*context, *tokens[:count]])
+            if not text.startswith(ahead):
+                break
+            if not text.endswith("\ufffd"):
+                return count, text[len(ahead) :]
+        raise ReplicaFailed("its tokens do not stand for whole characters")
+
+    # Inside
+
+    async def _ask(self, name: bytes, question: Mapping[str, Any], able: Able) -> array[int] | None:
+        waiting = self._asking.get(name)
+        if waiting is not None:
+            return await asyncio.shield(waiting)
+        waiting = self._asking[name] = asyncio.ensure_future(self._tokens(question, able))
+        try:
+            tokens = await waiting
+        finally:
+            self._asking.pop(name, None)
+        if tokens is not None:
+            self._keep(name, tokens)
+        return tokens
+
+    async def _tokens(self, question: Mapping[str, Any], able: Able) -> array[int] | None:
+        if self._tokenizer is not None:
+            work = _tokens_by(self._tokenizer, question)
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            except BadRequest:  # the replica will say so in its own words
+                return None
+        for upstream in able()[:_ASKED]:
+            assert upstream.facts is not None and upstream.facts.tokenize is not None
+            try:
+                found = await self._post(upstream, upstream.facts.tokenize, question)
+                return array("I", found["tokens"])
+            except (*LOST, ReplicaFailed, KeyError, TypeError, ValueError, OverflowError):
+                continue
+        return None
+
+    async def _detokenize(self, upstream: Upstream, tokens: Sequence[int]) -> str:
+        assert upstream.facts is not None and upstream.facts.tokenize is not None
+        if not tokens:
+            return ""
+        path = upstream.facts.tokenize.replace("tokenize", "detokenize")
+        try:
+            found = await self._post(upstream, path, {"tokens": list(tokens), "model": upstream.model})
+        except LOST as error:
+            raise ReplicaFailed(f"{upstream.url} does not say what tokens stand for: {type(error).__name__}") from None
+        return str(found["prompt"])
+
+    async def _post(self, upstream: Upstream, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        headers = {**self._headers, "content-type": "application/json"}
+        data = msgspec.json.encode(body)
+        async with self._session.post(upstream.url + path, data=data, headers=headers, timeout=self._timeout) as answer:
+            found = await answer.read()
+            if answer.status != 200:
+                raise ReplicaFailed(f"{upstream.url}{path} says {answer.status}")
+        try:
+            decoded = msgspec.json.decode(found)
+        except msgspec.DecodeError:
+            decoded = None
+        if not isinstance(decoded, dict):
+            raise ReplicaFailed(f"{upstream.url}{path} does not answer as it should")
+        return decoded
+
+    def _look(self, name: bytes) -> array[int] | None:
+        found = self._known.get(name)
+        if found is not None:
+            self._known.move_to_end(name)
+        return found
+
+    def _keep(self, name: bytes, tokens: array[int]) -> None:
+        if name in self._known or len(tokens) > _CACHED_TOKENS:
+            return
+        self._known[name] = tokens
+        self._known_tokens += len(tokens)
+        while self._known_tokens > _CACHED_TOKENS:
+            self._known_tokens -= len(self._known.popitem(last=False)[1])
+
+
+def as_text(asked: Asked) -> array[int]:
+    """A prompt as numbers that are equal where its text is: four bytes each."""
+    if asked.interface == "chat":
+        messages = asked.body.get("messages")
+        parts = [msgspec.json.encode(one) for one in messages] if isinstance(messages, list) else []
+        text = b"".join(parts)
+    else:
+        prompt = _first(asked.body.get("prompt"))
+        text = prompt.encode("utf-8", "replace") if isinstance(prompt, str) else b""
+    prefix = asked.body.get("prefix")
+    if isinstance(prefix, str):
+        text = prefix.encode("utf-8", "replace") + b"\x00" + text
+    return _words(text)
+
+
+def _first(prompt: object) -> object:
+    """The first of several prompts; a list of numbers is one prompt."""
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return prompt[0]
+    return prompt
+
+
+def _are_ids(prompt: list[Any]) -> bool:
+    return all(type(one) is int and 0 <= one < 2**32 for one in prompt)
+
+
+def _question(asked: Asked, prompt: object) -> dict[str, Any] | None:
+    """The body of a tokenizing request; None if the prompt is not one that can be tokenized apart."""
+    if asked.interface == "completion":
+        if not isinstance(prompt, str):
+            return None
+        return _given(asked, _PROMPT_FIELDS) | {"prompt": prompt}
+    messages = asked.body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        return None
+    return _given(asked, _TEMPLATE_FIELDS) | {"messages": messages}
+
+
+def _given(asked: Asked, names: Sequence[str]) -> dict[str, Any]:
+    found = {name: asked.body[name] for name in names if asked.body.get(name) is not None}
+    return found | ({"model": asked.model} if asked.model else {})
+
+
+def _tokens_by(tokenizer: Tokenizer, question: Mapping[str, Any]) -> Callable[[], array[int]]:
+    def work() -> array[int]:
+        if "prompt" in question:
+            special = question.get("add_special_tokens", True) is not False
+            return array("I", tokenizer.encode(question["prompt"], add_special_tokens=special))
+        messages = [_plain(message) for message in question["messages"]]
+        opened = question.get("add_generation_prompt", True) is not False
+        return array("I", tokenizer.render_chat(messages, add_generation_prompt=opened))
+
+    return work
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """As Foreword's server gives messages to the template: text parts joined, `developer` as `system`."""
+    plain = dict(message)
+    content = plain.get("content")
+    if isinstance(content, list):
+        plain["content"] = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    if plain.get("role") == "developer":
+        plain["role"] = "system"
+    return plain
+
+
+def _text_by(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> Callable[[], tuple[int, str]]:
+    def work() -> tuple[int, str]:
+        stream, text, count = tokenizer.stream(before), "", 0
+        for number, token in enumerate(tokens):
+            piece = stream.push(token)
+            if piece:
+                text, count = text + piece, number + 1
+        return count, text
+
+    return work
+
+
+def _words(text: bytes) -> array[int]:
+    words = array("I")
+    words.frombytes(text[: len(text) // 4 * 4])
+    return words
