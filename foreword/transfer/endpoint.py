@@ -377,7 +377,7 @@ class Endpoint:
             with self._lock:
                 sides = list(self._sides.values())
             for side in sides:
-                side.tick(float("inf"))
+                side.tick(float("inf"), patience=1.0)
 
 
 def _bind_address(config: TransferConfig) -> Address:

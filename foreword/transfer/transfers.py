@@ -140,15 +140,19 @@ class _Side:
         """Something happened that concerns it: the connection broke, the peer is gone."""
         self._follow(event, Reason.LOST, message)
 
-    def tick(self, now: float) -> None:
-        with self._lock:
-            if self.deadline is None or now < self.deadline:
-                return
-        with self._telling:
+    def tick(self, now: float, patience: float = 0.0) -> None:
+        """End it if its deadline has passed. While the service is being told something this waits for `patience` seconds only:
+        one slow service must not stop everybody's clock, and the next tick comes soon."""
+        deadline = self.deadline
+        if deadline is None or now < deadline or not self._telling.acquire(timeout=patience):
+            return
+        try:
             with self._lock:
                 actions = self._transfer.tick(now)
                 self._send(actions, None)
             self._tell(actions)
+        finally:
+            self._telling.release()
 
     def _follow(self, event: Event, reason: Reason | None = None, text: str = "") -> None:
         with self._telling:

@@ -121,6 +121,7 @@ class TwoSides(RuleBasedStateMachine):
         self.crashed: set[str] = set()
         self.broken = False
         self.reachable = True
+        self.cut_off = False
         self.remembered = False
         self.told: dict[str, int] = {"source": 0, "destination": 0}
         self.asking = False
@@ -227,6 +228,12 @@ class TwoSides(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0.1, 40))
     def pass_time(self, seconds: float) -> None:
+        """Meanwhile the source asks, if it is in doubt and the other side can be reached."""
+        if self.asking and self.source.state is State.DOUBT and "source" not in self.crashed:
+            self.cut_off |= not self.reachable
+            self.ask()
+            while self.questions:
+                self.answer(False)
         self.now += seconds
         self.ticks()
 
@@ -263,23 +270,20 @@ class TwoSides(RuleBasedStateMachine):
         if not hasattr(self, "push"):
             return
         for _ in range(LONGEST):
+            while self.questions:
+                self.answer(False)
             if all(name in self.crashed or self.side(name).ended for name in self.told):
                 break
             for name in ("source", "destination"):
                 self.deliver(name, 100)
-            if self.asking and self.source.state is State.DOUBT:
-                self.ask()
-            while self.questions:
-                self.answer(False)
-            self.now += 2.0
-            self.ticks()
+            self.pass_time(2.0)
             self.at_most_one_goes_on()
         for name in ("source", "destination"):
             assert name in self.crashed or self.side(name).ended
         if self.crashed:
             return
         if self.source.outcome is Outcome.UNKNOWN:
-            assert self.push and not self.reachable
+            assert self.push and self.cut_off
         elif self.push:
             assert (self.source.outcome is Outcome.TAKEN) == (self.destination.outcome is Outcome.TAKEN)
 
