@@ -2,11 +2,11 @@
 
 A request's first token is expected after
 
-    first + prefill * tokens + steps * decode_each * running
+    first + prefill * tokens + attention * pairs + steps * decode_each * running
 
-where `tokens` are those computed before it and for it, `steps` the steps that this takes, and `running` the sequences that
-decode meanwhile. The line through the samples is Theil's and Sen's: the median of the slopes of all pairs, which up to 29 %
-of wild samples do not move far.
+where `tokens` are those computed before it and for it, `pairs` are each of them with each token before it in its prompt, `steps`
+the steps that this takes, and `running` the sequences that decode meanwhile. Lines through samples are Theil's and Sen's: the
+median of the slopes of all pairs, which up to 29 % of wild samples do not move far.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
@@ -23,7 +24,12 @@ from foreword.routing.directory import NUM_TIERS, Reach, Tier
 _KEPT: Final = 48
 _REFIT_EVERY: Final = 8
 _FEWEST: Final = 6
-_QUICKEST: Final = 1e-9
+_QUICKEST: Final = 1e-12
+_QUICKEST_PAIR: Final = 1e-11
+# Prompts of fewer tokens tell nothing of what a token takes; contexts that differ by less, nothing of what context takes.
+_TELLING_TOKENS: Final = 256
+_TELLING_CONTEXT: Final = 2048
+_ROUNDS: Final = 2
 # What is left of a first token's time at least when the decoding of others is taken off.
 _LEAST_SHARE: Final = 0.25
 
@@ -42,6 +48,7 @@ class ReplicaCosts:
 
     Attributes:
         prefill: seconds for each token of a prompt that is computed.
+        attention: seconds on top for each token before it in its prompt: what makes long prompts dear.
         first: seconds that every first token takes besides: network, tokenizing, one step.
         decode_base, decode_each: a step with n decoding sequences takes `decode_base + decode_each * n` seconds.
         step_tokens: tokens of prompts that one step computes at most.
@@ -56,6 +63,11 @@ class ReplicaCosts:
     step_tokens: int = 2048
     loads: tuple[LoadCost, ...] = (LoadCost(1e-5), LoadCost(4e-5), LoadCost(8e-5, 2e-3))
     transfer: LoadCost = LoadCost(4e-5, 5e-3)
+    attention: float = 0.0
+
+    def compute(self, tokens: float, before: float) -> float:
+        """Seconds to compute `tokens` tokens of a prompt behind the first `before`."""
+        return self.prefill * tokens + self.attention * pairs(tokens, before)
 
     def load(self, tier: Tier) -> LoadCost:
         return self.loads[tier - 1]
@@ -81,11 +93,17 @@ class ReplicaCosts:
             cost = self.load(Tier(tier))
             spent = cost.latency + more * block_size * cost.per_token
             seconds += spent
-            gain += more * block_size * self.prefill - spent
+            before = (sum(parts) - more) * block_size
+            gain += self.compute(more * block_size, before) - spent
             if gain > best_gain:
                 best_gain = gain
                 best = (sum(parts), (*parts, *(0,) * (NUM_TIERS - len(parts))), seconds)
         return best
+
+
+def pairs(tokens: float, before: float) -> float:
+    """Tokens with each token before them, if `tokens` are computed behind `before`."""
+    return tokens * (before + tokens / 2)
 
 
 class Line:
@@ -114,6 +132,12 @@ class Line:
         self._fit()
         return True
 
+    def refit(self, samples: Iterable[tuple[float, float]]) -> None:
+        """Forget the samples and take these."""
+        self._samples.clear()
+        self._samples.extend(samples)
+        self._fit()
+
     def _fit(self) -> None:
         samples = sorted(self._samples)
         spread = samples[-1][0] - samples[0][0]
@@ -134,22 +158,78 @@ class Line:
         return self.base + self.slope * x
 
 
+class Prefill:
+    """y = first + prefill * tokens + attention * pairs through recent samples, robustly.
+
+    What a token takes is a line over how much stands before it, on average: its slope is `attention`. What remains when that is
+    taken off is a line over the number of tokens. Both are drawn anew from the same samples.
+    """
+
+    __slots__ = ("_context", "_fresh", "_samples", "_tokens", "attention")
+
+    def __init__(self, costs: ReplicaCosts) -> None:
+        self.attention = costs.attention
+        self._tokens = Line(costs.first, costs.prefill)
+        self._context = Line(costs.prefill, costs.attention)
+        self._samples: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)
+        self._fresh = 0
+
+    @property
+    def first(self) -> float:
+        return self._tokens.base
+
+    @property
+    def prefill(self) -> float:
+        return self._tokens.slope
+
+    def note(self, tokens: float, pairs: float, seconds: float) -> bool:
+        """One more sample; True if the lines were drawn anew. What is not a finite number of at least 0 is ignored."""
+        if not all(math.isfinite(value) and value >= 0 for value in (tokens, pairs, seconds)):
+            return False
+        self._samples.append((tokens, pairs, seconds))
+        self._fresh += 1
+        if len(self._samples) < _FEWEST or (self._fresh < _REFIT_EVERY and len(self._samples) > _FEWEST):
+            return False
+        self._fresh = 0
+        self._fit()
+        return True
+
+    def _fit(self) -> None:
+        for _ in range(_ROUNDS):
+            long = [sample for sample in self._samples if sample[0] >= _TELLING_TOKENS]
+            contexts = sorted(pairs / tokens for tokens, pairs, _ in long)
+            if len(long) >= _KEPT // 4 and contexts[-1] - contexts[0] >= _TELLING_CONTEXT:
+                self._context.refit(
+                    (pairs / tokens, max(seconds - self.first, 0.0) / tokens) for tokens, pairs, seconds in long
+                )
+                self.attention = self._context.slope if self._context.slope > _QUICKEST_PAIR else 0.0
+            self._tokens.refit(
+                (tokens, max(seconds - self.attention * pairs, 0.0)) for tokens, pairs, seconds in self._samples
+            )
+
+
 class Learner:
     """One replica's costs, corrected by what is seen. Memory: a few hundred numbers."""
 
     def __init__(self, prior: ReplicaCosts | None = None) -> None:
         self.costs = prior or ReplicaCosts()
-        self._first = Line(self.costs.first, self.costs.prefill)
+        self._first = Prefill(self.costs)
         self._decode = Line(self.costs.decode_base, self.costs.decode_each)
         self._loads = [Line(load.latency, load.per_token) for load in self.costs.loads]
         self._transfer = Line(self.costs.transfer.latency, self.costs.transfer.per_token)
 
-    def note_first_token(self, computed_tokens: float, running: int, seconds: float, *, loading: float = 0.0) -> None:
-        """A first token came `seconds` after its request was sent. Before it these tokens were computed, its own included,
-        while `running` others decoded; `loading` seconds are known to have gone into loading."""
+    def note_first_token(
+        self, computed_tokens: float, running: int, seconds: float, *, pairs: float = 0.0, loading: float = 0.0
+    ) -> None:
+        """A first token came `seconds` after its request was sent. Before it these tokens were computed, its own included, and
+        `pairs` of them with tokens before them, while `running` others decoded; `loading` seconds are known to have gone into
+        loading."""
         others = self.costs.interference(computed_tokens, running) + loading
-        if self._first.note(computed_tokens, max(seconds - others, seconds * _LEAST_SHARE)):
-            self.costs = replace(self.costs, first=self._first.base, prefill=self._first.slope)
+        learned = self._first
+        if learned.note(computed_tokens, pairs, max(seconds - others, seconds * _LEAST_SHARE)):
+            self.costs = replace(
+                self.costs, first=learned.first, prefill=learned.prefill, attention=learned.attention
+            )
 
     def note_decode(self, running: int, seconds: float) -> None:
         """One token of one sequence came `seconds` after the one before, while this many decoded."""

@@ -63,8 +63,8 @@ class Disaggregation:
 def _receiver(candidate: Candidate) -> Candidate:
     """The candidate as one that is sent what it lacks: what it would compute travels, and nothing waits for its queue."""
     transfer = candidate.costs.transfer
-    costs = replace(candidate.costs, prefill=transfer.per_token, first=transfer.latency, decode_each=0.0)
-    return replace(candidate, costs=costs, queued_tokens=0.0)
+    costs = replace(candidate.costs, prefill=transfer.per_token, attention=0.0, first=transfer.latency, decode_each=0.0)
+    return replace(candidate, costs=costs, queued_tokens=0.0, queued_pairs=0.0)
 
 
 def _pair(first: Price, second: Price) -> Price:

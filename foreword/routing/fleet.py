@@ -12,7 +12,7 @@ One thread calls it. Seconds are of any one clock that never goes back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from foreword.errors import ConfigError, NotFound, did_you_mean
@@ -169,19 +169,20 @@ class Fleet:
     ) -> Candidate:
         load, costs = replica.load, replica.learner.costs
         excluded = replica.excluded or ("it failed this request" if avoided else "")
-        queued = len(load.waiting)
+        queued, work = len(load.waiting), load.queued(now, costs)
         if not excluded and replica.max_queued is not None and queued >= replica.max_queued:
             excluded = f"overloaded: {queued} requests wait there"
         return Candidate(
             replica.name,
             costs,
             reach,
-            load.queued_tokens(now, costs.prefill) + replica.reported_tokens,
+            work.tokens + replica.reported_tokens,
             queued,
             len(load.running) + replica.reported_running,
             load.memory_wait(_resident(query), replica.capacity_tokens),
             size,
             excluded,
+            work.pairs,
         )
 
     def sent(self, request: str, query: Query, decision: Decision, now: float) -> None:
@@ -197,7 +198,7 @@ class Fleet:
         size = computing.block_size or query.block_size
         keys = query.keys_at(size)
         load = computing.load
-        queued = load.queued_tokens(now, computing.learner.costs.prefill)
+        queued = load.queued(now, computing.learner.costs)
         sent = Sent(query.tokens, chosen.computed, _resident(query), now, queued, len(load.running))
         load.sent(request, sent, now)
         computing.in_flight.add(keys)
@@ -240,8 +241,15 @@ class Fleet:
                 computing.estimate.answered(known.keys, known.expected // size, -(-cached_tokens // size))
         if sent is None or not sent.has_begun:
             return
-        computed = sent.computed if cached_tokens is None else max(sent.tokens - cached_tokens, 1)
-        computing.learner.note_first_token(sent.queued_tokens + computed, sent.running, sent.first_at - sent.sent_at)
+        if cached_tokens is not None:
+            sent = replace(sent, computed=max(sent.tokens - cached_tokens, 1))
+        own, before = sent.work, sent.queued
+        computing.learner.note_first_token(
+            before.tokens + own.tokens,
+            sent.running,
+            sent.first_at - sent.sent_at,
+            pairs=before.pairs + own.pairs,
+        )
         if output_tokens is not None and output_tokens >= _TOLD_TOKENS:
             decoding.learner.note_decode(running, (now - sent.first_at) / (output_tokens - 1))
 

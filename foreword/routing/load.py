@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
+
+from foreword.routing.costs import ReplicaCosts, pairs
 
 _WEIGHT: Final = 0.1
 _NEVER: Final = -1.0
+
+
+class Work(NamedTuple):
+    """Tokens of prompts that are to be computed, and each of them with each token before it in its prompt."""
+
+    tokens: float
+    pairs: float
+
+    def seconds(self, costs: ReplicaCosts) -> float:
+        return self.tokens * costs.prefill + self.pairs * costs.attention
+
+
+NO_WORK: Final = Work(0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -14,18 +29,22 @@ class Sent:
     """A request in flight.
 
     Attributes:
-        tokens: length of the prompt; `computed` of them are expected to be computed.
+        tokens: length of the prompt; the last `computed` of them are expected to be computed.
         resident: tokens of KV memory that it needs, its answer included.
-        queued_tokens, running: what the replica had to do when it was sent.
+        queued, running: what the replica had to do when it was sent.
     """
 
     tokens: int
     computed: int
     resident: int
     sent_at: float
-    queued_tokens: float = 0.0
+    queued: Work = NO_WORK
     running: int = 0
     first_at: float = _NEVER
+
+    @property
+    def work(self) -> Work:
+        return Work(self.computed, pairs(self.computed, self.tokens - self.computed))
 
     @property
     def has_begun(self) -> bool:
@@ -41,15 +60,17 @@ class Load:
     resident: int = 0
     lifetime: float = 0.0
     _waiting_tokens: int = 0
+    _waiting_pairs: float = 0.0
     _since: float = 0.0
 
-    def queued_tokens(self, now: float, prefill: float) -> float:
-        """Tokens of prompts that are not computed yet. The first in the queue is computed at `prefill` seconds a token since
-        it became the first."""
+    def queued(self, now: float, costs: ReplicaCosts) -> Work:
+        """Prompts that are not computed yet. The first in the queue has been computed since it became the first."""
         if not self.waiting:
-            return 0.0
-        head = next(iter(self.waiting.values()))
-        return self._waiting_tokens - min(max(now - self._since, 0.0) / prefill, head.computed)
+            return NO_WORK
+        head = next(iter(self.waiting.values())).work
+        done = min(max(now - self._since, 0.0) / head.seconds(costs), 1.0)
+        tokens = self._waiting_tokens - done * head.tokens
+        return Work(tokens, max(self._waiting_pairs - done * head.pairs, 0.0))
 
     def memory_wait(self, needed: int, capacity: int | None) -> float:
         """Seconds until `needed` tokens have room, if requests go on leaving as they did (Little's law)."""
@@ -63,6 +84,7 @@ class Load:
             self._since = now
         self.waiting[request] = sent
         self._waiting_tokens += sent.computed
+        self._waiting_pairs += sent.work.pairs
         self.resident += sent.resident
 
     def first_token(self, request: str, now: float) -> Sent | None:
@@ -87,5 +109,6 @@ class Load:
         sent = self.waiting.pop(request, None)
         if sent is not None:
             self._waiting_tokens -= sent.computed
+            self._waiting_pairs = self._waiting_pairs - sent.work.pairs if self.waiting else 0.0
             self._since = now
         return sent

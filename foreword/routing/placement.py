@@ -60,7 +60,7 @@ class Candidate:
 
     Attributes:
         reach: leading blocks of the prompt that it finds in its tiers 0 to t.
-        queued_tokens: tokens of prompts sent there that are not computed yet.
+        queued_tokens: tokens of prompts sent there that are not computed yet; `queued_pairs` of them with tokens before them.
         queued, running: requests before and after their first token.
         memory_wait: seconds until there is room for the prompt.
         block_size: tokens per block of `reach`, where it differs from the query's.
@@ -76,6 +76,7 @@ class Candidate:
     memory_wait: float = 0.0
     block_size: int | None = None
     excluded: str = ""
+    queued_pairs: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,13 +246,13 @@ def price(query: Query, candidate: Candidate) -> Price:
     blocks, parts, load = costs.best_load(candidate.reach, size, query.tokens)
     # A prompt that is there to its end computes its last token again.
     computed = max(query.tokens - blocks * size, 1)
-    queue = candidate.queued_tokens * costs.prefill
+    queue = candidate.queued_tokens * costs.prefill + candidate.queued_pairs * costs.attention
     return Price(
         candidate.name,
         queue=queue,
         memory=max(candidate.memory_wait - queue, 0.0),
         load=load,
-        compute=computed * costs.prefill,
+        compute=costs.compute(computed, query.tokens - computed),
         decode=costs.interference(candidate.queued_tokens + computed, candidate.running),
         first=costs.first,
         reused=query.tokens - computed,

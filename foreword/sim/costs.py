@@ -39,7 +39,9 @@ class EngineCosts:
 
     def as_known(self, step_tokens: int) -> ReplicaCosts:
         """The same as a router would know it after some time."""
-        return ReplicaCosts(self.prefill, self.base, self.base, self.decode_each, step_tokens, self.loads)
+        return ReplicaCosts(
+            self.prefill, self.base, self.base, self.decode_each, step_tokens, self.loads, attention=self.attention
+        )
 
 
 @dataclass(frozen=True, slots=True)

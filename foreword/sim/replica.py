@@ -64,7 +64,11 @@ class ReplicaTotals:
 
 @dataclass(slots=True)
 class SimReplica:
-    """One replica. `run.py` calls `begin` when it is idle and `end` when the step is over."""
+    """One replica. `run.py` calls `begin` when it is idle and `end` when the step is over.
+
+    Attributes:
+        step: what is being computed, and `repeats` more steps like it.
+    """
 
     name: str
     costs: EngineCosts
@@ -74,7 +78,9 @@ class SimReplica:
     watcher: Watcher
     totals: ReplicaTotals = field(default_factory=ReplicaTotals)
     step: Step | None = None
+    repeats: int = 0
     _outcomes: dict[int, tuple[int, Outcome]] = field(default_factory=dict)
+    _answers: dict[int, array[int]] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -113,8 +119,12 @@ class SimReplica:
         self._outcomes[id(sequence)] = (number, outcome)
         self.scheduler.add(sequence)
 
-    def begin(self, now: float) -> float | None:
-        """Make the next step; returns the seconds that it takes, None if there is nothing to compute now."""
+    def begin(self, now: float, until: float) -> float | None:
+        """Make the next step; returns the seconds that it takes, None if there is nothing to compute now.
+
+        Steps that the scheduler would repeat unchanged are taken together: all running sequences decode, none ends, fills a block
+        or begins, and nobody can come before the time `until`.
+        """
         if not self.scheduler.has_work():
             return None
         if self.stores is not None:
@@ -126,9 +136,31 @@ class SimReplica:
             return None
         self.step = step
         seconds = self._seconds(step)
-        self.totals.steps += 1
+        self.repeats = self._repeats(step, seconds, until - now)
+        if self.repeats:
+            # Each repetition finds one token more in every sequence.
+            growth = self.costs.decode_context * len(step.chunks)
+            seconds += self.repeats * seconds + growth * self.repeats * (self.repeats + 1) / 2
+        self.totals.steps += 1 + self.repeats
         self.totals.busy += seconds
         return seconds
+
+    def _repeats(self, step: Step, seconds: float, left: float) -> int:
+        """How often the step can be repeated before anything but the number of tokens changes: the last repetition may end
+        sequences, or end after `left` seconds, but not begin then."""
+        scheduler = self.scheduler
+        if scheduler.waiting or scheduler.loading or len(step.chunks) != len(scheduler.running):
+            return 0
+        most = int(min(left / seconds, _MOST_REPEATS)) if seconds else _MOST_REPEATS
+        for chunk in step.chunks:
+            sequence, length = chunk.sequence, chunk.start + 1
+            if chunk.count != 1 or not chunk.samples or self._outcomes[id(sequence)][1].first_token < 0:
+                return 0
+            most = min(most, sequence.table.quiet_below - 1 - length, sequence.max_total - 1 - length)
+        growth = self.costs.decode_context * len(step.chunks)
+        while most > 0 and most * seconds + growth * most * (most - 1) / 2 >= left:
+            most -= 1
+        return max(most, 0)
 
     def end(self, now: float) -> None:
         """The step is over."""
@@ -139,8 +171,14 @@ class SimReplica:
         if self.stores is not None:
             self._save(step)
         for chunk in step.chunks:
+            if self.repeats:
+                self._repeat(chunk.sequence)
             if chunk.samples:
                 self._sample(chunk.sequence, now)
+
+    def _repeat(self, sequence: Running) -> None:
+        sequence.computed += self.repeats
+        sequence.table.chain.tokens.extend(self._answer(sequence, self.repeats))
 
     def _seconds(self, step: Step) -> float:
         costs, prefilled, pairs, decoding, context = self.costs, 0, 0, 0, 0
@@ -178,16 +216,28 @@ class SimReplica:
         if outcome.first_token < 0:
             outcome.first_token = now
             self.watcher.first_token(number, outcome)
-        # A token that no other answer has: answers are never shared.
-        sequence.table.append(_ANSWER | number & _NUMBERS)
+        sequence.table.chain.tokens.extend(self._answer(sequence, 1))
         if len(sequence.table) >= sequence.max_total:
             outcome.finished = now
             self.totals.preemptions += sequence.preemptions
             self.scheduler.finish(sequence)
             del self._outcomes[id(sequence)]
+            self._answers.pop(number, None)
             self.watcher.finished(number, outcome)
+
+    def _answer(self, sequence: Running, count: int) -> array[int]:
+        """The answer's next tokens; where they are not known, a token that no other answer has."""
+        number, outcome = self._outcomes[id(sequence)]
+        if number not in self._answers:
+            self._answers[number] = outcome.request.answer()
+        done = sequence.num_output
+        known = self._answers[number][done : done + count]
+        if len(known) < count:
+            known.extend(array("I", (_ANSWER | number & _NUMBERS,)) * (count - len(known)))
+        return known
 
 
 MODEL = b"simulated"
+_MOST_REPEATS = 1 << 20
 _ANSWER = 1 << 31
 _NUMBERS = _ANSWER - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class _Run:
         self.trace, self.spec, self.costs, self.progress = trace, spec, costs, progress
         self.root = Scope(MODEL, spec.block_size, b"").root()
         self.now = 0.0
+        self.next_arrival = trace[0].arrival
         self.order = itertools.count()
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
         self.outcomes = [Outcome(request) for request in trace]
@@ -129,9 +131,11 @@ class _Run:
         upcoming = next(arrivals, None)
         while upcoming is not None or self.agenda:
             if upcoming is not None and (not self.agenda or upcoming[1].arrival <= self.agenda[0][0]):
-                self.now = upcoming[1].arrival
-                self._arrive(*upcoming)
+                number, request = upcoming
+                self.now = request.arrival
                 upcoming = next(arrivals, None)
+                self.next_arrival = upcoming[1].arrival if upcoming is not None else math.inf
+                self._arrive(number, request)
             else:
                 self.now, _, then = heapq.heappop(self.agenda)
                 then()
@@ -170,7 +174,7 @@ class _Run:
         """Start a step if none is under way."""
         if replica.step is not None:
             return
-        seconds = replica.begin(self.now)
+        seconds = replica.begin(self.now, self.next_arrival)
         if seconds is not None:
             self._at(self.now + seconds, lambda: self._end(replica))
 

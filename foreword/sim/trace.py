@@ -3,8 +3,12 @@
 - **Blocks** (Mooncake's format, and what `foreword record` writes): `timestamp` in milliseconds, `input_length`,
   `output_length`, `hash_ids`: one number per block of `block_size` tokens (512 unless the line says otherwise); equal numbers
   mean equal prefixes up to and including that block. `session`, if there is one, says which requests belong together.
+  The blocks of the prompt must be there; those of the answer may follow.
 - **Agent sessions**: `timestamp` in microseconds, `input` and `output` as text, `session_id`. Without a tokenizer, four bytes
   of text count as one token.
+
+Mooncake's traces do not say which blocks an answer became. Where a later prompt begins with all full blocks of an earlier one and
+is at least as long as that and its answer, it is taken for the next turn, and the answer for what stands there in it.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from foreword.errors import ConfigError
 
 _BLOCK_TOKENS: Final = 512
 _TEXT_BYTES: Final = 4
+# A prompt of fewer full blocks than this says too little about what continues it: many begin like that.
+_LEAST_TURN: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,8 @@ class TraceRequest:
 
     Attributes:
         arrival: seconds since the trace began.
-        ids: stand for the prompt's tokens, each for `ids_tokens` of them, the last one for what is left.
+        ids: stand for the tokens of prompt and answer, each for `ids_tokens` of them, the last one for what is left. They cover
+            the prompt; of the answer they may cover as much as is known.
         prompt_tokens, output_tokens: lengths, at least 1.
         session: its name, if the trace tells.
     """
@@ -42,12 +49,21 @@ class TraceRequest:
     session: str | None = None
 
     def tokens(self) -> array[int]:
-        """Tokens with the same shared prefixes as the real ones."""
+        """The prompt's tokens, with the same shared prefixes as the real ones."""
+        return self._expand(0, self.prompt_tokens)
+
+    def answer(self) -> array[int]:
+        """The answer's tokens, as far as they are known."""
+        return self._expand(self.prompt_tokens, self.prompt_tokens + self.output_tokens)
+
+    def _expand(self, start: int, end: int) -> array[int]:
         size = self.ids_tokens
+        if size == 1:
+            return array("I", self.ids[start:end])
         found: array[int] = array("I")
-        for one in self.ids:
+        for one in self.ids[start // size : -(-end // size)]:
             found.extend(array("I", (one,)) * size)
-        return found[: self.prompt_tokens]
+        return found[start % size : start % size + end - start]
 
 
 def read_trace(paths: Path | Iterable[Path], *, speed: float = 1.0) -> list[TraceRequest]:
@@ -61,7 +77,8 @@ def read_trace(paths: Path | Iterable[Path], *, speed: float = 1.0) -> list[Trac
     for path in [paths] if isinstance(paths, Path) else paths:
         requests = _read_file(path)
         begin = min((one.arrival for one in requests), default=0.0)
-        found += [replace(one, arrival=(one.arrival - begin) / speed) for one in requests]
+        ordered = sorted(requests, key=lambda one: one.arrival)
+        found += [replace(one, arrival=(one.arrival - begin) / speed) for one in _with_answers(ordered)]
     if not found:
         raise ConfigError("the trace has no requests")
     return sorted(found, key=lambda one: one.arrival)
@@ -84,6 +101,24 @@ def _read_file(path: Path) -> list[TraceRequest]:
     return found
 
 
+def _with_answers(requests: list[TraceRequest]) -> list[TraceRequest]:
+    """Answers become what stands in their place in the prompt of the next turn, if there is one."""
+    open_ends: dict[tuple[int, int, int], list[int]] = {}
+    found = list(requests)
+    for number, request in enumerate(requests):
+        size, full = request.ids_tokens, request.prompt_tokens // request.ids_tokens
+        for depth in range(1, full + 1):
+            ended = open_ends.pop((size, depth, request.ids[depth - 1]), ())
+            for earlier in ended:
+                before = requests[earlier]
+                length = before.prompt_tokens + before.output_tokens
+                if depth < len(request.ids) and length <= request.prompt_tokens:
+                    found[earlier] = replace(before, ids=request.ids[: -(-length // size)])
+        if full >= _LEAST_TURN and len(request.ids) * size < request.prompt_tokens + request.output_tokens:
+            open_ends.setdefault((size, full, request.ids[full - 1]), []).append(number)
+    return found
+
+
 def _parse(fields: Mapping[str, Any]) -> TraceRequest:
     return _parse_blocks(fields) if "hash_ids" in fields else _parse_text(fields)
 
@@ -91,28 +126,32 @@ def _parse(fields: Mapping[str, Any]) -> TraceRequest:
 def _parse_blocks(fields: Mapping[str, Any]) -> TraceRequest:
     ids, size = fields["hash_ids"], int(fields.get("block_size", _BLOCK_TOKENS))
     length = max(int(fields["input_length"]), 1)
-    if size < 1 or len(ids) != -(-length // size):
-        raise ValueError(f"{length} tokens are {-(-length // max(size, 1))} blocks of {size}, not {len(ids)}")
+    output = max(int(fields["output_length"]), 1)
+    least = -(-length // max(size, 1))
+    if size < 1 or not least <= len(ids) <= -(-(length + output) // size):
+        raise ValueError(f"{length} tokens are {least} blocks of {size}, not {len(ids)}")
     session = fields.get("session")
     return TraceRequest(
         float(fields["timestamp"]) / 1e3,
         array("I", ids),
         size,
         length,
-        max(int(fields["output_length"]), 1),
+        output,
         None if session is None else str(session),
     )
 
 
 def _parse_text(fields: Mapping[str, Any]) -> TraceRequest:
-    tokens = _text_tokens(str(fields["input"]))
+    prompt, output = str(fields["input"]), str(fields["output"])
+    length = len(_text_tokens(prompt))
+    tokens = _text_tokens(prompt + output)
     session = fields.get("session_id")
     return TraceRequest(
         float(fields["timestamp"]) / 1e6,
         tokens,
         1,
-        len(tokens),
-        len(_text_tokens(str(fields["output"]))),
+        length,
+        max(len(tokens) - length, 1),
         None if session is None else str(session),
     )
 

@@ -260,7 +260,7 @@ class Machine(RuleBasedStateMachine):
         for replica in self.fleet.replicas.values():
             load = replica.load
             assert not load.waiting and not load.running and load.resident == 0 and len(replica.in_flight) == 0
-            assert load.queued_tokens(self.now, 1e-4) == 0
+            assert load.queued(self.now, COSTS).tokens == 0
 
 
 TestNothingIsLeft = Machine.TestCase
