@@ -7,6 +7,7 @@ network. A block counts as stored once every rank has stored its part.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.errors import StoreError
 from foreword.integrations.vllm_plan import TierChange
 from foreword.store.base import Name, Store
 from foreword.store.frame import Frame
@@ -46,9 +48,11 @@ class _Observed:
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         kept = self._store.put(frames, deadline=deadline)
         names = [frame.name for frame in frames]
-        if kept < len(names):
-            names = [name for name in names if self._store.lookup([name], deadline=deadline)]
-        self._note(True, names)
+        if kept == len(names):
+            self._note(True, names)
+            return kept
+        with contextlib.suppress(StoreError):  # the store does not say which it has: nothing is told of them
+            self._note(True, [name for name in names if self._store.lookup([name], deadline=deadline)])
         return kept
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:

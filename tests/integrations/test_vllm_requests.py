@@ -38,13 +38,24 @@ def found(model: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path) -> Any:
-    """What vLLM without a connector answers."""
+def alone(model: Path, found: dict[str, Any]) -> Any:
+    """What vLLM without a connector answers, to any prompt of the cases."""
+    known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    everything = [*(prompt for asked in CASES.values() for prompt in asked), found["session"]["whole"], *longer(found)]
+    for max_tokens, asked in ((8, everything), (100, CASES["preempt"])):
+        answered = answers(vllm(model, None, [asked], max_tokens=max_tokens)["rounds"][0])
+        known.update({(max_tokens, tuple(prompt)): tokens for prompt, tokens in zip(asked, answered, strict=True)})
 
     def ask(asked: list[list[int]], max_tokens: int = 8) -> list[list[int]]:
-        return answers(vllm(model, None, [asked], max_tokens=max_tokens)["rounds"][0])
+        return [known[max_tokens, tuple(prompt)] for prompt in asked]
 
     return ask
+
+
+def longer(found: dict[str, Any]) -> list[list[int]]:
+    """The prompts that were preempted, and a part of what was answered."""
+    case = found["preempt"]
+    return [prompt + answer[:60] for prompt, answer in zip(CASES["preempt"], case["answers"], strict=True)]
 
 
 def test_aborted_while_its_blocks_come(found: dict[str, Any], alone: Any) -> None:
@@ -76,9 +87,8 @@ def test_preempted(found: dict[str, Any], alone: Any) -> None:
     case, asked = found["preempt"], CASES["preempt"]
     assert case["preempted"] > 0 and case["loaded"] > 0
     assert case["answers"] == alone(asked, 100)
-    longer = [prompt + answer[:60] for prompt, answer in zip(asked, case["answers"], strict=True)]
-    assert case["later"] == alone(longer)
-    assert case["cached"] == [len(prompt) // BLOCK * BLOCK for prompt in longer]
+    assert case["later"] == alone(longer(found))
+    assert case["cached"] == [len(prompt) // BLOCK * BLOCK for prompt in longer(found)]
 
 
 def test_a_load_that_breaks_off(found: dict[str, Any], alone: Any) -> None:
