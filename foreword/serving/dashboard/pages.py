@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
-from fastapi import APIRouter, Request
-from fastapi.responses import RedirectResponse, Response
-
-from foreword.errors import NotFound, Unauthorized
+from foreword.errors import NotFound
 
 PAGE: Final = "index.html"
 _FOLDER: Final = Path(__file__).parent / "static"
@@ -32,33 +30,17 @@ HEADERS: Final = {
 }
 
 
-class _Door(Protocol):
-    def tenant(self, request: Request) -> object: ...
-
-
-def welcome(door: _Door, request: Request) -> bool:
-    """Whether a request comes with a key that is known, or needs none: asked for so that no browser logs an error 401."""
-    try:
-        door.tenant(request)
-    except Unauthorized:
-        return False
-    return True
-
-
 class File:
     """A file as it is sent. Raises OSError if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.content = path.read_bytes()
-        self.media_type = _TYPES[path.suffix]
         self.tag = f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
+        self.headers = {**HEADERS, "content-type": _TYPES[path.suffix], "etag": self.tag}
 
-    def answer(self, request: Request) -> Response:
-        """The file, or 304 if the browser has it."""
-        headers = {**HEADERS, "etag": self.tag}
-        if request.headers.get("if-none-match") == self.tag:
-            return Response(status_code=304, headers=headers)
-        return Response(self.content, media_type=self.media_type, headers=headers)
+    def answer(self, known: str | None) -> tuple[int, bytes]:
+        """Status and body, for a browser that has the version `known` (its `If-None-Match`)."""
+        return (304, b"") if known == self.tag else (200, self.content)
 
 
 def files() -> dict[str, File]:
@@ -66,24 +48,9 @@ def files() -> dict[str, File]:
     return {path.name: File(path) for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
 
 
-def router() -> APIRouter:
-    """`/ui` and its files."""
-    known = files()
-    routes = APIRouter(prefix="/ui", tags=["dashboard"], include_in_schema=False)
-
-    @routes.get("")
-    async def to_folder() -> Response:
-        # Relative, so that it also works behind a proxy that adds a path.
-        return RedirectResponse("ui/", headers=HEADERS)
-
-    @routes.get("/")
-    async def page(request: Request) -> Response:
-        return known[PAGE].answer(request)
-
-    @routes.get("/{name}")
-    async def file(request: Request, name: str) -> Response:
-        if name not in known:
-            raise NotFound(f"The dashboard has no file {name!r}")
-        return known[name].answer(request)
-
-    return routes
+def find(known: Mapping[str, File], name: str) -> File:
+    """A file by name; the page itself for "". Raises NotFound."""
+    found = known.get(name or PAGE)
+    if found is None:
+        raise NotFound(f"The dashboard has no file {name!r}")
+    return found

@@ -3,40 +3,57 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from fastapi import APIRouter, FastAPI, Request
+from aiohttp import web
 
 from foreword import __version__
 from foreword.errors import Forbidden, Unauthorized
 from foreword.serving.dashboard import pages
-from foreword.serving.dashboard.history import MetricsHistory, Sampling
+from foreword.serving.dashboard.history import MetricsHistory
 from foreword.serving.dashboard.replicas import NOTHING, Fill, Fills
-
-if TYPE_CHECKING:
-    from foreword.serving.router.replicas import Upstream
-    from foreword.serving.router.service import Router
+from foreword.serving.router.admin import describe
+from foreword.serving.router.replicas import Upstream
+from foreword.serving.router.service import Router
 
 _SHOWN_DECISIONS: Final = 40
 
 
-def install(app: FastAPI, router: Router) -> None:
+def install(app: web.Application, router: Router) -> None:
     """Add `/ui` to a router's application."""
     history = MetricsHistory(router.metrics.families, on_loop=True)
-    app.include_router(_data(router, history))
-    app.include_router(pages.router())
-    app.add_middleware(Sampling, history=history)
+
+    async def start(_: web.Application) -> None:
+        history.keep_sampling()
+
+    app.on_startup.append(start)
+    _add_data(app, router, history)
+    _add_pages(app)
 
 
-def _data(router: Router, history: MetricsHistory) -> APIRouter:
-    routes = APIRouter(prefix="/ui/data", tags=["dashboard"])
+def _add_pages(app: web.Application) -> None:
+    known = pages.files()
+
+    async def to_folder(_: web.Request) -> web.Response:
+        # Relative, so that it also works behind a proxy that adds a path.
+        return web.Response(status=307, headers={**pages.HEADERS, "location": "ui/"})
+
+    async def file(request: web.Request) -> web.Response:
+        found = pages.find(known, request.match_info["name"])
+        status, body = found.answer(request.headers.get("if-none-match"))
+        return web.Response(body=body, status=status, headers=found.headers)
+
+    app.router.add_get("/ui", to_folder)
+    app.router.add_get("/ui/{name:.*}", file)
+
+
+def _add_data(app: web.Application, router: Router, history: MetricsHistory) -> None:
     fills = Fills()
 
-    def check(request: Request) -> None:
+    def check(request: web.Request) -> None:
         router.callers.check_admin(request.headers.get("authorization"), changes=False)
 
-    @routes.get("/kind")
-    async def kind(request: Request) -> dict[str, Any]:
+    async def kind(request: web.Request) -> web.Response:
         """What this is the page of, and whether the caller may see more. Needs no key."""
         answer = {"kind": "router", "version": __version__, "welcome": True, "closed": ""}
         try:
@@ -45,65 +62,47 @@ def _data(router: Router, history: MetricsHistory) -> APIRouter:
             answer["welcome"] = False
         except Forbidden as error:
             answer["closed"] = error.message
-        return answer
+        return web.json_response(answer)
 
-    @routes.get("/history")
-    async def show_history(request: Request) -> dict[str, Any]:
+    async def show_history(request: web.Request) -> web.Response:
         """The last half hour of the metrics."""
         check(request)
-        return history.plain()
+        return web.json_response(history.plain())
 
-    @routes.get("/now")
-    async def now(request: Request) -> dict[str, Any]:
+    async def now(request: web.Request) -> web.Response:
         """State, replicas and the last decisions."""
         check(request)
-        problem = router.ready()
         full = await fills.of([one.url for one in router.upstreams.values() if one.kind != "openai"])
-        decisions = router.decisions.shown(_SHOWN_DECISIONS)
-        models = [pool.model for pool in router.pools.values() if pool.upstreams]
-        return {
-            "time": time.time(),
-            "state": {"status": "not_ready" if problem else "ready", "reason": problem or ""},
-            "subject": f"router of {', '.join(models)}" if models else "router",
-            "replicas": [describe(router, one, full.get(one.url, NOTHING)) for one in router.upstreams.values()],
-            "decisions": [{**one, "prices": None} for one in decisions],
-        }
+        return web.json_response(_now(router, full))
 
-    return routes
+    app.router.add_get("/ui/data/kind", kind)
+    app.router.add_get("/ui/data/history", show_history)
+    app.router.add_get("/ui/data/now", now)
 
 
-def describe(router: Router, upstream: Upstream, fill: Fill) -> dict[str, Any]:
-    """A replica as JSON."""
-    from foreword.serving.router.replicas import clock  # the router imports this module
+def _now(router: Router, full: dict[str, Fill]) -> dict[str, Any]:
+    problem = router.ready()
+    status = "shutting_down" if router.draining else "not_ready" if problem else "ready"
+    models = [pool.model for pool in router.pools.values() if pool.upstreams]
+    decisions = [{**one, "prices": None} for one in router.decisions.shown(_SHOWN_DECISIONS)]
+    return {
+        "time": time.time(),
+        "state": {"status": status, "reason": problem or ""},
+        "subject": f"router of {', '.join(models)}" if models else "router",
+        "replicas": [_replica(router, one, full.get(one.url, NOTHING)) for one in router.upstreams.values()],
+        "decisions": decisions,
+    }
 
-    now = clock()
+
+def _replica(router: Router, upstream: Upstream, fill: Fill) -> dict[str, Any]:
+    """A replica as `/v1/router/replicas` has it, with its queue in tokens and how full it says it is."""
     pool = router.pools.get(upstream.model or "")
     replica = pool.fleet.replicas.get(upstream.url) if pool is not None else None
-    shown: dict[str, Any] = {
-        "url": upstream.url,
-        "model": upstream.model,
-        "kind": upstream.kind,
-        "role": upstream.spec.role,
-        "drained": upstream.drained,
-        "excluded": upstream.excluded(now),
-        "in_flight": upstream.in_flight,
+    queued = sum(one.computed for one in list(replica.load.waiting.values())) if replica is not None else 0
+    return {
+        **describe(router, upstream),
+        "queued_tokens": queued,
         "usage": fill.usage,
         "device": fill.device,
         "tiers": fill.tiers,
-        "waiting_first": 0,
-        "queued_tokens": 0,
-        "prefill_speed": None,
-        "sends_events": False,
-        "known_blocks": 0,
     }
-    if pool is not None and replica is not None:
-        costs = replica.learner.costs
-        estimated = len(replica.estimate) if replica.estimate is not None else 0
-        shown |= {
-            "waiting_first": len(replica.load.waiting),
-            "queued_tokens": round(replica.load.queued_tokens(now, costs.prefill)),
-            "prefill_speed": 1 / costs.prefill if costs.prefill > 0 else None,
-            "sends_events": replica.sends_events,
-            "known_blocks": pool.fleet.directory.blocks(upstream.url) if replica.sends_events else estimated,
-        }
-    return shown

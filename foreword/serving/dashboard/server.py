@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import RedirectResponse, Response
 
 from foreword import __version__
 from foreword.blocks.shared import SharedChain
-from foreword.errors import ForewordError
+from foreword.errors import ForewordError, Unauthorized
 from foreword.metrics import PrometheusObserver
 from foreword.serving.backend import Engine, NamedPrefix
 from foreword.serving.dashboard import pages
@@ -31,8 +32,35 @@ def install(app: FastAPI, front: Front, registry: PrometheusObserver) -> None:
     """Add `/ui` to an engine's application."""
     history = MetricsHistory(registry.families)
     app.include_router(_data(front, history))
-    app.include_router(pages.router())
+    app.include_router(_pages())
     app.add_middleware(Sampling, history=history)
+
+
+def _pages() -> APIRouter:
+    known = pages.files()
+    routes = APIRouter(prefix="/ui", include_in_schema=False)
+
+    @routes.get("")
+    async def to_folder() -> Response:
+        # Relative, so that it also works behind a proxy that adds a path.
+        return RedirectResponse("ui/", headers=pages.HEADERS)
+
+    @routes.get("/{name:path}")
+    async def file(request: Request, name: str) -> Response:
+        found = pages.find(known, name)
+        status, body = found.answer(request.headers.get("if-none-match"))
+        return Response(body, status, headers=found.headers)
+
+    return routes
+
+
+def _is_welcome(front: Front, request: Request) -> bool:
+    """Whether a request comes with a key that is known, or needs none: asked for so that no browser logs an error 401."""
+    try:
+        front.tenant(request)
+    except Unauthorized:
+        return False
+    return True
 
 
 def _data(front: Front, history: MetricsHistory) -> APIRouter:
@@ -42,7 +70,7 @@ def _data(front: Front, history: MetricsHistory) -> APIRouter:
     @routes.get("/kind")
     async def kind(request: Request) -> dict[str, Any]:
         """What this is the page of, and whether the caller may see more. Needs no key."""
-        return {"kind": "server", "version": __version__, "welcome": pages.welcome(front, request)}
+        return {"kind": "server", "version": __version__, "welcome": _is_welcome(front, request)}
 
     @routes.get("/history")
     async def show_history(request: Request) -> dict[str, Any]:

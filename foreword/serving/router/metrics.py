@@ -95,6 +95,10 @@ class RouterMetrics(Collector):
         encode, media_type = choose_encoder(accept)
         return encode(self._registry), media_type
 
+    def families(self) -> Iterator[Metric]:
+        """All metrics as objects, for readers in this process. On the event loop's thread."""
+        yield from self._registry.collect()
+
     def collect(self) -> Iterator[Metric]:
         router = self._router
         yield from _replicas(router)

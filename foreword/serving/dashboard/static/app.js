@@ -70,8 +70,7 @@ async function tick() {
       page.fresh = false;
       say("no answer", "bad", `${error instanceof Failed ? error.message : "The server takes long to answer."} ${page.heard ? `Last heard at ${clock(page.heard)}; t` : "T"}rying again.`);
     } else {
-      page.busy = false;
-      throw error;
+      broken(error);
     }
   }
   page.busy = false;
@@ -79,8 +78,18 @@ async function tick() {
   if (!document.hidden && !page.paused) page.timer = setTimeout(tick, EVERY);
 }
 
+// A mistake of this page's own: said, logged, and the page goes on.
+function broken(error) {
+  console.error(error);
+  say("page error", "bad", `This page failed to draw: ${error.message}. Please report it.`);
+}
+
 function draw() {
-  if (page.view && page.timeline.last) page.view.draw(page.timeline, page.now, page.range);
+  try {
+    if (page.view && page.timeline.last) page.view.draw(page.timeline, page.now, page.range);
+  } catch (error) {
+    broken(error);
+  }
 }
 
 element("range").addEventListener("change", (event) => {

@@ -60,8 +60,8 @@ export class RouterView {
   drawReplicas(timeline, period, now) {
     const reasons = timeline.labels(DECIDED, "reason");
     const sent = (replica) => reasons.reduce((all, reason) => all + period.delta(DECIDED, { replica, reason }), 0);
-    const all = now.replicas.reduce((most, one) => most + sent(one.url), 0);
-    renew(this.replicas, now.replicas.map((one) => [one, sent(one.url), all]), (rows) =>
+    const all = now.replicas.reduce((most, one) => most + sent(one.replica), 0);
+    renew(this.replicas, now.replicas.map((one) => [one, sent(one.replica), all]), (rows) =>
       (rows.length ? rows.map((row) => replicaCard(...row)) : card("", "Replicas", empty("There is no replica yet."))));
   }
 
@@ -86,7 +86,7 @@ export class RouterView {
   }
 
   drawExpected(period, now) {
-    const rows = now.replicas.map(({ url }) => [url, period.delta(EXPECTED, { replica: url }), period.delta(FOUND, { replica: url })]);
+    const rows = now.replicas.map(({ replica }) => [replica, period.delta(EXPECTED, { replica }), period.delta(FOUND, { replica })]);
     renew(this.expected, rows, () => {
       const most = Math.max(1, ...rows.flatMap(([, expected, found]) => [expected, found]));
       return rows.length ? table([["Replica"], ["Expected", "n"], ["Found", "n"], ["Found of expected", "n wide"]], rows.map(([url, expected, found]) =>
@@ -98,17 +98,17 @@ export class RouterView {
 }
 
 function replicaCard(one, sent, all) {
-  const [word, tone] = one.drained ? ["draining", "warn"] : one.excluded ? ["not used", "bad"] : ["ready", "good"];
+  const [word, tone] = one.drained ? ["draining", "warn"] : one.reason ? ["not used", "bad"] : ["ready", "good"];
   const facts = [
     ["Requests", `${count(sent)} of ${count(all)}, ${all ? percent(sent / all) : "–"}`],
-    ["In flight", `${count(one.in_flight)}, ${count(one.waiting_first)} before their first token`],
+    ["In flight", `${count(one.in_flight)}, ${count(one.waiting || 0)} before the first token`],
     ["Queued prompts", `${count(one.queued_tokens)} tokens`],
-    ["Computes", one.prefill_speed ? `${count(one.prefill_speed)} tokens/s` : "not measured yet"],
-    ["What it holds", one.sends_events ? `${count(one.known_blocks)} blocks known, by its events` : `${count(one.known_blocks)} blocks estimated`],
+    ["Computes", one.costs && one.costs.prefill_seconds_per_token > 0 ? `${count(1 / one.costs.prefill_seconds_per_token)} tokens/s` : "not measured yet"],
+    ["Known to hold", one.kv_events && one.kv_events.length ? `${count(one.known_blocks)} blocks, by its events` : `${count(one.estimated_blocks || 0)} blocks, estimated`],
   ];
-  return h("section", { class: "card replica", "data-replica": one.url, "data-sent": sent },
-    h("h2", {}, h("span", {}, shortOf(one.url)), h("span", { class: `pill ${tone}` }, word), one.role === "both" ? null : h("small", {}, one.role)),
-    one.excluded && !one.drained ? h("p", { class: "note broken" }, one.excluded) : null,
+  return h("section", { class: "card replica", "data-replica": one.replica, "data-sent": sent },
+    h("h2", {}, h("span", {}, shortOf(one.replica)), h("span", { class: `pill ${tone}` }, word), one.role === "both" ? null : h("small", {}, one.role)),
+    one.reason && !one.drained ? h("p", { class: "note broken" }, one.reason) : null,
     h("div", { class: "places" },
       one.device ? devicePlace({ ...one.device, each: NaN }) : one.usage !== null ? usagePlace(one.usage) : h("p", { class: "empty" }, "It does not say how full it is."),
       one.tiers.map(tierPlace)),

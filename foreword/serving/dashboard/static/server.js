@@ -131,7 +131,7 @@ export class ServerView {
       const values = timeline.most(from, to, ["vllm:num_requests_running", "vllm:num_requests_waiting"]);
       points.push({ from, values, text: Number.isFinite(values[0]) ? `at most ${count(values[0])} running, ${count(values[1])} waiting` : "not known" });
     }
-    this.load.show(points, `Now ${points[COLUMNS - 1].text}.`);
+    this.load.show(points, `Now ${points[points.length - 1].text}.`);
   }
 
   drawTables(now, labels) {
