@@ -38,6 +38,8 @@ ARENA_BYTES: Final = 4 * BATCH_BYTES
 # Of the pool, the part that one batch may hold; and of the free blocks, the part that it may take.
 _HELD_SHARE: Final = 8
 _FREE_SHARE: Final = 2
+# A long chain's bookkeeping takes milliseconds of the engine's time: so often at most.
+_TIDY_SECONDS: Final = 0.5
 
 # Runs a function on the engine's thread between two steps; False if the engine has ended.
 Post = Callable[[Callable[[], None]], bool]
@@ -134,6 +136,14 @@ class ServedBlocks:
         self._copying = threading.Lock()
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()
+        # The engine's thread's own: ends of chains that were read since the last `_tidy`.
+        self._ends: dict[bytes, None] = {}
+        self._tidying = False
+
+    @property
+    def tidy(self) -> bool:
+        """Whether all that was read so far is counted as used."""
+        return not self._tidying
 
     def status(self) -> ServedStatus:
         return ServedStatus(self._counts["device"], self._counts["memory"], self._counts["missing"])
@@ -260,11 +270,25 @@ class ServedBlocks:
         return Header(self._fingerprint, key, parent, depth, RAW, size, size)
 
     def _give_back(self, held: Sequence[_Held]) -> None:
-        """Release, and count it as use of the whole chain: a block that were used after its parent would outlive it."""
-        pool = self._pool
-        above = pool.lookup(self._chains.before(held[0].header.key))
-        pool.share(above)
-        pool.release([*above, *(one.block for one in held)])
+        """Release what was read. The blocks before it are counted as used a little later, once for many reads of a chain."""
+        self._pool.release([one.block for one in held])
+        first, last = held[0].header, held[-1].header
+        self._ends.pop(first.parent, None)
+        self._ends[last.key] = None
+        if not self._tidying:
+            self._tidying = True
+            later = threading.Timer(_TIDY_SECONDS, lambda: self._post(self._tidy))
+            later.daemon = True
+            later.start()
+
+    def _tidy(self) -> None:
+        """Whoever reads a chain's end uses all of it: a block that had been used after its parent would outlive it."""
+        for key in self._ends:
+            chain = self._pool.lookup([*self._chains.before(key), key])
+            self._pool.share(chain)
+            self._pool.release(chain)
+        self._ends.clear()
+        self._tidying = False
 
 
 def _found(store: Store, names: Sequence[Name], deadline: float) -> int:

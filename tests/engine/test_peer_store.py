@@ -106,7 +106,14 @@ def giver(llama: Path) -> Iterator[Callable[..., Giver]]:
         yield start
 
 
+def unhurried(llm: LLM) -> None:
+    """From now on the engine loads what it finds, however slow the machine is at the moment."""
+    assert llm.off_device is not None
+    llm.off_device._seconds_per_token = lambda: None  # type: ignore[method-assign]
+
+
 def connected(llm: LLM, number: int = -1) -> None:
+    unhurried(llm)
     assert llm.off_device is not None
     tier = llm.off_device.store.tiers[number]
     until(lambda: tier.store.status().notes["connected"] == 1)
@@ -258,6 +265,7 @@ def test_a_wrong_secret(engine: Make, reference: Find, giver: Any, monkeypatch: 
         with engine("llama", store=stores(one.url + more)) as llm:
             notes = llm.off_device.store.tiers[0].store.status
             until(lambda notes=notes: max(notes().notes["rejected"], notes().notes["connected"]) >= 1)
+            unhurried(llm)
             [output] = llm.generate(tokens, greedy(4))
             assert output.cached_tokens == cached
             reference("llama").check(tokens, output.outputs[0], 4)
@@ -485,8 +493,9 @@ def test_reading_keeps_a_chain_in_order(giver: Any) -> None:
     one.generate(first, 1)
     one.generate(second, 1)
     names = one.names(first)
-    assert all(serve(one.served, names[8:]))
+    assert all(serve(one.served, names[8:12])) and all(serve(one.served, names[12:]))
     one.check()
+    until(lambda: one.served.tidy)
     one.generate(prompt(120, 52), 1)
     device = [one.served.locate([name], time.monotonic() + PATIENCE) for name in names]
     assert device == sorted(device, reverse=True) and any(device)
