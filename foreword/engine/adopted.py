@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from foreword.engine.request import Delta
+from foreword.engine.request import Delta, Request
 
 # Seconds in which somebody must fetch a request that has moved here; then it is ended.
 FETCH_WITHIN: Final = 30.0
@@ -15,11 +15,10 @@ FETCH_WITHIN: Final = 30.0
 
 @dataclass(slots=True)
 class Adopted:
-    """A request that goes on here after `tokens` generated tokens. `said` is what it has said since."""
+    """A request that goes on here after the tokens `output`. `said` is what it has said since."""
 
-    request_id: str
-    salt: bytes
-    tokens: int
+    request: Request
+    output: Sequence[int]
     envelope: bytes
     said: list[Delta] = field(default_factory=list)
 
@@ -37,8 +36,9 @@ class AdoptedRequests:
         self._waiting: dict[str, Adopted] = {}
 
     def add(self, adopted: Adopted) -> None:
-        self._waiting[adopted.request_id] = adopted
-        timer = threading.Timer(self._within, self._give_up, (adopted.request_id,))
+        name = adopted.request.id
+        self._waiting[name] = adopted
+        timer = threading.Timer(self._within, self._give_up, (name,))
         timer.daemon = True
         timer.start()
 

@@ -391,8 +391,8 @@ class Around:
         self.deliver = engine._deliver
         self._adopted = engine.adopted
 
-    def adopt(self, request_id: str, salt: bytes, tokens: int, envelope: bytes) -> None:
-        self._adopted.add(Adopted(request_id, salt, tokens, envelope))
+    def adopt(self, request: Request, output: Sequence[int], envelope: bytes) -> None:
+        self._adopted.add(Adopted(request, output, envelope))
 
 
 def _put_all(batch: Sequence[tuple[asyncio.Queue[Delta], Delta]]) -> None:

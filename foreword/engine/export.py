@@ -71,6 +71,11 @@ class Exports:
         self._by_sequence: dict[int, Export] = {}
         self._due: list[_Due] = []
 
+    @property
+    def count(self) -> int:
+        """Prompts that wait or are being computed."""
+        return len(self._by_sequence)
+
     def begin(self, source: Source, task: wire.Task) -> None:
         """Queue a wanted prompt. What is wrong with it ends the transfer with a sentence."""
         params = replace(task.params, n=1, max_tokens=max(task.params.max_tokens or 1, 1))

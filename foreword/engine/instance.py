@@ -60,7 +60,7 @@ class Around(Protocol):
         """Hand deltas to whoever listens. On the engine's thread."""
         ...
 
-    def adopt(self, request_id: str, salt: bytes, tokens: int, envelope: bytes) -> None:
+    def adopt(self, request: Request, output: Sequence[int], envelope: bytes) -> None:
         """A request goes on here that nobody listens to yet. On the engine's thread."""
         ...
 
@@ -108,6 +108,11 @@ class Instance(Idle):
     def address(self) -> str:
         """Where others reach it; "" before `listen`."""
         return self.endpoint.address
+
+    @property
+    def busy(self) -> bool:
+        """Whether prompts of others are computed here, or KV is held for others."""
+        return self._leases > 0 or self._exports.count > 0
 
     def listen(self) -> str:
         """Begin to serve others; returns the address. Raises ConfigError."""

@@ -49,7 +49,7 @@ class Host(Protocol):
     def deliver(self, deltas: Sequence[Delta]) -> None: ...
     def hold(self, outgoing: Outgoing, blocks: Sequence[int]) -> None: ...
     def released(self, outgoing: Outgoing) -> None: ...
-    def adopt(self, request_id: str, salt: bytes, tokens: int, envelope: bytes) -> None: ...
+    def adopt(self, request: Request, output: Sequence[int], envelope: bytes) -> None: ...
     def notify(self, event: Event) -> None: ...
 
 
@@ -172,7 +172,7 @@ class Moves:
         if sequence.request.params.max_tokens == 0:
             raise CannotMove("a request that generates nothing is not worth moving")
         if sequence not in core.scheduler.running and sequence not in core.scheduler.waiting:
-            raise CannotMove("the request waits for KV of its prompt; try again in a moment")
+            raise CannotMove("the request waits for KV of its prompt; try again in a moment", reason="busy")
         request, size = sequence.request, self._port.layout.block_size
         kv = sequence.computed
         room = min(kv + GROWTH, sequence.max_total) if self._decodes(sequence) else kv // size * size
@@ -396,7 +396,7 @@ class Moves:
         sequence.cached_tokens, sequence.shared_tokens = rest.cached_tokens, rest.shared_tokens
         sequence.preemptions, sequence.report = rest.preemptions, rest.report
         core.replay(sequence)
-        self.host.adopt(sequence.request.id, sequence.request.salt, sequence.num_output, arriving.moving.envelope)
+        self.host.adopt(sequence.request, sequence.output, arriving.moving.envelope)
         core.scheduler.resume(sequence)
 
     def settle(self, arriving: Arriving, outcome: str) -> None:

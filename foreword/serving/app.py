@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -12,7 +13,7 @@ from foreword import __version__
 from foreword.config import Config
 from foreword.errors import ForewordError
 from foreword.metrics import PrometheusObserver
-from foreword.serving import cache_api, faults, instance_api, openai_api, prefixes_api
+from foreword.serving import cache_api, faults, instance_api, moving, openai_api, prefixes_api, requests_api
 from foreword.serving.backend import Engine
 from foreword.serving.dashboard import server as dashboard
 from foreword.serving.front import Front
@@ -45,6 +46,8 @@ def create_app(
     app.include_router(prefixes_api.router(front))
     app.include_router(cache_api.router(front))
     app.include_router(instance_api.router(front))
+    app.include_router(requests_api.router(front, config.server))
+    app.state.move_away = partial(moving.drain, front, config.server.drain_to)
     dashboard.install(app, front, registry)
     _add_probes(app, gate, registry)
     _add_sources(app, events)

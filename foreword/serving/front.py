@@ -14,6 +14,7 @@ from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mea
 from foreword.serving.backend import Engine
 from foreword.serving.dashboard.recent import RecentRequests
 from foreword.serving.gate import Gate
+from foreword.serving.in_flight import InFlight
 from foreword.serving.schemas import AnyBody, parse
 from foreword.serving.tenants import SALT_HEADER, Tenant, Tenants
 
@@ -46,12 +47,14 @@ class Front:
     Attributes:
         tokenizing: one thread, so that a long prompt does not stop the event loop.
         recent: the newest requests, for the dashboard.
+        in_flight: the requests that run now.
     """
 
     gate: Gate
     tenants: Tenants
     tokenizing: Executor
     recent: RecentRequests = field(default_factory=RecentRequests)
+    in_flight: InFlight = field(default_factory=InFlight)
 
     def tenant(self, request: Request) -> Tenant:
         """Who calls. Raises Unauthorized."""

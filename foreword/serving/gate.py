@@ -23,6 +23,8 @@ class Gate:
         self.max_queue = max_queue
         self._engine = engine
         self._draining = False
+        # Set when the server has stopped waiting for those inside.
+        self.ended = asyncio.Event()
         self._inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -51,6 +53,9 @@ class Gate:
         """The engine. Raises ShuttingDown, NotReady or EngineFailed where a request may not enter now."""
         if self._draining:
             raise ShuttingDown("The server is shutting down and takes no new requests; retry later")
+        return self._checked()
+
+    def _checked(self) -> Engine:
         if self._engine is None:
             waited = time.monotonic() - self._since
             raise NotReady(f"The model is still being loaded ({waited:.0f} s so far: {self._progress}); retry soon")
@@ -58,6 +63,10 @@ class Gate:
         if failed is not None:
             raise EngineFailed(f"The engine has stopped: {failed}")
         return self._engine
+
+    def check_loaded(self) -> Engine:
+        """The engine, also while the server drains. Raises NotReady or EngineFailed."""
+        return self._checked()
 
     def check_room(self, sequences: int) -> None:
         """Raises QueueFull if `sequences` more would have to wait beyond the bound, BadRequest if they always would."""
@@ -75,10 +84,12 @@ class Gate:
             raise QueueFull(f"{waiting} sequences wait already and at most {self.max_queue} may; retry later")
 
     @contextmanager
-    def admit(self, sequences: int) -> Iterator[Engine]:
-        """Count `sequences` as inside until the end of the block. Raises what `engine` and `check_room` raise."""
-        engine = self.engine()
-        self.check_room(sequences)
+    def admit(self, sequences: int, *, checked: bool = True) -> Iterator[Engine]:
+        """Count `sequences` as inside until the end of the block. Raises what `engine` and `check_room` raise; those that are
+        inside already (their request moved here) are not `checked`."""
+        engine = self.engine() if checked else self.check_loaded()
+        if checked:
+            self.check_room(sequences)
         self._inside += sequences
         self._empty.clear()
         try:
@@ -88,10 +99,15 @@ class Gate:
             if self._inside == 0:
                 self._empty.set()
 
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._draining = True
+
     async def drain(self, timeout: float) -> None:
         """Let nobody in, wait up to `timeout` seconds until everybody is out, then abort the rest."""
-        self._draining = True
+        self.close()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._empty.wait(), timeout)
+        self.ended.set()
         if self._engine is not None:
             await self._engine.drain(0.0)

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 from foreword.engine.request import Delta, Request, SamplingParams, TokenLogprob
 from foreword.errors import BadRequest, EngineFailed, ShuttingDown
-from foreword.serving import logprobs, stream
+from foreword.serving import logprobs, relay, stream
 from foreword.serving.backend import Engine, Tokenizer
 from foreword.serving.front import Front, check_length, check_model, check_token_ids
+from foreword.serving.in_flight import Caller
 from foreword.serving.schemas import ChatRequest, CompletionRequest, Prompt, SamplingBody
 from foreword.serving.tenants import Tenant
 
@@ -51,18 +52,23 @@ class CompletionShape:
 
     def __init__(self, tokenizer: Tokenizer, echo: str = "") -> None:
         self._tokenizer = tokenizer
-        self._echo = echo
+        self.echo = echo
         self._offsets = logprobs.Offsets()
 
+    def skip(self, tokens: Sequence[int]) -> None:
+        """These were written elsewhere: count their characters."""
+        for token in tokens:
+            self._offsets.next(self._tokenizer, token)
+
     def opening(self) -> dict[str, Any] | None:
-        return {"text": self._echo, "logprobs": None} if self._echo else None
+        return {"text": self.echo, "logprobs": None} if self.echo else None
 
     def chunk(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
         shown = None if entries is None else logprobs.for_completion(self._tokenizer, entries, self._offsets)
         return {"text": text, "logprobs": shown}
 
     def whole(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        return self.chunk(self._echo + text, entries)
+        return self.chunk(self.echo + text, entries)
 
 
 class ChatShape:
@@ -100,6 +106,8 @@ class Job:
         shapes: one per choice.
         prefix: the named prefix that stands before the prompts.
         token_ids: show the prompts' and the answers' token ids, in vLLM's fields.
+        caller: who asked.
+        resumed: it began on another server and goes on here after so many tokens; None if it begins here.
     """
 
     head: dict[str, Any]
@@ -109,6 +117,8 @@ class Job:
     include_usage: bool
     prefix: str | None = None
     token_ids: bool = False
+    caller: Caller = field(default_factory=Caller)
+    resumed: int | None = None
 
     @property
     def n(self) -> int:
@@ -279,12 +289,16 @@ def _chat_tokens(engine: Engine, tenant: Tenant, body: ChatRequest) -> Sequence[
 # Deltas to answers
 
 
-async def _run(front: Front, job: Job) -> AsyncGenerator[tuple[int, Delta], None]:
-    """The deltas of all prompts as they come, each with its prompt's number. Raises QueueFull before the first."""
+async def run(front: Front, job: Job) -> AsyncGenerator[tuple[int, Delta], None]:
+    """The deltas of all prompts as they come, each with its prompt's number. Raises QueueFull before the first.
+
+    A request that moves to another server ends with a delta that says so (`moved`), if the caller follows; else its deltas are
+    fetched there and go on.
+    """
     hits: dict[int, int] = {}
-    with front.gate.admit(len(job.requests) * job.n) as engine, front.recent.watch(job.requests, job.prefix) as watch:
-        running = [engine.generate(request) for request in watch.requests]
-        async with aclosing(stream.merge(running)) as deltas:
+    inside = front.gate.admit(len(job.requests) * job.n, checked=job.resumed is None)
+    with inside as engine, front.recent.watch(job.requests, job.prefix) as watch:
+        async with aclosing(_deltas(front, job, engine, watch.requests)) as deltas:
             async for prompt, delta in deltas:
                 watch.note(prompt, delta)
                 if delta.finish_reason == "error":
@@ -296,6 +310,27 @@ async def _run(front: Front, job: Job) -> AsyncGenerator[tuple[int, Delta], None
         if job.prefix is not None:
             # On the thread that counts uses, so that no count is lost.
             await front.tokenize(_note_hits, engine, job.prefix, job.requests[0].salt, list(hits.values()))
+
+
+async def _deltas(
+    front: Front, job: Job, engine: Engine, requests: Sequence[Request]
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """What the engine says, and what other servers say where a request moves without its caller."""
+    if job.resumed is None:
+        sources = [engine.generate(request) for request in requests]
+    else:
+        sources = [engine.follow(request.id) for request in requests]
+    with front.in_flight.enter(job) as running:
+        async with aclosing(stream.merge(sources)) as deltas:
+            async for prompt, delta in deltas:
+                running.note(delta)
+                if delta.moved is None or (job.streams and job.caller.follows):
+                    yield prompt, delta
+                    continue
+                async with aclosing(relay.follow(delta.moved, job.caller, front.gate.ended)) as elsewhere:
+                    async for passed_on in elsewhere:
+                        running.note(passed_on)
+                        yield prompt, passed_on
 
 
 def _note_hits(engine: Engine, prefix: str, salt: bytes, hits: Sequence[int]) -> None:
@@ -318,7 +353,7 @@ async def answer(front: Front, job: Job) -> dict[str, Any]:
     """Run a job to its end and return the whole answer. Raises ForewordError."""
     tally = Tally(job)
     choices = [_Choice() for _ in job.shapes]
-    async with aclosing(_run(front, job)) as deltas:
+    async with aclosing(run(front, job)) as deltas:
         async for prompt, delta in deltas:
             tally.add(prompt, delta)
             choice = choices[prompt * job.n + delta.index]
@@ -352,11 +387,14 @@ def _prompt_ids(job: Job, number: int) -> dict[str, Any]:
 
 async def events(front: Front, job: Job) -> AsyncGenerator[bytes, None]:
     """Run a job and yield its answer as server-sent events. Raises ForewordError, also after some events."""
-    tally = Tally(job)
+    tally = Tally(job, job.resumed or 0)
     head = {**job.head, "usage": None} if job.include_usage else job.head
-    opened: set[int] = set()
-    async with aclosing(_run(front, job)) as deltas:
+    opened: set[int] = {0} if job.resumed else set()
+    async with aclosing(run(front, job)) as deltas:
         async for prompt, delta in deltas:
+            if delta.moved is not None:
+                yield relay.moved_event(delta.moved)
+                return
             tally.add(prompt, delta)
             number = prompt * job.n + delta.index
             shape = job.shapes[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from foreword.serving import openai
 from foreword.serving.backend import Engine
 from foreword.serving.faults import CLIENT_GONE
 from foreword.serving.front import Front, check_length, check_model, check_token_ids
+from foreword.serving.in_flight import Caller
 from foreword.serving.openapi import json_body
 from foreword.serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from foreword.serving.stream import EventStream, unless_disconnected
@@ -83,6 +85,7 @@ def router(front: Front) -> APIRouter:
 
 
 async def _respond(front: Front, request: Request, job: openai.Job) -> Response:
+    job = dataclasses.replace(job, caller=Caller.of(request.headers))
     if job.streams:
         return EventStream(openai.events(front, job))
     answer = await unless_disconnected(request.receive, openai.answer(front, job))

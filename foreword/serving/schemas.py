@@ -259,6 +259,18 @@ class DetokenizeRequest(Body):
     tokens: list[int]
 
 
+class MoveBody(Body):
+    """`POST /v1/requests/{id}/migrate`."""
+
+    to: str = Field(description="URL of the server where the request goes on.")
+
+
+class DrainBody(Body):
+    """`POST /v1/drain`."""
+
+    to: list[str] = Field(default_factory=list, description="URLs of servers; those of --drain-to if there are none.")
+
+
 class PrefixContent(Body):
     """`PUT /v1/prefixes/{name}`: text for completions, or messages for chat."""
 

@@ -9,7 +9,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -35,6 +36,9 @@ _KEEP_ALIVE = 65
 # Seconds for the last bytes to reach slow clients after the engine has ended their requests.
 _FLUSH = 5
 
+# Seconds between two looks at what is still under way.
+_LOOK = 0.05
+
 Progress = Callable[[str], None]
 Load = Callable[[Config, PrometheusObserver, Progress], Engine]
 
@@ -58,7 +62,7 @@ def run(config: Config, load: Load | None = None) -> int:
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=_FLUSH,
     )
-    server = Server(settings, gate, config.server.drain_seconds)
+    server = Server(settings, gate, config.server.drain_seconds, app.state.move_away)
     loader = Loader(config, registry, server, load or partial(load_engine, events=events))
     server.on_started = loader.start
     server.catch_signals()
@@ -123,8 +127,15 @@ class Server(uvicorn.Server):
     While it drains it still listens: probes are answered, `/ready` says 503, and new requests are told to go elsewhere.
     """
 
-    def __init__(self, settings: uvicorn.Config, gate: Gate, drain_seconds: float) -> None:
+    def __init__(
+        self,
+        settings: uvicorn.Config,
+        gate: Gate,
+        drain_seconds: float,
+        move_away: Callable[..., Awaitable[object]] | None = None,
+    ) -> None:
         super().__init__(settings)
+        self._move_away = move_away
         self.gate = gate
         self.exit_status = 0
         self.on_started: Callable[[asyncio.AbstractEventLoop], None] | None = None
@@ -168,7 +179,13 @@ class Server(uvicorn.Server):
     async def _drain(self) -> None:
         if self.gate.loaded is not None:
             logger.info("shutting down: running requests may take %g s more", self._drain_seconds)
-            await self.gate.drain(self._drain_seconds)
+            deadline = time.monotonic() + self._drain_seconds
+            if self._move_away is not None:
+                await self._move_away(seconds=self._drain_seconds)
+            await self.gate.drain(max(deadline - time.monotonic(), 0))
+            instance = self.gate.loaded.instance
+            while instance is not None and instance.busy and time.monotonic() < deadline:
+                await asyncio.sleep(_LOOK)  # prompts of other instances are still being sent
         self.should_exit = True
 
 
@@ -265,4 +282,6 @@ def _configure_logging(level: str) -> None:
         level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
     )
     # uvicorn's own lines say nothing that ours do not.
+    for name in ("httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))

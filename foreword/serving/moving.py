@@ -1,0 +1,129 @@
+"""Moving requests to other servers: one that is asked for, or all of them when this server is to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+
+from foreword.errors import BadRequest, CannotMove, ForewordError, TransferUnavailable
+from foreword.serving.backend import Engine
+from foreword.serving.envelope import seal
+from foreword.serving.front import Front
+from foreword.serving.in_flight import Running
+from foreword.serving.instance_api import describe
+from foreword.serving.tenants import Tenant
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE: Final = 4
+# A request whose KV is being loaded can be moved a moment later.
+_TRIES: Final = 20
+_BETWEEN: Final = 0.1
+
+
+async def move(front: Front, running: Running, to: str) -> dict[str, Any]:
+    """Move a request to the server at `to`. Returns how it went; raises CannotMove, TransferError: then it goes on here."""
+    engine = front.gate.loaded
+    assert engine is not None
+    running.check_movable()
+    target = _checked(to)
+    there = await _ask(target, running.job.caller.headers)
+    address = _suits(engine, running, there, target)
+    envelope = seal(running.job)
+    moved = await engine.migrate(running.request.id, address, to=target, envelope=envelope)
+    return {"id": running.request.id, "to": target, **asdict(moved)}
+
+
+def _checked(to: str) -> str:
+    parts = urlsplit(to)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+        raise BadRequest(f"'to' is a server's URL, such as http://10.0.0.7:8000, not {to!r}", param="to")
+    return to.rstrip("/")
+
+
+async def _ask(target: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    """What the server at `target` says of itself to this caller."""
+    try:
+        async with httpx.AsyncClient(timeout=10, trust_env=False, verify=target.startswith("https")) as client:
+            answer = await client.get(f"{target}/v1/instance", headers=dict(headers))
+        if answer.status_code == 401:
+            raise CannotMove(f"{target} does not know the request's API key; all servers need the same keys")
+        found = answer.json()
+        if answer.status_code != 200 or not isinstance(found, dict) or "transfer" not in found:
+            raise TransferUnavailable(f"{target} is not ready to take requests (HTTP {answer.status_code})")
+    except (httpx.HTTPError, ValueError) as error:
+        raise TransferUnavailable(f"no answer from {target}: {error or type(error).__name__}") from error
+    return found
+
+
+def _suits(engine: Engine, running: Running, there: Mapping[str, Any], target: str) -> str:
+    """The transfer address of a server that can go on with the request. Raises CannotMove."""
+    here = describe(engine, Tenant("", running.request.salt))
+    if here["transfer"] is None:
+        raise CannotMove("this server has no transfer endpoint (--role, --transfer-bind)")
+    if not there["transfer"]:
+        raise CannotMove(f"{target} has no transfer endpoint (--role, --transfer-bind)")
+    if there["transfer"] == here["transfer"]:
+        raise CannotMove(f"the request runs at {target} already")
+    if there.get("draining"):
+        raise CannotMove(f"{target} is about to stop itself")
+    for word, what in (("fingerprint", "another model"), ("layout", "another block size, dtype or order of KV")):
+        if there.get(word) != here[word]:
+            raise CannotMove(f"{target} has {what}")
+    if there.get("tenant") != here["tenant"]:
+        raise CannotMove(
+            f"{target} keeps this caller's blocks under another salt: give all servers the same --tenant-secret and keys"
+        )
+    return str(there["transfer"])
+
+
+async def drain(front: Front, targets: Sequence[str], seconds: float = 60.0) -> dict[str, Any]:
+    """Let nobody in, and move every request that can move to one of the servers, in turn. What stays, goes on here."""
+    front.gate.close()
+    engine = front.gate.loaded
+    if engine is not None and engine.instance is not None:
+        engine.instance.draining = True
+    places = asyncio.Semaphore(_AT_ONCE)
+    turns = itertools.count()
+    deadline = time.monotonic() + seconds
+
+    async def one(running: Running) -> bool:
+        async with places:
+            start = next(turns)
+            order = [targets[(start + i) % len(targets)] for i in range(len(targets))]
+            return await _move_somewhere(front, running, order, deadline)
+
+    movable = [running for running in front.in_flight.all() if running.departure is None]
+    results = await asyncio.gather(*(one(running) for running in movable)) if targets else [False] * len(movable)
+    moved = sum(results)
+    if movable:
+        logger.info("draining: %d of %d requests moved", moved, len(movable))
+    return {"requests": len(movable), "moved": moved}
+
+
+async def _move_somewhere(front: Front, running: Running, targets: Sequence[str], deadline: float) -> bool:
+    for _ in range(_TRIES):
+        again = False
+        for target in targets:
+            if time.monotonic() >= deadline:
+                return False
+            try:
+                await move(front, running, target)
+                return True
+            except CannotMove as error:
+                again |= error.reason == "busy"
+                logger.warning("request %s was not moved to %s: %s", running.request.id, target, error.message)
+            except ForewordError as error:
+                logger.warning("request %s was not moved to %s: %s", running.request.id, target, error.message)
+        if not again:
+            return False
+        await asyncio.sleep(_BETWEEN)
+    return False
