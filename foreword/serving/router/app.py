@@ -13,6 +13,7 @@ from aiohttp import web
 
 from foreword import __version__
 from foreword.errors import ForewordError, ShuttingDown
+from foreword.serving.dashboard import router as dashboard
 from foreword.serving.router import admin, faults, passing, proxying
 from foreword.serving.router.replicas import clock
 from foreword.serving.router.service import Router
@@ -38,10 +39,16 @@ def create_app(router: Router) -> web.Application:
 
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/v1/chat/completions", chat)
+    app.on_response_prepare.append(_sign)
     _add_probes(app, router)
     admin.add_routes(app, router)
+    dashboard.install(app, router)
     passing.add_routes(app, router)
     return app
+
+
+async def _sign(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["server"] = "foreword"
 
 
 def _edge(router: Router) -> Any:
@@ -97,7 +104,7 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
 def _note(router: Router, request: web.Request, status: int, seconds: float) -> None:
     resource = request.match_info.route.resource
     router.metrics.response(resource.canonical if resource is not None else "unknown", status)
-    level = logging.DEBUG if request.path in _QUIET else logging.INFO
+    level = logging.DEBUG if request.path in _QUIET or request.path.startswith("/ui") else logging.INFO
     if logger.isEnabledFor(level):
         path = request.path.encode("ascii", "backslashreplace").decode()
         logger.log(level, "%s %s %d %.3f s [%s]", request.method, path, status, seconds, request["id"])

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
+from multidict import CIMultiDict
 
 from foreword.errors import NoReplica, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.serving.router import tenancy
@@ -60,9 +61,9 @@ def _cards(router: Router) -> dict[str, Any]:
     }
 
 
-def _headers(router: Router, request: web.Request, tenant: Tenant, upstream: Upstream) -> dict[str, str]:
+def _headers(router: Router, request: web.Request, tenant: Tenant, upstream: Upstream) -> CIMultiDict[str]:
     headers = tenancy.forwarded(request.headers)
-    headers |= router.callers.headers(tenant, request.headers.get("authorization"), upstream.kind)
+    headers.update(router.callers.headers(tenant, request.headers.get("authorization"), upstream.kind))
     headers["x-request-id"] = request["id"]
     if "accept-encoding" in request.headers:
         headers["accept-encoding"] = request.headers["accept-encoding"]

@@ -17,6 +17,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 from aiohttp import web
+from multidict import CIMultiDict
 
 from foreword.errors import DeadlineExceeded, ForewordError, ReplicaFailed
 from foreword.serving.router import asked as asking
@@ -86,17 +87,14 @@ class Call:
         )
         return ticket
 
-    def headers(self, upstream: Upstream) -> dict[str, str]:
+    def headers(self, upstream: Upstream) -> CIMultiDict[str]:
         """For a replica."""
         client = self.request.headers
-        return {
-            **tenancy.forwarded(client),
-            **self.router.callers.headers(self.tenant, client.get("authorization"), upstream.kind),
-            "content-type": "application/json",
-            "accept-encoding": "identity",
-            "x-request-id": self.request_id,
-            "x-foreword-follow": "1",
-        }
+        headers = tenancy.forwarded(client)
+        headers.update(self.router.callers.headers(self.tenant, client.get("authorization"), upstream.kind))
+        headers["content-type"], headers["accept-encoding"] = "application/json", "identity"
+        headers["x-request-id"], headers["x-foreword-follow"] = self.request_id, "1"
+        return headers
 
     async def send(self, ticket: Ticket, body: bytes, path: str | None = None) -> aiohttp.ClientResponse:
         """Raises what aiohttp raises."""
@@ -217,7 +215,7 @@ def _answered(call: Call, ticket: Ticket, response: aiohttp.ClientResponse, data
     return web.Response(body=data, status=response.status, headers=_head(call, response))
 
 
-def _head(call: Call, response: aiohttp.ClientResponse) -> dict[str, str]:
+def _head(call: Call, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
     headers = tenancy.returned(response.headers)
     headers["x-foreword-route"] = header(call.words)
     headers["x-request-id"] = call.request_id
@@ -507,8 +505,9 @@ class _Stream:
     async def _prepare(self, response: aiohttp.ClientResponse | None) -> web.StreamResponse:
         given: Mapping[str, str] = response.headers if response is not None else {}
         headers = tenancy.returned(given)
-        headers |= {"x-foreword-route": header(self.call.words), "x-request-id": self.call.request_id}
-        headers |= {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+        headers["x-foreword-route"], headers["x-request-id"] = header(self.call.words), self.call.request_id
+        headers["content-type"], headers["cache-control"] = "text/event-stream; charset=utf-8", "no-cache"
+        headers["x-accel-buffering"] = "no"
         out = web.StreamResponse(headers=headers)
         await out.prepare(self.call.request)
         return out

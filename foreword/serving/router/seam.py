@@ -17,43 +17,14 @@ from foreword.serving.router.asked import Asked
 
 # What would have to begin in the middle, or concerns the first replica only.
 _DROPPED: Final = frozenset(
-    [
-        "messages",
-        "prompt",
-        "suffix",
-        "echo",
-        "stop",
-        "include_stop_str_in_output",
-        "max_completion_tokens",
-        "max_tokens",
-        "min_tokens",
-        "logprobs",
-        "top_logprobs",
-        "n",
-        "best_of",
-        "tools",
-        "tool_choice",
-        "functions",
-        "function_call",
-        "parallel_tool_calls",
-        "response_format",
-        "modalities",
-        "prefix",
-        "cache_report",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "chat_template_kwargs",
-        "documents",
-        "add_special_tokens",
-        "stream_options",
-        "reasoning_effort",
-        "include_reasoning",
-        "kv_transfer_params",
-        "salt",
-        "cache_salt",
-        "prompt_cache_key",
-    ]
+    name
+    for names in (
+        "messages prompt suffix echo stop include_stop_str_in_output max_completion_tokens max_tokens min_tokens",
+        "logprobs top_logprobs n best_of tools tool_choice functions function_call parallel_tool_calls response_format",
+        "modalities prefix cache_report add_generation_prompt continue_final_message chat_template chat_template_kwargs",
+        "documents add_special_tokens stream_options reasoning_effort include_reasoning kv_transfer_params salt cache_salt",
+    )
+    for name in names.split()
 )
 # Name, what it means if it is set, and the values that mean "not set".
 _INEXACT: Final[Mapping[str, tuple[object, ...]]] = {

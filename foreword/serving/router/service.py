@@ -21,6 +21,7 @@ from foreword.serving.router.events import Subscription
 from foreword.serving.router.metrics import RouterMetrics
 from foreword.serving.router.pool import Pool
 from foreword.serving.router.prompts import Prompts
+from foreword.serving.router.recorded import recorder_of, told
 from foreword.serving.router.replicas import LOST, Probe, Spec, Upstream, clock
 from foreword.serving.router.tenancy import Callers
 
@@ -45,6 +46,7 @@ class Router:
         self.feeds: dict[str, list[Subscription]] = {}
         self.decisions = Decisions(config.router.decisions)
         self.metrics = RouterMetrics(self)
+        self.recorder = recorder_of(config.server)
         self.draining = False
         self.inside = 0
         self._numbers = itertools.count()
@@ -85,6 +87,8 @@ class Router:
         self.prompts.close()
         if self._zmq is not None:
             self._zmq.destroy(linger=0)
+        if self.recorder is not None:
+            self.recorder.close()
 
     def request_name(self, request_id: str) -> str:
         """A name of its own for each attempt: a client may send one id twice."""
@@ -225,6 +229,8 @@ class Router:
         pool = self.pools.get(model)
         if pool is None:
             pool = self.pools[model] = Pool(model, self.config, self.callers.weights)
+            if self.recorder is not None:
+                pool.fleet.on_finished = told(self.recorder)
         self._subscribe(upstream, pool)
         pool.add(upstream)
         events = ", sends KV events" if facts.sources else ""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from multidict import CIMultiDict
+
 from foreword.config import Config
 from foreword.errors import ConfigError, Forbidden
 from foreword.serving.tenants import SALT_HEADER, Tenant, Tenants
 
 # Headers that concern one connection only (RFC 9110, 7.6.1), and those that the router sets itself.
 HOP_BY_HOP: Final = frozenset(
-    [
+    (
         "connection",
         "keep-alive",
         "proxy-authenticate",
@@ -21,9 +23,10 @@ HOP_BY_HOP: Final = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
-    ]
+    )
 )
 _OWN: Final = frozenset(("host", "content-length", "authorization", "x-request-id", "accept-encoding", "expect"))
+_NOT_RETURNED: Final = frozenset(("content-length", "date", "server", "x-request-id"))
 _OUR_PREFIX: Final = "x-foreword-"
 
 
@@ -84,22 +87,26 @@ def cache_salt(tenant: Tenant) -> str | None:
     return tenant.salt.hex() or None
 
 
-def forwarded(headers: Mapping[str, str]) -> dict[str, str]:
+def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """A client's headers for a replica: without those of the connection and those that only the router may set."""
-    named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
-    dropped = HOP_BY_HOP | _OWN | named
-    return {
-        name: value
+    dropped = HOP_BY_HOP | _OWN | _named(headers)
+    return CIMultiDict(
+        (name, value)
         for name, value in headers.items()
         if (low := name.lower()) not in dropped and not low.startswith(_OUR_PREFIX)
-    }
+    )
 
 
-def returned(headers: Mapping[str, str]) -> dict[str, str]:
+def returned(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """A replica's headers for a client."""
-    named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
-    dropped = HOP_BY_HOP | named | {"content-length", "date", "server", "x-request-id"}
-    return {name: value for name, value in headers.items() if name.lower() not in dropped}
+    dropped = HOP_BY_HOP | _NOT_RETURNED | _named(headers)
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
+
+
+def _named(headers: Mapping[str, str]) -> frozenset[str]:
+    """Headers that `Connection` names as its own."""
+    found = headers.get("connection")
+    return frozenset(name.strip().lower() for name in found.split(",")) if found else frozenset()
 
 
 def _weights(entries: tuple[str, ...]) -> dict[str, float]:

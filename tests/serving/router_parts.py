@@ -1,0 +1,185 @@
+"""`foreword route` as a process, and a relay in front of a real server that breaks connections where a test wants it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+from doors import until
+
+T = TypeVar("T")
+QUICK = ["--health-interval", "0.2"]
+
+
+class RouterProcess:
+    """`foreword route` with what it wrote to stderr."""
+
+    def __init__(self, *arguments: str) -> None:
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
+        command = [sys.executable, "-m", "foreword", "route", "--port", "0", *QUICK, *arguments]
+        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        self.lines.extend(iter(self.popen.stderr.readline, ""))
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def url(self) -> str:
+        until(lambda: "routes on" in self.text or self.popen.poll() is not None, 60)
+        found = re.search(r"routes on (http://\S+:\d+)", self.text)
+        assert found is not None, self.text
+        return found[1]
+
+    def wait_for(self, replicas: int) -> RouterProcess:
+        """Until so many replicas take requests."""
+        until(lambda: self.text.count(" serves ") >= replicas or self.popen.poll() is not None, 60)
+        until(lambda: httpx.get(f"{self.url}/ready").status_code == 200, 30)
+        return self
+
+    def http(self, key: str | None = None) -> httpx.Client:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60)
+
+    def openai(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's series with these labels."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        found = [line for line in lines if re.match(rf"{re.escape(name)}({{|\s)", line)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in wanted))
+
+    def end(self, seconds: float = 30) -> int:
+        status = self.popen.wait(seconds)
+        self._reader.join(5)
+        return status
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+
+class Loop:
+    """An event loop on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def call(self, make: Callable[[], Any]) -> Any:
+        async def run() -> Any:
+            made = make()
+            return await made if asyncio.iscoroutine(made) else made
+
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(run(), self.loop)
+        return future.result(30)
+
+
+class Scissors:
+    """Shared by relays: the next completions through any of them are reset once so many events have passed, one number each."""
+
+    def __init__(self) -> None:
+        self._next: list[int] = []
+
+    def cut_after(self, *events: int) -> None:
+        self._next = list(events)
+
+    def take(self) -> int | None:
+        return self._next.pop(0) if self._next else None
+
+
+class Relay:
+    """A TCP relay to a real server: another replica for the router. It can lose a connection in the middle of an answer, and
+    refuse all connections."""
+
+    def __init__(self, loop: Loop, target: str, scissors: Scissors | None = None) -> None:
+        self._loop = loop
+        self._scissors = scissors or Scissors()
+        parts = urlsplit(target)
+        self._target = (parts.hostname, parts.port)
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.posts = 0
+        self.port = 0
+        self.open()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def open(self) -> None:
+        self._loop.call(self._open)
+
+    async def _open(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        """As when the process is killed: nobody listens, all connections are reset."""
+        self._loop.call(self._close)
+
+    def _close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, away = await asyncio.open_connection(*self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers |= {writer, away}
+        left: list[int | None] = [None]
+        up = asyncio.ensure_future(self._up(reader, away, left))
+        try:
+            await self._down(there, writer, left)
+        except ConnectionError:
+            pass
+        finally:
+            up.cancel()
+            for one in (writer, away):
+                self._writers.discard(one)
+                one.transport.abort() if left[0] == 0 else one.close()
+
+    async def _up(self, reader: asyncio.StreamReader, away: asyncio.StreamWriter, left: list[int | None]) -> None:
+        while data := await reader.read(1 << 16):
+            if data.startswith((b"POST /v1/completions", b"POST /v1/chat/completions")):
+                self.posts += 1
+                left[0] = self._scissors.take()
+                if left[0] == 0:
+                    away.transport.abort()
+                    return
+            away.write(data)
+        away.close()
+
+    async def _down(self, there: asyncio.StreamReader, writer: asyncio.StreamWriter, left: list[int | None]) -> None:
+        while left[0] != 0 and (data := await there.read(1 << 16)):
+            count = left[0]
+            if count is not None:
+                parts = data.split(b"\n\n")
+                passed = min(len(parts) - 1, count)
+                left[0] = count - passed
+                if left[0] == 0:
+                    data = b"".join(part + b"\n\n" for part in parts[:passed])
+            writer.write(data)
+            await writer.drain()

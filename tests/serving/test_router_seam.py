@@ -1,0 +1,211 @@
+"""A replica that is lost in the middle of an answer: another goes on, and the client sees one uninterrupted answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from doors import Doors
+from router_parts import Loop, Relay, RouterProcess, Scissors
+
+CHAT = {"messages": [{"role": "user", "content": "Write a Python function that reads a file."}]}
+TEXT = {"prompt": "def read_file(path):\n"}
+
+
+@pytest.fixture(scope="module")
+def scissors() -> Scissors:
+    return Scissors()
+
+
+@pytest.fixture(scope="module")
+def relays(doors: Doors, scissors: Scissors) -> Iterator[tuple[Relay, ...]]:
+    loop = Loop()
+    made = tuple(Relay(loop, doors.open.url, scissors) for _ in range(3))
+    yield made
+    for relay in made:
+        relay.close()
+
+
+@pytest.fixture(scope="module")
+def router(relays: tuple[Relay, ...]) -> Iterator[RouterProcess]:
+    urls = [argument for relay in relays for argument in ("--replica", relay.url)]
+    process = RouterProcess(*urls, "--policy", "round-robin", "--failures", "1000").wait_for(2)
+    yield process
+    process.kill()
+
+
+def stream(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """All chunks of a streamed answer, which ends as it should."""
+    with httpx.stream("POST", url + path, json={"temperature": 0, "stream": True, **body}, timeout=60) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert answer.status_code == 200 and lines[-1] == "[DONE]", lines[-3:]
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def text(chunks: list[dict[str, Any]]) -> str:
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return "".join(choice.get("text", choice.get("delta", {}).get("content")) or "" for choice in choices)
+
+
+def ending(chunks: list[dict[str, Any]]) -> tuple[Any, Any]:
+    last = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    assert len(last) == 1
+    return last[0]["finish_reason"], last[0]["stop_reason"]
+
+
+def continued(router: RouterProcess) -> float:
+    return router.metric("foreword:router_continuations_total", outcome="continued")
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_the_same_text_wherever_it_was_lost(
+    router: RouterProcess, scissors: Scissors, doors: Doors, path: str, body: dict[str, Any]
+) -> None:
+    """Lost after any number of events, once or twice, the text, the ending and the usage are those of an answer that was not
+    lost; there is one id, one time and one role."""
+    asked = {**body, "max_tokens": 16, "stream_options": {"include_usage": True}}
+    whole = stream(doors.open.url, path, asked)
+    before = continued(router)
+    for events in range(len(whole)):
+        scissors.cut_after(events, *([2] if events % 2 else []))
+        chunks = stream(router.url, path, asked)
+        assert text(chunks) == text(whole), events
+        assert ending(chunks) == ending(whole)
+        for name in ("id", "created", "model", "object", "system_fingerprint"):
+            assert len({chunk[name] for chunk in chunks}) == 1, (events, name)
+        usage = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+        assert len(usage) == 1
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert usage[0][name] == whole[-1]["usage"][name], events
+        roles = [choice for chunk in chunks for choice in chunk["choices"] if "role" in choice.get("delta", {})]
+        assert len(roles) == (1 if "messages" in body else 0)
+        assert not any("token_ids" in choice for chunk in chunks for choice in chunk["choices"])
+        assert not any("prompt_token_ids" in chunk for chunk in chunks)
+    assert continued(router) - before >= len(whole) * 1.3 - 4
+
+
+@pytest.mark.parametrize("stop", ["\n", "return", " file", '():\n    "', ["e(", "path)"]])
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_stop_strings_across_the_seam(
+    router: RouterProcess, scissors: Scissors, doors: Doors, path: str, body: dict[str, Any], stop: Any
+) -> None:
+    """A stop string ends the answer where it would have, also if the replica was lost in the middle of it."""
+    asked = {**body, "max_tokens": 14, "stop": stop}
+    for more in ({}, {"include_stop_str_in_output": True}):
+        whole = stream(doors.open.url, path, {**asked, **more})
+        for events in range(1, len(whole) + 1):
+            scissors.cut_after(events)
+            chunks = stream(router.url, path, {**asked, **more})
+            assert (text(chunks), ending(chunks)) == (text(whole), ending(whole)), (events, more)
+
+
+def half_characters(client: httpx.Client) -> dict[str, int]:
+    """Tokens that are parts of characters, made likely: nearly every one holds text back."""
+    found: set[int] = set()
+    for sign in "\U0001f98a\u00e9\u6f22":
+        found |= set(client.post("/v1/tokenize", json={"prompt": sign, "add_special_tokens": False}).json()["tokens"])
+    return {str(token): 100 for token in found}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_half_characters(
+    router: RouterProcess, scissors: Scissors, doors: Doors, path: str, body: dict[str, Any]
+) -> None:
+    """A character whose bytes lie on both sides of the seam arrives once and whole."""
+    with doors.open.http() as client:
+        asked = {**body, "max_tokens": 12, "logit_bias": half_characters(client), "ignore_eos": True}
+    whole = stream(doors.open.url, path, asked)
+    for events in range(1, len(whole) + 1):
+        scissors.cut_after(events)
+        chunks = stream(router.url, path, asked)
+        assert (text(chunks), ending(chunks)) == (text(whole), ending(whole)), events
+
+
+def tokens_of(chunks: list[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Tokens and log-probabilities of either interface."""
+    found: list[tuple[str, float]] = []
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        said = choice.get("logprobs") or {}
+        found += [(entry["token"], entry["logprob"]) for entry in said.get("content") or ()]
+        found += list(zip(said.get("tokens", ()), said.get("token_logprobs", ()), strict=True))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 3}),
+        ("/v1/completions", {**TEXT, "logprobs": 2}),
+    ],
+)
+def test_log_probabilities_and_token_ids(
+    router: RouterProcess, scissors: Scissors, doors: Doors, path: str, body: dict[str, Any]
+) -> None:
+    """Each token's log-probability and id come once and in order, in the interface's own shape, offsets included."""
+    asked = {**body, "max_tokens": 10, "return_token_ids": True}
+    whole = stream(doors.open.url, path, asked)
+    for events in range(1, len(whole) + 1):
+        scissors.cut_after(events)
+        chunks = stream(router.url, path, asked)
+        ours, theirs = tokens_of(chunks), tokens_of(whole)
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        assert [value for _, value in ours] == pytest.approx([value for _, value in theirs], abs=1e-3)
+        assert ids_of(chunks) == ids_of(whole)
+        assert shapes(chunks) == shapes(whole)
+
+
+def ids_of(chunks: list[dict[str, Any]]) -> list[int]:
+    return [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids", ())]
+
+
+def shapes(chunks: list[dict[str, Any]]) -> list[Any]:
+    """What besides numbers must be as in an answer of one piece."""
+    said = [choice.get("logprobs") or {} for chunk in chunks for choice in chunk["choices"]]
+    entries = [entry for one in said for entry in one.get("content") or ()]
+    offsets = [offset for one in said for offset in one.get("text_offset", ())]
+    return [[(entry["bytes"], [top["token"] for top in entry["top_logprobs"]]) for entry in entries], offsets]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"n": 2}, "several"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": 1}, "frequency_penalty"),
+    ],
+)
+def test_what_cannot_be_continued_exactly(
+    router: RouterProcess, scissors: Scissors, more: dict[str, Any], reason: str
+) -> None:
+    """Where no replica can go on exactly there, the stream ends with an error event that says why, and nothing is doubled."""
+    scissors.cut_after(6)
+    body = {**CHAT, "max_tokens": 16, "temperature": 0, "stream": True, **more}
+    with httpx.stream("POST", f"{router.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    error = json.loads(lines[-1])["error"]
+    assert error["code"] == "replica_failed" and reason in error["message"]
+    assert len(lines) <= 7
+
+
+def test_the_official_client_notices_nothing(router: RouterProcess, scissors: Scissors, doors: Doors) -> None:
+    """The official client sees a stream without a seam, and a request that is not streamed is answered by another replica."""
+    body = {"model": doors.open.model, "max_tokens": 12, "temperature": 0}
+    asked: Any = {**body, **CHAT}
+    whole = doors.open.openai().chat.completions.create(**asked)
+    scissors.cut_after(5)
+    chunks = router.openai().chat.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    scissors.cut_after(0)
+    again = router.openai().chat.completions.create(**asked)
+    assert again.choices[0].message.content == whole.choices[0].message.content
+
+
+def test_sampled_answers_go_on(router: RouterProcess, scissors: Scissors) -> None:
+    """A sampled answer that was lost is continued to its full length."""
+    scissors.cut_after(5)
+    asked = {**TEXT, "max_tokens": 16, "temperature": 1, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    chunks = stream(router.url, "/v1/completions", asked)
+    assert chunks[-1]["usage"]["completion_tokens"] == 16 and ending(chunks) == ("length", None)
