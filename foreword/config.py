@@ -122,6 +122,8 @@ class ServerConfig:
         kv_events: where to publish what the device holds, in vLLM's format, such as `tcp://127.0.0.1:5557` (`*` for all
             addresses, port 0 for a free one).
         kv_events_replay: where subscribers ask for messages that they missed; None takes the port after that of kv_events.
+        record: a new file for a trace of the traffic, without any text (`foreword simulate` reads it).
+        record_salt: with the same one several processes' recordings fit together; None draws one.
     """
 
     host: str = "127.0.0.1"
@@ -138,6 +140,8 @@ class ServerConfig:
     router_key: str | None = None
     kv_events: str | None = None
     kv_events_replay: str | None = None
+    record: str | None = None
+    record_salt: str | None = None
 
     def __post_init__(self) -> None:
         if self.role not in (None, *ROLES):

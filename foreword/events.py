@@ -69,7 +69,7 @@ class NextTokens:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A sequence ended. Seconds since it arrived."""
+    """A sequence ended. Seconds since it arrived; `keys` are those of the full blocks of its prompt and answer."""
 
     request_id: str
     reason: str
@@ -77,6 +77,7 @@ class RequestFinished:
     cached_tokens: int
     output_tokens: int
     seconds: float
+    keys: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -375,16 +375,7 @@ class EngineCore:
         group.remove(sequence)
         if not group:
             del self._by_id[sequence.request.id]
-        self.notify(
-            RequestFinished(
-                sequence.request.id,
-                reason,
-                sequence.num_prompt,
-                max(sequence.cached_tokens, 0),
-                sequence.num_output,
-                self._clock() - sequence.arrived,
-            )
-        )
+        self._note_end(sequence, reason)
         delta = self._make_delta(sequence, tokens, text, logprobs)
         return replace(delta, finish_reason=reason, stop_match=stop_match, error=error, cache_report=sequence.report)
 
@@ -462,6 +453,22 @@ class EngineCore:
         elif self._observers:
             self.notify(NextTokens((now - sequence.last_token_at,)))
         sequence.last_token_at = now
+
+    def _note_end(self, sequence: Sequence, reason: FinishReason) -> None:
+        if not self._observers:
+            return
+        full = len(sequence.table) // self.cache.block_size
+        self.notify(
+            RequestFinished(
+                sequence.request.id,
+                reason,
+                sequence.num_prompt,
+                max(sequence.cached_tokens, 0),
+                sequence.num_output,
+                self._clock() - sequence.arrived,
+                sequence.table.chain.keys_to(full)[:full],
+            )
+        )
 
     def _note_step(self, step: Step, seconds: float) -> None:
         if not self._observers:

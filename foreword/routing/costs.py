@@ -12,7 +12,6 @@ median of the slopes of all pairs, which up to 29 % of wild samples do not move 
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -145,7 +144,7 @@ class Line:
         for i, (x, y) in enumerate(samples):
             for right, above in samples[i + 1 :]:
                 if (right - x) * 8 >= spread and right > x:
-                    insort(slopes, (above - y) / (right - x))
+                    slopes.append((above - y) / (right - x))
         if len(slopes) >= _FEWEST and spread * 2 >= samples[-1][0]:
             self.slope = max(median(slopes), _QUICKEST)
             self.base = max(median(y - self.slope * x for x, y in samples), 0.0)
@@ -227,9 +226,7 @@ class Learner:
         others = self.costs.interference(computed_tokens, running) + loading
         learned = self._first
         if learned.note(computed_tokens, pairs, max(seconds - others, seconds * _LEAST_SHARE)):
-            self.costs = replace(
-                self.costs, first=learned.first, prefill=learned.prefill, attention=learned.attention
-            )
+            self.costs = replace(self.costs, first=learned.first, prefill=learned.prefill, attention=learned.attention)
 
     def note_decode(self, running: int, seconds: float) -> None:
         """One token of one sequence came `seconds` after the one before, while this many decoded."""

@@ -11,7 +11,7 @@ One thread calls it. Seconds are of any one clock that never goes back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -60,6 +60,27 @@ class Replica:
     estimate: Estimate | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that ended well, for whoever keeps a record (`Fleet.on_finished`).
+
+    Attributes:
+        keys: of the prompt's full blocks of `block_size` tokens.
+        first_at: when its first token came, None if nobody told.
+    """
+
+    replica: str
+    session: str | None
+    keys: Sequence[bytes]
+    block_size: int
+    prompt_tokens: int
+    output_tokens: int | None
+    cached_tokens: int | None
+    sent_at: float
+    first_at: float | None
+    ended_at: float
+
+
 @dataclass(slots=True)
 class _Request:
     """A request in flight. It keeps its replicas, which may be gone by now, or gone and come back."""
@@ -69,6 +90,7 @@ class _Request:
     keys: Sequence[bytes]
     block_size: int
     expected: int
+    session: str | None
     in_flight: bool = True
 
 
@@ -80,6 +102,9 @@ class Fleet:
         directory: what events tell; give it to the feeds.
         sessions: where sessions were.
         disaggregation: when prompts are computed apart, if there are replicas for that.
+
+    Attributes:
+        on_finished: told of every request that ended well.
     """
 
     def __init__(
@@ -96,6 +121,7 @@ class Fleet:
         self.disaggregation = disaggregation or Disaggregation()
         self.replicas: dict[str, Replica] = {}
         self.moved = 0
+        self.on_finished: Callable[[Ended], None] | None = None
         self._requests: dict[str, _Request] = {}
 
     # Replicas
@@ -206,7 +232,7 @@ class Fleet:
             self._estimate(computing, size).sent(keys)
         else:
             self.directory.touched(computing.name, keys[: chosen.reused // size])
-        self._requests[request] = _Request(decoding, computing, keys, size, chosen.reused)
+        self._requests[request] = _Request(decoding, computing, keys, size, chosen.reused, query.session)
         self.moved += decision.home is not None and decision.home != decision.replica
         self.sessions.went(query.session, query.keys, decision.replica, now)
 
@@ -239,7 +265,11 @@ class Fleet:
             if computing.estimate is not None:
                 size = known.block_size
                 computing.estimate.answered(known.keys, known.expected // size, -(-cached_tokens // size))
-        if sent is None or not sent.has_begun:
+        if sent is None:
+            return
+        if self.on_finished is not None:
+            self.on_finished(_ended(known, sent, now, cached_tokens, output_tokens))
+        if not sent.has_begun:
             return
         if cached_tokens is not None:
             sent = replace(sent, computed=max(sent.tokens - cached_tokens, 1))
@@ -274,6 +304,22 @@ class Fleet:
     @property
     def requests_in_flight(self) -> int:
         return len(self._requests)
+
+
+def _ended(known: _Request, sent: Sent, now: float, cached_tokens: int | None, output_tokens: int | None) -> Ended:
+    first_at = sent.first_at if sent.has_begun else None
+    return Ended(
+        known.replica.name,
+        known.session,
+        known.keys,
+        known.block_size,
+        sent.tokens,
+        output_tokens,
+        cached_tokens,
+        sent.sent_at,
+        first_at,
+        now,
+    )
 
 
 def _land(known: _Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ from foreword.config import Config, ServerConfig, TransferConfig
 from foreword.errors import ConfigError, ForewordError
 from foreword.events import Observer
 from foreword.metrics import PrometheusObserver
+from foreword.recording import EngineRecorder, Recorder
 from foreword.serving.app import create_app
 from foreword.serving.backend import Engine
 from foreword.serving.gate import Gate
@@ -242,6 +245,10 @@ def load_engine(
 
     role, transfer = config.role, config.transfer.with_secret()
     observers: list[Observer] = [registry, events] if events is not None else [registry]
+    if config.server.record is not None:
+        recorder = Recorder(Path(config.server.record), salt=config.server.record_salt)
+        atexit.register(recorder.close)
+        observers.append(EngineRecorder(recorder, config.engine.block_size))
     return AsyncEngine.from_config(
         config.engine,
         prefixes=config.prefixes,
