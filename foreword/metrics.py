@@ -26,7 +26,7 @@ from foreword.events import (
     StepFinished,
     TransferEnded,
 )
-from foreword.metrics_transfer import TransferSeries, endpoint_metrics
+from foreword.metrics_transfer import TransferSeries, endpoint_metrics, served_metrics
 from foreword.store.tiered import Tier, TierCounters
 
 # vLLM's buckets, so that quantiles compare.
@@ -159,6 +159,9 @@ class PrometheusObserver(Collector):
         instance = getattr(self._watched, "instance", None)
         if instance is not None:
             yield from endpoint_metrics(info.name, instance.endpoint.status())
+        served = getattr(self._watched, "served", None)
+        if served is not None:
+            yield from served_metrics(info.name, served.status())
 
 
 # Name, text, and how a tier's counters give the value.

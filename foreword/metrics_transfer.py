@@ -36,6 +36,17 @@ class Status(Protocol):
     def traffic(self) -> Mapping[str, Traffic]: ...
 
 
+class Served(Protocol):
+    """Blocks that other instances asked for (`engine.served_blocks.ServedStatus`)."""
+
+    @property
+    def device(self) -> int: ...
+    @property
+    def memory(self) -> int: ...
+    @property
+    def missing(self) -> int: ...
+
+
 class TransferSeries:
     """Counters of ended transfers, by `kind` (`prefill`, `move`), `side` (`source`, `destination`) and outcome."""
 
@@ -73,6 +84,21 @@ class TransferSeries:
             self._hidden.labels(*whose).inc(event.hidden_bytes)
         if event.pause:
             self._pause.labels(self._model).observe(event.pause)
+
+
+def served_metrics(model: str, status: Served) -> Iterator[Metric]:
+    """What others read of this instance (`peer://` in their stores)."""
+    served = CounterMetricFamily(
+        "foreword:served_blocks", "Blocks given to other instances, by where they lay.", labels=("model_name", "source")
+    )
+    served.add_metric((model, "device"), status.device)
+    served.add_metric((model, "memory"), status.memory)
+    yield served
+    missing = CounterMetricFamily(
+        "foreword:served_missing_blocks", "Blocks that others asked for in vain.", labels=("model_name",)
+    )
+    missing.add_metric((model,), status.missing)
+    yield missing
 
 
 def endpoint_metrics(model: str, status: Status) -> Iterator[Metric]:

@@ -28,6 +28,7 @@ from foreword.engine.llm import LLM
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.served_blocks import DeviceChains, ServedBlocks, serve_blocks
 from foreword.events import BlocksRemoved, BlocksStored
+from foreword.metrics import PrometheusObserver
 from foreword.store.frame import HEADER_BYTES, check, read_header
 from foreword.transfer.endpoint import Endpoint
 
@@ -147,6 +148,9 @@ def test_from_the_device_of_another(
         reference(family).check(tokens, output.outputs[0], 8)
         assert output.cache_report is not None and output.cache_report.loaded_tokens == {"peer": 100}
         assert one.served.status().device == 25
+        registry = PrometheusObserver()
+        registry.watch(one.engine)
+        assert b'served_blocks_total{model_name="%s",source="device"} 25' % family.encode() in registry.render("")[0]
         llm.flush()
         llm.clear_cache()
         [again] = llm.generate(tokens, greedy(8), cache_report=True)
