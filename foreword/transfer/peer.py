@@ -210,16 +210,16 @@ def opener(config: TransferConfig) -> Opener:
 
     def open_peer(place: StoreUrl, layout: Layout | None) -> PeerStore:
         given = Options(place)
+        if "secret" in place.options or "@" in place.url:
+            raise StoreConfigError(
+                "a secret does not belong into a URL: name a variable or file of it: secret_env=, secret_file="
+            )
         secret = _secret(place, given.text("secret_env", ""), given.text("secret_file", ""), config.secret)
         connect_timeout = given.number("connect_timeout", config.connect_timeout)
         progress_timeout = given.number("progress_timeout", config.progress_timeout)
         beat_seconds = given.number("beat_seconds", config.beat_seconds)
         links = tuple(given.text("links", ",".join(config.links)).split(","))
         ring = given.text("ring", config.ring)
-        if "secret" in given.rest() or "@" in place.url:
-            raise StoreConfigError(
-                "a secret does not belong into a URL: name a variable or file of it: secret_env=, secret_file="
-            )
         given.done()
         if place.codec != "raw":
             raise StoreConfigError(f"{place.url}: blocks of a peer come as they are; leave codec= out")
@@ -248,7 +248,8 @@ def _address(place: StoreUrl) -> str:
 def _check_address(address: str, config: TransferConfig) -> None:
     try:
         where = parse_address(address)
-    except ConfigError:
+        where.host.encode("idna")
+    except (ConfigError, UnicodeError):
         raise StoreConfigError(
             f"{address!r} is no instance's address: write peer://host:port or peer:///path"
         ) from None

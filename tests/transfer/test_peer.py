@@ -257,6 +257,18 @@ def test_a_wire_that_misbehaves(fault: str, serve: Serve, stack: ExitStack) -> N
 # Among other tiers
 
 
+def test_a_peer_that_stalls_harms_no_other_tier(stack: ExitStack, reader: Open) -> None:
+    """A peer that takes all the time of a search is what failed, and not the tier behind it, which was not asked."""
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    memory = MemoryStore(1 << 20)
+    frames = make_frames(1, 3, 100)
+    memory.put(frames, deadline=soon())
+    peer = reader(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout=PATIENCE)
+    tiers = TieredStore([peer, memory], written=[1])
+    until(lambda: tiers.lookup(names_of(frames), deadline=soon(0.1)) == 3)
+    assert tiers.tiers[0].counters.errors["store_timeout"] >= 3 and not tiers.tiers[1].counters.errors
+
+
 def test_several_peers(serve: Serve, reader: Open) -> None:
     """Of several peers each is asked for what those before it do not have; one that is gone is a miss like any other."""
     frames = make_frames(1, 12, 500)
@@ -358,7 +370,9 @@ def test_urls_that_are_wrong(tmp_path: Path) -> None:
         ("peer://127.0.0.1:1?links=pigeon", "pigeon"),
         ("peer://127.0.0.1:1?conect_timeout=3", "connect_timeout"),
         ("peer://127.0.0.1:1?connect_timeout=soon", "soon"),
+        ("peer://:abcdefghijklmnopqrst@127.0.0.1:1?connect_timeout=soon", "secret_env"),
         ("peer://127.0.0.1:1?codec=lossless", "codec"),
+        (f"peer://{'x' * 80}:1", "peer://host:port"),
     ):
         with pytest.raises(StoreConfigError, match=word) as caught:
             open_store([url], LAYOUT, peers())  # type: ignore[arg-type]
