@@ -102,6 +102,17 @@ def test_reasons_survive() -> None:
     assert raised.value.reason == "full"
 
 
+@pytest.mark.parametrize("state", [State.RECEIVING, State.COMPLETE])
+def test_no_is_binding(state: State) -> None:
+    """A destination that answers that it has not taken a request cannot take it any more."""
+    side = Transfer(Role.PUSH_DESTINATION, TIMES, 0.0)
+    side.state = state
+    assert Action.SEND_NO in side.handle(Event.GOT_QUERY, 1.0)
+    with pytest.raises(TransferError):
+        side.handle(Event.TAKE, 2.0)
+    assert not side.owner
+
+
 class TwoSides(RuleBasedStateMachine):
     """Source and destination, a channel that keeps the order and may break in the middle, and clocks.
 
