@@ -4,9 +4,9 @@ A request's first token is expected after
 
     first + prefill * tokens + attention * pairs + steps * decode_each * running
 
-where `tokens` are those computed before it and for it, `pairs` are each of them with each token before it in its prompt, `steps`
-the steps that this takes, and `running` the sequences that decode meanwhile. Lines through samples are Theil's and Sen's: the
-median of the slopes of all pairs, which up to 29 % of wild samples do not move far.
+where `tokens` are those computed before it and for it, `pairs` are each of them with each token before it in its prompt,
+`steps` the steps that this takes, and `running` the sequences that decode meanwhile. Lines through samples are Theil's and
+Sen's: the median of the slopes of all pairs, which up to 29 % of wild samples do not move far.
 """
 
 from __future__ import annotations

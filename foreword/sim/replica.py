@@ -23,7 +23,8 @@ class Outcome:
     """What became of one request. Times are seconds of virtual time, -1 while not known.
 
     Attributes:
-        cached_tokens: prompt tokens that were not computed; `loaded_tokens` of them came from below the device.
+        cached_tokens: prompt tokens that were not computed.
+        loaded: those of them that came from host memory, disk and the shared store.
     """
 
     request: TraceRequest
@@ -32,7 +33,11 @@ class Outcome:
     first_token: float = -1.0
     finished: float = -1.0
     cached_tokens: int = 0
-    loaded_tokens: int = 0
+    loaded: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def loaded_tokens(self) -> int:
+        return sum(self.loaded)
 
     @property
     def ttft(self) -> float:
@@ -122,8 +127,8 @@ class SimReplica:
     def begin(self, now: float, until: float) -> float | None:
         """Make the next step; returns the seconds that it takes, None if there is nothing to compute now.
 
-        Steps that the scheduler would repeat unchanged are taken together: all running sequences decode, none ends, fills a block
-        or begins, and nobody can come before the time `until`.
+        Steps that the scheduler would repeat unchanged are taken together: all running sequences decode, none ends, fills a
+        block or begins, and nobody can come before the time `until`.
         """
         if not self.scheduler.has_work():
             return None
@@ -201,7 +206,13 @@ class SimReplica:
     def _note_admission(self, sequence: Running) -> None:
         outcome = self._outcomes[id(sequence)][1]
         outcome.cached_tokens = max(sequence.cached_tokens, 0)
-        outcome.loaded_tokens = len(sequence.loaded) * self.cache.block_size
+        if sequence.loaded and self.stores is not None:
+            counts = [0, 0, 0]
+            for place in sequence.loaded:
+                counts[self.stores.tiers[place].tier - 1] += self.cache.block_size
+            # A prompt that is cached to its end computes its last token again.
+            counts[self.stores.tiers[sequence.loaded[-1]].tier - 1] -= sequence.recomputed
+            outcome.loaded = (counts[0], counts[1], counts[2])
 
     def _save(self, step: Step) -> None:
         assert self.stores is not None

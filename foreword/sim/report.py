@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from foreword.sim.replica import Outcome
 from foreword.sim.run import Result
 
-_WIDTH: Final = 640
+_WIDTH: Final = 860
 _HEIGHT: Final = 300
 _LEFT: Final = 60
 _BOTTOM: Final = 40
 _COLOURS: Final = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#8d6a9f", "#6a994e", "#bc6c25", "#555555")
 _POINTS: Final = 200
+_TIERS: Final = ("device", "host memory", "disk", "shared store")
+_SIZES: Final = {
+    "replicas": "replicas",
+    "device_tokens": "device",
+    "host_tokens": "memory",
+    "disk_tokens": "disk",
+    "shared_tokens": "shared",
+}
 _WINDOWS: Final = 40
 
 Point = tuple[float, float]
@@ -26,50 +35,64 @@ class Summary:
     """One simulation in numbers.
 
     Attributes:
-        hit_share: prompt tokens that were not computed, of all; `loaded_share` came from below the device.
+        hit_share: prompt tokens that were not computed, of all.
+        tier_shares: those of them that came from the device, from host memory, disk and the shared store.
         expected_share: what the router expected to be found.
         mean, p50, p90, p99: seconds to the first token.
-        per_token: seconds between tokens, mean over requests.
+        per_token, per_token_p90: seconds between tokens of a request, mean over requests, and what nine in ten do not exceed.
         busiest: busy share of the busiest replica, divided by the mean of all.
-        busy: replica-seconds of computing: what the traffic cost.
+        busy: replica-seconds of computing.
+        replica_hours: per thousand requests: what the traffic cost, idle time included.
     """
 
-    policy: str
+    name: str
     requests: int
     hit_share: float
-    loaded_share: float
+    tier_shares: tuple[float, float, float, float]
     expected_share: float
     mean: float
     p50: float
     p90: float
     p99: float
     per_token: float
+    per_token_p90: float
     moved_share: float
     busiest: float
     busy: float
+    replica_hours: float
     preemptions: int
+
+    @property
+    def loaded_share(self) -> float:
+        """Prompt tokens that came from below the device, of all."""
+        return sum(self.tier_shares[1:])
 
 
 def summarise(result: Result) -> Summary:
     """The numbers of one simulation."""
     outcomes = result.outcomes
     times = sorted(outcome.ttft for outcome in outcomes)
+    between = sorted(outcome.seconds_per_token for outcome in outcomes)
     prompts = sum(outcome.request.prompt_tokens for outcome in outcomes)
     busy = [totals.busy for totals in result.replicas.values()]
+    found = sum(outcome.cached_tokens for outcome in outcomes) / prompts
+    loaded = [sum(outcome.loaded[i] for outcome in outcomes) / prompts for i in range(3)]
     return Summary(
-        policy=result.policy,
+        name=result.name,
         requests=len(outcomes),
-        hit_share=sum(outcome.cached_tokens for outcome in outcomes) / prompts,
-        loaded_share=sum(outcome.loaded_tokens for outcome in outcomes) / prompts,
+        hit_share=found,
+        tier_shares=(found - sum(loaded), loaded[0], loaded[1], loaded[2]),
         expected_share=sum(outcome.expected_cached for outcome in outcomes) / prompts,
         mean=sum(times) / len(times),
         p50=quantile(times, 0.5),
         p90=quantile(times, 0.9),
         p99=quantile(times, 0.99),
-        per_token=sum(outcome.seconds_per_token for outcome in outcomes) / len(outcomes),
+        per_token=sum(between) / len(between),
+        per_token_p90=quantile(between, 0.9),
         moved_share=result.moved / len(outcomes),
         busiest=max(busy) * len(busy) / sum(busy),
         busy=sum(busy),
+        replica_hours=len(busy) * result.seconds / 3600 / len(outcomes) * 1000,
         preemptions=sum(totals.preemptions for totals in result.replicas.values()),
     )
 
@@ -80,18 +103,22 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 _COLUMNS: Final[tuple[tuple[str, Callable[[Summary], str]], ...]] = (
-    ("policy", lambda one: one.policy),
+    ("simulation", lambda one: one.name),
     ("hit", lambda one: f"{one.hit_share:.1%}"),
-    ("loaded", lambda one: f"{one.loaded_share:.1%}"),
+    ("device", lambda one: f"{one.tier_shares[0]:.1%}"),
+    ("memory", lambda one: f"{one.tier_shares[1]:.1%}"),
+    ("disk", lambda one: f"{one.tier_shares[2]:.1%}"),
+    ("shared", lambda one: f"{one.tier_shares[3]:.1%}"),
     ("expected", lambda one: f"{one.expected_share:.1%}"),
     ("TTFT mean", lambda one: f"{one.mean:.3f} s"),
     ("p50", lambda one: f"{one.p50:.3f} s"),
     ("p90", lambda one: f"{one.p90:.3f} s"),
     ("p99", lambda one: f"{one.p99:.3f} s"),
-    ("per token", lambda one: f"{one.per_token * 1e3:.1f} ms"),
+    ("ITL", lambda one: f"{one.per_token * 1e3:.1f} ms"),
+    ("ITL p90", lambda one: f"{one.per_token_p90 * 1e3:.1f} ms"),
     ("moved", lambda one: f"{one.moved_share:.1%}"),
     ("busiest", lambda one: f"{one.busiest:.2f}x"),
-    ("computing", lambda one: f"{one.busy:,.0f} s"),
+    ("replica-h/1k", lambda one: f"{one.replica_hours:.3f}"),
 )
 
 
@@ -114,27 +141,63 @@ def table(results: Iterable[Result]) -> str:
     return "\n".join([line(head), line(rule), *map(line, body)])
 
 
-def page(results: Sequence[Result], title: str = "Simulation") -> str:
-    """One HTML page: what was simulated, the table, TTFT and hit share as curves. No script, nothing from elsewhere."""
+def page(results: Sequence[Result], title: str = "Simulation", about: str = "") -> str:
+    """One HTML page: what was simulated, the table, TTFT and hit share as curves. No script, nothing from elsewhere. `about`
+    is said above the table."""
     head, body = rows(results)
     cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in body)
-    names = [result.policy for result in results]
-    facts = f"{results[0].spec}; {results[0].costs}" if results else ""
-    curves = [
-        svg("Requests that had their first token within so many seconds", names, [ttft_curve(one) for one in results]),
-        svg("Share of prompt tokens found, over the trace's minutes", names, [hit_curve(one) for one in results]),
-        svg(
-            "Queue: mean seconds to the first token, over the trace's minutes",
-            names,
-            [wait_curve(one) for one in results],
-        ),
-    ]
+    facts = "; ".join(filter(None, (about, f"{results[0].spec}; {results[0].costs}" if results else "")))
+    curves = drawings(results)
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>"
         f"<h1>{html.escape(title)}</h1><p class='facts'>{html.escape(facts)}</p>"
         f"<table><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in head)}</tr>{cells}</table>"
-        f"{''.join(curves)}</html>"
+        f"{''.join(curves.values())}</html>"
     )
+
+
+def drawings(results: Sequence[Result]) -> dict[str, str]:
+    """The curves as SVG, by a short name. To stand in a file of its own, each needs the namespace (`as_file`)."""
+    names = [result.name for result in results]
+    found = {
+        "ttft": svg(
+            "Requests that had their first token within so many seconds", names, [ttft_curve(o) for o in results]
+        ),
+        "hits": svg("Share of prompt tokens found, over the trace's minutes", names, [hit_curve(o) for o in results]),
+        "waits": svg(
+            "Mean seconds to the first token, over the trace's minutes", names, [wait_curve(o) for o in results]
+        ),
+        "tiers": bars("Share of prompt tokens found, by where", [summarise(one) for one in results]),
+    }
+    for field, title in _SIZES.items():
+        lines = _by_size(results, field)
+        if lines:
+            found[f"ttft-by-{title}"] = svg(f"Mean seconds to the first token, by {title}", *_means(lines, "mean"))
+            found[f"hits-by-{title}"] = svg(f"Share of prompt tokens found, by {title}", *_means(lines, "hit_share"))
+    return found
+
+
+def as_file(drawing: str) -> str:
+    """A drawing as a document of its own."""
+    return drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+
+
+def _by_size(results: Sequence[Result], field: str) -> dict[str, list[tuple[float, Summary]]]:
+    """Simulations that differ in this field alone, by what they have in common; empty if all have the same value."""
+    groups: dict[str, list[tuple[float, Summary]]] = {}
+    for result in results:
+        spec = dataclasses.asdict(result.spec)
+        value = float(spec.pop(field))
+        differs = {name: spec[name] for name in _SIZES if name != field}
+        varied = [name for name in differs if len({getattr(one.spec, name) for one in results}) > 1]
+        common = ", ".join([result.policy, *(f"{_SIZES[name]} {differs[name]:,}" for name in varied)])
+        groups.setdefault(common, []).append((value, summarise(result)))
+    return groups if any(len(group) > 1 for group in groups.values()) else {}
+
+
+def _means(lines: Mapping[str, list[tuple[float, Summary]]], field: str) -> tuple[list[str], list[list[Point]]]:
+    curves = [sorted((value, float(getattr(one, field))) for value, one in group) for group in lines.values()]
+    return list(lines), curves
 
 
 _STYLE: Final = (
@@ -178,7 +241,7 @@ def svg(title: str, names: Sequence[str], curves: Sequence[Sequence[Point]]) -> 
     """Curves over common axes that begin at 0."""
     right = max((x for curve in curves for x, _ in curve), default=1.0) or 1.0
     top = max((y for curve in curves for _, y in curve), default=1.0) or 1.0
-    wide, high = _WIDTH - _LEFT - 150, _HEIGHT - _BOTTOM - 30
+    wide, high = _WIDTH - _LEFT - 330, _HEIGHT - _BOTTOM - 30
 
     def at(point: Point) -> str:
         return f"{_LEFT + point[0] / right * wide:.1f},{_HEIGHT - _BOTTOM - point[1] / top * high:.1f}"
@@ -194,8 +257,33 @@ def svg(title: str, names: Sequence[str], curves: Sequence[Sequence[Point]]) -> 
         points = " ".join(map(at, curve))
         parts.append(f"<polyline points='{points}' fill='none' stroke='{colour}' stroke-width='2'/>")
         y = 40 + 18 * i
-        parts.append(f"<rect x='{_WIDTH - 140}' y='{y - 9}' width='12' height='4' fill='{colour}'/>")
-        parts.append(f"<text x='{_WIDTH - 122}' y='{y}'>{html.escape(name)}</text>")
+        parts.append(f"<rect x='{_WIDTH - 310}' y='{y - 9}' width='12' height='4' fill='{colour}'/>")
+        parts.append(f"<text x='{_WIDTH - 292}' y='{y}'>{html.escape(name)}</text>")
+    return _document(title, _HEIGHT, parts)
+
+
+def bars(title: str, summaries: Sequence[Summary]) -> str:
+    """A bar for each simulation, in pieces: where what it found was."""
+    height = 60 + 22 * len(summaries)
+    wide = _WIDTH - _LEFT - 330
+    parts = [f"<text x='{_LEFT}' y='16' font-weight='600'>{html.escape(title)}</text>"]
+    for i, tier in enumerate(_TIERS):
+        x = _LEFT + 130 * i
+        parts.append(f"<rect x='{x}' y='26' width='12' height='8' fill='{_COLOURS[i]}'/>")
+        parts.append(f"<text x='{x + 18}' y='34'>{tier}</text>")
+    for row, one in enumerate(summaries):
+        y, x = 48 + 22 * row, float(_LEFT)
+        for i, share in enumerate(one.tier_shares):
+            parts.append(
+                f"<rect x='{x:.1f}' y='{y}' width='{max(share, 0) * wide:.1f}' height='16' fill='{_COLOURS[i]}'/>"
+            )
+            x += max(share, 0) * wide
+        parts.append(f"<text x='{x + 8:.1f}' y='{y + 12}'>{one.hit_share:.1%} {html.escape(one.name)}</text>")
+    return _document(title, height, parts)
+
+
+def _document(title: str, height: int, parts: Sequence[str]) -> str:
     return (
-        f"<svg width='{_WIDTH}' height='{_HEIGHT}' role='img' aria-label='{html.escape(title)}'>{''.join(parts)}</svg>"
+        f"<svg viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' height='{height}' role='img' "
+        f"aria-label='{html.escape(title)}'>{''.join(parts)}</svg>"
     )

@@ -26,12 +26,14 @@ class Result:
     """What a simulation gave.
 
     Attributes:
+        name: what it is called among others.
         outcomes: in the order of the trace.
         replicas: what each did.
         moved: requests whose session or conversation was somewhere else before.
         seconds: virtual time from the first arrival to the last token; `wall` is what simulating took.
     """
 
+    name: str
     policy: str
     spec: FleetSpec
     costs: EngineCosts
@@ -48,17 +50,19 @@ def simulate(
     policy: Policy | str = "cost",
     costs: EngineCosts | None = None,
     *,
+    name: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Result:
     """Send a trace through a fleet.
 
     The scheduler, the pool, the eviction policy of stores, the directory and the placement are the real ones; time, the
-    device and the bytes are not. `progress` is called with the number of requests that arrived, every thousand.
+    device and the bytes are not. `name` is the result's, the policy's if it is not given. `progress` is called with the number
+    of requests that arrived, every hundred.
 
     Raises ConfigError for an unknown policy, an empty trace, or a prompt that does not fit into a replica's device.
     """
     run = _Run(list(trace), spec or FleetSpec(), policy, costs or EngineCosts(), progress)
-    return run.go()
+    return run.go(name)
 
 
 class _Run:
@@ -125,7 +129,7 @@ class _Run:
             lambda keys: removed(Tier.DEVICE, keys),
         )
 
-    def go(self) -> Result:
+    def go(self, name: str | None) -> Result:
         started = time.perf_counter()
         arrivals = iter(enumerate(self.trace))
         upcoming = next(arrivals, None)
@@ -142,8 +146,9 @@ class _Run:
         self._check_ends()
         wall = time.perf_counter() - started
         totals = {name: replica.totals for name, replica in self.replicas.items()}
+        policy = self.fleet.policy.name
         return Result(
-            self.fleet.policy.name, self.spec, self.costs, self.outcomes, totals, self.fleet.moved, self.now, wall
+            name or policy, policy, self.spec, self.costs, self.outcomes, totals, self.fleet.moved, self.now, wall
         )
 
     def _at(self, when: float, then: Callable[[], None]) -> None:
@@ -167,7 +172,7 @@ class _Run:
         replica = self.replicas[decision.replica]
         replica.add(number, outcome, tokens, keys)
         self._begin(replica)
-        if self.progress is not None and number % 1000 == 999:
+        if self.progress is not None and number % 100 == 99:
             self.progress(number + 1)
 
     def _begin(self, replica: SimReplica) -> None:

@@ -7,8 +7,8 @@
 - **Agent sessions**: `timestamp` in microseconds, `input` and `output` as text, `session_id`. Without a tokenizer, four bytes
   of text count as one token.
 
-Mooncake's traces do not say which blocks an answer became. Where a later prompt begins with all full blocks of an earlier one and
-is at least as long as that and its answer, it is taken for the next turn, and the answer for what stands there in it.
+Mooncake's traces do not say which blocks an answer became. Where a later prompt begins with all full blocks of an earlier one
+and is at least as long as that and its answer, it is taken for the next turn, and the answer for what stands there in it.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_a_prefix_off_the_device_is_loaded_where_that_is_sooner() -> None:
     spec = FleetSpec(replicas=1, device_tokens=64 * 12, host_tokens=64 * 100, block_size=64, max_batch_tokens=512)
     asked = [request(0.0, list(range(10))), request(10.0, list(range(20, 30))), request(20.0, list(range(10)))]
     outcome = simulate(asked, spec, costs=COSTS).outcomes[2]
-    assert outcome.loaded_tokens == 512
+    assert outcome.loaded_tokens == 511
     assert outcome.ttft == pytest.approx(512 * 1e-4 + 1e-2), "the last token is computed again, as a step of its own"
     slow = EngineCosts(0.0, 1e-3, 0.0, 1e-2, 0.0, (LoadCost(2e-3), LoadCost(2e-3), LoadCost(2e-3)))
     assert simulate(asked, spec, costs=slow).outcomes[2].loaded_tokens == 0
@@ -86,7 +86,7 @@ def test_loads_from_one_tier_follow_each_other() -> None:
     asked = [request(0.0, list(range(10))), request(10.0, list(range(10, 20))), request(20.0, list(range(20, 43)))]
     asked += [request(30.0, list(range(10))), request(30.0, list(range(10, 20)))]
     result = simulate(asked, spec, costs=COSTS)
-    assert [outcome.loaded_tokens for outcome in result.outcomes[3:]] == [640, 640]
+    assert [outcome.loaded_tokens for outcome in result.outcomes[3:]] == [639, 639]
     assert result.outcomes[3].ttft == pytest.approx(0.064 + 0.01)
     assert result.outcomes[4].ttft == pytest.approx(0.128 + 0.01)
 
@@ -97,7 +97,7 @@ def test_what_one_computed_another_loads_from_the_shared_store() -> None:
     asked = [request(0.0, list(range(10))), request(10.0, list(range(10)))]
     result = simulate(asked, spec, "round-robin", COSTS)
     assert [outcome.replica for outcome in result.outcomes] == ["r0", "r1"]
-    assert result.outcomes[1].loaded_tokens == 640
+    assert result.outcomes[1].loaded_tokens == 639
 
 
 def test_a_full_tier_gives_up_tails_of_old_chains() -> None:
@@ -262,8 +262,8 @@ def test_the_page_stands_alone(results: list[Result]) -> None:
     text = page(results, "A <title>")
     assert "A &lt;title&gt;" in text and "http" not in text and "<script" not in text
     drawings = [ET.fromstring("<svg" + part.split("</svg>")[0] + "</svg>") for part in text.split("<svg")[1:]]
-    assert len(drawings) == 3
-    assert all(len(drawing.findall("polyline")) == 2 for drawing in drawings)
+    assert len(drawings) == 4
+    assert all(len(drawing.findall("polyline")) == 2 for drawing in drawings[:3])
 
 
 @given(st.lists(st.integers(), min_size=1, max_size=50), st.floats(0.01, 1.0))

@@ -1,0 +1,92 @@
+"""Which simulations `foreword simulate` runs: every combination of what was asked for, each with a name."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from foreword.config import parse_bytes
+from foreword.errors import ConfigError
+from foreword.routing.baselines import policy_named
+from foreword.sim.costs import FleetSpec
+
+# What may have several values, and what it is called in a name.
+AXES: Final[Mapping[str, str]] = {
+    "replicas": "replicas",
+    "device_tokens": "device",
+    "host_tokens": "memory",
+    "disk_tokens": "disk",
+    "shared_tokens": "shared",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One simulation. `name` tells it from the others."""
+
+    name: str
+    spec: FleetSpec
+    policy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to simulate.
+
+    Attributes:
+        base: what all have in common.
+        axes: values of the fields of `FleetSpec` in `AXES`, with the text in which each was given.
+        policies: their names.
+    """
+
+    base: FleetSpec
+    axes: Mapping[str, Sequence[tuple[int, str]]]
+    policies: Sequence[str]
+
+    def cases(self) -> list[Case]:
+        """All combinations. Raises ConfigError for an unknown policy and for a fleet that cannot be."""
+        for policy in self.policies:
+            policy_named(policy)
+        return [self._case(values, policy) for values in self._combinations() for policy in self.policies]
+
+    def _combinations(self) -> Iterator[dict[str, tuple[int, str]]]:
+        names = list(self.axes)
+        for values in itertools.product(*self.axes.values()):
+            yield dict(zip(names, values, strict=True))
+
+    def _case(self, values: Mapping[str, tuple[int, str]], policy: str) -> Case:
+        spec = replace(self.base, **{name: number for name, (number, _) in values.items()})
+        parts = [policy] if len(self.policies) > 1 else []
+        parts += [f"{AXES[name]} {text}" for name, (_, text) in values.items() if len(self.axes[name]) > 1]
+        return Case(", ".join(parts) or policy, spec, policy)
+
+
+def counts(text: str, option: str) -> list[tuple[int, str]]:
+    """`"4,8"` as numbers. Raises ConfigError."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found or not all(re.fullmatch(r"\d+", part) for part in found):
+        raise ConfigError(f"{option} takes whole numbers separated by commas, not {text!r}")
+    return [(int(part), part) for part in found]
+
+
+def sizes(text: str, option: str, bytes_per_token: int | None) -> list[tuple[int, str]]:
+    """`"1000000"` (tokens) or `"40GiB,80GiB"` as tokens. Raises ConfigError, also where nobody knows what a token takes."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise ConfigError(f"{option} takes sizes separated by commas, not {text!r}")
+    return [(_tokens(part, option, bytes_per_token), part) for part in found]
+
+
+def _tokens(part: str, option: str, bytes_per_token: int | None) -> int:
+    if re.fullmatch(r"\d+", part):
+        return int(part)
+    size = parse_bytes(part)
+    if not bytes_per_token:
+        raise ConfigError(
+            f"{option} {part}: how many bytes of KV does a token take? Say it with --kv-bytes, or give a file of costs that "
+            "knows it (--costs), or give the size in tokens, as a plain number"
+        )
+    return size // bytes_per_token

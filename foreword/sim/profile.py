@@ -1,0 +1,73 @@
+"""A file of costs: what `foreword bench calibrate` measured of an engine, and where and how. `--costs` reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from foreword.errors import ConfigError, did_you_mean
+from foreword.routing.costs import LoadCost
+from foreword.sim.costs import EngineCosts
+
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """An engine in numbers.
+
+    Attributes:
+        costs: what its steps and loads take.
+        kv_bytes_per_token: of its KV; None if that is not known.
+        block_size, max_batch_tokens, max_num_seqs: as it was configured.
+        about: where, when and how it was measured, for people.
+    """
+
+    costs: EngineCosts
+    kv_bytes_per_token: int | None = None
+    block_size: int | None = None
+    max_batch_tokens: int | None = None
+    max_num_seqs: int | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n"
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises ConfigError, naming file and reason, for what is no profile."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the costs {path}: {error}") from error
+    try:
+        return _parse(fields)
+    except (TypeError, ValueError, KeyError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path} is no file of costs: {reason}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+
+
+def _parse(fields: Any) -> Profile:
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise ValueError(f"it should be an object with the format {FORMAT}")
+    given = {name: value for name, value in fields.items() if name != "format"}
+    _check_names(given, Profile)
+    costs = dict(given.pop("costs"))
+    _check_names(costs, EngineCosts)
+    loads = tuple(LoadCost(float(one["per_token"]), float(one["latency"])) for one in costs.pop("loads"))
+    numbers = {name: float(value) for name, value in costs.items()}
+    whole = {name: None if value is None else int(value) for name, value in given.items() if name != "about"}
+    return Profile(EngineCosts(**numbers, loads=loads), about=dict(given.get("about", {})), **whole)
+
+
+def _check_names(given: Mapping[str, Any], kind: type[Any]) -> None:
+    known = [one.name for one in dataclasses.fields(kind)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"unknown key {name!r}{did_you_mean(name, known)}")
