@@ -13,6 +13,7 @@ Hydragen, Juravsky et al. 2024). So
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -558,22 +559,26 @@ class Recorder:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-_current: StepAttention | Recorder | None = None
+class _Current(threading.local):
+    """Which attention the forward pass of this thread uses."""
+
+    attention: StepAttention | Recorder | None = None
+
+
+_current = _Current()
 
 
 class active:
-    """`with active(step_attention): model(...)`. One forward pass at a time per process: the engine's thread does them."""
+    """`with active(step_attention): model(...)`. One forward pass at a time per thread: an engine's thread does them."""
 
     def __init__(self, attention: StepAttention | Recorder) -> None:
         self._attention = attention
 
     def __enter__(self) -> None:
-        global _current
-        _current = self._attention
+        _current.attention = self._attention
 
     def __exit__(self, *_: object) -> None:
-        global _current
-        _current = None
+        _current.attention = None
 
 
 def _interface(
@@ -588,11 +593,12 @@ def _interface(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    assert _current is not None, "a forward pass outside the engine's step"
+    attention = _current.attention
+    assert attention is not None, "a forward pass outside the engine's step"
     if attention_mask is not None:
         raise RuntimeError("the model brings an attention mask of its own, which paged attention does not apply")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _current.attend(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux), None
+    return attention.attend(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux), None
 
 
 AttentionInterface.register(NAME, _interface)

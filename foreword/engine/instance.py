@@ -217,7 +217,10 @@ class Instance(Idle):
         """Whether memory is held for others, that comes back by itself."""
         return self._leases > 0
 
-    def pull(self, request: Request, sequence: Running) -> Pull:
+    def pull(self, request: Request, sequence: Running) -> Pull | None:
+        """How the prompt is asked for; None if this is the instance that shall compute it."""
+        if request.prefill == self.address:
+            return None
         params = request.params
         task = wire.Task(
             request.id, wire.pack(request.tokens), params, sequence.seed, sequence.request.index, request.salt

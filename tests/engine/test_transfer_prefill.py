@@ -1,0 +1,443 @@
+"""Prefill on one engine, decode on another: the same text as alone, nothing computed twice, and whatever fails costs time only
+(R28 to R30, R33)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pair import Answer, Node, ask, node, request, until
+from tiny import prompt
+
+from foreword.engine.request import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=3)
+SEEDED = SamplingParams(max_tokens=8, seed=7, logprobs=1, top_p=0.9)
+PARAMS = {
+    "greedy": GREEDY,
+    "seeded": SEEDED,
+    "penalties": SamplingParams(max_tokens=12, seed=3, presence_penalty=1.5, repetition_penalty=1.3, min_tokens=4),
+    "bias": SamplingParams(max_tokens=6, temperature=0.0, logit_bias={11: 50.0}),
+    "one": SamplingParams(max_tokens=1, temperature=0.0, logprobs=0),
+}
+BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, dimensions, float32
+
+
+@pytest.fixture(scope="module")
+def nodes(folder: Callable[[str], Path]) -> Iterator[tuple[Node, Node]]:
+    prefill, decode = node(folder("llama"), "prefill"), node(folder("llama"), "decode")
+    yield prefill, decode
+    decode.engine.close()
+    prefill.engine.close()
+
+
+async def alone(nodes: tuple[Node, Node], tokens: list[int], params: SamplingParams) -> Answer:
+    """What one engine says without the other; both have forgotten everything afterwards."""
+    answer = await ask(nodes[0].engine, tokens, params)
+    for each in nodes:
+        await each.fresh()
+    return answer
+
+
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100])
+def test_same_as_alone(nodes: tuple[Node, Node], name: str, length: int) -> None:
+    """Wherever the prompt ends in a block and in a chunk, and however tokens are chosen, the answer is the one that an engine
+    gives alone, and the decode side computes no token of the prompt."""
+    prefill, decode = nodes
+
+    async def main() -> None:
+        tokens, params = prompt(length, length), PARAMS[name]
+        expected = await alone(nodes, tokens, params)
+        found = await ask(decode.engine, tokens, params, prefill.address)
+        assert found.same(expected)
+        assert decode.said.prefill_tokens == 0
+        assert prefill.said.prefill_tokens == length
+        assert found.last is not None and found.last.cache_report is not None
+        assert found.last.cached_tokens == 0
+        assert found.last.cache_report.transferred_tokens == {f"prefill {prefill.address}": length}
+        for each in nodes:
+            await each.whole()
+
+    asyncio.run(main())
+
+
+def test_stop_strings(nodes: tuple[Node, Node]) -> None:
+    """A stop string, even one that the first token completes, ends the text where it does alone."""
+
+    async def main() -> None:
+        tokens, sampling = prompt(20, 99), dataclasses.replace(SEEDED, max_tokens=16, ignore_eos=True)
+        text = (await alone(nodes, tokens, sampling)).text
+        assert len(text) > 4
+        for start in range(3):
+            params = dataclasses.replace(sampling, stop=(text[start : start + 2],))
+            expected = await alone(nodes, tokens, params)
+            found = await ask(nodes[1].engine, tokens, params, nodes[0].address)
+            assert found.same(expected)
+            assert found.last is not None and found.last.finish_reason == "stop"
+
+    asyncio.run(main())
+
+
+def test_only_missing_blocks_travel(nodes: tuple[Node, Node]) -> None:
+    """Of a prompt whose beginning the decode side has, only the rest travels, byte for byte; what prefill had cached is not
+    computed again, and the report says what was cached where."""
+    prefill, decode = nodes
+
+    async def main() -> None:
+        tokens = prompt(90, 1)
+        expected = await alone(nodes, tokens, GREEDY)
+        await ask(decode.engine, tokens[:42], GREEDY)
+        await ask(prefill.engine, tokens[:62], GREEDY)
+        for each in nodes:
+            each.said.forget()
+        before = decode.received
+        found = await ask(decode.engine, tokens, GREEDY, prefill.address)
+        assert found.same(expected)
+        assert decode.received - before == (90 - 40) * BYTES_PER_TOKEN
+        assert (decode.said.prefill_tokens, prefill.said.prefill_tokens) == (0, 90 - 62)
+        assert found.last is not None and found.last.cache_report is not None
+        report, name = found.last.cache_report, f"prefill {prefill.address}"
+        assert (report.device_tokens, report.loaded_tokens, report.computed_tokens) == (40, {name: 22}, 28)
+        assert report.transferred_tokens == {name: 50}
+        assert found.last.cached_tokens == report.cached_tokens == 62
+        # Afterwards it is cached here like anything else.
+        again = await ask(decode.engine, [*tokens, 5], GREEDY)
+        assert again.last is not None and again.last.cached_tokens >= 90
+        for each in nodes:
+            await each.whole()
+
+    asyncio.run(main())
+
+
+def test_short_prompts_stay(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
+    """A prompt with fewer tokens to compute than the threshold is computed where it is."""
+    prefill = nodes[0]
+    few = node(folder("llama"), "decode", transfer={"min_tokens": 20})
+
+    async def main() -> None:
+        await prefill.fresh()
+        await ask(few.engine, prompt(19, 1), GREEDY, prefill.address)
+        assert (few.said.prefill_tokens, prefill.said.prefill_tokens) == (19, 0)
+        await ask(few.engine, prompt(20, 2), GREEDY, prefill.address)
+        assert (few.said.prefill_tokens, prefill.said.prefill_tokens) == (19, 20)
+
+    try:
+        asyncio.run(main())
+    finally:
+        few.engine.close()
+
+
+def test_several_sequences(nodes: tuple[Node, Node]) -> None:
+    """With n=3 the prompt travels once; the other sequences share it and compute no more than its last, partial block."""
+    prefill, decode = nodes
+    params = dataclasses.replace(SEEDED, n=3)
+
+    async def collect(prefill_address: str) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        async for delta in decode.engine.generate(request(prompt(41, 5), params, prefill_address)):
+            found.setdefault(delta.index, []).extend(delta.tokens)
+        return found
+
+    async def main() -> None:
+        for each in nodes:
+            await each.fresh()
+        expected = await collect("")
+        for each in nodes:
+            await each.fresh()
+        assert await collect(prefill.address) == expected
+        assert decode.said.prefill_tokens <= 2 * 4
+        assert prefill.said.prefill_tokens == 41
+        for each in nodes:
+            await each.whole()
+
+    asyncio.run(main())
+
+
+def test_many_at_once(nodes: tuple[Node, Node]) -> None:
+    """Twenty prompts at once, some with a common beginning, more than either pool has room for at a time: each gets its own
+    answer, and both pools are whole afterwards."""
+    prefill, decode = nodes
+
+    async def main() -> None:
+        prompts = [prompt(40, 3)[: 8 * (i % 3)] + prompt(30 + 5 * i, 200 + i) for i in range(20)]
+        expected = [await alone(nodes, tokens, SEEDED) for tokens in prompts]
+        found = await asyncio.gather(*(ask(decode.engine, tokens, SEEDED, prefill.address) for tokens in prompts))
+        assert all(one.same(other) for one, other in zip(found, expected, strict=True))
+        for each in nodes:
+            await each.whole()
+
+    asyncio.run(main())
+
+
+def test_others_go_on(nodes: tuple[Node, Node]) -> None:
+    """While three prompts wait for a prefill side that stands still, a request that decodes goes on to its end."""
+    prefill, decode = nodes
+
+    async def main() -> None:
+        for each in nodes:
+            await each.fresh()
+        prefill.valve.shut()
+        waiting = [
+            asyncio.create_task(ask(decode.engine, prompt(60, 300 + i), GREEDY, prefill.address)) for i in range(3)
+        ]
+        await until(lambda: len(decode.engine._core.scheduler.pulling) == 3)
+        running = await ask(decode.engine, prompt(5, 400), dataclasses.replace(GREEDY, max_tokens=40, ignore_eos=True))
+        assert len(running.tokens) == 40
+        assert not any(task.done() for task in waiting)
+        prefill.valve.open()
+        await asyncio.gather(*waiting)
+        assert decode.said.prefill_tokens == 5
+        for each in nodes:
+            await each.whole()
+
+    asyncio.run(main())
+
+
+def test_layers_travel_early(nodes: tuple[Node, Node]) -> None:
+    """KV of the first chunks is at the decode side while the last ones are not computed yet."""
+    prefill, decode = nodes
+
+    async def main() -> None:
+        for each in nodes:
+            await each.fresh()
+        before = decode.received
+        prefill.valve.shut()
+        task = asyncio.create_task(ask(decode.engine, prompt(128, 6), GREEDY, prefill.address))
+        await until(lambda: prefill.valve.waiting > 0)
+        prefill.valve.let(2)
+        await until(lambda: decode.received - before == 64 * BYTES_PER_TOKEN)
+        prefill.valve.open()
+        await task
+        await until(lambda: bool(prefill.said.transfers))
+        ended = prefill.said.transfers[-1]
+        assert ended.bytes == 128 * BYTES_PER_TOKEN
+        assert ended.hidden_bytes >= 64 * BYTES_PER_TOKEN
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_client_leaves(nodes: tuple[Node, Node], steps: int) -> None:
+    """A client that leaves while its prompt waits or travels frees the blocks on both sides, and the prompt is not computed to
+    its end."""
+    prefill, decode = nodes
+
+    async def main() -> None:
+        for each in nodes:
+            await each.fresh()
+        before = decode.received
+        prefill.valve.shut()
+        task = asyncio.create_task(ask(decode.engine, prompt(200, 8), GREEDY, prefill.address))
+        await until(lambda: prefill.valve.waiting > 0)
+        prefill.valve.let(steps)
+        await until(lambda: decode.received - before == 32 * steps * BYTES_PER_TOKEN)
+        task.cancel()
+        await until(lambda: not decode.engine._core.scheduler.pulling)
+        prefill.valve.open()
+        for each in nodes:
+            await each.whole()
+        assert prefill.said.prefill_tokens < 200
+
+    asyncio.run(main())
+
+
+def test_source_dies(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
+    """If the prefill side goes away in the middle, the decode side keeps the blocks that came whole and computes the rest; the
+    client sees the same answer, and the failure is counted."""
+    decode = nodes[1]
+    doomed = node(folder("llama"), "prefill")
+
+    async def main() -> None:
+        tokens = prompt(120, 9)
+        expected = await alone(nodes, tokens, GREEDY)
+        before = decode.received
+        doomed.valve.shut()
+        task = asyncio.create_task(ask(decode.engine, tokens, GREEDY, doomed.address))
+        await until(lambda: doomed.valve.waiting > 0)
+        doomed.valve.let(2)
+        await until(lambda: decode.received - before == 64 * BYTES_PER_TOKEN)
+        assert doomed.engine.instance is not None
+        doomed.engine.instance.endpoint.close()
+        found = await task
+        assert found.same(expected)
+        assert decode.said.prefill_tokens == 120 - 64
+        assert [one.outcome for one in decode.said.transfers] == ["lost"]
+        assert found.last is not None and found.last.cache_report is not None
+        assert list(found.last.cache_report.transferred_tokens.values()) == [64]
+        await decode.whole()
+
+    try:
+        asyncio.run(main())
+    finally:
+        doomed.valve.open()
+        doomed.engine.close()
+
+
+def test_refusals(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
+    """An address where nobody listens, one that is none, an instance that only decodes, and one with other blocks: each time
+    the prompt is computed here, and why is counted."""
+    decode = nodes[1]
+    other = node(folder("llama"), "prefill", block_size=8)
+    same = node(folder("llama"), "decode")
+
+    async def main() -> None:
+        tokens = prompt(30, 10)
+        expected = await alone(nodes, tokens, GREEDY)
+        cases = {"127.0.0.1:1": "lost", "nonsense": "failed", same.address: "role", other.address: "failed"}
+        for address, reason in cases.items():
+            await decode.fresh()
+            found = await ask(decode.engine, tokens, GREEDY, address)
+            assert found.same(expected)
+            assert [one.outcome for one in decode.said.transfers] == [reason], address
+            assert decode.said.prefill_tokens == 30
+        # The instance itself is no other one: nothing travels.
+        await decode.fresh()
+        assert (await ask(decode.engine, tokens, GREEDY, decode.address)).same(expected)
+        assert not decode.said.transfers
+        await decode.whole()
+
+    try:
+        asyncio.run(main())
+    finally:
+        other.engine.close()
+        same.engine.close()
+
+
+def test_stalled_source(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
+    """A prefill side whose engine stands still is waited for no longer than the progress timeout."""
+    decode = nodes[1]
+    stuck = node(folder("llama"), "prefill")
+    hasty = node(folder("llama"), "decode", transfer={"progress_timeout": 0.5})
+
+    async def main() -> None:
+        tokens = prompt(100, 11)
+        expected = await alone(nodes, tokens, GREEDY)
+        stuck.valve.shut()
+        found = await ask(hasty.engine, tokens, GREEDY, stuck.address)
+        assert found.same(expected)
+        assert [one.outcome for one in hasty.said.transfers] == ["deadline"]
+        stuck.valve.open()
+        await hasty.whole()
+        await stuck.whole()
+
+    try:
+        asyncio.run(main())
+    finally:
+        hasty.engine.close()
+        stuck.engine.close()
+    assert decode.said is not None
+
+
+def test_source_without_memory(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
+    """A prefill side too small for the prompt says so, and it is computed here."""
+    decode = nodes[1]
+    small = node(folder("llama"), "prefill", kv_memory="64 tokens")
+
+    async def main() -> None:
+        tokens = prompt(100, 12)
+        expected = await alone(nodes, tokens, GREEDY)
+        found = await ask(decode.engine, tokens, GREEDY, small.address)
+        assert found.same(expected)
+        assert [one.outcome for one in decode.said.transfers] == ["request"]
+        # Prompts that fit one by one wait for each other.
+        texts = [prompt(40, 500 + i) for i in range(4)]
+        answers = await asyncio.gather(*(ask(decode.engine, text, GREEDY, small.address) for text in texts))
+        for text, answer in zip(texts, answers, strict=True):
+            assert answer.same(await ask(nodes[0].engine, text, GREEDY))
+        await small.whole()
+        await decode.whole()
+
+    try:
+        asyncio.run(main())
+    finally:
+        small.engine.close()
+
+
+def test_destination_without_memory(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
+    """A decode side with room for one prompt at a time asks for one after the other, and preempts as it always does."""
+    prefill = nodes[0]
+    small = node(folder("llama"), "decode", kv_memory="128 tokens")
+
+    async def main() -> None:
+        params = dataclasses.replace(GREEDY, max_tokens=24, ignore_eos=True)
+        texts = [prompt(50, 600 + i) for i in range(5)]
+        expected = [await alone(nodes, text, params) for text in texts]
+        found = await asyncio.gather(*(ask(small.engine, text, params, prefill.address) for text in texts))
+        assert all(one.tokens == other.tokens for one, other in zip(found, expected, strict=True))
+        await small.whole()
+        await prefill.whole()
+
+    try:
+        asyncio.run(main())
+    finally:
+        small.engine.close()
+
+
+def test_salts_stay_apart(nodes: tuple[Node, Node]) -> None:
+    """The salt travels with the prompt: on both sides, tenants share with themselves and with nobody else."""
+    prefill, decode = nodes
+
+    async def main() -> None:
+        for each in nodes:
+            await each.fresh()
+        tokens = prompt(40, 13)
+        await ask(decode.engine, tokens, GREEDY, prefill.address, salt=b"alice")
+        await decode.engine.clear_cache()
+        for salt, cached in ((b"bob", 0), (b"alice", 39), (b"", 0)):
+            prefill.said.forget()
+            found = await ask(decode.engine, tokens, GREEDY, prefill.address, salt=salt)
+            assert prefill.said.prefill_tokens == 40 - cached
+            assert found.last is not None and found.last.cached_tokens == cached
+            other = await ask(decode.engine, tokens, GREEDY, salt=b"carol" + salt)
+            assert other.last is not None and other.last.cached_tokens == 0
+
+    asyncio.run(main())
+
+
+def test_over_a_store(folder: Callable[[str], Path], nodes: tuple[Node, Node], tmp_path: Path) -> None:
+    """What came is in the decode side's own store too, and is found there when the device has forgotten it."""
+    from foreword.config import EngineConfig, StoreConfig, TransferConfig
+    from foreword.engine.async_engine import AsyncEngine
+
+    prefill = nodes[0]
+    config = EngineConfig(
+        model=str(folder("llama")),
+        dtype="float32",
+        kv_memory="1024 tokens",
+        block_size=4,
+        threads=1,
+        max_batch_tokens=32,
+    )
+    store = StoreConfig(urls=("memory://?size=16MiB",))
+    engine = AsyncEngine.from_config(config, store=store, transfer=TransferConfig(min_tokens=8), role="decode")
+
+    async def main() -> None:
+        tokens = prompt(50, 14)
+        expected = await alone(nodes, tokens, GREEDY)
+        first = await ask(engine, tokens, GREEDY, prefill.address)
+        assert first.same(expected)
+        assert engine.off_device is not None
+        await asyncio.to_thread(engine.off_device.flush)
+        await engine.clear_cache()
+        again = await ask(engine, tokens, GREEDY, prefill.address)
+        assert again.same(expected)
+        assert again.last is not None and again.last.cache_report is not None
+        assert again.last.cache_report.loaded_tokens == {"memory": 48}
+        # What the store has not is asked for.
+        await engine.clear_cache()
+        longer = [*tokens, *prompt(40, 15)]
+        third = await ask(engine, longer, GREEDY, prefill.address)
+        assert third.same(await ask(nodes[0].engine, longer, GREEDY))
+        assert third.last is not None and third.last.cache_report is not None
+        assert third.last.cache_report.loaded_tokens.get("memory", 0) >= 48
+        assert list(third.last.cache_report.transferred_tokens.values()) == [90 - 48]
+        await engine.check_integrity()
+
+    try:
+        asyncio.run(main())
+    finally:
+        engine.close()
