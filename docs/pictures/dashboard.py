@@ -49,7 +49,7 @@ def program(*arguments: str) -> Iterator[str]:
     url = ""
     for line in process.stderr:
         found = re.search(r"http://\S+:\d+", line)
-        if found and "listens" in line:
+        if found and ("listens" in line or "routes" in line):
             url = found[0]
             break
     threading.Thread(target=process.stderr.read, daemon=True).start()
@@ -65,23 +65,36 @@ def program(*arguments: str) -> Iterator[str]:
         process.wait(30)
 
 
+def code(draw: random.Random, functions: int) -> str:
+    """A text of about 20 tokens per function."""
+    names = [f"step_{draw.randrange(10**6)}" for _ in range(functions)]
+    return "".join(f"def {name}(value, key={draw.randrange(99)}):\n    return value\n" for name in names)
+
+
 def talk(url: str, until: float, seed: int) -> None:
-    """Conversations that grow, some of them behind the named prefix."""
+    """Conversations that grow, some requests behind the named prefix, and texts that nobody has sent before."""
     draw = random.Random(seed)
-    texts = {topic: f"# How to {topic}\n" for topic in TOPICS}
+    texts = {topic: f"# How to {topic}\n{code(draw, 30)}" for topic in TOPICS}
     with httpx.Client(base_url=url, timeout=120) as client:
         while time.time() < until:
             topic = draw.choice(TOPICS[: 3 + int(time.time() / 20) % 5])
-            texts[topic] += "".join(
-                f"def step_{draw.randrange(99)}(value, key={number}):\n    return value\n" for number in range(6)
-            )
-            if len(texts[topic]) > 3500:
-                texts[topic] = texts[topic][:1200]
-            body: dict[str, Any] = {"prompt": texts[topic], "max_tokens": draw.randrange(8, 40), "user": topic}
-            if draw.random() < 0.3:
+            texts[topic] += code(draw, 4)
+            if len(texts[topic]) > 5000:
+                texts[topic] = texts[topic][:2000]
+            body: dict[str, Any] = {
+                "prompt": texts[topic],
+                "max_tokens": draw.randrange(8, 40),
+                "user": f"{topic} {seed}",
+            }
+            kind = draw.random()
+            if kind < 0.2:
                 body = {"prompt": f"def {topic.replace(' ', '_')}(", "max_tokens": 24, "prefix": "style-guide"}
-            client.post("/v1/completions", json=body)
-            time.sleep(draw.random())
+            elif kind < 0.35:
+                body = {"prompt": code(draw, 40), "max_tokens": 8}
+            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+                answer.raise_for_status()
+                answer.read()
+            time.sleep(2 * draw.random())
 
 
 def look(url: str, name: str) -> None:
@@ -93,8 +106,8 @@ def look(url: str, name: str) -> None:
     try:
         driver.get(f"{url}/ui")
         for shot, width, height, scheme, wait in (
-            (name, 1280, 960, "light", 20),
-            (f"{name}-dark", 1280, 960, "dark", 2),
+            (name, 1280, 1180, "light", 20),
+            (f"{name}-dark", 1280, 1180, "dark", 2),
             (f"{name}-phone", 390, 1180, "light", 2),
         ):
             driver.execute_cdp_cmd(
@@ -112,7 +125,7 @@ def look(url: str, name: str) -> None:
 def under_load(url: str, seconds: float, name: str) -> None:
     """Talk to `url` and take the pictures near the end."""
     until = time.time() + seconds
-    talkers = [threading.Thread(target=talk, args=(url, until, seed)) for seed in range(3)]
+    talkers = [threading.Thread(target=talk, args=(url, until, seed)) for seed in range(2)]
     for talker in talkers:
         talker.start()
     time.sleep(max(0.0, seconds - 30))
@@ -126,12 +139,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        store = ["--store", "memory://?size=24MiB", "--store", f"disk://{folder}?size=256MiB"]
-        with program("serve", *FLAGS, *store) as url:
-            httpx.post(
-                f"{url}/v1/prefixes", json={"name": "style-guide", "content": GUIDE}, timeout=60
-            ).raise_for_status()
-            under_load(url, given.seconds, "dashboard")
+        stores = [f"disk://{folder}/{number}?size=256MiB" for number in range(2)]
+        serve = ["serve", *FLAGS, "--store", "memory://?size=24MiB", "--store"]
+        with program(*serve, stores[0]) as one:
+            name_guide(one)
+            under_load(one, given.seconds, "dashboard")
+            with program(*serve, stores[1]) as other:
+                name_guide(other)
+                with program("route", "--replica", one, "--replica", other) as router:
+                    under_load(router, given.seconds, "dashboard-router")
+
+
+def name_guide(url: str) -> None:
+    body = {"content": GUIDE}
+    httpx.put(f"{url}/v1/prefixes/style-guide", json=body, timeout=60).raise_for_status()
 
 
 if __name__ == "__main__":

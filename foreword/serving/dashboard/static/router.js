@@ -15,7 +15,7 @@ const REASONS = { cheapest: "soonest first token", session: "its session is ther
 // The sum over all series of a metric, of a map of values or of a period.
 const sum = (timeline, value, name) => [...timeline.last.values.keys()].filter((key) => key.startsWith(`${name}|`)).reduce((all, key) => all + value(key), 0);
 
-const shortOf = (url) => url.replace(/^https?:\/\//, "");
+const shortOf = (text) => text.replaceAll(/\bhttps?:\/\//g, "");
 
 export class RouterView {
   constructor(root) {
@@ -48,7 +48,7 @@ export class RouterView {
     const [placed, found] = [total(PLACED), total(FOUND)];
     this.hit.set(placed ? percent(found / placed) : "–", placed ? `${count(found)} of ${count(placed)}` : "no prompts in this period");
     const firsts = total(`${FIRST}_count`);
-    this.first.set(firsts ? seconds(total(`${FIRST}_sum`) / firsts) : "–", `${count(firsts)} requests`);
+    this.first.set(firsts ? seconds(total(`${FIRST}_sum`) / firsts) : "–", `of ${count(firsts)} streamed requests`);
     this.flight.set(count(level("foreword:router_in_flight")), `${count(level("foreword:router_queue_length"))} queued here`);
     this.moved.set(count(total("foreword:router_sessions_moved_total")), `${count(level("foreword:router_sessions"))} sessions known`);
     this.drawReplicas(timeline, period, now);
@@ -91,7 +91,7 @@ export class RouterView {
       const most = Math.max(1, ...rows.flatMap(([, expected, found]) => [expected, found]));
       return rows.length ? table([["Replica"], ["Expected", "n"], ["Found", "n"], ["Found of expected", "n wide"]], rows.map(([url, expected, found]) =>
         h("tr", { "data-expected": url },
-          h("td", {}, shortOf(url), h("div", { class: "bar thin computed", title: `expected ${count(expected)}` }, segment(expected / most, "tone")), h("div", { class: "bar thin device", title: `found ${count(found)}` }, segment(found / most, "tone"))),
+          h("td", {}, shortOf(url), h("div", { class: "bar thin device", title: `expected ${count(expected)}` }, segment(expected / most, "tone light")), h("div", { class: "bar thin device", title: `found ${count(found)}` }, segment(found / most, "tone"))),
           h("td", { class: "n" }, count(expected)), h("td", { class: "n" }, count(found)), h("td", { class: "n wide" }, expected ? percent(found / expected) : "–")))) : empty("There is no replica yet.");
     });
   }
@@ -106,20 +106,20 @@ function replicaCard(one, sent, all) {
     ["Computes", one.costs && one.costs.prefill_seconds_per_token > 0 ? `${count(1 / one.costs.prefill_seconds_per_token)} tokens/s` : "not measured yet"],
     ["Known to hold", one.kv_events && one.kv_events.length ? `${count(one.known_blocks)} blocks, by its events` : `${count(one.estimated_blocks || 0)} blocks, estimated`],
   ];
+  const share = h("div", { class: "bar thin plain", "aria-hidden": "true" }, segment(all ? sent / all : 0, "tone"));
   return h("section", { class: "card replica", "data-replica": one.replica, "data-sent": sent },
     h("h2", {}, h("span", {}, shortOf(one.replica)), h("span", { class: `pill ${tone}` }, word), one.role === "both" ? null : h("small", {}, one.role)),
     one.reason && !one.drained ? h("p", { class: "note broken" }, one.reason) : null,
     h("div", { class: "places" },
       one.device ? devicePlace({ ...one.device, each: NaN }) : one.usage !== null ? usagePlace(one.usage) : h("p", { class: "empty" }, "It does not say how full it is."),
       one.tiers.map(tierPlace)),
-    h("dl", {}, facts.flatMap(([name, text]) => [h("dt", {}, name), h("dd", {}, text)])),
-    h("div", { class: "bar thin plain", role: "img", "aria-label": `Share of requests: ${all ? percent(sent / all) : "none"}` }, segment(all ? sent / all : 0, "tone")));
+    h("dl", {}, facts.flatMap(([name, text], row) => [h("dt", {}, name), h("dd", {}, text), row ? null : share])));
 }
 
 function decisionTable(rows) {
   return table([["Time"], ["Request", "wide"], ["To"], ["Prompt", "n wide"], ["Expected", "n"], ["Why"]], rows.map((one) =>
     h("tr", { "data-decision": one.request_id, class: one.replica ? null : "bad" },
-      h("td", {}, clock(one.time)), h("td", { class: "id wide", title: one.request_id }, one.request_id),
-      h("td", {}, one.replica ? shortOf(one.replica) : "nowhere", h("br"), h("small", {}, REASONS[one.reason] || one.reason)),
-      h("td", { class: "n wide" }, count(one.prompt_tokens)), h("td", { class: "n" }, count(one.expected_cached_tokens)), h("td", { class: "why" }, one.in_words))));
+      h("td", { class: "t" }, clock(one.time)), h("td", { class: "id wide", title: one.request_id }, one.request_id),
+      h("td", { class: "t" }, one.replica ? shortOf(one.replica) : "nowhere", h("br"), h("small", {}, REASONS[one.reason] || one.reason)),
+      h("td", { class: "n wide" }, count(one.prompt_tokens)), h("td", { class: "n" }, count(one.expected_cached_tokens)), h("td", { class: "why" }, shortOf(one.in_words)))));
 }

@@ -167,7 +167,7 @@ function requestTable(rows, tiers) {
   return table(heads, rows.slice(0, 25).map((one) => {
     const failed = one.finish_reason === "error" || one.finish_reason === "abort";
     return h("tr", { class: failed ? "bad" : null, "data-request": one.number },
-      h("td", {}, clock(one.ended)),
+      h("td", { class: "t" }, clock(one.ended)),
       h("td", { class: "id wide", title: one.id }, one.prefix ? h("b", {}, `${one.prefix} `) : null, one.id),
       h("td", { class: "n" }, count(one.prompt_tokens)),
       h("td", {}, `${percent(one.cached_tokens / one.prompt_tokens)}`, sourceBar(one, tiers)),

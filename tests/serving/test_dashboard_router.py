@@ -1,0 +1,171 @@
+"""The dashboard of a router: two real servers, a real router, and its page in a real headless Chromium."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from browser import Page, browser
+from doors import until, words
+from prometheus_client.parser import text_string_to_metric_families
+from site_of_dashboard import HOSTILE, open_site
+
+from foreword.serving.dashboard.replicas import read_fill
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A router and its replicas."""
+
+    url: str
+    replicas: tuple[str, ...]
+
+    def complete(self, prompt: str, **headers: str) -> None:
+        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+        httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=60).raise_for_status()
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of a metric's series with these labels."""
+        found = 0.0
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=60).text):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    found += sample.value
+        return found
+
+
+@contextmanager
+def routing(*arguments: str) -> Iterator[str]:
+    """`foreword route` on a free port; its URL."""
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
+    command = [sys.executable, "-m", "foreword", "route", "--port", "0", "--health-interval", "0.2", *arguments]
+    popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+    lines: list[str] = []
+    assert popen.stderr is not None
+    reader = threading.Thread(target=lambda: lines.extend(iter(popen.stderr.readline, "")), daemon=True)  # type: ignore[union-attr]
+    reader.start()
+    try:
+        until(lambda: "routes on" in "".join(lines) or popen.poll() is not None, 60)
+        found = re.search(r"http://\S+:\d+", next((line for line in lines if "routes on" in line), ""))
+        assert found is not None, "".join(lines)
+        until(lambda: httpx.get(f"{found[0]}/health").status_code == 200)
+        yield found[0]
+    finally:
+        popen.kill()
+        popen.wait()
+        reader.join(5)
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
+    first, second = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("store")
+    with open_site(first) as one, open_site(second) as other:
+        urls = one.url, other.url
+        with routing("--replica", urls[0], "--replica", urls[1]) as url:
+            until(lambda: httpx.get(f"{url}/ready").status_code == 200, 60)
+            yield Routed(url, urls)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Page]:
+    with browser() as page:
+        yield page
+
+
+@pytest.fixture
+def page(chromium: Page) -> Iterator[Page]:
+    """Each test ends with a console that has said nothing."""
+    chromium.size(1280, 900)
+    chromium.complaints()
+    yield chromium
+    complaints = chromium.complaints()
+    chromium.driver.get("about:blank")
+    assert complaints == []
+
+
+def test_numbers_are_those_of_metrics(routed: Routed, page: Page) -> None:
+    """Requests, reused tokens, what was expected and found of each replica, and how full it is, are what router and replicas
+    say; the last decisions are told in words."""
+    for topic in ("one", "two", "three"):
+        for _ in range(2):
+            routed.complete(words(topic, 60))
+    page.open(routed.url)
+    page.click("#range input[value='0']")
+    page.wait(lambda: page.text("#state") == "ready" and page.text("#decisions tbody") != "")
+    placed = routed.total("foreword:router_prompt_tokens_total")
+    found = routed.total("foreword:router_actual_cached_tokens_total")
+    assert found > 0
+    page.wait(lambda: page.text("[data-field=hit-share-sub]") == f"{found:,.0f} of {placed:,.0f}")
+    assert page.text("[data-field=in-flight]") == "0"
+    for replica in routed.replicas:
+        card = f"[data-replica='{replica}']"
+        sent = routed.total("foreword:router_decisions_total", replica=replica)
+        assert page.attribute(card, "data-sent") == f"{sent:.0f}"
+        assert page.text(f"{card} .pill") == "ready"
+        expected = routed.total("foreword:router_expected_cached_tokens_total", replica=replica)
+        row = [page.text(f"[data-expected='{replica}'] td:nth-child({column})") for column in (2, 3)]
+        actual = routed.total("foreword:router_actual_cached_tokens_total", replica=replica)
+        assert row == [f"{expected:,.0f}", f"{actual:,.0f}"]
+        fill = read_fill(httpx.get(f"{replica}/metrics").text)
+        assert fill.device is not None
+        cached = f"{fill.device['cached']:.0f}"
+        page.wait(
+            lambda card=card, cached=cached: page.attribute(f"{card} [data-place=device]", "data-cached") == cached
+        )  # type: ignore[misc]
+        assert "64.0 MiB" in page.text(f"{card} [data-place=disk]")
+    [last] = httpx.get(f"{routed.url}/v1/router/decisions?last=1").json()["data"]
+    assert last["in_words"].replace("http://", "") in page.text("#decisions tbody tr:first-child")
+
+
+def test_hostile_and_phone(routed: Routed, page: Page) -> None:
+    """A request with markup for an id is shown as text; no sideways scrolling on a phone."""
+    routed.complete("hello", **{"x-request-id": HOSTILE})
+    page.open(routed.url)
+    page.wait(lambda: HOSTILE in page.text("#decisions"))
+    assert page.run("return document.images.length === 0 && window.hacked === undefined")
+    page.size(360, 800, phone=True)
+    page.wait(lambda: page.run("return innerWidth") == 360)
+    assert page.run("return document.documentElement.scrollWidth") <= 360
+    for scheme in ("dark", "light"):
+        page.scheme(scheme)
+
+
+def test_admin_key(routed: Routed, page: Page) -> None:
+    """A router with an admin key asks for it; a drained replica and one that is gone are told apart from one that is well."""
+    gone = "http://127.0.0.1:9"
+    arguments = ["--admin-key", "root", "--replica", routed.replicas[0], "--replica", gone]
+    with routing(*arguments) as url:
+        assert httpx.get(f"{url}/ui/data/now").status_code == 401
+        page.open(url)
+        page.wait(lambda: page.run("return document.getElementById('ask').open"))
+        page.run("document.getElementById('ask-key').value = 'root'")
+        page.click("#ask button")
+        page.wait(lambda: page.text(f"[data-replica='{routed.replicas[0]}'] .pill") == "ready")
+        page.wait(lambda: "cannot connect" in page.text(f"[data-replica='{gone}'] .note"))
+        body: dict[str, Any] = {"replica": routed.replicas[0]}
+        httpx.post(f"{url}/v1/router/drain", json=body, headers={"authorization": "Bearer root"}).raise_for_status()
+        page.wait(lambda: page.text(f"[data-replica='{routed.replicas[0]}'] .pill") == "draining")
+        page.wait(lambda: page.text("#state") == "loading" and "no replica takes requests" in page.text("#notice"))
+        page.run("sessionStorage.clear()")
+        page.driver.get("about:blank")
+
+
+def test_closed(routed: Routed, page: Page, tmp_path: Path) -> None:
+    """A router with tenants and without an admin key says why there is nothing to see."""
+    with routing("--api-keys", "ann=k1", "--replica", routed.replicas[0]) as url:
+        assert httpx.get(f"{url}/ui/data/history").status_code == 403
+        page.open(url)
+        page.wait(lambda: "--admin-key" in page.text("#notice"))
+        page.driver.get("about:blank")
