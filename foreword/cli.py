@@ -26,7 +26,7 @@ from foreword.errors import BadRequest, ConfigError, ForewordError
 if TYPE_CHECKING:
     import httpx
 
-ADDITIONS: tuple[str, ...] = ("foreword.demo", "foreword.store_commands")
+ADDITIONS: tuple[str, ...] = ("foreword.demo", "foreword.store_commands", "foreword.sim.commands")
 
 app = typer.Typer(
     name="foreword",

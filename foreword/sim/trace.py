@@ -24,6 +24,8 @@ from typing import Any, Final
 from foreword.errors import ConfigError
 
 _BLOCK_TOKENS: Final = 512
+# The upper half of 32 bits is for answers that nobody knows.
+_LARGEST_ID: Final = (1 << 31) - 1
 _TEXT_BYTES: Final = 4
 # A prompt of fewer full blocks than this says too little about what continues it: many begin like that.
 _LEAST_TURN: Final = 2
@@ -74,8 +76,9 @@ def read_trace(paths: Path | Iterable[Path], *, speed: float = 1.0) -> list[Trac
     if not speed > 0:
         raise ConfigError(f"the speed of a trace must be more than 0, not {speed}")
     found: list[TraceRequest] = []
+    numbers: dict[int, int] = {}
     for path in [paths] if isinstance(paths, Path) else paths:
-        requests = _read_file(path)
+        requests = _read_file(path, numbers)
         begin = min((one.arrival for one in requests), default=0.0)
         ordered = sorted(requests, key=lambda one: one.arrival)
         found += [replace(one, arrival=(one.arrival - begin) / speed) for one in _with_answers(ordered)]
@@ -84,7 +87,14 @@ def read_trace(paths: Path | Iterable[Path], *, speed: float = 1.0) -> list[Trac
     return sorted(found, key=lambda one: one.arrival)
 
 
-def _read_file(path: Path) -> list[TraceRequest]:
+def block_size_of(trace: Sequence[TraceRequest], preferred: int | None) -> int:
+    """Tokens per block that suit a trace: its own, or, where it knows every token, `preferred` or 16."""
+    coarsest = max(one.ids_tokens for one in trace)
+    return coarsest if coarsest > 1 else preferred or 16
+
+
+def _read_file(path: Path, numbers: dict[int, int]) -> list[TraceRequest]:
+    """`numbers` gives the ids of recordings, which have 53 bits, smaller ones, the same in all files."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -94,7 +104,7 @@ def _read_file(path: Path) -> list[TraceRequest]:
         if not line.strip():
             continue
         try:
-            found.append(_parse(json.loads(line)))
+            found.append(_parse(json.loads(line), numbers))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{path}, line {number}: not a request of a known trace format: {reason}") from error
@@ -119,12 +129,14 @@ def _with_answers(requests: list[TraceRequest]) -> list[TraceRequest]:
     return found
 
 
-def _parse(fields: Mapping[str, Any]) -> TraceRequest:
-    return _parse_blocks(fields) if "hash_ids" in fields else _parse_text(fields)
+def _parse(fields: Mapping[str, Any], numbers: dict[int, int]) -> TraceRequest:
+    return _parse_blocks(fields, numbers) if "hash_ids" in fields else _parse_text(fields)
 
 
-def _parse_blocks(fields: Mapping[str, Any]) -> TraceRequest:
+def _parse_blocks(fields: Mapping[str, Any], numbers: dict[int, int]) -> TraceRequest:
     ids, size = fields["hash_ids"], int(fields.get("block_size", _BLOCK_TOKENS))
+    if max(ids, default=0) > _LARGEST_ID:
+        ids = [_LARGEST_ID - numbers.setdefault(one, len(numbers)) for one in ids]
     length = max(int(fields["input_length"]), 1)
     output = max(int(fields["output_length"]), 1)
     least = -(-length // max(size, 1))

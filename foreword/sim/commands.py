@@ -1,0 +1,243 @@
+"""`foreword simulate` and `foreword bench calibrate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foreword.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foreword.sim.plan import Case, Plan
+    from foreword.sim.profile import Profile
+    from foreword.sim.run import Result
+    from foreword.sim.trace import TraceRequest
+
+bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+_LIST = "one or several, separated by commas"
+_SIZE = "in tokens, or in bytes (40GiB)"
+Traces = Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Traces (docs/formats.md).")]
+Replicas = Annotated[str, typer.Option("--replicas", help=f"How many replicas: {_LIST}.")]
+Policies = Annotated[str, typer.Option("--policy", help=f"Placement: {_LIST}; `all` for every one.")]
+Device = Annotated[str, typer.Option("--device", help=f"KV memory of a replica's device, {_SIZE}: {_LIST}.")]
+Memory = Annotated[str, typer.Option("--memory", help="Host memory of each replica for KV, likewise.")]
+Disk = Annotated[str, typer.Option("--disk", help="Disk of each replica for KV, likewise.")]
+Shared = Annotated[str, typer.Option("--shared", help="A store that all share, likewise.")]
+Costs = Annotated[
+    Path | None, typer.Option("--costs", help="What steps and loads take, from `foreword bench calibrate`.")
+]
+KvBytes = Annotated[int | None, typer.Option("--kv-bytes", help="Bytes of KV that a token takes.")]
+BlockSize = Annotated[
+    int | None, typer.Option("--block-size", help="Tokens per block; else the costs' file's or the trace's own.")
+]
+Batch = Annotated[int | None, typer.Option("--max-batch-tokens", help="Tokens computed in a step at most. [2048]")]
+Seqs = Annotated[int | None, typer.Option("--max-num-seqs", help="Sequences in a step at most. [256]")]
+Events = Annotated[bool, typer.Option("--events/--no-events", help="Replicas tell what they hold, or it is estimated.")]
+Learn = Annotated[bool, typer.Option("--learn/--know", help="The router learns the costs, or knows them.")]
+Speed = Annotated[float, typer.Option("--speed", help="2 lets everything come twice as fast.")]
+Limit = Annotated[int | None, typer.Option("--limit", help="Take the first so many requests.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Write a page with curves (HTML) here.")]
+Svg = Annotated[Path | None, typer.Option("--svg", help="Write the curves (SVG) into this folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("simulate")(simulate)
+    app.add_typer(bench_app, name="bench")
+
+
+def simulate(
+    traces: Traces,
+    *,
+    replicas: Replicas = "8",
+    policy: Policies = "cost",
+    device: Device = "1000000",
+    memory: Memory = "0",
+    disk: Disk = "0",
+    shared: Shared = "0",
+    costs: Costs = None,
+    kv_bytes: KvBytes = None,
+    block_size: BlockSize = None,
+    max_batch_tokens: Batch = None,
+    max_num_seqs: Seqs = None,
+    events: Events = True,
+    learn: Learn = True,
+    speed: Speed = 1.0,
+    limit: Limit = None,
+    out: Out = None,
+    svg: Svg = None,
+    as_json: AsJson = False,
+) -> None:
+    """What hit share, TTFT and cost to expect: a trace through the real scheduler, pool, stores' policy and placement.
+
+    Time is virtual. Every combination of the values given is simulated.
+    """
+    from foreword.sim.plan import Plan, counts, sizes
+    from foreword.sim.profile import Profile, read_profile
+    from foreword.sim.trace import block_size_of, read_trace
+
+    trace = read_trace(traces, speed=speed)[:limit]
+    if not trace:
+        raise ConfigError("--limit leaves no requests")
+    profile = read_profile(costs) if costs is not None else Profile(_default_costs())
+    per_token = kv_bytes or profile.kv_bytes_per_token
+    axes = {
+        "replicas": counts(replicas, "--replicas"),
+        "device_tokens": sizes(device, "--device", per_token),
+        "host_tokens": sizes(memory, "--memory", per_token),
+        "disk_tokens": sizes(disk, "--disk", per_token),
+        "shared_tokens": sizes(shared, "--shared", per_token),
+    }
+    base = _spec(
+        block_size or block_size_of(trace, profile.block_size),
+        max_batch_tokens or profile.max_batch_tokens or 2048,
+        max_num_seqs or profile.max_num_seqs or 256,
+        events,
+        learn,
+    )
+    results = _run(Plan(base, axes, _policies(policy)), trace, profile)
+    _tell(results, _about(traces, trace, costs, profile), out, svg, as_json)
+
+
+def _default_costs() -> Any:
+    from foreword.sim.costs import EngineCosts
+
+    return EngineCosts()
+
+
+def _spec(block_size: int, max_batch_tokens: int, max_num_seqs: int, events: bool, learns: bool) -> Any:
+    from foreword.sim.costs import FleetSpec
+
+    return FleetSpec(
+        device_tokens=max(1_000_000, block_size),
+        block_size=block_size,
+        max_batch_tokens=max_batch_tokens,
+        max_num_seqs=max_num_seqs,
+        events=events,
+        learns=learns,
+    )
+
+
+def _policies(text: str) -> list[str]:
+    from foreword.routing.baselines import POLICIES
+
+    return list(POLICIES) if text == "all" else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _run(plan: Plan, trace: Sequence[TraceRequest], profile: Profile) -> list[Result]:
+    from foreword.sim.run import simulate as run
+
+    cases = plan.cases()
+    if not cases:
+        raise ConfigError("--policy names no policy")
+    with _progress(len(cases) * len(trace)) as step:
+        return [_one(run, case, trace, profile, step) for case in cases]
+
+
+def _one(
+    run: Callable[..., Result],
+    case: Case,
+    trace: Sequence[TraceRequest],
+    profile: Profile,
+    step: Callable[[int, str], None],
+) -> Result:
+    seen = 0
+
+    def progress(arrived: int) -> None:
+        nonlocal seen
+        step(arrived - seen, case.name)
+        seen = arrived
+
+    result = run(trace, case.spec, case.policy, profile.costs, name=case.name, progress=progress)
+    progress(len(trace))
+    return result
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
+    """A bar on standard error, if that is a terminal and tqdm is there."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda count, name: None
+        return
+    with tqdm(total=total, unit="request", disable=None, leave=False) as bar:
+
+        def step(count: int, name: str) -> None:
+            bar.set_description_str(name[:40], refresh=False)
+            bar.update(count)
+
+        yield step
+
+
+def _about(traces: Sequence[Path], trace: Sequence[TraceRequest], costs: Path | None, profile: Profile) -> str:
+    tokens = sum(one.prompt_tokens for one in trace)
+    names = ", ".join(path.name for path in traces)
+    where = "default costs (about a model of 70 billion parameters on eight accelerators)"
+    if costs is not None:
+        told = "; ".join(
+            f"{key}: {value}" for key, value in profile.about.items() if isinstance(value, str | int | float)
+        )
+        where = f"costs from {costs.name} ({told})"
+    return f"{names}: {len(trace)} requests, {tokens:,} prompt tokens in {trace[-1].arrival:,.0f} s; {where}"
+
+
+def _tell(results: Sequence[Result], about: str, out: Path | None, svg: Path | None, as_json: bool) -> None:
+    from foreword.sim.report import as_file, drawings, page, summarise, table
+
+    if as_json:
+        found = [
+            {**dataclasses.asdict(summarise(one)), "spec": dataclasses.asdict(one.spec), "wall_seconds": one.wall}
+            for one in results
+        ]
+        print(json.dumps({"about": about, "simulations": found}, indent=2))
+    else:
+        print(f"{about}\n\n{table(results)}")
+    try:
+        if out is not None:
+            out.write_text(page(results, about=about), encoding="utf-8")
+        if svg is not None:
+            svg.mkdir(parents=True, exist_ok=True)
+            for name, drawing in drawings(results).items():
+                (svg / f"{name}.svg").write_text(as_file(drawing), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+@bench_app.command("calibrate")
+def calibrate(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A folder or a hub name; the embedded model if not given.")
+    ] = None,
+    *,
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("costs.json"),
+    store: Annotated[
+        list[str] | None, typer.Option("--store", help="Stores to measure loads from; memory and disk if not given.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="See `foreword serve`.")] = "auto",
+    block_size: Annotated[int, typer.Option("--block-size", help="Tokens per block.")] = 16,
+    max_batch_tokens: Annotated[int, typer.Option("--max-batch-tokens", help="Tokens in a step at most.")] = 512,
+    longest: Annotated[int, typer.Option("--longest", help="Longest context to measure, in tokens.")] = 4096,
+    rounds: Annotated[int, typer.Option("--rounds", help="How often everything is measured.")] = 3,
+) -> None:
+    """Measure what steps and loads of an engine take on this machine, and write it down for `foreword simulate --costs`."""
+    from foreword.sim.calibrate import Setup, measure
+
+    if out.exists():
+        raise ConfigError(f"{out} is there already; name a new file with --out")
+    setup = Setup(model, tuple(store or ()), threads, dtype, block_size, max_batch_tokens, longest, rounds)
+    profile = measure(setup, lambda text: print(text, flush=True))
+    try:
+        out.write_text(profile.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+    print(f"written to {out}")
