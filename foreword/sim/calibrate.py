@@ -1,0 +1,310 @@
+"""What steps and loads of a real engine take on this machine (`foreword bench calibrate`)."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from foreword import __version__
+from foreword.config import EngineConfig
+from foreword.errors import ConfigError
+from foreword.events import Event, FirstToken, PrefixLookup, StepFinished
+from foreword.routing.costs import LoadCost, pairs
+from foreword.sim.costs import EngineCosts
+from foreword.sim.profile import Profile
+from foreword.store.urls import parse
+
+if TYPE_CHECKING:
+    from foreword.engine.llm import LLM
+
+_BATCHES: Final = (1, 2, 4, 8, 16)
+_DECODED: Final = 12
+_SHORT: Final = (16, 64, 256)
+_SHORTEST: Final = 512
+# KV of a token of the model that the default costs are about.
+_DEFAULT_KV_BYTES: Final = 327_680
+_TIER_OF: Final = {"memory": 0, "disk": 1}
+_FLUSH_SECONDS: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What to measure.
+
+    Attributes:
+        stores: URLs; memory and a temporary folder if there are none.
+        longest: tokens of context.
+        rounds: how often everything is measured after a first time that does not count; the median is taken.
+
+    Raises ConfigError for sizes that say nothing.
+    """
+
+    model: str | None = None
+    stores: Sequence[str] = ()
+    threads: int | None = None
+    dtype: str = "auto"
+    block_size: int = 16
+    max_batch_tokens: int = 512
+    longest: int = 4096
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        if self.longest < _SHORTEST or self.rounds < 1:
+            raise ConfigError(f"measure contexts of at least {_SHORTEST} tokens (--longest), at least once (--rounds)")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One step: tokens of prompts, pairs of them with tokens before them, sequences that decode, and their context."""
+
+    tokens: float
+    pairs: float
+    decoding: float
+    context: float
+
+    @property
+    def row(self) -> tuple[float, ...]:
+        return (1.0, self.tokens, self.pairs, self.decoding, self.context)
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What the engine tells."""
+
+    steps: list[StepFinished] = field(default_factory=list)
+    firsts: list[float] = field(default_factory=list)
+    loaded: int = 0
+
+    def notify(self, event: Event) -> None:
+        if isinstance(event, StepFinished):
+            self.steps.append(event)
+        elif isinstance(event, FirstToken):
+            self.firsts.append(event.seconds)
+        elif isinstance(event, PrefixLookup):
+            self.loaded = sum(tokens for _, tokens in event.loaded_tokens)
+
+    def clear(self) -> None:
+        self.steps.clear()
+        self.firsts.clear()
+
+
+def measure(setup: Setup, say: Callable[[str], None] = lambda _: None) -> Profile:
+    """Load the model and measure. Takes minutes on a CPU; nothing else should run meanwhile. Raises ForewordError."""
+    watch = _Watch()
+    with _opened(setup, watch) as llm:
+        info = llm.info
+        longest = min(setup.longest, info.max_model_len - _DECODED - 1)
+        if longest < _SHORTEST:
+            raise ConfigError(f"{info.name} takes texts of up to {info.max_model_len} tokens: too short to measure")
+        setup = replace(setup, longest=longest)
+        say(f"{info.name}, {info.parameters / 1e6:.0f}M parameters, {info.dtype} on {info.device}")
+        times = _steps(llm, watch, setup, say)
+        bytes_per_token = info.kv_bytes_per_block // info.block_size
+        model = f"{info.name}, {info.parameters} parameters, {info.dtype} on {info.device}"
+    costs, error, worst = fit(times)
+    say(f"steps: fitted within {error:.1%} at the median, {worst:.1%} at worst")
+    loads, told = _loads(setup, bytes_per_token, say)
+    about = {
+        "model": model,
+        "machine": _machine(),
+        "threads": setup.threads or os.cpu_count() or 1,
+        "measured": time.strftime("%Y-%m-%d"),
+        "foreword": __version__,
+        "torch": _version("torch"),
+        "longest_context": setup.longest,
+        "rounds": setup.rounds,
+        "steps_median_error": round(error, 4),
+        "steps_worst_error": round(worst, 4),
+        "loads": told,
+    }
+    return Profile(
+        replace(costs, loads=loads),
+        bytes_per_token,
+        setup.block_size,
+        setup.max_batch_tokens,
+        EngineConfig().max_num_seqs,
+        about,
+    )
+
+
+def fit(times: Sequence[tuple[Sample, float]]) -> tuple[EngineCosts, float, float]:
+    """Costs of steps by least squares of the relative errors, none negative; the median and the worst relative error.
+
+    Raises ConfigError if the samples do not tell what a token takes.
+    """
+    import numpy as np
+
+    rows = np.array([sample.row for sample, _ in times])
+    seconds = np.array([value for _, value in times])
+    scales = np.abs(rows).max(axis=0)
+    scales[scales == 0] = 1.0
+    weighted = rows / scales / seconds[:, None]
+    open_columns = list(range(rows.shape[1]))
+    found = np.zeros(rows.shape[1])
+    while open_columns:
+        solution = np.linalg.lstsq(weighted[:, open_columns], np.ones(len(seconds)), rcond=None)[0]
+        if solution.min() >= 0:
+            found[open_columns] = solution
+            break
+        open_columns.pop(int(solution.argmin()))
+    found = found / scales
+    base, prefill, attention, each, context = (float(value) for value in found)
+    if not prefill > 0:
+        raise ConfigError("what was measured does not tell what a token takes: is something else running here?")
+    errors = np.abs(rows @ found - seconds) / seconds
+    costs = EngineCosts(base, prefill, attention, each, context)
+    return costs, float(np.median(errors)), float(errors.max())
+
+
+# Steps
+
+
+def _steps(llm: LLM, watch: _Watch, setup: Setup, say: Callable[[str], None]) -> list[tuple[Sample, float]]:
+    rng = random.Random(0)
+    seen: dict[Sample, list[float]] = {}
+    for number in range(setup.rounds + 1):
+        found = [*_prefill(llm, watch, setup, rng), *_decode(llm, watch, setup, rng)]
+        say(f"steps: round {number} of {setup.rounds}, {len(found)} measured" + ("" if number else " (warming up)"))
+        for sample, seconds in found if number else ():
+            seen.setdefault(sample, []).append(seconds)
+    return [(sample, median(values)) for sample, values in seen.items()]
+
+
+def _prefill(llm: LLM, watch: _Watch, setup: Setup, rng: random.Random) -> Iterator[tuple[Sample, float]]:
+    for length in (*_SHORT, setup.longest // 4, setup.longest):
+        _generate(llm, watch, [_prompt(llm.info.vocab_size, length, rng)], 1)
+        before = 0
+        for step in watch.steps:
+            count = step.prefill_tokens
+            if count > 1:
+                yield Sample(count, pairs(count, before), 0, 0), step.seconds
+            before += count
+
+
+def _decode(llm: LLM, watch: _Watch, setup: Setup, rng: random.Random) -> Iterator[tuple[Sample, float]]:
+    for context in (64, setup.longest // 2):
+        for batch in _BATCHES:
+            prompts = [_prompt(llm.info.vocab_size, context, rng) for _ in range(batch)]
+            _generate(llm, watch, prompts, _DECODED)
+            steps = [one.seconds for one in watch.steps if one.decode_tokens == batch and not one.prefill_tokens]
+            if steps:
+                yield Sample(0, 0, batch, batch * (context + _DECODED // 2)), median(steps)
+
+
+def _generate(llm: LLM, watch: _Watch, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+    from foreword.engine.request import SamplingParams
+
+    watch.clear()
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    llm.generate([list(prompt) for prompt in prompts], params)
+
+
+def _prompt(vocab_size: int, length: int, rng: random.Random) -> list[int]:
+    return [rng.randrange(vocab_size) for _ in range(length)]
+
+
+# Loads
+
+
+def _loads(
+    setup: Setup, bytes_per_token: int, say: Callable[[str], None]
+) -> tuple[tuple[LoadCost, ...], dict[str, str]]:
+    """Costs of loads by tier. What is not measured is the default's, in proportion to the bytes of a token."""
+    scale = bytes_per_token / _DEFAULT_KV_BYTES
+    loads = [LoadCost(one.per_token * scale, one.latency) for one in EngineCosts().loads]
+    told = dict.fromkeys(("memory", "disk", "shared"), "not measured: in proportion to the bytes")
+    with tempfile.TemporaryDirectory(prefix="foreword-calibrate-") as folder:
+        size = 4 * setup.longest * bytes_per_token
+        for url in setup.stores or (f"memory://?size={size}", f"disk://{folder}?size={max(size, 1 << 28)}"):
+            scheme = parse(url).scheme
+            tier = _TIER_OF.get(scheme, 2)
+            load = _load(setup, url)
+            name = tuple(told)[tier]
+            if load is None:
+                say(f"{name}: computing is sooner than loading here; nothing was loaded")
+                continue
+            loads[tier], told[name] = load, f"measured with {scheme}://"
+            rate = bytes_per_token / load.per_token / 1e9 if load.per_token else float("inf")
+            say(
+                f"{name}: {load.per_token * 1e6:.2f} us a token ({rate:.2f} GB/s), {load.latency * 1e3:.2f} ms each time"
+            )
+    return tuple(loads), told
+
+
+def _load(setup: Setup, url: str) -> LoadCost | None:
+    """A line through what first tokens take longer if the store has the prompt than if the device has it; None if nothing was
+    loaded."""
+    watch, rng = _Watch(), random.Random(1)
+    points: list[tuple[int, float]] = []
+    with _opened(setup, watch, url) as llm:
+        for length in (setup.longest // 4, setup.longest // 2, setup.longest):
+            prompt = _prompt(llm.info.vocab_size, length, rng)
+            _generate(llm, watch, [prompt], 1)
+            times: list[float] = []
+            for number in range(setup.rounds + 1):
+                llm.flush(_FLUSH_SECONDS)
+                llm.clear_cache()
+                _generate(llm, watch, [prompt], 1)
+                loaded, seconds = watch.loaded, watch.firsts[0]
+                # The same again, from the device: what remains is the load.
+                _generate(llm, watch, [prompt], 1)
+                if number and loaded * 2 > length:
+                    times.append(max(seconds - watch.firsts[0], 0.0))
+            if times:
+                points.append((length, median(times)))
+    if not points:
+        return None
+    (short, quick), (long, slow) = points[0], points[-1]
+    per_token = max(slow - quick, 0.0) / (long - short) if long > short else slow / long
+    return LoadCost(per_token or slow / long, max(quick - per_token * short, 0.0))
+
+
+@contextmanager
+def _opened(setup: Setup, watch: _Watch, store: str | None = None) -> Iterator[LLM]:
+    from foreword.engine.llm import LLM
+
+    room = max(2 * setup.longest, (_BATCHES[-1] + 1) * (setup.longest // 2 + 64))
+    with LLM(
+        setup.model,
+        store=(store,) if store is not None else (),
+        observers=[watch],
+        threads=setup.threads,
+        dtype=setup.dtype,
+        block_size=setup.block_size,
+        max_batch_tokens=setup.max_batch_tokens,
+        max_num_seqs=_BATCHES[-1],
+        kv_memory=f"{room} tokens",
+        self_check=False,
+        seed=0,
+    ) as llm:
+        yield llm
+
+
+# Where
+
+
+def _machine() -> str:
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return f"{name}, {os.cpu_count()} cores, {platform.system()}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
