@@ -19,22 +19,27 @@ Prompts = list[list[int]]
 
 def gate(engine: Engine, kind: str) -> Gate:
     """Before the first tier."""
-    from foreword.store.tiered import Rate
-
     cache = worker_of(engine.llm).cache
     found = Gate(cache.store.tiers[0].store, kind)
     cache.store.tiers[0].store = found
-    cache.prefill_seconds = Rate()  # computing is not known to be sooner
+    forget_speeds(engine)
     return found
 
 
 def ungate(engine: Engine, placed: Gate) -> None:
-    """Also forgets that the store was slow."""
+    placed.open()
+    worker_of(engine.llm).cache.store.tiers[0].store = placed._store
+    forget_speeds(engine)
+
+
+def forget_speeds(engine: Engine) -> None:
+    """Neither is the store known to be slow nor computing to be sooner than loading: what is found is loaded."""
     from foreword.store.tiered import Rate
 
-    placed.open()
-    [tier] = worker_of(engine.llm).cache.store.tiers
-    tier.store, tier.read_rate = placed._store, Rate()
+    cache = worker_of(engine.llm).cache
+    cache.prefill_seconds = Rate()
+    for tier in cache.store.tiers:
+        tier.read_rate = Rate()
 
 
 def saved(engine: Engine, prompts: Prompts) -> None:
@@ -121,8 +126,9 @@ def finish_while_saving(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     ungate(engine, placed)
     engine.settle()
     for number, prompt in enumerate(prompts):
+        forget_speeds(engine)
         engine.add(f"again-{number}", prompt)
-    engine.run()
+        engine.run()
     return {
         "queued": queued,
         "answers": [engine.tokens[f"again-{number}"] for number in range(len(prompts))],
@@ -137,10 +143,14 @@ def preempt(engine: Engine, prompts: Prompts) -> dict[str, Any]:
         engine.add(f"one-{number}", prompt, 100)
     while engine.engine.has_unfinished_requests():
         engine.step()
+        assert worker_of(engine.llm).cache.flush(
+            WITHIN
+        )  # its queue is as small as the device: nothing is to be dropped
         preempted.update(name for name, one in scheduler_of(engine.llm).requests.items() if one.num_preemptions)
     answers = [engine.tokens[f"one-{number}"] for number in range(len(prompts))]
     engine.settle()
     for number, prompt in enumerate(prompts):
+        forget_speeds(engine)
         engine.add(f"two-{number}", prompt + answers[number][:60], 8)
         engine.run()
     return {
@@ -165,6 +175,7 @@ def broken_in_the_middle(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     cut = worker_of(engine.llm).cache.status().cut - before
     worker_of(engine.llm).cache.store.delete(_names(engine, prompts[0])[3:], deadline=_soon())
     engine.settle()
+    forget_speeds(engine)
     engine.add("mended", prompts[0])
     engine.run()
     ungate(engine, placed)
@@ -235,10 +246,12 @@ def session(engine: Engine, prompts: Prompts) -> dict[str, Any]:
             request = scheduler.requests["session"]
             if request.status.name == "WAITING_FOR_STREAMING_REQ":
                 break
+        scheduler.connector._scheduler._track(request)  # as a step that is planned while the last token is there does
         whole = list(request.all_token_ids)
     feed([1], False)
     engine.until(lambda: "session" not in scheduler.requests)
     engine.settle()
+    forget_speeds(engine)
     engine.add("same", whole)
     engine.run()
     return {
@@ -255,6 +268,7 @@ def left_alone(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
 
     saved(engine, prompts)
+    forget_speeds(engine)
     scheduler = scheduler_of(engine.llm)
     found = {}
     for kind in ("plain", "lora", "image", "embeddings"):
