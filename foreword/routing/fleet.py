@@ -250,9 +250,16 @@ class Fleet:
             known.replica.load.resident += sent.resident
 
     def finished(
-        self, request: str, now: float, *, cached_tokens: int | None = None, output_tokens: int | None = None
+        self,
+        request: str,
+        now: float,
+        *,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+        guessed: bool = False,
     ) -> None:
-        """A request ended well; `cached_tokens` is what the answer says was found. Unknown requests are ignored."""
+        """A request ended well; `cached_tokens` is what the answer says was found. `guessed`: when its first token came was not
+        seen, so nothing is learned from that. Unknown requests are ignored."""
         known = self._requests.pop(request, None)
         if known is None:
             return
@@ -268,8 +275,8 @@ class Fleet:
         if sent is None:
             return
         if self.on_finished is not None:
-            self.on_finished(_ended(known, sent, now, cached_tokens, output_tokens))
-        if not sent.has_begun:
+            self.on_finished(_ended(known, sent, now, cached_tokens, output_tokens, guessed))
+        if not sent.has_begun or guessed:
             return
         if cached_tokens is not None:
             sent = replace(sent, computed=max(sent.tokens - cached_tokens, 1))
@@ -306,8 +313,10 @@ class Fleet:
         return len(self._requests)
 
 
-def _ended(known: _Request, sent: Sent, now: float, cached_tokens: int | None, output_tokens: int | None) -> Ended:
-    first_at = sent.first_at if sent.has_begun else None
+def _ended(
+    known: _Request, sent: Sent, now: float, cached_tokens: int | None, output_tokens: int | None, guessed: bool
+) -> Ended:
+    first_at = sent.first_at if sent.has_begun and not guessed else None
     return Ended(
         known.replica.name,
         known.session,

@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
+from yarl import URL
 
 from foreword.errors import NoReplica, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.serving.router import tenancy
@@ -97,7 +98,7 @@ async def _to_one(
         try:
             response = await router.session.request(
                 request.method,
-                upstream.url + request.rel_url.raw_path_qs,
+                URL(upstream.url + request.rel_url.raw_path_qs, encoded=True),
                 data=body or None,
                 headers=_headers(router, request, tenant, upstream),
                 allow_redirects=False,
@@ -152,7 +153,7 @@ async def _to_all(router: Router, request: web.Request, tenant: Tenant) -> web.R
 
 
 async def _ask(router: Router, request: web.Request, tenant: Tenant, upstream: Upstream, body: bytes) -> web.Response:
-    url = upstream.url + request.rel_url.raw_path_qs
+    url = URL(upstream.url + request.rel_url.raw_path_qs, encoded=True)
     headers = _headers(router, request, tenant, upstream)
     try:
         async with router.session.request(request.method, url, data=body or None, headers=headers) as response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +14,7 @@ from foreword.errors import BadRequest, DeadlineExceeded, NoReplica, QueueFull
 from foreword.routing.baselines import policy_named
 from foreword.routing.directory import Directory
 from foreword.routing.disaggregation import Disaggregation
-from foreword.routing.fleet import Fleet
+from foreword.routing.fleet import Ended, Fleet
 from foreword.routing.placement import Decision, Query
 from foreword.routing.queue import Entry, FairQueue
 from foreword.routing.sessions import Sessions
@@ -39,6 +39,7 @@ class Ticket:
     queued: float
     prefill: Upstream | None = None
     begun: bool = False
+    guess: asyncio.TimerHandle | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +54,14 @@ class _Waiter:
 class Pool:
     """All on the event loop's thread."""
 
-    def __init__(self, model: str, config: RouterConfig, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        model: str,
+        config: RouterConfig,
+        weights: Mapping[str, float],
+        record: Callable[[Ended], None],
+        records: bool,
+    ) -> None:
         self.model = model
         self.fleet = Fleet(
             policy_named(config.policy),
@@ -61,6 +69,7 @@ class Pool:
             sessions=Sessions(ttl=config.session_ttl),
             disaggregation=Disaggregation(min_tokens=config.min_prefill),
         )
+        self.fleet.on_finished = record if records else None
         self.upstreams: dict[str, Upstream] = {}
         self.queue: FairQueue[_Waiter] = FairQueue(config.max_queue, dict(weights))
         self.reads_prompts = config.policy in _READS
@@ -111,8 +120,8 @@ class Pool:
 
     @property
     def compares(self) -> bool:
-        """Whether it matters what the prompt is: there is a choice, and the policy looks at it."""
-        return self.reads_prompts and len(self.upstreams) > 1
+        """Whether it matters what the prompt is: there is a choice and the policy looks at it, or somebody keeps a record."""
+        return (self.reads_prompts and len(self.upstreams) > 1) or self.fleet.on_finished is not None
 
     def query(
         self, prompt: Prompt, model: str | None, salt: str | None, session: str | None, most: int | None
@@ -253,6 +262,13 @@ class Pool:
         if len(self.queue):
             self.pump()
 
+    def guess_first_token(self, ticket: Ticket) -> None:
+        """An answer that is not streamed does not show when its prompt was computed: it counts as computed when that was
+        expected."""
+        price = ticket.decision.price
+        seconds = price.total if price is not None else 0.0
+        ticket.guess = asyncio.get_running_loop().call_later(seconds, self.first_token, ticket)
+
     def finished(
         self, ticket: Ticket, cached: int | None, output: int | None, prompt_tokens: int | None = None
     ) -> None:
@@ -262,7 +278,8 @@ class Pool:
             cached = round(cached * ticket.query.tokens / prompt_tokens) if prompt_tokens else None
         if not ticket.prompt.tokens:
             cached = None  # it was not looked at, so nothing was expected
-        self.fleet.finished(ticket.id, clock(), cached_tokens=cached, output_tokens=output)
+        guessed = ticket.guess is not None
+        self.fleet.finished(ticket.id, clock(), cached_tokens=cached, output_tokens=output, guessed=guessed)
         self._left(ticket)
 
     def failed(self, ticket: Ticket) -> None:
@@ -272,6 +289,8 @@ class Pool:
 
     def _left(self, ticket: Ticket) -> None:
         upstream = ticket.upstream
+        if ticket.guess is not None:
+            ticket.guess.cancel()
         upstream.in_flight -= 1
         if upstream.trying:
             upstream.trying = False

@@ -19,6 +19,7 @@ from foreword.serving.router.app import create_app
 from foreword.serving.router.membership import Membership, named
 from foreword.serving.router.replicas import Spec
 from foreword.serving.router.service import Router
+from foreword.serving.router.tenancy import Callers
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def run(config: Config) -> int:
     if not specs and not config.router.replica_file and not config.router.replica_dns and not config.server.admin_key:
         raise ConfigError("name at least one replica: foreword route --replica http://host:8000")
     policy_named(config.router.policy)
-    Router(config)  # complains now, not on the loop
+    Callers(config)  # complains now, not on the loop
     listener = _bind(config)
     with _runner() as runner:
         return runner.run(_serve(config, listener, specs))

@@ -13,11 +13,13 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
+from yarl import URL
 
 from foreword.errors import DeadlineExceeded, ForewordError, ReplicaFailed
 from foreword.serving.router import asked as asking
@@ -103,14 +105,15 @@ class Call:
             url, data=body, headers=self.headers(ticket.upstream), allow_redirects=False
         )
 
-    def lost(self, ticket: Ticket, reason: str, *, certain: bool = False) -> None:
-        """A replica failed this request."""
+    def lost(self, ticket: Ticket, reason: str, *, certain: bool = False, at: Upstream | None = None) -> None:
+        """A replica failed this request: the ticket's, or the one `at` which the answer had moved."""
+        upstream = at or ticket.upstream
         self.attempts += 1
-        self.avoid.append(ticket.upstream.url)
-        self.why = f"after {ticket.upstream.url} failed ({reason})"
-        logger.warning("request %s: %s failed: %s", self.request_id, ticket.upstream.url, reason)
+        self.avoid.append(upstream.url)
+        self.why = f"after {upstream.url} failed ({reason})"
+        logger.warning("request %s: %s failed: %s", self.request_id, upstream.url, reason)
         self.pool.failed(ticket)
-        self.router.failed(ticket.upstream, reason, certain=certain)
+        self.router.failed(upstream, reason, certain=certain)
 
     def may_try_again(self) -> bool:
         return self.attempts < self.router.config.max_attempts
@@ -166,6 +169,7 @@ async def _whole(call: Call) -> web.StreamResponse:
         response: aiohttp.ClientResponse | None = None
         try:
             body = await disaggregated.body(call, ticket)
+            call.pool.guess_first_token(ticket)
             response = await call.send(ticket, body)
             data = await response.read()
         except LOST as error:
@@ -203,7 +207,6 @@ def _again(call: Call, ticket: Ticket, response: aiohttp.ClientResponse, data: b
 def _answered(call: Call, ticket: Ticket, response: aiohttp.ClientResponse, data: bytes) -> web.Response:
     if response.status == 200:
         usage = _usage(data)
-        call.pool.first_token(ticket)
         call.pool.finished(ticket, *usage)
         call.router.succeeded(ticket.upstream)
     else:
@@ -279,6 +282,8 @@ class _Stream:
         self._path = call.asked.path
         self._body: bytes | None = None
         self._prompt: Prompt | None = None
+        # Where the answer comes from now: not where it was sent, once it has moved.
+        self._at: Upstream | None = None
 
     async def run(self) -> web.StreamResponse:
         call = self.call
@@ -299,7 +304,8 @@ class _Stream:
                 raise
             except (*LOST, ReplicaFailed) as error:
                 # aiohttp's errors about the client's connection are ClientGone by now.
-                call.lost(ticket, _sentence(error), certain=_is_certain(error))
+                call.lost(ticket, _sentence(error), certain=_is_certain(error), at=self._at)
+                self._at = None
                 try:
                     finished = await self._prepare_next(error)
                 except ForewordError as fatal:
@@ -363,8 +369,8 @@ class _Stream:
         """What a replica sends, and what the server sends to which it moves the answer."""
         while True:
             moved: Event | None = None
-            live = Live(response, clock(), self.answer.begun)
-            ticket.upstream.lives.add(live)
+            live, upstream = Live(response, clock(), self.answer.begun), self._at or ticket.upstream
+            upstream.lives.add(live)
             try:
                 parser = Events()
                 async for piece in response.content.iter_any():
@@ -383,7 +389,7 @@ class _Stream:
             except LOST as error:
                 raise ReplicaFailed(live.aborted or _sentence(error)) from error
             finally:
-                ticket.upstream.lives.discard(live)
+                upstream.lives.discard(live)
                 if self.answer.done and moved is None:
                     response.release()
                 else:
@@ -403,15 +409,16 @@ class _Stream:
             raise ReplicaFailed("the replica moved the answer without saying where to") from None
         if there is None:
             raise ReplicaFailed(f"the answer moved to {said['to']}, which is not one of the router's replicas")
-        url = f"{there.url}/v1/requests/{name}/stream"
+        url = f"{there.url}/v1/requests/{quote(name, safe='')}/stream?from={count}"
         headers = call.headers(there)
         try:
-            response = await call.router.session.get(url, params={"from": str(count)}, headers=headers)
+            response = await call.router.session.get(URL(url, encoded=True), headers=headers)
         except LOST as error:
             raise ReplicaFailed(f"the answer moved to {there.url}: {_sentence(error)}") from None
         if response.status != 200:
             data = await response.read()
             raise ReplicaFailed(f"the answer moved to {there.url}, which says {response.status}{_said(data)}")
+        self._at = there
         call.router.metrics.moved()
         logger.info("request %s moved to %s", call.request_id, there.url)
         return response

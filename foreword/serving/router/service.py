@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import aiohttp
@@ -14,7 +15,9 @@ import zmq.asyncio
 
 from foreword.config import Config
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
+from foreword.recording import Recorded, Recorder
 from foreword.routing.feed import Feed
+from foreword.routing.fleet import Ended
 from foreword.serving.router.breaker import Breaker
 from foreword.serving.router.decisions import Decisions
 from foreword.serving.router.events import Subscription
@@ -47,6 +50,9 @@ class Router:
         self.decisions = Decisions(config.router.decisions)
         self.metrics = RouterMetrics(self)
         self.recorder = recorder_of(config.server)
+        self.recorder = (
+            Recorder(Path(config.server.record), salt=config.server.record_salt) if config.server.record else None
+        )
         self.draining = False
         self.inside = 0
         self._numbers = itertools.count()
@@ -85,6 +91,8 @@ class Router:
         await self.session.close()
         await self._asking.close()
         self.prompts.close()
+        if self.recorder is not None:
+            self.recorder.close()
         if self._zmq is not None:
             self._zmq.destroy(linger=0)
         if self.recorder is not None:
@@ -228,7 +236,9 @@ class Router:
         model = facts.models[0]
         pool = self.pools.get(model)
         if pool is None:
-            pool = self.pools[model] = Pool(model, self.config, self.callers.weights)
+            pool = self.pools[model] = Pool(
+                model, self.config, self.callers.weights, self._record, self.recorder is not None
+            )
             if self.recorder is not None:
                 pool.fleet.on_finished = told(self.recorder)
         self._subscribe(upstream, pool)
@@ -309,6 +319,25 @@ class Router:
                         live.abort(f"{upstream.url} sent nothing for {quiet:.0f} s")
             for pool in self.pools.values():
                 pool.fleet.directory.scrub(_SCRUBBED)
+
+    def _record(self, ended: Ended) -> None:
+        if self.recorder is None:
+            return
+        first = ended.first_at - ended.sent_at if ended.first_at is not None else None
+        self.recorder.record(
+            Recorded(
+                ended.sent_at,
+                ended.keys,
+                ended.block_size,
+                ended.prompt_tokens,
+                ended.output_tokens or 0,
+                ended.cached_tokens,
+                first,
+                ended.ended_at - ended.sent_at,
+                ended.session,
+                ended.replica,
+            )
+        )
 
     # State
 
