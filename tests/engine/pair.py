@@ -38,12 +38,13 @@ class Said:
 
 
 class Valve:
-    """Every step of an engine waits here while it is shut."""
+    """Every step of an engine waits here while it is shut, and takes at least `pace` seconds."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._permits = threading.Semaphore(0)
         self._open = True
         self.waiting = 0
+        self.pace = 0.0
         runner = engine._core._runner
         self._run = runner.run
         runner.run = self.run
@@ -55,6 +56,7 @@ class Valve:
             self.waiting -= 1
             if passed:
                 break
+        time.sleep(self.pace)
         return self._run(*args)
 
     def shut(self) -> None:
@@ -91,6 +93,7 @@ class Node:
     async def fresh(self) -> None:
         """Forget what is cached and what was said."""
         self.valve.open()
+        self.valve.pace = 0.0
         await self.engine.clear_cache()
         self.said.forget()
 

@@ -287,7 +287,7 @@ def test_refusals(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> No
     async def main() -> None:
         tokens = prompt(30, 10)
         expected = await alone(nodes, tokens, GREEDY)
-        cases = {"127.0.0.1:1": "lost", "nonsense": "failed", same.address: "role", other.address: "failed"}
+        cases = {"127.0.0.1:1": "lost", "nonsense": "failed", same.address: "role", other.address: "layout"}
         for address, reason in cases.items():
             await decode.fresh()
             found = await ask(decode.engine, tokens, GREEDY, address)
@@ -305,6 +305,39 @@ def test_refusals(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> No
     finally:
         other.engine.close()
         same.engine.close()
+
+
+@pytest.mark.parametrize("links", [("tcp",), ("shm", "tcp")])
+def test_secret_and_links(
+    folder: Callable[[str], Path], nodes: tuple[Node, Node], links: tuple[str, ...], tmp_path: Path
+) -> None:
+    """With the same secret, from a file or not, KV travels over either link; with another one the prompt is computed here."""
+    word = "sixteen characters and more"
+    (tmp_path / "secret").write_text(word + "\n")
+    from foreword.config import TransferConfig
+
+    assert TransferConfig(secret_file=str(tmp_path / "secret")).with_secret().secret == word
+    source = node(folder("llama"), "prefill", transfer={"secret": word, "links": links})
+    friend = node(folder("llama"), "decode", transfer={"secret": word, "links": links})
+    stranger = node(folder("llama"), "decode", transfer={"secret": word[::-1]})
+
+    async def main() -> None:
+        tokens = prompt(70, 16)
+        expected = await alone(nodes, tokens, GREEDY)
+        assert (await ask(friend.engine, tokens, GREEDY, source.address)).same(expected)
+        assert friend.said.prefill_tokens == 0
+        assert friend.engine.instance is not None
+        assert friend.engine.instance.endpoint.status().traffic[links[0]].bytes_received == 70 * BYTES_PER_TOKEN
+        assert (await ask(stranger.engine, tokens, GREEDY, source.address)).same(expected)
+        assert stranger.said.prefill_tokens == 70
+        for each in (source, friend, stranger):
+            await each.whole()
+
+    try:
+        asyncio.run(main())
+    finally:
+        for each in (source, friend, stranger):
+            each.engine.close()
 
 
 def test_stalled_source(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:

@@ -1,0 +1,355 @@
+"""Requests that move between engines: no token is missing or doubled, and where a move fails they stay and go on (R32)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from pair import Answer, Node, ask, node, request, until
+from tiny import prompt
+
+from foreword.engine.async_engine import AsyncEngine
+from foreword.engine.request import Delta, SamplingParams
+from foreword.errors import CannotMove, NotFound, TransferError
+
+GREEDY = SamplingParams(max_tokens=120, temperature=0.0, logprobs=2, ignore_eos=True)
+PARAMS = {
+    "greedy": GREEDY,
+    "seeded": SamplingParams(max_tokens=120, seed=11, logprobs=1, ignore_eos=True),
+    "penalties": SamplingParams(max_tokens=120, seed=4, frequency_penalty=0.7, repetition_penalty=1.2, min_tokens=70),
+}
+BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, dimensions, float32
+
+
+@pytest.fixture(scope="module")
+def nodes(folder: Callable[[str], Path]) -> Iterator[tuple[Node, Node]]:
+    here, there = node(folder("llama"), "both"), node(folder("llama"), "both")
+    yield here, there
+    there.engine.close()
+    here.engine.close()
+
+
+async def alone(nodes: Sequence[Node], tokens: list[int], params: SamplingParams) -> Answer:
+    """What one engine says without a move; all have forgotten everything afterwards."""
+    for each in nodes:
+        await each.fresh()
+    answer = await ask(nodes[0].engine, tokens, params)
+    for each in nodes:
+        await each.fresh()
+    return answer
+
+
+class Follower:
+    """A client that follows its request from engine to engine."""
+
+    def __init__(self, where: Node, tokens: list[int], params: SamplingParams, salt: bytes = b"") -> None:
+        self.asked = request(tokens, params, salt=salt)
+        self.name = self.asked.id
+        self.where = where
+        self.answer = Answer()
+        self.stream: AsyncGenerator[Delta, None] = where.engine.generate(self.asked)
+
+    @property
+    def engine(self) -> AsyncEngine:
+        return self.where.engine
+
+    async def read(self, tokens: int) -> bool:
+        """Until there are so many tokens; False at the end of the stream, here or elsewhere."""
+        while len(self.answer.tokens) < tokens:
+            delta = await anext(self.stream, None)
+            if delta is None:
+                return False
+            self.answer.add(delta)
+            if delta.moved is not None:
+                return False
+        return True
+
+    async def move(self, to: Node) -> None:
+        """Move it, and go there."""
+        moving = asyncio.create_task(self.engine.migrate(self.name, to.address))
+        assert not await self.read(10**6), "it ended before it moved"
+        moved = await moving
+        assert self.answer.last is not None and self.answer.last.moved is not None
+        assert self.answer.last.moved.tokens == moved.tokens == len(self.answer.tokens)
+        self.name, self.where = moved.request_id, to
+        await self.stream.aclose()
+        self.stream = self.engine.follow(self.name)
+
+    async def end(self) -> Answer:
+        await self.read(10**6)
+        await self.stream.aclose()
+        return self.answer
+
+
+async def slowly(follower: Follower, to: Node) -> None:
+    """Move while the engine makes a step now and then, so that the text does not end before that."""
+    valve = follower.where.valve
+    valve.shut()
+    moving = asyncio.create_task(follower.move(to))
+    while not moving.done():
+        valve.let(1)
+        await asyncio.sleep(0.01)
+    valve.open()
+    await moving
+
+
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("length", [3, 37, 96])
+def test_back_and_forth(nodes: tuple[Node, Node], name: str, length: int) -> None:
+    """A request that moves four times says what it says when it stays, token for token, with the same log-probabilities."""
+
+    async def main() -> None:
+        tokens, params = prompt(length, length), PARAMS[name]
+        expected = await alone(nodes, tokens, params)
+        follower = Follower(nodes[0], tokens, params)
+        for hop in range(4):
+            assert await follower.read(5 + 10 * hop)
+            await slowly(follower, nodes[(hop + 1) % 2])
+        found = await follower.end()
+        assert found.same(expected)
+        assert found.last is not None and found.last.prompt_tokens == length
+        assert found.last.cache_report is not None and found.last.cache_report.computed_tokens == length
+        assert nodes[1].said.prefill_tokens == 0
+        for each in nodes:
+            await each.whole()
+        outcomes = {(one.kind, one.side, one.outcome) for each in nodes for one in each.said.transfers}
+        assert outcomes == {("move", "source", "taken"), ("move", "destination", "taken")}
+
+    asyncio.run(main())
+
+
+def test_only_missing_blocks_travel(nodes: tuple[Node, Node]) -> None:
+    """A request that comes back brings only what its old instance does not have any more."""
+    here, there = nodes
+
+    async def main() -> None:
+        await alone(nodes, prompt(8, 1), GREEDY)
+        follower = Follower(here, prompt(100, 2), GREEDY)
+        await follower.read(5)
+        await slowly(follower, there)
+        before = here.received
+        await follower.read(30)
+        await slowly(follower, here)
+        kv = 100 + len(follower.answer.tokens) - 1
+        assert here.received - before <= (kv - 100) * BYTES_PER_TOKEN
+        await follower.end()
+        for each in nodes:
+            await each.whole()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("phase", ["waiting", "prefilling"])
+def test_before_the_first_token(nodes: tuple[Node, Node], phase: str) -> None:
+    """A request that still waits is handed over without KV, one whose prompt is half computed with what there is."""
+    here, there = nodes
+
+    async def main() -> None:
+        tokens = prompt(120, 3)
+        expected = await alone(nodes, tokens, GREEDY)
+        here.valve.shut()
+        blocker = asyncio.create_task(ask(here.engine, prompt(64, 4), GREEDY))
+        await until(lambda: here.valve.waiting > 0)
+        follower = Follower(here, tokens, GREEDY)
+        reading = asyncio.create_task(follower.move(there))
+        scheduler = here.engine._core.scheduler
+        if phase == "prefilling":
+            here.valve.let(4)
+            await until(lambda: here.valve.waiting > 0 and any(32 <= s.computed < 120 for s in scheduler.running))
+        here.valve.open()
+        with_kv = phase == "prefilling"
+        await reading
+        found = await follower.end()
+        assert found.same(expected)
+        if with_kv:
+            assert there.received > 0
+        await blocker
+        for each in nodes:
+            await each.whole()
+
+    asyncio.run(main())
+
+
+def test_stop_string_across_the_seam(nodes: tuple[Node, Node]) -> None:
+    """A stop string that began before the move and is completed after it ends the text where it does without a move."""
+
+    async def main() -> None:
+        tokens = prompt(20, 5)
+        sampling = dataclasses.replace(PARAMS["seeded"], max_tokens=60)
+        text = (await alone(nodes, tokens, sampling)).text
+        params = dataclasses.replace(sampling, stop=(text[8:20],))
+        expected = await alone(nodes, tokens, params)
+        assert expected.last is not None and expected.last.finish_reason == "stop"
+        follower = Follower(nodes[0], tokens, params)
+        await follower.read(3)
+        await slowly(follower, nodes[1])
+        assert (await follower.end()).same(expected)
+
+    asyncio.run(main())
+
+
+def test_refused(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
+    """Where the target only computes prompts, is full, holds only shorter texts, has other blocks, or is not there, the request
+    says why it stays and goes on."""
+    here = nodes[0]
+    others = {
+        "role": node(folder("llama"), "prefill"),
+        "full": node(folder("llama"), "both", max_num_seqs=1),
+        "request": node(folder("llama"), "both", max_model_len=100),
+        "layout": node(folder("llama"), "both", block_size=8),
+    }
+
+    async def main() -> None:
+        tokens = prompt(60, 6)
+        expected = await alone(nodes, tokens, GREEDY)
+        busy = others["full"].engine.generate(request(prompt(5, 7), dataclasses.replace(GREEDY, max_tokens=400)))
+        await anext(busy)
+        for reason, other in others.items():
+            await here.fresh()
+            follower = Follower(here, tokens, GREEDY)
+            await follower.read(5)
+            with pytest.raises(TransferError) as caught:
+                await here.engine.migrate(follower.name, other.address)
+            assert caught.value.reason == reason
+            assert (await follower.end()).same(expected)
+        follower = Follower(here, tokens, GREEDY)
+        await follower.read(5)
+        with pytest.raises(TransferError):
+            await here.engine.migrate(follower.name, "127.0.0.1:1")
+        assert (await follower.end()).same(expected)
+        await busy.aclose()
+        await here.whole()
+        for other in others.values():
+            await other.whole()
+
+    try:
+        asyncio.run(main())
+    finally:
+        for other in others.values():
+            other.engine.close()
+
+
+def test_what_cannot_move(nodes: tuple[Node, Node]) -> None:
+    """A request that does not run, one with several sequences, and one that is moving already are refused with a sentence."""
+    here, there = nodes
+
+    async def main() -> None:
+        await alone(nodes, prompt(5, 1), GREEDY)
+        with pytest.raises(CannotMove, match="ended"):
+            await here.engine.migrate("nobody", there.address)
+        several = request(prompt(9, 8), dataclasses.replace(GREEDY, n=2))
+        stream = here.engine.generate(several)
+        await anext(stream)
+        with pytest.raises(CannotMove, match="more than one"):
+            await here.engine.migrate(several.id, there.address)
+        await stream.aclose()
+        with pytest.raises(NotFound):
+            await anext(here.engine.follow("nobody"))
+        await here.whole()
+
+    asyncio.run(main())
+
+
+def test_target_dies(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
+    """If the target goes away while KV travels, the request goes on where it was."""
+    here = nodes[0]
+    doomed = node(folder("llama"), "both")
+
+    async def main() -> None:
+        tokens = prompt(100, 9)
+        expected = await alone(nodes, tokens, GREEDY)
+        follower = Follower(here, tokens, GREEDY)
+        await follower.read(5)
+        # The target accepts and then does nothing more: its engine stands still in a step of its own.
+        other = asyncio.create_task(ask(doomed.engine, prompt(5, 10), GREEDY))
+        instance = doomed.engine.instance
+        assert instance is not None
+        take = instance.moves.take
+        instance.moves.take = lambda *_: instance.endpoint.close()  # type: ignore[method-assign]
+        with pytest.raises(TransferError):
+            await here.engine.migrate(follower.name, doomed.address)
+        instance.moves.take = take  # type: ignore[method-assign]
+        assert (await follower.end()).same(expected)
+        await other
+        await here.whole()
+
+    try:
+        asyncio.run(main())
+    finally:
+        doomed.engine.close()
+
+
+def test_client_leaves(nodes: tuple[Node, Node]) -> None:
+    """A client that leaves while its request moves, or after it has moved, frees the blocks on both sides."""
+    here, there = nodes
+
+    async def main() -> None:
+        await alone(nodes, prompt(5, 1), GREEDY)
+        follower = Follower(here, prompt(100, 11), GREEDY)
+        await follower.read(5)
+        moving = asyncio.create_task(here.engine.migrate(follower.name, there.address))
+        await asyncio.sleep(0)
+        await follower.stream.aclose()
+        with pytest.raises(TransferError):
+            await moving
+        for each in nodes:
+            await each.whole()
+        follower = Follower(here, prompt(100, 12), dataclasses.replace(GREEDY, max_tokens=300))
+        await follower.read(5)
+        await slowly(follower, there)
+        await follower.read(len(follower.answer.tokens) + 3)
+        await follower.stream.aclose()
+        for each in nodes:
+            await each.whole()
+
+    asyncio.run(main())
+
+
+def test_nobody_fetches(nodes: tuple[Node, Node]) -> None:
+    """A request that nobody follows to its new place is ended there after its deadline."""
+    here, there = nodes
+
+    async def main() -> None:
+        await alone(nodes, prompt(5, 1), GREEDY)
+        there.engine.adopted._within = 0.1
+        follower = Follower(here, prompt(50, 13), dataclasses.replace(GREEDY, max_tokens=400))
+        await follower.read(5)
+        await slowly(follower, there)
+        await until(lambda: there.engine.adopted.find(follower.name) is None)
+        for each in nodes:
+            await each.whole()
+        with pytest.raises(NotFound):
+            await anext(follower.stream)
+
+    try:
+        asyncio.run(main())
+    finally:
+        there.engine.adopted._within = 30.0
+
+
+def test_many_move_at_once(nodes: tuple[Node, Node]) -> None:
+    """Four requests move to and fro while they and others decode; each says what it says when it stays."""
+
+    async def main() -> None:
+        texts = [prompt(10 + 3 * i, 700 + i) for i in range(4)]
+        params = dataclasses.replace(PARAMS["seeded"], max_tokens=200)
+        expected = [await alone(nodes, text, params) for text in texts]
+
+        async def travel(start: int, text: list[int]) -> Answer:
+            follower = Follower(nodes[start % 2], text, params)
+            for hop in (1, 2, 3):
+                await follower.read(12 * hop + start)
+                await follower.move(nodes[(start + hop) % 2])
+            return await follower.end()
+
+        for each in nodes:
+            each.valve.pace = 0.01
+        found = await asyncio.gather(*(travel(i, text) for i, text in enumerate(texts)))
+        assert all(one.same(other) for one, other in zip(found, expected, strict=True))
+        for each in nodes:
+            await each.whole()
+
+    asyncio.run(main())
