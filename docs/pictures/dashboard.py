@@ -79,7 +79,7 @@ def talk(url: str, until: float, seed: int) -> None:
         while time.time() < until:
             topic = draw.choice(TOPICS[: 3 + int(time.time() / 20) % 5])
             texts[topic] += code(draw, 4)
-            if len(texts[topic]) > 5000:
+            if len(texts[topic]) > 3600:
                 texts[topic] = texts[topic][:2000]
             body: dict[str, Any] = {
                 "prompt": texts[topic],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from foreword.blocks.history import common_prefix
 
@@ -27,26 +29,38 @@ class SharedChain:
 
 
 def shared_chains(texts: Sequence[array[int]], block_size: int, limit: int) -> list[SharedChain]:
-    """The `limit` chains whose sharing is worth most: `(users - 1) * blocks` blocks need not be computed again.
+    """The `limit` chains whose sharing is worth most: blocks that a chain adds to the one it continues, times `users - 1`,
+    need not be computed again because of it.
 
-    A chain is listed where texts part after it, or where one of them ends: the chains that one text goes through are listed
-    each with its own users. Costs O(n log n) comparisons of texts.
+    A chain is listed where texts part after it, or where one of them ends. Costs O(n log n) comparisons of texts.
     """
     ordered = sorted(texts, key=array.tobytes)
-    found = [SharedChain(ordered[first][: blocks * block_size], blocks, users)
-             for first, blocks, users in _intervals(ordered, block_size)]  # fmt: skip
-    found.sort(key=lambda chain: ((chain.users - 1) * chain.blocks, chain.blocks), reverse=True)
-    return found[:limit]
+    best = heapq.nlargest(limit, _runs(ordered, block_size), key=lambda run: (run.worth, run.blocks))
+    return [SharedChain(ordered[run.first][: run.blocks * block_size], run.blocks, run.users) for run in best]
 
 
-def _intervals(ordered: Sequence[array[int]], block_size: int) -> Iterator[tuple[int, int, int]]:
-    """Maximal runs of neighbours with a common beginning: number of the first, full blocks in common, length of the run."""
+class _Run(NamedTuple):
+    """Neighbours with a common beginning: number of the first, full blocks in common, how many of these are in common with
+    more texts, length of the run."""
+
+    first: int
+    blocks: int
+    wider: int
+    users: int
+
+    @property
+    def worth(self) -> int:
+        return (self.users - 1) * (self.blocks - self.wider)
+
+
+def _runs(ordered: Sequence[array[int]], block_size: int) -> Iterator[_Run]:
+    """All maximal runs of at least two texts and one block."""
     open_runs: list[tuple[int, int]] = []
     for end in range(1, len(ordered) + 1):
         depth = common_prefix(ordered[end - 1], ordered[end]) // block_size if end < len(ordered) else 0
         start = end - 1
         while open_runs and open_runs[-1][0] > depth:
             blocks, start = open_runs.pop()
-            yield start, blocks, end - start
+            yield _Run(start, blocks, max(depth, open_runs[-1][0] if open_runs else 0), end - start)
         if depth and (not open_runs or open_runs[-1][0] < depth):
             open_runs.append((depth, start))

@@ -38,3 +38,11 @@ def test_the_best_first() -> None:
     assert (first.blocks, first.users) == (2, 10) and (second.blocks, second.users) == (4, 2)
     assert len(shared_chains([*many, *two], SIZE, 1)) == 1
     assert shared_chains([], SIZE, 5) == []
+
+
+def test_a_growing_text_does_not_crowd_out_others() -> None:
+    """What a longer chain adds counts, not what it continues: of a long conversation its first turn comes first."""
+    turns = [array("I", [3] * 12 + [5] * (2 * turn)) for turn in range(6)]
+    many = [array("I", [1, 1, 1, 1, 9, number]) for number in range(6)]
+    first, second, *_ = shared_chains([*turns, *many], SIZE, 8)
+    assert (first.blocks, first.users) == (6, 6) and (second.blocks, second.users) == (2, 6)

@@ -72,10 +72,10 @@ export class RouterView {
       const delta = (name) => Math.max(0, sum(timeline, (key) => (after.get(key) || 0) - (before.get(key) || 0), name));
       const whole = delta(PLACED);
       const part = Math.min(whole, delta(FOUND));
-      return { from, parts: [["device", part], ["computed", whole - part]], text: tell(part, whole) };
+      return { from, parts: [["plain", part], ["computed", whole - part]], text: tell(part, whole) };
     });
     this.sources.show(points, tell(found, placed));
-    renew(this.sourcesLegend, [found, placed], () => [["device", "Found", found], ["computed", "Computed", placed - found]].map(([kind, word, tokens]) =>
+    renew(this.sourcesLegend, [found, placed], () => [["plain", "Found", found], ["computed", "Computed", placed - found]].map(([kind, word, tokens]) =>
       h("span", { class: `key ${kind}` }, `${word} `, h("b", {}, placed ? percent(tokens / placed) : "–"))));
     const names = ["foreword:router_in_flight", "foreword:router_queue_length"];
     const loads = columnsOf(timeline, range).map(([from, to]) => {
@@ -91,7 +91,7 @@ export class RouterView {
       const most = Math.max(1, ...rows.flatMap(([, expected, found]) => [expected, found]));
       return rows.length ? table([["Replica"], ["Expected", "n"], ["Found", "n"], ["Found of expected", "n wide"]], rows.map(([url, expected, found]) =>
         h("tr", { "data-expected": url },
-          h("td", {}, shortOf(url), h("div", { class: "bar thin device", title: `expected ${count(expected)}` }, segment(expected / most, "tone light")), h("div", { class: "bar thin device", title: `found ${count(found)}` }, segment(found / most, "tone"))),
+          h("td", {}, shortOf(url), h("div", { class: "bar thin plain", title: `expected ${count(expected)}` }, segment(expected / most, "tone light")), h("div", { class: "bar thin plain", title: `found ${count(found)}` }, segment(found / most, "tone"))),
           h("td", { class: "n" }, count(expected)), h("td", { class: "n" }, count(found)), h("td", { class: "n wide" }, expected ? percent(found / expected) : "–")))) : empty("There is no replica yet.");
     });
   }

@@ -106,7 +106,7 @@ export class ServerView {
     });
     renew(this.places, [device, tiers, gauge("foreword:store_queued_blocks")], ([shown, rows, queued]) => [
       devicePlace(shown), ...rows.map(tierPlace),
-      queued > 0 && h("p", { class: "note" }, `${count(queued)} blocks wait to be written.`),
+      queued > 0 && h("p", { class: "note" }, `${count(queued)} ${queued === 1 ? "block waits" : "blocks wait"} to be written.`),
     ]);
   }
 
