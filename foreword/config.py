@@ -286,6 +286,7 @@ class RouterConfig:
             least-loaded, least-tokens, consistent-hashing, longest-prefix, two-choices.
         tokenizer: a folder or hub name of the tokenizer; None asks the replicas to tokenize.
         max_waiting: requests sent to a replica that have no first token yet; when all have so many, requests queue here.
+        max_in_flight: requests of any kind that a replica has from here at most; when all have so many, requests queue here.
         max_queue: requests that may queue here; more are answered 429.
         tenant_weights: `TENANT=WEIGHT`: shares of those who queue; anybody else has 1.
         request_timeout: seconds that a request may take at most, queueing included.
@@ -309,6 +310,7 @@ class RouterConfig:
     policy: str = "cost"
     tokenizer: str | None = None
     max_waiting: int = 32
+    max_in_flight: int = 512
     max_queue: int = 1024
     tenant_weights: tuple[str, ...] = ()
     request_timeout: float = 600.0
@@ -325,7 +327,7 @@ class RouterConfig:
     tokenize_timeout: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("max_waiting", "max_queue", "max_attempts", "failures", "decisions", "directory_blocks"):
+        for name in ("max_waiting", "max_in_flight", "max_queue", "max_attempts", "failures", "decisions", "directory_blocks"):
             _at_least(f"router.{name}", getattr(self, name), 1)
         _at_least("router.min_prefill", self.min_prefill, 0)
         for name in ("request", "stall", "connect", "health", "tokenize"):

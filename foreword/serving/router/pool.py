@@ -174,6 +174,7 @@ class Pool:
         upstream.in_flight += 1
         if upstream.breaker.half_open:
             upstream.trying = True
+        if upstream.trying or upstream.in_flight >= upstream.most:
             self.fleet.exclude(upstream.url, upstream.excluded(now))
         prefill = self.upstreams.get(decision.prefill) if decision.prefill else None
         return Ticket(name, upstream, decision, query, prompt, 0.0, prefill)
@@ -217,9 +218,18 @@ class Pool:
                 _fail(entry, NoReplica("No replica could take the request after it had waited"))
             else:
                 waiter.placed.set_result(ticket)
-        if len(self.queue) and not any(not one.excluded(clock()) or one.pause_until for one in self.upstreams.values()):
+        if len(self.queue) and not self._hope():
             self._give_up()
         self._set_alarm()
+
+    def _hope(self) -> bool:
+        """Whether any replica takes requests, now or as soon as it has room."""
+        now = clock()
+        reasons = [one.excluded(now) for one in self.upstreams.values()]
+        return any(
+            not reason or reason.startswith(_OVERLOADED) or one.trying
+            for reason, one in zip(reasons, self.upstreams.values(), strict=True)
+        )
 
     def _give_up(self) -> None:
         """Nobody is left to wait for."""

@@ -99,7 +99,7 @@ class Upstream:
         facts: None until it answered for the first time.
         drained: takes no new requests by an operator's wish.
         pause_until: it said that it has too much to do.
-        in_flight: requests sent there by this router, by whatever path.
+        in_flight: requests sent there by this router, by whatever path; `most` at a time.
         lives: streams that come from there.
     """
 
@@ -110,6 +110,7 @@ class Upstream:
     drained: bool = False
     pause_until: float = 0.0
     in_flight: int = 0
+    most: int = 512
     trying: bool = False
     lives: set[Live] = field(default_factory=set)
     problem: str = "it has not answered yet"
@@ -142,6 +143,8 @@ class Upstream:
             return "unhealthy until now: one request is tried there"
         if self.pause_until > now:
             return f"overloaded: it asked to wait {self.pause_until - now:.1f} s"
+        if self.in_flight >= self.most:
+            return f"overloaded: {self.in_flight} requests are in flight there"
         return ""
 
 

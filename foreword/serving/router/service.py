@@ -108,7 +108,7 @@ class Router:
         """A replica comes. Raises ConfigError if it is there already."""
         if spec.url in self.upstreams:
             raise ConfigError(f"there is a replica {spec.url} already")
-        upstream = Upstream(spec, source, Breaker(self.config.failures))
+        upstream = Upstream(spec, source, Breaker(self.config.failures), most=self.config.max_in_flight)
         self.upstreams[spec.url] = upstream
         upstream.tasks.append(asyncio.create_task(self._watch(upstream)))
         logger.info("replica %s comes (%s)", spec.url, source)

@@ -1,0 +1,421 @@
+"""Replicas that misbehave, overload, deadlines and tenants. The odd replicas are small servers written here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from aiohttp import web
+from doors import ENGINE, PREFIXES, Doors, until, words
+from router_parts import Loop, Relay, RouterProcess
+
+from foreword.config import Config, ServerConfig
+from foreword.metrics import PrometheusObserver
+from foreword.serving.app import create_app
+from foreword.serving.server import bind
+
+CHUNK = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
+
+
+class Scripted:
+    """A server that does as it is told: it answers `tokens` words, each after `gate` was released once."""
+
+    def __init__(self, loop: Loop, owner: str = "vllm") -> None:
+        self.owner = owner
+        self.seen: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.behaviour = "answer"
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.open = 0
+        self._loop = loop
+        self.url = loop.call(self._start)
+
+    async def _start(self) -> str:
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._completions)
+        runner = web.AppRunner(app, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        return f"http://{host}:{port}"
+
+    def hold(self) -> None:
+        self._loop.call(self.gate.clear)
+
+    def release(self) -> None:
+        self._loop.call(self.gate.set)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=500 if self.behaviour == "ill" else 200)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {"id": "m", "object": "model", "owned_by": self.owner, "max_model_len": 100}
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        self.seen.append(await request.json())
+        self.headers.append(dict(request.headers))
+        self.open += 1
+        try:
+            return await self._behave(request, self.seen[-1])
+        finally:
+            self.open -= 1
+
+    async def _behave(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if self.behaviour == "busy":
+            error = {"message": "too much to do", "type": "rate_limit_error", "code": "queue_full"}
+            return web.json_response({"error": error}, status=429, headers={"retry-after": "0.2"})
+        if self.behaviour == "broken":
+            return web.json_response({"error": {"message": "it broke", "type": "server_error"}}, status=500)
+        if self.behaviour == "picky":
+            return web.json_response({"error": {"message": "no", "type": "invalid_request_error"}}, status=422)
+        if self.behaviour == "hang up":
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if not body.get("stream"):
+            await self.gate.wait()
+            usage = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+            choice = {"index": 0, "text": "one two three", "finish_reason": "stop"}
+            return web.json_response({**CHUNK, "choices": [choice], "usage": usage})
+        return await self._stream(request)
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        out = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await out.prepare(request)
+        for number, word in enumerate(("one", " two", " three")):
+            await self.gate.wait()
+            choice: dict[str, Any] = {"index": 0, "text": word, "finish_reason": "stop" if number == 2 else None}
+            if self.owner == "vllm":
+                choice["token_ids"] = [number + 1]
+                if not number:
+                    choice["prompt_token_ids"] = [7, 8, 9]
+            await out.write(b"data: " + json.dumps({**CHUNK, "choices": [choice]}).encode() + b"\n\n")
+            if self.behaviour == "garbage" and number == 1:
+                await out.write(b"data: {no JSON\n\n")
+            if self.behaviour == "stall" and number == 1:
+                await asyncio.sleep(60)
+            if self.behaviour == "error" and number == 1:
+                error = {"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}}
+                await out.write(b"data: " + json.dumps(error).encode() + b"\n\n")
+                return out
+        await out.write(b"data: [DONE]\n\n")
+        return out
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    return Loop()
+
+
+@contextmanager
+def routed(*arguments: str, replicas: int) -> Iterator[RouterProcess]:
+    process = RouterProcess(*arguments)
+    try:
+        yield process.wait_for(replicas)
+    finally:
+        process.kill()
+
+
+def named(*scripted: Scripted | Relay) -> list[str]:
+    return [argument for one in scripted for argument in ("--replica", one.url)]
+
+
+def post(router: RouterProcess, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+    body = {"model": "m", "prompt": "count", **more}
+    return httpx.post(f"{router.url}/v1/completions", json=body, headers=headers, timeout=30)
+
+
+def lines(answer: httpx.Response) -> list[str]:
+    return [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+
+
+def said(answer: httpx.Response) -> str:
+    """The text of a streamed answer that ends as it should."""
+    found = lines(answer)
+    assert found[-1] == "[DONE]", found
+    return "".join(choice["text"] for line in found[:-1] for choice in json.loads(line)["choices"])
+
+
+@pytest.mark.parametrize("behaviour", ["broken", "hang up", "busy"])
+@pytest.mark.parametrize("streams", [True, False])
+def test_failures_before_the_first_byte(loop: Loop, behaviour: str, streams: bool) -> None:
+    """Whatever a replica does instead of answering, another one answers, and each request is answered once."""
+    odd, good = Scripted(loop), Scripted(loop)
+    with routed(*named(odd, good), "--policy", "round-robin", replicas=2) as router:
+        odd.behaviour = behaviour
+        for _ in range(6):
+            answer = post(router, stream=streams)
+            assert answer.status_code == 200
+            text = said(answer) if streams else answer.json()["choices"][0]["text"]
+            assert text == "one two three"
+        assert len(good.seen) == 6 and len(odd.seen) >= 1
+
+
+@pytest.mark.parametrize("behaviour", ["garbage", "error"])
+def test_failures_in_the_middle(loop: Loop, behaviour: str) -> None:
+    """Nonsense or an error in the middle of a stream is no reason to disturb the client: the other replica is asked to go on
+    after the tokens that are known."""
+    odd, good = Scripted(loop), Scripted(loop)
+    with routed(*named(odd, good), "--policy", "round-robin", replicas=2) as router:
+        odd.behaviour = behaviour
+        texts = {said(post(router, stream=True, max_tokens=9)) for _ in range(2)}
+    # The scripted replica begins to count anew: what matters is what it was asked.
+    assert "one twoone two three" in texts and texts <= {"one two three", "one twoone two three"}
+    asked = next(body for body in good.seen if isinstance(body["prompt"], list))
+    assert asked["prompt"] == [7, 8, 9, 1, 2] and asked["max_tokens"] == 7 and "stop" not in asked
+
+
+def test_a_replica_that_stalls(loop: Loop) -> None:
+    """A replica from which nothing comes any more counts as lost."""
+    odd, good = Scripted(loop), Scripted(loop)
+    with routed(*named(odd, good), "--policy", "round-robin", "--stall-timeout", "0.6", replicas=2) as router:
+        odd.behaviour = "stall"
+        texts = {said(post(router, stream=True, max_tokens=9)) for _ in range(2)}
+        assert "one twoone two three" in texts
+        until(lambda: odd.open == 0)
+
+
+def test_servers_that_tell_no_tokens(loop: Loop) -> None:
+    """An answer of a plain OpenAI server, which gets nothing but the client's own fields, cannot be continued: the stream ends
+    with an error that says so."""
+    plain = Scripted(loop, owner="somebody")
+    with routed(*named(plain), replicas=1) as router:
+        assert said(post(router, stream=True)) == "one two three"
+        assert plain.seen[-1] == {"model": "m", "prompt": "count", "stream": True}
+        plain.behaviour = "error"
+        error = json.loads(lines(post(router, stream=True))[-1])["error"]
+        assert error["code"] == "replica_failed" and "tokens are not known" in error["message"]
+
+
+def test_the_clients_own_mistakes(loop: Loop) -> None:
+    """What a replica refuses for the client's fault is passed on as it is, and not tried again."""
+    picky, other = Scripted(loop), Scripted(loop)
+    picky.behaviour = other.behaviour = "picky"
+    with routed(*named(picky, other), replicas=2) as router:
+        answer = post(router)
+        assert answer.status_code == 422 and answer.json()["error"]["message"] == "no"
+        assert len(picky.seen) + len(other.seen) == 1
+
+
+def test_all_fail(loop: Loop) -> None:
+    """When every replica fails a request, the client gets the last one's own error."""
+    odd, other = Scripted(loop), Scripted(loop)
+    with routed(*named(odd, other), replicas=2) as router:
+        odd.behaviour = other.behaviour = "broken"
+        answer = post(router)
+        assert answer.status_code == 500 and answer.json()["error"]["message"] == "it broke"
+
+
+def test_breaker_opens_and_closes(loop: Loop) -> None:
+    """A replica that nobody can connect to is left alone at once, and used again after it came back, tried with one request."""
+    scripted, other = Scripted(loop), Scripted(loop)
+    relay = Relay(loop, scripted.url)
+    with routed(*named(relay, other), "--policy", "round-robin", replicas=2) as router:
+        relay.close()
+        up = "foreword:router_replica_up"
+        until(lambda: router.metric(up, replica=relay.url) == 0)
+        assert [post(router).status_code for _ in range(4)] == [200] * 4
+        assert scripted.seen == []
+        relay.open()
+        until(lambda: router.metric(up, replica=relay.url) == 1, 40)
+        assert [post(router).status_code for _ in range(4)] == [200] * 4
+        assert scripted.seen
+        assert router.metric("foreword:router_breaker_opened_total", replica=relay.url) == 1
+
+
+def test_no_replica_left(loop: Loop) -> None:
+    """Without any healthy replica requests are refused at once, with 503, Retry-After and the reason."""
+    scripted = Scripted(loop)
+    relay = Relay(loop, scripted.url)
+    with routed(*named(relay), replicas=1) as router:
+        relay.close()
+        until(lambda: httpx.get(f"{router.url}/ready").status_code == 503)
+        answer = post(router)
+        assert answer.status_code == 503 and answer.headers["retry-after"]
+        assert "cannot connect" in answer.json()["error"]["message"]
+        assert httpx.get(f"{router.url}/health").status_code == 200
+
+
+def test_queue_then_429(loop: Loop) -> None:
+    """When all replicas have their fill, requests wait their turn; when the queue is full, they are refused with 429 and
+    Retry-After."""
+    slow = Scripted(loop)
+    with routed(*named(slow), "--max-waiting", "1", "--max-queue", "2", replicas=1) as router:
+        slow.hold()
+        with ThreadPoolExecutor(3) as pool:
+            first = pool.submit(post, router, stream=True)
+            until(lambda: slow.open == 1)
+            waiting = [pool.submit(post, router, stream=True) for _ in range(2)]
+            until(lambda: router.metric("foreword:router_queue_length") == 2)
+            refused = post(router, stream=True)
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert slow.open == 1
+            slow.release()
+            assert [said(one.result(30)) for one in (first, *waiting)] == ["one two three"] * 3
+        assert "queued" in waiting[0].result().headers["x-foreword-route"]
+
+
+def test_clients_may_leave_the_queue(loop: Loop) -> None:
+    """Who goes away while it waits leaves the queue, and is never sent to a replica."""
+    slow = Scripted(loop)
+    with routed(*named(slow), "--max-waiting", "1", replicas=1) as router:
+        slow.hold()
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(post, router, stream=True)
+            until(lambda: slow.open == 1)
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{router.url}/v1/completions", json={"prompt": "x", "stream": True}, timeout=0.5)
+            until(lambda: router.metric("foreword:router_queue_length") == 0)
+            slow.release()
+            assert said(first.result(30)) == "one two three"
+        assert len(slow.seen) == 1
+
+
+def test_deadlines(loop: Loop) -> None:
+    """A request whose time is over is answered 504 before its first byte, and with an error event after it; the client may
+    ask for less time than the router allows; the replica is let go."""
+    slow = Scripted(loop)
+    with routed(*named(slow), "--request-timeout", "1", replicas=1) as router:
+        slow.hold()
+        for headers in ({}, {"x-request-timeout": "0.2"}):
+            late = post(router, headers)
+            assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
+        until(lambda: slow.open == 0)
+        slow.release()
+        slow.behaviour = "stall"
+        error = json.loads(lines(post(router, stream=True))[-1])["error"]
+        assert error["code"] == "deadline_exceeded"
+        until(lambda: slow.open == 0)
+
+
+def test_fair_shares(loop: Loop) -> None:
+    """A tenant that floods the queue does not keep another waiting: they take turns."""
+    slow = Scripted(loop)
+    keys = ["--api-keys", "greedy=greedy-key", "--api-keys", "modest=modest-key"]
+    with routed(*named(slow), *keys, "--replica-key", "r", "--max-in-flight", "1", replicas=1) as router:
+        slow.hold()
+        with ThreadPoolExecutor(9) as pool:
+            greedy = {"authorization": "Bearer greedy-key"}
+            many = [pool.submit(post, router, greedy, user="greedy") for _ in range(7)]
+            until(lambda: router.metric("foreword:router_queue_length") == 6)
+            modest = [
+                pool.submit(post, router, {"authorization": "Bearer modest-key"}, user="modest") for _ in range(2)
+            ]
+            until(lambda: router.metric("foreword:router_queue_length") == 8)
+            slow.release()
+            assert all(one.result(30).status_code == 200 for one in many + modest)
+        order = [body["user"] for body in slow.seen]
+        assert order.index("modest") <= 2 and len(order) - order[::-1].index("modest") <= 5
+
+
+def test_what_a_replica_gets(loop: Loop) -> None:
+    """A client's salt, transfer parameters and headers for servers are stripped; the replica gets the router's key, the
+    tenant's salt and the request's id; the client gets its id back and no hop-by-hop header."""
+    scripted = Scripted(loop)
+    keys = ["--api-keys", "alice=alice-key", "--replica-key", "router-key", "--tenant-secret", "s3cret"]
+    with routed(*named(scripted), *keys, replicas=1) as router:
+        sent = {
+            "authorization": "Bearer alice-key",
+            "x-foreword-salt": "00",
+            "x-request-id": "mine",
+            "connection": "keep-alive, x-private",
+            "x-private": "1",
+            "x-other": "2",
+        }
+        answer = post(router, sent, cache_salt="stolen", salt="stolen", kv_transfer_params={"prefill": "evil:1"})
+        assert answer.status_code == 200 and answer.headers["x-request-id"] == "mine"
+        assert "connection" not in answer.headers or answer.headers["connection"] == "keep-alive"
+        body, headers = scripted.seen[0], {name.lower(): value for name, value in scripted.headers[0].items()}
+        assert "salt" not in body and "kv_transfer_params" not in body
+        assert body["cache_salt"] not in ("stolen", "") and len(body["cache_salt"]) == 64
+        assert headers["authorization"] == "Bearer router-key" and headers["x-request-id"] == "mine"
+        assert headers["x-other"] == "2" and "x-private" not in headers and "x-foreword-salt" not in headers
+        assert post(router, {"authorization": "Bearer wrong"}).status_code == 401
+        assert post(router).status_code == 401
+
+
+@pytest.fixture(scope="module")
+def trusting(doors: Doors) -> Iterator[str]:
+    """A real server that takes tenants' salts from a router."""
+    config = ServerConfig(port=0, router_key="router-key")
+    listener = bind(config)
+    app = create_app(doors.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+    thread.start()
+    yield "http://{}:{}".format(*listener.getsockname()[:2])
+    server.should_exit = True
+    thread.join(10)
+
+
+def test_tenants_do_not_share(trusting: str) -> None:
+    """Tenants of a router never hit each other's blocks at a real server, whatever salt they send; each hits its own."""
+    keys = ["--api-keys", "alice=alice-key", "--api-keys", "bob=bob-key", "--replica-key", "router-key"]
+    with routed("--replica", trusting, *keys, replicas=1) as router:
+
+        def cached(key: str, **more: Any) -> int:
+            body = {"prompt": words("routed-tenants", 60), "max_tokens": 1, **more}
+            with router.http(key) as client:
+                usage = client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        assert cached("alice-key") == 0
+        assert cached("alice-key", cache_salt="other") > 0
+        assert cached("bob-key") == 0
+        with router.http("alice-key") as alice, router.http("bob-key") as bob:
+            made = alice.post("/v1/prefixes", json={"name": "hers", "content": words("hers", 10)})
+            assert made.status_code == 201
+            assert bob.get("/v1/prefixes").json()["data"] == []
+            assert alice.delete("/v1/prefixes/hers").status_code == 200
+
+
+def test_servers_that_would_let_tenants_share(doors: Doors) -> None:
+    """A server that would not keep a router's tenants apart gets no requests, and the refusal says what to do."""
+    keys = ["--api-keys", "alice=alice-key", "--replica-key", "some-key"]
+    with routed_unready("--replica", doors.open.url, *keys) as router:
+        until(lambda: "takes no requests" in router.text)
+        answer = post(router, {"authorization": "Bearer alice-key"}, model=doors.open.model)
+        assert answer.status_code == 503 and "--router-key" in answer.json()["error"]["message"]
+
+
+@contextmanager
+def routed_unready(*arguments: str) -> Iterator[RouterProcess]:
+    process = RouterProcess(*arguments)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--replica"),
+        (["--replica", "host:8000"], "http://"),
+        (["--replica", "http://h:1", "--replica", "http://h:1"], "twice"),
+        (["--replica", "http://h:1", "--policy", "cheapest"], "policy"),
+        (["--replica", "http://h:1 rolle=prefill"], "role"),
+        (["--replica-file", "/nonexistent"], "/nonexistent"),
+        (["--replica", "http://h:1", "--tenant-weight", "a"], "TENANT=WEIGHT"),
+    ],
+)
+def test_mistakes_at_the_start(arguments: list[str], says: str) -> None:
+    """A mistake of the operator ends the process with status 2 and one sentence."""
+    process = RouterProcess(*arguments)
+    assert process.end(60) == 2
+    assert process.text.startswith("foreword: ") and says in process.text and process.text.count("\n") == 1
