@@ -55,6 +55,7 @@ class FleetSpec:
         shared_tokens: of a store that all share; 0 for none.
         block_size: tokens per block of the simulated engines.
         max_batch_tokens, max_num_seqs: see `EngineConfig`.
+        partial_reuse, lookahead_blocks: see `EngineConfig`. The first needs a trace that tells every token.
         events: replicas tell what they hold; else the router estimates it.
         learns: the router begins with general costs and learns; else it begins with the true ones.
     """
@@ -67,6 +68,8 @@ class FleetSpec:
     block_size: int = 512
     max_batch_tokens: int = 2048
     max_num_seqs: int = 256
+    partial_reuse: bool = False
+    lookahead_blocks: int = 0
     events: bool = True
     learns: bool = True
 

@@ -102,7 +102,8 @@ class SimReplica:
             spec.device_tokens // spec.block_size,
             spec.block_size,
             model=MODEL,
-            partial_reuse=False,
+            partial_reuse=spec.partial_reuse,
+            lookahead_blocks=spec.lookahead_blocks,
             on_stored=on_stored,
             on_removed=on_removed,
         )

@@ -1,0 +1,294 @@
+"""Does the simulator tell the truth? Traffic through real servers and a real router, and through the simulator.
+
+    python benchmarks/simulate_validate.py mooncake TRACE [--replicas 3] [--policies cost,round-robin] [--requests 400]
+    python benchmarks/simulate_validate.py agents TRACE... [--copies 4]
+    python benchmarks/simulate_validate.py documents
+
+Starts `foreword serve` (one thread each, a small model) and `foreword route` for each policy anew, sends the requests at their
+time, streaming, and compares what the answers say was cached with what `simulate` expects of the same tokens. The status is 1
+if the shares differ by more than two points. Measured times to the first token are to be compared between policies: how near
+the simulator's come depends on what else the machine does.
+
+The costs come from --costs (`foreword bench calibrate`) or are measured first, quickly.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+from simulate_workloads import documents, scaled, sessions, spread
+from timing import machine, set_up, table
+
+from foreword.sim.costs import FleetSpec
+from foreword.sim.profile import Profile, read_profile
+from foreword.sim.report import quantile, summarise
+from foreword.sim.run import simulate
+from foreword.sim.trace import TraceRequest
+
+START_SECONDS = 180.0
+WITHIN = 0.02
+
+
+@dataclass
+class Seen:
+    """One answer as the client saw it."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    ttft: float
+    status: int
+
+
+def main() -> int:
+    arguments = read_arguments()
+    with tempfile.TemporaryDirectory(prefix="foreword-validate-") as folder:
+        profile = read_profile(arguments.costs or calibrated(arguments, Path(folder)))
+        trace = workload(arguments, profile)
+        prompts = sum(one.prompt_tokens for one in trace)
+        facts = machine() | {
+            "model": str(profile.about.get("model", arguments.model or "embedded")),
+            "replicas": f"{arguments.replicas} servers of {arguments.device} tokens, one thread each, and a router",
+            "traffic": f"{arguments.workload}: {len(trace)} requests, {prompts:,} prompt tokens in {trace[-1].arrival:.0f} s",
+        }
+        print(set_up(facts) + "\n", flush=True)
+        rows, worst = [], 0.0
+        for policy in arguments.policies.split(","):
+            seen = asyncio.run(measured(arguments, trace, policy))
+            spec = FleetSpec(
+                replicas=arguments.replicas,
+                device_tokens=arguments.device,
+                block_size=arguments.block_size,
+                max_batch_tokens=512,
+                max_num_seqs=64,
+                partial_reuse=True,
+                lookahead_blocks=4,
+            )
+            expected = summarise(simulate(trace, spec, policy, profile.costs))
+            share = sum(one.cached_tokens for one in seen) / sum(one.prompt_tokens for one in seen)
+            times = sorted(one.ttft for one in seen)
+            worst = max(worst, abs(share - expected.hit_share))
+            rows.append(
+                [
+                    policy,
+                    f"{share:.1%}",
+                    f"{expected.hit_share:.1%}",
+                    f"{(expected.hit_share - share) * 100:+.2f}",
+                    *(
+                        f"{value * 1e3:.0f} ms"
+                        for value in (sum(times) / len(times), quantile(times, 0.5), quantile(times, 0.9))
+                    ),
+                    *(f"{value * 1e3:.0f} ms" for value in (expected.mean, expected.p50, expected.p90)),
+                    str(len(trace) - sum(one.status == 200 for one in seen)),
+                ]
+            )
+            print(f"{policy}: measured {share:.2%}, simulated {expected.hit_share:.2%}", flush=True)
+    head = [
+        "policy",
+        "hits",
+        "simulated",
+        "points",
+        "TTFT mean",
+        "p50",
+        "p90",
+        "simulated mean",
+        "p50",
+        "p90",
+        "failed",
+    ]
+    print("\n" + table(head, rows))
+    print(f"\nThe shares differ by {worst * 100:.2f} points at most; {WITHIN * 100:.0f} are allowed.")
+    return 0 if worst <= WITHIN else 1
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", choices=("mooncake", "agents", "documents"))
+    parser.add_argument("traces", nargs="*", type=Path)
+    parser.add_argument("--model", help="a folder; the embedded model if not given")
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--policies", default="cost,round-robin")
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--copies", type=int, default=4, help="of each agent's session")
+    parser.add_argument("--device", type=int, default=16384, help="tokens of KV memory of each server")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--longest", type=int, default=6000, help="longer prompts are left out")
+    parser.add_argument("--answer", type=int, default=24, help="answers are cut to so many tokens")
+    parser.add_argument(
+        "--seconds", type=float, help="how long the traffic takes; else as long as keeps 40 %% of the cores busy"
+    )
+    parser.add_argument("--costs", type=Path)
+    return parser.parse_args()
+
+
+def calibrated(arguments: argparse.Namespace, folder: Path) -> Path:
+    out = folder / "costs.json"
+    command = [sys.executable, "-m", "foreword", "bench", "calibrate", *([arguments.model] if arguments.model else [])]
+    command += ["--threads", "1", "--longest", "1024", "--rounds", "1", "--out", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment())
+    return out
+
+
+def workload(arguments: argparse.Namespace, profile: Profile) -> list[TraceRequest]:
+    # Numbers that every small model's vocabulary has.
+    vocabulary = 4000
+    if arguments.workload == "mooncake":
+        trace = scaled(arguments.traces[0], arguments.block_size, vocabulary)
+    elif arguments.workload == "agents":
+        trace = sessions(arguments.traces, arguments.copies, 300.0, vocabulary)
+    else:
+        lengths = (arguments.longest // 8, arguments.longest // 2)
+        trace = documents(
+            arguments.requests, 1.0, vocabulary, number=24, system=512, lengths=lengths, question=(20, 80)
+        )
+    kept = [replace(one, output_tokens=min(one.output_tokens, arguments.answer)) for one in trace]
+    kept = [one for one in kept if one.prompt_tokens <= arguments.longest]
+    if arguments.workload != "agents":
+        kept = kept[: arguments.requests]
+    work = sum(profile.costs.prefill * one.prompt_tokens + profile.costs.base * one.output_tokens for one in kept)
+    lanes = min(arguments.replicas, os.cpu_count() or 1)
+    return spread(kept, arguments.seconds or work / lanes / 0.4)
+
+
+# Real servers
+
+
+def environment() -> dict[str, str]:
+    own = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
+    return own | {"OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def started(*command: str, says: str) -> Iterator[str]:
+    """A process of `foreword` and the URL that it says."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "foreword", *command], stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        yield until_said(lines, says)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def until_said(lines: "queue.Queue[str]", says: str) -> str:
+    said = ""
+    while True:
+        line = lines.get(timeout=START_SECONDS)
+        said += line
+        if not line:
+            raise SystemExit(f"a process ended:\n{said}")
+        if found := re.search(rf"{says} (http://[^\s;]+)", line):
+            return found[1]
+
+
+def until_ready(url: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise SystemExit(f"{url} is not ready after {START_SECONDS:.0f} s")
+
+
+async def measured(arguments: argparse.Namespace, trace: Sequence[TraceRequest], policy: str) -> list[Seen]:
+    """The trace through fresh servers."""
+    model = [arguments.model] if arguments.model else []
+    flags = ["--port", "0", "--threads", "1", "--kv-memory", f"{arguments.device} tokens"]
+    flags += ["--block-size", str(arguments.block_size), "--kv-events", "tcp://127.0.0.1:0", "--log-level", "info"]
+    flags += ["--max-queue", str(len(trace) + 1), "--no-self-check"]
+    with ExitStack() as stack:
+        urls = [
+            stack.enter_context(started("serve", *model, *flags, says="listens on")) for _ in range(arguments.replicas)
+        ]
+        for url in urls:
+            until_ready(url)
+        replicas = [part for url in urls for part in ("--replica", url)]
+        waiting = ["--max-waiting", str(len(trace) + 1)]
+        router = stack.enter_context(
+            started("route", "--port", "0", "--policy", policy, *waiting, *replicas, says="routes on")
+        )
+        until_ready(router)
+        until_all(router, len(urls))
+        return await send_all(router, trace)
+
+
+def until_all(router: str, count: int) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        listed = httpx.get(f"{router}/v1/router/replicas").json()["data"]
+        if sum(one["takes_requests"] for one in listed) >= count:
+            return
+        time.sleep(0.2)
+    raise SystemExit("not all replicas are ready")
+
+
+async def send_all(url: str, trace: Sequence[TraceRequest]) -> list[Seen]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        began = time.perf_counter()
+
+        async def at(one: TraceRequest) -> Seen:
+            await asyncio.sleep(one.arrival - (time.perf_counter() - began))
+            return await send(client, model, one)
+
+        return await asyncio.gather(*(at(one) for one in trace))
+
+
+async def send(client: httpx.AsyncClient, model: str, one: TraceRequest) -> Seen:
+    body = {
+        "model": model,
+        "prompt": one.tokens().tolist(),
+        "max_tokens": one.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if one.session is not None:
+        body["prompt_cache_key"] = one.session
+    sent, first, usage = time.perf_counter(), 0.0, {}
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            if event.get("choices") and not first:
+                first = time.perf_counter()
+            usage = event.get("usage") or usage
+    details = usage.get("prompt_tokens_details") or {}
+    return Seen(
+        usage.get("prompt_tokens", one.prompt_tokens),
+        details.get("cached_tokens", 0),
+        (first or time.perf_counter()) - sent,
+        answer.status_code,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
