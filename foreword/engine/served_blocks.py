@@ -10,31 +10,24 @@ Whoever asks must know a block's key, and with it the salt of its tenant.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Final
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.blocks.pool import BlockPool
-from foreword.cache import Slots, Staging
+from foreword.cache import Staging
 from foreword.config import TransferConfig
-from foreword.errors import StoreError
+from foreword.engine.shared_frames import Held, ServedStatus, SharedFrames, slots_for
 from foreword.events import BlocksRemoved, BlocksStored, Event
 from foreword.store.base import Name, Store
-from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
 from foreword.transfer.endpoint import Endpoint
-from foreword.transfer.messages import Buffer
 from foreword.transfer.service import Idle
 
-# What is read in one go, and copied for peers at a time.
-BATCH_BYTES: Final = 8 << 20
-BATCH_BLOCKS: Final = 512
-ARENA_BYTES: Final = 4 * BATCH_BYTES
+__all__ = ["DeviceChains", "Library", "Post", "ServedBlocks", "ServedStatus", "serve_blocks", "slots_for"]
+
 # Of the pool, the part that one batch may hold; and of the free blocks, the part that it may take.
 _HELD_SHARE: Final = 8
 _FREE_SHARE: Final = 2
@@ -86,26 +79,8 @@ class DeviceChains:
         return above[::-1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A block of the device with a reference of ours: which name of the batch it is for, its number, and its header."""
-
-    number: int
-    block: int
-    header: Header
-
-
-@dataclass(frozen=True, slots=True)
-class ServedStatus:
-    """Blocks since the start: given from the device, given from memory, asked for and not there."""
-
-    device: int
-    memory: int
-    missing: int
-
-
-class ServedBlocks:
-    """Answers `locate` and `get` of a transfer service (`foreword.transfer.service.Service`).
+class ServedBlocks(SharedFrames):
+    """What an engine gives: its memory tiers, and the named blocks of its device.
 
     Args:
         layout: of the engine's blocks; names of any other are not there.
@@ -123,19 +98,10 @@ class ServedBlocks:
         staging: Staging,
         memory: Sequence[Store] = (),
     ) -> None:
-        self.layout = layout
-        self._fingerprint = layout.fingerprint
+        super().__init__(layout, staging, memory, most=pool.num_blocks // _HELD_SHARE)
         self._pool = pool
         self._chains = chains
         self._post = post
-        self._staging = staging
-        self._memory = tuple(memory)
-        self._slots = Slots(range(staging.slots))
-        most = min(BATCH_BYTES // staging.frame_bytes, BATCH_BLOCKS, pool.num_blocks // _HELD_SHARE, staging.slots)
-        self._batch = max(most, 1)
-        self._copying = threading.Lock()
-        self._counting = threading.Lock()
-        self._counts: Counter[str] = Counter()
         # The engine's thread's own: ends of chains that were read since the last `_tidy`.
         self._ends: dict[bytes, None] = {}
         self._tidying = False
@@ -145,86 +111,14 @@ class ServedBlocks:
         """Whether all that was read so far is counted as used."""
         return not self._tidying
 
-    def status(self) -> ServedStatus:
-        return ServedStatus(self._counts["device"], self._counts["memory"], self._counts["missing"])
-
     # On the endpoint's threads
 
-    def locate(self, names: Sequence[Name], deadline: float) -> int:
-        """How many of these blocks, from the first on, are on the device or in memory."""
-        mine = itertools.takewhile(lambda name: name.startswith(self._fingerprint), names)
-        keys = [name[FINGERPRINT_BYTES:] for name in mine]
-        done = before = 0
-        while done < len(keys):
-            done += len(self._pool.lookup(keys[done:]))
-            for store in self._memory:
-                done += _found(store, names[done : len(keys)], deadline)
-            if done == before:
-                break
-            before = done
-        return done
+    def _on_device(self, keys: Sequence[bytes]) -> int:
+        return len(self._pool.lookup(keys))
 
-    def get(self, names: Sequence[Name], longest: int, deadline: float) -> Iterator[Sequence[Buffer | None]]:
-        """Sealed frames in the order of `names`, in batches; a batch's memory is used again when the next one is asked for."""
-        if longest < self._staging.frame_bytes:
-            return
-        for start in range(0, len(names), self._batch):
-            batch = names[start : start + self._batch]
-            slots = self._slots.wait_for(len(batch), deadline)
-            if slots is None:
-                return
-            try:
-                yield self._frames(batch, slots, deadline)
-            finally:
-                self._slots.give(slots)
-
-    def _frames(self, names: Sequence[Name], slots: Sequence[int], deadline: float) -> list[Buffer | None]:
-        """A batch. What is in memory is taken from there, because that does not concern the engine."""
-        buffers = [self._staging.buffer(slot) for slot in slots]
-        frames: list[Buffer | None] = [None] * len(names)
-        for store in self._memory:
-            open_ = [i for i, frame in enumerate(frames) if frame is None]
-            for i, length in zip(open_, self._read(store, names, buffers, open_, deadline), strict=True):
-                frames[i] = buffers[i][:length] if length else None
-        from_memory = sum(frame is not None for frame in frames)
-        missing = [i for i, frame in enumerate(frames) if frame is None and names[i].startswith(self._fingerprint)]
-        from_device = self._from_device(names, missing, slots, deadline) if missing else []
-        for i in from_device:
-            frames[i] = buffers[i]
-        self._count(device=len(from_device), memory=from_memory, missing=len(names) - from_memory - len(from_device))
-        return frames
-
-    def _read(
-        self, store: Store, names: Sequence[Name], buffers: Sequence[memoryview], which: Sequence[int], deadline: float
-    ) -> list[int]:
-        if not which:
-            return []
-        try:
-            with self._copying:
-                return store.get([names[i] for i in which], [buffers[i] for i in which], deadline=deadline)
-        except StoreError:  # closed, or the deadline passed
-            return [0] * len(which)
-
-    def _from_device(
-        self, names: Sequence[Name], which: Sequence[int], slots: Sequence[int], deadline: float
-    ) -> list[int]:
-        """Copy those of the names that the device has into their slots; returns which ones."""
-        held = self._hold([(i, names[i]) for i in which], deadline)
-        if not held:
-            return []
-        targets = [slots[one.number] for one in held]
-        try:
-            with self._copying:
-                self._staging.gather([one.block for one in held], targets)
-        finally:
-            self._post(lambda: self._give_back(held))
-        for one, slot in zip(held, targets, strict=True):
-            seal(one.header, self._staging.buffer(slot))
-        return [one.number for one in held]
-
-    def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> list[_Held]:
+    def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> list[Held]:
         """References to what the device has of these names; none if the engine does not come to it in time."""
-        answer: Future[list[_Held]] = Future()
+        answer: Future[list[Held]] = Future()
 
         def work() -> None:
             if not answer.set_running_or_notify_cancel():
@@ -242,15 +136,14 @@ class ServedBlocks:
             # Either it is not begun and never will be, or the engine is at it in this moment.
             return [] if answer.cancel() else answer.result()
 
-    def _count(self, **more: int) -> None:
-        with self._counting:
-            self._counts.update(more)
+    def _let_go(self, held: Sequence[Held]) -> None:
+        self._post(lambda: self._give_back(held))
 
     # On the engine's thread
 
-    def _take(self, wanted: Sequence[tuple[int, Name]]) -> list[_Held]:
+    def _take(self, wanted: Sequence[tuple[int, Name]]) -> list[Held]:
         pool = self._pool
-        held: list[_Held] = []
+        held: list[Held] = []
         spare = pool.num_free // _FREE_SHARE
         for number, name in wanted:
             key = name[FINGERPRINT_BYTES:]
@@ -262,14 +155,10 @@ class ServedBlocks:
                 continue  # what is free is about to be needed
             spare -= free
             pool.share(blocks)
-            held.append(_Held(number, blocks[0], self._header(key, *place)))
+            held.append(Held(number, blocks[0], self._header(key, *place)))
         return held
 
-    def _header(self, key: bytes, parent: bytes, depth: int) -> Header:
-        size = self._staging.block_bytes
-        return Header(self._fingerprint, key, parent, depth, RAW, size, size)
-
-    def _give_back(self, held: Sequence[_Held]) -> None:
+    def _give_back(self, held: Sequence[Held]) -> None:
         """Release what was read. The blocks before it are counted as used a little later, once for many reads of a chain."""
         self._pool.release([one.block for one in held])
         first, last = held[0].header, held[-1].header
@@ -289,20 +178,6 @@ class ServedBlocks:
             self._pool.release(chain)
         self._ends.clear()
         self._tidying = False
-
-
-def _found(store: Store, names: Sequence[Name], deadline: float) -> int:
-    if not names:
-        return 0
-    try:
-        return store.lookup(names, deadline=deadline)
-    except StoreError:
-        return 0
-
-
-def slots_for(layout: Layout) -> int:
-    """How many blocks the arena has room for from which they are given to peers."""
-    return max(ARENA_BYTES // (layout.block_bytes + HEADER_BYTES), 4)
 
 
 class Library(Idle):
