@@ -248,6 +248,8 @@ class Fleet:
             known.computes.load.finished(request, now)
             known.replica.load.running[request] = sent
             known.replica.load.resident += sent.resident
+            if not known.replica.sends_events and known.replica.block_size in (None, known.block_size):
+                self._estimate(known.replica, known.block_size).sent(known.keys)
 
     def finished(
         self,

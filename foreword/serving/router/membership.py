@@ -23,7 +23,9 @@ _DNS_SECONDS: Final = 5.0
 
 def named(config: RouterConfig) -> list[Spec]:
     """The replicas that flags name. Raises ConfigError, also if there is no way to learn of any."""
-    specs = [parse(text) for text in config.replicas] + [parse(text, "prefill") for text in config.prefill]
+    # Where there is a pool for prompts, the others do not compute prompts for each other.
+    usual = "decode" if config.prefill else "both"
+    specs = [parse(text, usual) for text in config.replicas] + [parse(text, "prefill") for text in config.prefill]
     seen: set[str] = set()
     for spec in specs:
         if spec.url in seen:

@@ -286,8 +286,9 @@ class Pool:
         if cached is not None and not ticket.prompt.exact:
             # What was compared as text is counted in other units.
             cached = round(cached * ticket.query.tokens / prompt_tokens) if prompt_tokens else None
-        if not ticket.prompt.tokens:
-            cached = None  # it was not looked at, so nothing was expected
+        if not ticket.prompt.tokens or ticket.prefill is not None:
+            # It was not looked at, so nothing was expected; or the answer tells of what came from the prefill replica.
+            cached = None
         guessed = ticket.guess is not None
         self.fleet.finished(ticket.id, clock(), cached_tokens=cached, output_tokens=output, guessed=guessed)
         self._left(ticket)

@@ -1,0 +1,114 @@
+"""A router in front of real servers that send each other KV: answers that move, prompts that another server computes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from doors import until, words
+from router_parts import RouterProcess
+from server_process import Process
+
+pytestmark = pytest.mark.timeout(300)
+FLAGS = ["--dtype", "float32", "--max-num-seqs", "12"]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[Process, Process]]:
+    started = Process(*FLAGS, "--role", "prefill"), Process(*FLAGS, "--role", "decode")
+    for process in started:
+        process.wait_ready()
+    yield started
+    for process in started:
+        process.popen.kill()
+        process.popen.wait()
+
+
+def chunks(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def text(chunk: dict[str, Any]) -> str:
+    choice = chunk["choices"][0]
+    return str(choice.get("text", choice.get("delta", {}).get("content")) or "")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_that_moves(servers: tuple[Process, Process], path: str) -> None:
+    """A stream whose request is moved to the other server goes on from there, the same as if it had not moved."""
+    urls = [process.url() for process in servers]
+    asked: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    if "chat" in path:
+        asked["messages"] = [{"role": "user", "content": words("moving", 20)}]
+    else:
+        asked["prompt"] = words("moving", 20)
+    choice = httpx.post(urls[0] + path, json=asked, timeout=60).json()["choices"][0]
+    whole = choice["message"]["content"] if "chat" in path else choice["text"]
+    router = RouterProcess("--replica", urls[0], "--replica", urls[1], "--policy", "round-robin").wait_for(2)
+    try:
+        with httpx.stream("POST", router.url + path, json={**asked, "stream": True}, timeout=60) as answer:
+            source = answer.headers["x-foreword-route"].partition(": ")[0]
+            target = next(url for url in urls if url != source)
+            found = chunks(answer.iter_lines())
+            seen = [next(found) for _ in range(5)]
+            name = answer.headers["x-request-id"]
+            moved = httpx.post(f"{source}/v1/requests/{name}/migrate", json={"to": target}, timeout=60)
+            assert moved.status_code == 200, moved.text
+            seen += list(found)
+        assert not any("error" in chunk for chunk in seen), seen[-1]
+        assert "".join(text(chunk) for chunk in seen) == whole
+        assert len({chunk["id"] for chunk in seen}) == 1
+        assert router.metric("foreword:router_moved_total") == 1
+        assert router.metric("foreword:router_continuations_total") == 0
+    finally:
+        router.kill()
+
+
+def test_a_prompt_computed_elsewhere(servers: tuple[Process, Process]) -> None:
+    """While many decode, a long prompt is computed by the prefill server and decoded by the other, with the same answer; a
+    short one, and one that is cached, is not sent to two servers."""
+    prefill, decode = (process.url() for process in servers)
+    router = RouterProcess("--replica", decode, "--prefill", prefill, "--min-prefill", "128").wait_for(2)
+    ended = threading.Event()
+
+    def keep_busy() -> None:
+        body = {"prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True}
+        while not ended.is_set():
+            with httpx.stream("POST", f"{router.url}/v1/completions", json=body, timeout=60) as answer:
+                for _ in answer.iter_lines():
+                    if ended.is_set():
+                        return
+
+    threads = [threading.Thread(target=keep_busy) for _ in range(9)]
+    for thread in threads:
+        thread.start()
+    try:
+        until(lambda: router.metric("foreword:router_in_flight", replica=decode) == 9)
+        until(lambda: router.metric("foreword:router_waiting", replica=decode) == 0)
+
+        def ask(prompt: str) -> tuple[str, dict[str, Any]]:
+            body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+            answer = httpx.post(f"{router.url}/v1/completions", json=body, timeout=60)
+            return answer.headers["x-foreword-route"], answer.json()
+
+        long = words("elsewhere", 200)
+        route, answer = ask(long)
+        assert f"{decode} after {prefill}: " in route, route
+        assert "after" not in ask("short")[0]
+        again, cached = ask(long)
+        assert "after" not in again
+        assert cached["choices"][0]["text"] == answer["choices"][0]["text"]
+        known = httpx.get(f"{prefill}/metrics").text.splitlines()
+        lookups = [line for line in known if line.startswith("vllm:prefix_cache_queries_total")]
+        assert float(lookups[0].rsplit(" ", 1)[1]) >= 600
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(60)
+        router.kill()
