@@ -19,7 +19,7 @@ FLAGS = ["--dtype", "float32", "--max-num-seqs", "12"]
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[tuple[Process, Process]]:
-    started = Process(*FLAGS, "--role", "prefill"), Process(*FLAGS, "--role", "decode")
+    started = Process(*FLAGS, "--role", "both"), Process(*FLAGS, "--role", "both")
     for process in started:
         process.wait_ready()
     yield started
