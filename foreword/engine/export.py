@@ -79,8 +79,8 @@ class Exports:
     def begin(self, source: Source, task: wire.Task) -> None:
         """Queue a wanted prompt. What is wrong with it ends the transfer with a sentence."""
         params = replace(task.params, n=1, max_tokens=max(task.params.max_tokens or 1, 1))
-        request = Request(f"prefill-{source.id.hex()}", wire.unpack(task.tokens), params, task.salt, task.index)
         try:
+            request = Request(f"prefill-{source.id.hex()}", wire.unpack(task.tokens), params, task.salt, task.index)
             sequence = self._enter(replace(request, params=replace(params, max_tokens=1)), task.seed)
         except ForewordError as error:
             source.cancel(Reason.REQUEST, error.message)

@@ -6,6 +6,7 @@ changes once it is written, so what was queued is read when the link has room fo
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -20,6 +21,8 @@ from foreword.transfer.connection import Connection
 from foreword.transfer.messages import Buffer, Part, Reason
 from foreword.transfer.parts import split
 from foreword.transfer.transfers import Source
+
+log = logging.getLogger(__name__)
 
 _WAIT: Final = 30.0
 _IDLE: Final = 20.0
@@ -182,6 +185,9 @@ class Lane:
                     job()
             except TransferError:
                 pass  # it ended a moment ago
+            except Exception:  # the edge of a thread that serves many transfers
+                log.exception("sending KV failed")
+                outgoing.source.cancel(Reason.FAILED, "sending KV failed")
             finally:
                 for _ in range(count):
                     outgoing.land()

@@ -112,9 +112,9 @@ class Pull:
         if tokens != self._length:
             destination.cancel(Reason.CONTENT, f"KV of {tokens} tokens instead of {self._length}")
             return
-        computed = wire.decode(wire.Computed, result)
-        if destination.take():
-            self.result = computed
+        # Before it is taken: the engine looks as soon as the transfer has ended.
+        self.result = wire.decode(wire.Computed, result)
+        destination.take()
 
     def ended(self, destination: Destination) -> None:
         """The transfer is over, for whatever reason."""

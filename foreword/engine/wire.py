@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from foreword.blocks.keys import token_bytes
-from foreword.engine.request import CacheReport, SamplingParams, TokenLogprob
+from foreword.engine.request import MAX_N, CacheReport, SamplingParams, TokenLogprob
 from foreword.errors import BadRequest
 
 VERSION = 1
@@ -35,6 +35,9 @@ class Task:
     index: int = 0
     salt: bytes = b""
     version: int = VERSION
+
+    def __post_init__(self) -> None:
+        _check_draw(self.seed, self.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,9 @@ class Moving:
     envelope: bytes = b""
     version: int = VERSION
 
+    def __post_init__(self) -> None:
+        _check_draw(self.seed, self.index)
+
 
 @dataclass(frozen=True, slots=True)
 class Rest:
@@ -107,6 +113,11 @@ def decode(kind: type[Kind], data: bytes) -> Kind:
             f"a request is described in version {version}, not {VERSION}: both instances need the same Foreword"
         )
     return found
+
+
+def _check_draw(seed: int, index: int) -> None:
+    if not (0 <= seed < 2**63 and 0 <= index < MAX_N):
+        raise BadRequest("a request's seed or index is out of range")
 
 
 def pack(tokens: Iterable[int]) -> bytes:

@@ -50,6 +50,7 @@ def run(config: Config, load: Load | None = None) -> int:
     """Serve until a signal or a failed load; returns the exit status. Raises ConfigError before anything is started."""
     _configure_logging(config.server.log_level)
     check_salts(config)
+    check_transfer(config)
     gate = Gate(config.server.max_queue)
     registry = PrometheusObserver()
     events = _open_events(config)
@@ -93,6 +94,15 @@ def check_salts(config: Config) -> None:
         raise ConfigError(
             "with API keys and a store that lasts, give --tenant-secret (any long random text, the same on every server that "
             "shares the store): tenants' salts are derived from it, and without it no block would be found again"
+        )
+
+
+def check_transfer(config: Config) -> None:
+    """Raises ConfigError for a secret that cannot be read, or an address that nobody could use."""
+    transfer = config.transfer.with_secret()
+    if config.role is not None and transfer.advertise is None and transfer.bind.startswith(("0.0.0.0:", "[::]:", ":")):
+        raise ConfigError(
+            f"others cannot reach this instance at {transfer.bind}; give --transfer-advertise, its address as they see it"
         )
 
 
