@@ -9,22 +9,26 @@ from vllm_process import BLOCK, attempt, make_model, needs_vllm, prompts, result
 
 pytestmark = needs_vllm
 
-# Five prompts of nine blocks; 49,280 bytes is a frame, so the memory has room for 31 blocks.
+# Five prompts of nine blocks, into tiers that have room for fewer: the tail of the first goes from both.
 ASKED = prompts(21, [300] * 5)
 BLOCKS = 9 * len(ASKED)
-ROOM = 31
+FRAME = 49280
+ROOM = {"near": 31, "disk": 40}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Five prompts into a memory that holds three and a half of them, and to disk; then the first one again."""
+    """Five prompts, of which the memory keeps three and a half and the disk four and a half; then the second one again."""
     folder = tmp_path_factory.mktemp("events")
     done = attempt(
         "vllm_events_script.py",
         {
             "model": str(make_model(folder / "model")),
-            "store": [f"memory://?size={ROOM * 49280}&label=near", f"disk://{folder}/kv?size=64MiB"],
-            "rounds": [ASKED, ASKED[:1]],
+            "store": [
+                f"memory://?size={ROOM['near'] * FRAME}&label=near",
+                f"disk://{folder}/kv?size={ROOM['disk'] * FRAME}",
+            ],
+            "rounds": [ASKED, ASKED[1:2]],
             "endpoint": f"ipc://{folder}/events",
             "replay": f"ipc://{folder}/replay",
         },
@@ -64,12 +68,13 @@ def test_events_say_where(found: dict[str, Any]) -> None:
     assert media == {("near", "CPU", "LOCAL"), ("disk", "STORAGE", "LOCAL")}
 
 
-def test_events_tell_what_a_tier_holds(found: dict[str, Any]) -> None:
-    """Whoever adds what was stored and takes away what was removed knows how many blocks the memory has, to the last one."""
+@pytest.mark.parametrize("tier", ["near", "disk"])
+def test_events_tell_what_a_tier_holds(tier: str, found: dict[str, Any]) -> None:
+    """Whoever adds what was stored and takes away what was removed knows how many blocks a tier has, to the last one."""
     held: set[int] = set()
     removed = 0
     for event in found["events"]:
-        if event.get("ownership") != "near":
+        if event.get("ownership") != tier:
             continue
         if event["kind"] == "BlockStored":
             held.update(event["block_hashes"])
@@ -77,8 +82,7 @@ def test_events_tell_what_a_tier_holds(found: dict[str, Any]) -> None:
             assert set(event["block_hashes"]) <= held
             held -= set(event["block_hashes"])
             removed += len(event["block_hashes"])
-    assert removed == found["evictions"]["near"] > 0 and len(held) == ROOM
-    assert not any(one["kind"] == "BlockRemoved" and one.get("ownership") == "disk" for one in found["events"])
+    assert removed == found["evictions"][tier] > 0 and len(held) == ROOM[tier]
 
 
 def test_metrics(found: dict[str, Any]) -> None:
@@ -90,11 +94,10 @@ def test_metrics(found: dict[str, Any]) -> None:
         value: float = metrics[f"vllm:foreword_{name}{labels}"]
         return value
 
-    assert found["cached"]["1-0"] == 288
-    assert of("saved_blocks", "disk") == BLOCKS and of("saved_bytes", "disk") == BLOCKS * 49280
+    assert of("saved_blocks", "disk") >= BLOCKS and of("saved_bytes", "disk") == of("saved_blocks", "disk") * FRAME
     assert of("saved_blocks", "near") >= BLOCKS
-    assert of("loaded_blocks", "near") + of("loaded_blocks", "disk") == 9
-    assert of("loaded_bytes", "disk") == of("loaded_blocks", "disk") * 49280 > 0
+    assert of("loaded_blocks", "near") + of("loaded_blocks", "disk") == found["cached"]["1-0"] // BLOCK > 0
+    assert of("loaded_bytes", "disk") == of("loaded_blocks", "disk") * FRAME > 0
     assert of("loads") == of("load_seconds") == 1
     assert of("dropped_blocks") == of("loads_cut") == 0
     assert metrics["vllm:foreword_queued_blocks[('rank', '0')]"] == 0
