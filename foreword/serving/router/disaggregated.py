@@ -13,7 +13,7 @@ from foreword.serving.router.pool import Ticket
 from foreword.serving.router.replicas import LOST, Upstream
 
 if TYPE_CHECKING:
-    from foreword.serving.router.proxying import Call
+    from foreword.serving.router.call import Call
 
 logger = logging.getLogger(__name__)
 

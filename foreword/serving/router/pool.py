@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +14,7 @@ from foreword.errors import BadRequest, DeadlineExceeded, NoReplica, QueueFull
 from foreword.routing.baselines import policy_named
 from foreword.routing.directory import Directory
 from foreword.routing.disaggregation import Disaggregation
-from foreword.routing.fleet import Ended, Fleet
+from foreword.routing.fleet import Fleet
 from foreword.routing.placement import Decision, Query
 from foreword.routing.queue import Entry, FairQueue
 from foreword.routing.sessions import Sessions
@@ -54,14 +54,7 @@ class _Waiter:
 class Pool:
     """All on the event loop's thread."""
 
-    def __init__(
-        self,
-        model: str,
-        config: RouterConfig,
-        weights: Mapping[str, float],
-        record: Callable[[Ended], None],
-        records: bool,
-    ) -> None:
+    def __init__(self, model: str, config: RouterConfig, weights: Mapping[str, float]) -> None:
         self.model = model
         self.fleet = Fleet(
             policy_named(config.policy),
@@ -69,7 +62,6 @@ class Pool:
             sessions=Sessions(ttl=config.session_ttl),
             disaggregation=Disaggregation(min_tokens=config.min_prefill),
         )
-        self.fleet.on_finished = record if records else None
         self.upstreams: dict[str, Upstream] = {}
         self.queue: FairQueue[_Waiter] = FairQueue(config.max_queue, dict(weights))
         self.reads_prompts = config.policy in _READS

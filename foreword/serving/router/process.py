@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -79,17 +80,15 @@ async def _serve(config: Config, listener: socket.socket, specs: list[Spec]) -> 
     await runner.setup()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    signals = 0
 
-    def on_signal() -> None:
-        nonlocal signals
-        signals += 1
+    def on_signal(number: int) -> None:
+        if stop.is_set():  # a second one does not wait
+            logging.shutdown()
+            os._exit(128 + number)
         stop.set()
-        if signals > 1:
-            loop.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     site = web.SockSite(runner, listener)
     await site.start()
     membership.start(specs)

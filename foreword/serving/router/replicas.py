@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -100,7 +100,9 @@ class Upstream:
         drained: takes no new requests by an operator's wish.
         pause_until: it said that it has too much to do.
         in_flight: requests sent there by this router, by whatever path; `most` at a time.
-        lives: streams that come from there.
+        trying: one request is on its way to show whether it is well again.
+        dead: the last probe did not reach it: streams from there will not go on.
+        lives: what is awaited from there.
     """
 
     spec: Spec
@@ -112,6 +114,7 @@ class Upstream:
     in_flight: int = 0
     most: int = 512
     trying: bool = False
+    dead: bool = False
     lives: set[Live] = field(default_factory=set)
     problem: str = "it has not answered yet"
     apart: str = ""
@@ -150,16 +153,27 @@ class Upstream:
 
 @dataclass(eq=False)
 class Live:
-    """A stream from a replica: when the last byte came, and how to end it from outside."""
+    """Something that comes from a replica: when the last byte came, and how to end it from outside (`end`)."""
 
-    response: aiohttp.ClientResponse
+    end: Callable[[], object]
     last: float
     begun: bool = False
     aborted: str = ""
 
     def abort(self, reason: str) -> None:
         self.aborted = reason
-        self.response.close()
+        self.end()
+
+
+class Health(NamedTuple):
+    """What a probe found: what is wrong, if anything, whether that leaves no doubt, and whether streams from there are dead."""
+
+    problem: str | None = None
+    certain: bool = False
+    dead: bool = False
+
+
+WELL: Final = Health()
 
 
 class Probe:
@@ -171,24 +185,24 @@ class Probe:
         self._headers = headers
         self._timeout = aiohttp.ClientTimeout(total=config.health_timeout)
 
-    async def health(self, upstream: Upstream) -> tuple[str | None, bool]:
-        """What is wrong, if anything, and whether that leaves no doubt. Foreword servers say at `/ready` whether they take
-        requests, vLLM at `/health`; of others only `/v1/models` is certain to exist."""
+    async def health(self, upstream: Upstream) -> Health:
+        """How it is. Foreword servers say at `/ready` whether they take requests, vLLM at `/health`; of others only
+        `/v1/models` is certain to exist."""
         try:
             for path in ("/ready", "/health", "/v1/models"):
                 status, body = await self._get(upstream.url + path)
                 if status < 400 or (path == "/v1/models" and status in (401, 403)):
-                    return None, False
+                    return WELL
                 if status != 404 or path == "/v1/models":
                     reason = body.get("reason") if isinstance(body, dict) else None
-                    return f"{path} says {status}{f': {reason}' if reason else ''}", status == 503
+                    return Health(f"{path} says {status}{f': {reason}' if reason else ''}", status == 503)
         except aiohttp.ClientConnectorError as error:
-            return f"cannot connect: {error.strerror or error}", True
+            return Health(f"cannot connect: {error.strerror or error}", certain=True, dead=True)
         except TimeoutError:
-            return f"no answer within {self._config.health_timeout:g} s", False
+            return Health(f"no answer within {self._config.health_timeout:g} s", dead=True)
         except LOST as error:
-            return f"the connection broke: {type(error).__name__}", False
-        return None, False
+            return Health(f"the connection broke: {type(error).__name__}", dead=True)
+        return WELL
 
     async def facts(self, upstream: Upstream) -> Facts:
         """Raises ReplicaFailed."""
@@ -233,7 +247,8 @@ class Probe:
 
     async def _cache_config(self, upstream: Upstream) -> tuple[int | None, int | None]:
         found = _CACHE.search(await self._metrics(upstream))
-        labels = {name.decode(): value.decode() for name, value in _LABEL.findall(found[1])} if found else {}
+        pairs = _LABEL.findall(found[1]) if found else []
+        labels = {name.decode(): value.decode("utf-8", "replace") for name, value in pairs}
         size, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
         if not size.isdigit():
             return None, None
@@ -266,6 +281,7 @@ class Probe:
             return ()
         host = urlsplit(upstream.url).hostname or ""
         found = [one for one in body.values() if isinstance(one, dict) and isinstance(one.get("endpoint"), str)]
+        found = [one for one in found if one.get("publisher", "zmq") == "zmq"]
         return tuple((_reachable(one["endpoint"], host), _replay(one, host)) for one in found)
 
     async def _get(self, url: str) -> tuple[int, Any]:
@@ -273,7 +289,10 @@ class Probe:
             if not answer.content_type.endswith("json"):
                 await answer.read()
                 return answer.status, None
-            return answer.status, await answer.json()
+            try:
+                return answer.status, await answer.json()
+            except ValueError:  # what is no JSON says nothing
+                return answer.status, None
 
 
 def _replay(source: Mapping[str, Any], host: str) -> str | None:

@@ -22,7 +22,8 @@ _DROPPED: Final = frozenset(
         "messages prompt suffix echo stop include_stop_str_in_output max_completion_tokens max_tokens min_tokens",
         "logprobs top_logprobs n best_of tools tool_choice functions function_call parallel_tool_calls response_format",
         "modalities prefix cache_report add_generation_prompt continue_final_message chat_template chat_template_kwargs",
-        "documents add_special_tokens stream_options reasoning_effort include_reasoning kv_transfer_params salt cache_salt",
+        "documents add_special_tokens truncate_prompt_tokens stream_options reasoning_effort include_reasoning",
+        "kv_transfer_params salt cache_salt",
     )
     for name in names.split()
 )
@@ -54,9 +55,19 @@ def why_not(asked: Asked) -> str | None:
     for name, neutral in _INEXACT.items():
         if asked.body.get(name) not in neutral:
             return f"{name} cannot begin in the middle of an answer"
+    messages = asked.body.get("messages")
+    if isinstance(messages, list) and not all(_is_text(message) for message in messages):
+        return "its prompt is not only text"
     if asked.body.get("tool_choice") not in (None, "none", "auto"):
         return "tool_choice cannot begin in the middle of an answer"
     return None
+
+
+def _is_text(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return True
+    return all(isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text") for part in content)
 
 
 @dataclass(frozen=True, slots=True)

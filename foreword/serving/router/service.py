@@ -6,18 +6,15 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Final
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final
 
 import aiohttp
 import zmq.asyncio
 
 from foreword.config import Config
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
-from foreword.recording import Recorded, Recorder
 from foreword.routing.feed import Feed
-from foreword.routing.fleet import Ended
 from foreword.serving.router.breaker import Breaker
 from foreword.serving.router.decisions import Decisions
 from foreword.serving.router.events import Subscription
@@ -25,7 +22,7 @@ from foreword.serving.router.metrics import RouterMetrics
 from foreword.serving.router.pool import Pool
 from foreword.serving.router.prompts import Prompts
 from foreword.serving.router.recorded import recorder_of, told
-from foreword.serving.router.replicas import LOST, Probe, Spec, Upstream, clock
+from foreword.serving.router.replicas import LOST, Health, Probe, Spec, Upstream, clock
 from foreword.serving.router.tenancy import Callers
 
 logger = logging.getLogger(__name__)
@@ -34,6 +31,8 @@ logger = logging.getLogger(__name__)
 _LOAD_SECONDS: Final = 5.0
 # A stream of a replica that is found dead is ended once nothing came for so long.
 _QUIET_SECONDS: Final = 2.0
+# Less than servers keep an idle connection (uvicorn, and so vLLM: 5 s): who sends next must be the one who closes.
+_IDLE_SECONDS: Final = 4.0
 _TICK_SECONDS: Final = 0.5
 _SCRUBBED: Final = 256
 
@@ -50,9 +49,6 @@ class Router:
         self.decisions = Decisions(config.router.decisions)
         self.metrics = RouterMetrics(self)
         self.recorder = recorder_of(config.server)
-        self.recorder = (
-            Recorder(Path(config.server.record), salt=config.server.record_salt) if config.server.record else None
-        )
         self.draining = False
         self.inside = 0
         self._numbers = itertools.count()
@@ -64,7 +60,7 @@ class Router:
         """Raises ModelNotFound if the tokenizer cannot be loaded."""
         connect = aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout)
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30, ttl_dns_cache=5),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS, ttl_dns_cache=5),
             timeout=connect,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -80,7 +76,7 @@ class Router:
         self.prompts = Prompts(self._asking, headers, self.config.tokenize_timeout)
         if self.config.tokenizer is not None:
             await self.prompts.load(self.config.tokenizer)
-        self._tasks.append(asyncio.create_task(self._tick()))
+        self._tasks.append(_task(self._tick()))
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -110,7 +106,7 @@ class Router:
             raise ConfigError(f"there is a replica {spec.url} already")
         upstream = Upstream(spec, source, Breaker(self.config.failures), most=self.config.max_in_flight)
         self.upstreams[spec.url] = upstream
-        upstream.tasks.append(asyncio.create_task(self._watch(upstream)))
+        upstream.tasks.append(_task(self._watch(upstream)))
         logger.info("replica %s comes (%s)", spec.url, source)
         return upstream
 
@@ -120,6 +116,7 @@ class Router:
         del self.upstreams[upstream.url]
         self._leave(upstream)
         self._stop_watching(upstream)
+        self.metrics.forget(upstream.url)
         logger.info("replica %s goes", upstream.url)
         return upstream
 
@@ -199,11 +196,11 @@ class Router:
             now = clock()
             if upstream.breaker.due(now):
                 was_open = upstream.breaker.state == "open"
-                problem, certain = await self.probe.health(upstream)
-                self._note_health(upstream, problem, certain)
-                if problem is None and (upstream.facts is None or was_open):
+                health = await self.probe.health(upstream)
+                self._note_health(upstream, health)
+                if health.problem is None and (upstream.facts is None or was_open):
                     await self._learn(upstream)
-                if problem is None and now - looked >= _LOAD_SECONDS:
+                if health.problem is None and now - looked >= _LOAD_SECONDS:
                     looked = now
                     await self._note_load(upstream)
             await asyncio.sleep(self._pause(upstream))
@@ -211,10 +208,10 @@ class Router:
     def _pause(self, upstream: Upstream) -> float:
         return min(self.config.health_interval, 0.5) if upstream.facts is None else self.config.health_interval
 
-    def _note_health(self, upstream: Upstream, problem: str | None, certain: bool) -> None:
-        upstream.problem = problem or upstream.problem
-        breaker = upstream.breaker
-        if problem is not None and certain and breaker.state != "open":
+    def _note_health(self, upstream: Upstream, health: Health) -> None:
+        problem, breaker = health.problem, upstream.breaker
+        upstream.problem, upstream.dead = problem or upstream.problem, health.dead
+        if problem is not None and health.certain and breaker.state != "open":
             if breaker.failed(clock(), problem, certain=True):
                 self._opened(upstream, problem)
         elif breaker.probed(clock(), problem):
@@ -236,9 +233,7 @@ class Router:
         model = facts.models[0]
         pool = self.pools.get(model)
         if pool is None:
-            pool = self.pools[model] = Pool(
-                model, self.config, self.callers.weights, self._record, self.recorder is not None
-            )
+            pool = self.pools[model] = Pool(model, self.config, self.callers.weights)
             if self.recorder is not None:
                 pool.fleet.on_finished = told(self.recorder)
         self._subscribe(upstream, pool)
@@ -271,7 +266,7 @@ class Router:
             feed = Feed(pool.fleet.directory, upstream.url, pool.model.encode(), facts.block_size, counts_copies=counts)
             subscription = Subscription(self._zmq, feed, endpoint, replay)
             self.feeds.setdefault(upstream.url, []).append(subscription)
-            upstream.tasks.append(asyncio.create_task(subscription.run()))
+            upstream.tasks.append(_task(subscription.run()))
 
     def _leave(self, upstream: Upstream) -> None:
         """Out of its pool, and all that was known of what it holds."""
@@ -310,7 +305,7 @@ class Router:
             now = clock()
             for upstream in list(self.upstreams.values()):
                 limit = self.config.stall_timeout
-                dead = upstream.breaker.state == "open"
+                dead = upstream.dead and upstream.breaker.state == "open"
                 for live in list(upstream.lives):
                     quiet = now - live.last
                     if dead and quiet > _QUIET_SECONDS:
@@ -319,25 +314,6 @@ class Router:
                         live.abort(f"{upstream.url} sent nothing for {quiet:.0f} s")
             for pool in self.pools.values():
                 pool.fleet.directory.scrub(_SCRUBBED)
-
-    def _record(self, ended: Ended) -> None:
-        if self.recorder is None:
-            return
-        first = ended.first_at - ended.sent_at if ended.first_at is not None else None
-        self.recorder.record(
-            Recorded(
-                ended.sent_at,
-                ended.keys,
-                ended.block_size,
-                ended.prompt_tokens,
-                ended.output_tokens or 0,
-                ended.cached_tokens,
-                first,
-                ended.ended_at - ended.sent_at,
-                ended.session,
-                ended.replica,
-            )
-        )
 
     # State
 
@@ -358,3 +334,15 @@ class Router:
         """Replicas that take requests, the one with least to do first."""
         able = [one for one in self.upstreams.values() if not one.excluded(clock())]
         return sorted(able, key=lambda one: (one.spec.role == "prefill", one.in_flight, one.url))
+
+
+def _task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task whose failure is seen: a defect, but the other replicas go on."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(_complain)
+    return task
+
+
+def _complain(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a task of the router failed", exc_info=error)
