@@ -59,6 +59,8 @@ class Scripted:
         self._loop.call(self.gate.set)
 
     async def _health(self, request: web.Request) -> web.Response:
+        if self.behaviour == "frozen":
+            await asyncio.sleep(60)
         return web.Response(status=500 if self.behaviour == "ill" else 200)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -82,6 +84,8 @@ class Scripted:
             return web.json_response({"error": {"message": "it broke", "type": "server_error"}}, status=500)
         if self.behaviour == "picky":
             return web.json_response({"error": {"message": "no", "type": "invalid_request_error"}}, status=422)
+        if self.behaviour == "frozen":
+            await asyncio.sleep(60)
         if self.behaviour == "hang up":
             assert request.transport is not None
             request.transport.abort()
@@ -187,6 +191,31 @@ def test_a_replica_that_stalls(loop: Loop) -> None:
         texts = {said(post(router, stream=True, max_tokens=9)) for _ in range(2)}
         assert "one twoone two three" in texts
         until(lambda: odd.open == 0)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_replica_that_freezes(loop: Loop, streams: bool) -> None:
+    """A replica that takes connections and answers nothing, not even probes, is noticed, and who waits there is answered by
+    another."""
+    odd, good = Scripted(loop), Scripted(loop)
+    flags = ["--policy", "round-robin", "--health-timeout", "0.2"]
+    with routed(*named(odd, good), *flags, replicas=2) as router:
+        odd.behaviour = "frozen"
+        for _ in range(2):
+            answer = post(router, stream=streams)
+            assert (said(answer) if streams else answer.json()["choices"][0]["text"]) == "one two three"
+        until(lambda: router.metric("foreword:router_replica_up", replica=odd.url) == 0)
+
+
+def test_a_mistake_of_one_request_is_not_the_replicas(loop: Loop) -> None:
+    """A request that fails everywhere does not make anybody leave the replicas alone."""
+    odd, other = Scripted(loop), Scripted(loop)
+    with routed(*named(odd, other), "--failures", "1", replicas=2) as router:
+        odd.behaviour = other.behaviour = "broken"
+        assert [post(router).status_code for _ in range(3)] == [500] * 3
+        odd.behaviour = other.behaviour = "answer"
+        assert post(router).status_code == 200
+        assert router.metric("foreword:router_breaker_opened_total") == 0
 
 
 def test_servers_that_tell_no_tokens(loop: Loop) -> None:
