@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import secrets
 import threading
 import time
@@ -14,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.shared import SharedChain, shared_chains
@@ -22,14 +21,14 @@ from foreword.cache import BlockCache
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig
 from foreword.engine.adopted import Adopted, AdoptedRequests
 from foreword.engine.assembly import Assembly, ModelInfo, assemble
-from foreword.engine.request import Delta, Request, SamplingParams
+from foreword.engine.prefix_registry import PrefixRegistry
+from foreword.engine.request import Delta, Request
 from foreword.engine.scheduler import Sequence as Running
 from foreword.engine.tokenizer import Tokenizer
-from foreword.errors import BadRequest, CannotMove, EngineFailed, ForewordError, NotFound, ShuttingDown, UnknownPrefix
+from foreword.errors import BadRequest, CannotMove, EngineFailed, NotFound, ShuttingDown, UnknownPrefix
 from foreword.events import Observer
 from foreword.forget import forget_tenant
-from foreword.prefix_records import PrefixRecord, PrefixRecords, tenant_digest
-from foreword.prefixes import Message, NamedPrefix, PrefixBook
+from foreword.prefix_records import tenant_digest
 
 if TYPE_CHECKING:
     from foreword.engine.instance import Instance
@@ -37,12 +36,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# Seconds between two looks at the named prefixes in the store: in general, and for a name that is not known here.
-_REFRESH_SECONDS = 2.0
-_UNKNOWN_SECONDS = 0.2
-# A prefix that was registered so recently may not be in the store's listing yet.
-_SETTLED_SECONDS = 10.0
-_MAX_TENANTS = 4096
 # Newest texts that are compared to find what they share.
 _COMPARED_TEXTS = 2048
 
@@ -398,211 +391,3 @@ class Around:
 def _put_all(batch: Sequence[tuple[asyncio.Queue[Delta], Delta]]) -> None:
     for queue, delta in batch:
         queue.put_nowait(delta)
-
-
-class PrefixRegistry:
-    """Named prefixes of a running engine: registers, computes ahead, pins, and builds prompts with them (R15 to R18).
-
-    With a store they are written there too. What other instances, or this one before it was restarted, have registered is
-    seen when `refresh` looks; it is computed (or loaded) and pinned ahead, in the background, while the budget lasts.
-    """
-
-    def __init__(self, engine: AsyncEngine, book: PrefixBook, off_device: BlockCache | None = None) -> None:
-        self._engine = engine
-        self._book = book
-        self._off = off_device
-        self._counter = 0
-        self._looked: dict[bytes, float] = {}
-        self._warming: set[asyncio.Task[None]] = set()
-        self._records: PrefixRecords | None = None
-        if off_device is not None:
-            info = engine.info
-            self._records = PrefixRecords(off_device.store, info.fingerprint, info.name, info.block_size)
-
-    @property
-    def budget_bytes(self) -> int:
-        return self._book.budget_bytes
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._book.pinned_bytes
-
-    async def add(
-        self,
-        name: str,
-        *,
-        content: str | None = None,
-        messages: Sequence[Message] | None = None,
-        salt: bytes = b"",
-        replace: bool = False,
-    ) -> NamedPrefix:
-        """Register a prefix, compute its KV and pin it. Raises BadRequest, PromptTooLong, PrefixBudgetExceeded, or StoreError
-        if no store took it."""
-        kind, held, tokens = prefix_tokens(self._engine.tokenizer, content, messages)
-        await self.refresh(salt, name)
-        stored = self._book.version(name, salt=salt)
-        kept = await self._compute(name, kind, held, tokens, salt, replace=replace, stored_version=stored)
-        if self._records is not None:
-            records, last_key = self._records, self._keys(tokens, salt)[-1:]
-            await asyncio.to_thread(records.put, kept, last_key[0] if last_key else b"", salt)
-            self._pin_stored(tokens, salt)
-        return kept
-
-    async def _compute(
-        self,
-        name: str,
-        kind: Literal["text", "messages"],
-        held: str | tuple[Message, ...],
-        tokens: tuple[int, ...],
-        salt: bytes,
-        *,
-        replace: bool,
-        stored_version: int = 0,
-        adopted: NamedPrefix | None = None,
-    ) -> NamedPrefix:
-        engine = self._engine
-        promised: list[int] = []
-        kept: list[NamedPrefix] = []
-
-        def promise() -> None:
-            promised.append(self._book.promise(name, tokens, salt=salt, replacing=replace))
-
-        def keep(sequence: Running) -> None:
-            if adopted is not None and self._book.version(name, salt=salt) != adopted.version:
-                return  # removed or replaced while it was loaded
-            blocks = engine._core.cache.pin(sequence.table, len(tokens) // engine.info.block_size)
-            kept.append(
-                self._book.keep(
-                    name, kind, held, tokens, blocks, salt=salt, stored_version=stored_version, adopted=adopted
-                )
-            )
-
-        def settle() -> None:
-            if promised and not kept:
-                self._book.break_promise(promised[0])
-
-        self._counter += 1
-        request = Request(f"prefix-{self._counter}-{name}", tokens, SamplingParams(max_tokens=0), salt=salt)
-        try:
-            # All three run on the engine's thread, in this order, wherever the caller is cancelled.
-            await engine._call(promise)
-            engine.validate(request)
-            async for _ in engine._listen(request, keep):
-                pass
-        finally:
-            engine._post(settle)
-        if not kept:
-            raise ShuttingDown(f"the engine ended before the prefix {name!r} was computed")
-        return kept[0]
-
-    def _keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        info = self._engine.info
-        root = Scope(bytes.fromhex(info.fingerprint), info.block_size, salt).root()
-        return chain_keys(root, tokens, info.block_size)
-
-    def _pin_stored(self, tokens: Sequence[int], salt: bytes, *, pinned: bool = True) -> None:
-        if self._off is not None:
-            self._off.pin(self._keys(tokens, salt), pinned=pinned)
-
-    async def refresh(self, salt: bytes = b"", name: str | None = None) -> None:
-        """Learn what the store knows, if that was not asked within the last seconds; at once for a name unknown here."""
-        records = self._records
-        if records is None:
-            return
-        unknown = name is not None and not self._book.version(name, salt=salt)
-        age = time.monotonic() - self._looked.get(salt, -math.inf)
-        if age < (_UNKNOWN_SECONDS if unknown else _REFRESH_SECONDS):
-            return
-        if len(self._looked) >= _MAX_TENANTS:
-            self._looked.clear()
-        self._looked[salt] = time.monotonic()
-        found = await asyncio.to_thread(records.all, salt)
-        if found is None:  # the store does not say what there is, but perhaps whether this one is there
-            one = await asyncio.to_thread(records.get, name, salt) if name is not None and unknown else None
-            if one is not None:
-                await self._adopt(one, salt)
-            return
-        for record in found:
-            if record.version > self._book.version(record.name, salt=salt):
-                await self._adopt(record, salt)
-        stored = {record.name for record in found}
-        for prefix in self._book.list(salt=salt):
-            if prefix.name not in stored and time.time() - prefix.created > _SETTLED_SECONDS:
-                with contextlib.suppress(UnknownPrefix):
-                    await self._engine._call(functools.partial(self._book.remove, prefix.name, salt=salt))
-
-    async def _adopt(self, record: PrefixRecord, salt: bytes) -> None:
-        content = record.content if isinstance(record.content, str) else None
-        messages = None if isinstance(record.content, str) else record.content
-        try:
-            kind, held, tokens = prefix_tokens(self._engine.tokenizer, content, messages)
-        except BadRequest:
-            return  # its content does not suit this model's template
-        prefix = NamedPrefix(record.name, record.version, kind, held, tokens, record.created)
-        await self._engine._call(lambda: self._book.adopt(prefix, salt=salt))
-        task = asyncio.create_task(self._warm(prefix, salt))
-        self._warming.add(task)
-        task.add_done_callback(self._warming.discard)
-
-    async def _warm(self, prefix: NamedPrefix, salt: bytes) -> None:
-        """Bring an adopted prefix to the device and pin it; without room it is used like any other text."""
-        with contextlib.suppress(ForewordError):
-            await self._compute(
-                prefix.name, prefix.kind, prefix.content, prefix.tokens, salt, replace=True, adopted=prefix
-            )
-
-    def get(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
-        return self._book.get(name, salt=salt)
-
-    async def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
-        """Here and in the store. Raises UnknownPrefix, or StoreError if a store cannot be told."""
-        await self.refresh(salt, name)
-        prefix = self._book.get(name, salt=salt)
-        if self._records is not None:
-            await asyncio.to_thread(self._records.remove, name, salt)
-            self._pin_stored(prefix.tokens, salt, pinned=False)
-        return await self._engine._call(lambda: self._book.remove(name, salt=salt))
-
-    def prompt(self, name: str, text_or_tokens: str | Sequence[int], *, salt: bytes = b"") -> list[int]:
-        """Tokens of the named text followed by those of the prompt; counts a use."""
-        return prefixed_prompt(self._book, self._engine.tokenizer, name, text_or_tokens, salt)
-
-    def chat(self, name: str, messages: Sequence[Message], *, salt: bytes = b"") -> list[int]:
-        """Tokens of the named messages followed by the given ones, ready for the answer; counts a use."""
-        return prefixed_chat(self._book, self._engine.tokenizer, name, messages, salt)
-
-    def note_hit(self, name: str, tokens: int, *, salt: bytes = b"") -> None:
-        self._book.note_hit(name, tokens, salt=salt)
-
-    def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
-        """By name."""
-        return self._book.list(salt=salt)
-
-
-def prefix_tokens(
-    tokenizer: Tokenizer, content: str | None, messages: Sequence[Message] | None
-) -> tuple[Literal["text", "messages"], str | tuple[Message, ...], tuple[int, ...]]:
-    """Kind, content and tokens of a prefix to be registered. Raises BadRequest unless exactly one form is given."""
-    if (content is None) == (messages is None):
-        raise BadRequest("give either 'content' (text) or 'messages' (a chat's beginning)", param="content")
-    if content is not None:
-        return "text", content, tuple(tokenizer.encode(content))
-    assert messages is not None
-    return "messages", tuple(messages), tuple(tokenizer.render_chat(messages, add_generation_prompt=False))
-
-
-def prefixed_prompt(
-    book: PrefixBook, tokenizer: Tokenizer, name: str, text_or_tokens: str | Sequence[int], salt: bytes
-) -> list[int]:
-    prefix = book.use(name, "text", salt=salt)
-    if isinstance(text_or_tokens, str):
-        text_or_tokens = tokenizer.encode(text_or_tokens, add_special_tokens=False)
-    return [*prefix.tokens, *text_or_tokens]
-
-
-def prefixed_chat(
-    book: PrefixBook, tokenizer: Tokenizer, name: str, messages: Sequence[Message], salt: bytes
-) -> list[int]:
-    prefix = book.use(name, "messages", salt=salt)
-    assert not isinstance(prefix.content, str)
-    return tokenizer.render_chat([*prefix.content, *messages], add_generation_prompt=True)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, build
 from foreword.engine.assembly import assemble
-from foreword.engine.async_engine import prefix_tokens, prefixed_chat, prefixed_prompt
+from foreword.engine.prefix_registry import prefix_tokens, prefixed_chat, prefixed_prompt
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
 from foreword.engine.scheduler import Sequence as Running
 from foreword.errors import BadRequest, EngineFailed

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from foreword.blocks import PrefixCache
-from foreword.blocks.history import Explanation, History
+from foreword.blocks.history import History
 from foreword.cache import BlockCache
-from foreword.engine.request import CacheReport, Delta, Departure, FinishReason, Request, SamplingParams, TokenLogprob
+from foreword.engine.reports import Reports
+from foreword.engine.request import Delta, Departure, FinishReason, Request, SamplingParams, TokenLogprob
 from foreword.engine.runner import Runner, draw_of
 from foreword.engine.sampling import Sampled
 from foreword.engine.scheduler import Chunk, Pull, Scheduler, Sequence, Step
@@ -101,6 +102,7 @@ class EngineCore:
         self._runner = runner
         self._tokenizer = tokenizer
         self._history = history or History(0)
+        self._reports = Reports(cache, self._history, off_device, tell_other_tenants=limits.tell_other_tenants)
         self._observers = tuple(observers)
         self._clock = clock
         self._running: dict[int, _Running] = {}
@@ -392,59 +394,10 @@ class EngineCore:
     def _note_admitted(self, sequence: Sequence) -> None:
         sequence.admitted_at = self._clock()
         if sequence.request.want_cache_report:
-            sequence.report = self._explain(sequence)
+            sequence.report = self._reports.report(sequence)
         self._history.add(sequence.request.salt, sequence.table.chain.tokens)
-        loaded = tuple(self._loaded_tokens(sequence).items())
+        loaded = tuple(self._reports.loaded_tokens(sequence).items())
         self.notify(PrefixLookup(sequence.request.id, sequence.num_prompt, sequence.cached_tokens, loaded))
-
-    def _explain(self, sequence: Sequence) -> CacheReport:
-        cached, length = sequence.cached_tokens, sequence.num_prompt
-        found = Explanation("disabled", None, "Prefix caching is switched off.")
-        if self.cache.enabled:
-            found = self._history.explain(
-                sequence.request.salt,
-                sequence.table.chain.tokens,
-                cached,
-                self.cache.block_size,
-                tell_other_tenants=self.limits.tell_other_tenants,
-            )
-        shared = sequence.shared_tokens
-        copied, computed = cached - shared, length - cached
-        loaded = self._loaded_tokens(sequence)
-        on_device = shared - sum(loaded.values())
-        return CacheReport(
-            prompt_tokens=length,
-            cached_tokens=cached,
-            device_tokens=on_device,
-            copied_tokens=copied,
-            computed_tokens=computed,
-            reason=found.reason,
-            diverged_at=found.diverged_at,
-            detail=found.detail,
-            loaded_tokens=loaded,
-            transferred_tokens=self._transferred_tokens(sequence),
-        )
-
-    def _loaded_tokens(self, sequence: Sequence) -> dict[str, int]:
-        """Prompt tokens that came from each tier, or had been cached by another instance. A prompt that is cached to its end
-        computes its last token again."""
-        counts: dict[str, int] = {}
-        if sequence.loaded and self.off_device is not None:
-            tiers, size = self.off_device.store.tiers, self.cache.block_size
-            for number in sequence.loaded:
-                counts[tiers[number].label] = counts.get(tiers[number].label, 0) + size
-            counts[tiers[sequence.loaded[-1]].label] -= sequence.recomputed
-        if sequence.arrival is not None and sequence.cached_tokens > sequence.arrived_from:
-            counts[sequence.arrival.origin] = sequence.cached_tokens - sequence.arrived_from
-        return counts
-
-    def _transferred_tokens(self, sequence: Sequence) -> dict[str, int]:
-        arrival = sequence.arrival
-        if arrival is None:
-            return {}
-        here = sequence.num_prompt if arrival.token is not None else arrival.blocks * self.cache.block_size
-        came = here - sequence.arrived_from
-        return {arrival.origin: came} if came else {}
 
     def _note_token(self, sequence: Sequence, now: float) -> None:
         if sequence.last_token_at < 0:

@@ -12,7 +12,13 @@ import pytest
 from pair import Answer, Node, ask, node, request, until
 from tiny import prompt
 
+from foreword.config import EngineConfig, StoreConfig, TransferConfig
+from foreword.engine import wire
+from foreword.engine.async_engine import AsyncEngine
 from foreword.engine.request import SamplingParams
+from foreword.transfer.endpoint import Endpoint
+from foreword.transfer.messages import Reason
+from foreword.transfer.service import Idle
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=3)
 SEEDED = SamplingParams(max_tokens=8, seed=7, logprobs=1, top_p=0.9)
@@ -314,8 +320,6 @@ def test_secret_and_links(
     """With the same secret, from a file or not, KV travels over either link; with another one the prompt is computed here."""
     word = "sixteen characters and more"
     (tmp_path / "secret").write_text(word + "\n")
-    from foreword.config import TransferConfig
-
     assert TransferConfig(secret_file=str(tmp_path / "secret")).with_secret().secret == word
     source = node(folder("llama"), "prefill", transfer={"secret": word, "links": links})
     friend = node(folder("llama"), "decode", transfer={"secret": word, "links": links})
@@ -338,6 +342,41 @@ def test_secret_and_links(
     finally:
         for each in (source, friend, stranger):
             each.engine.close()
+
+
+def test_nonsense_is_refused(nodes: tuple[Node, Node]) -> None:
+    """What a peer with the secret sends is checked: a description that is none, tokens outside the vocabulary, a seed that is
+    too large, more blocks than there are. Each ends its own transfer, and the engine goes on."""
+    prefill = nodes[0]
+    assert prefill.engine.instance is not None
+    layout = prefill.engine.instance.layout
+    params = SamplingParams(max_tokens=1)
+    good = wire.Task("x", wire.pack(prompt(9, 1)), params, 1)
+    bad = {
+        b"nonsense": Reason.REQUEST,
+        wire.encode(dataclasses.replace(good, tokens=b"123")): Reason.REQUEST,
+        wire.encode(dataclasses.replace(good, tokens=b"")): Reason.REQUEST,
+        wire.encode(dataclasses.replace(good, tokens=wire.pack([10**9]))): Reason.REQUEST,
+        wire.encode(dataclasses.replace(good, version=99)): Reason.REQUEST,
+        wire.encode({**dataclasses.asdict(good), "seed": 2**63}): Reason.REQUEST,
+    }
+    endpoint = Endpoint(TransferConfig(), Idle(layout))
+    try:
+        connection = endpoint.connect(prefill.address)
+        for request_bytes, reason in bad.items():
+            destination = connection.want(request_bytes)
+            assert destination.wait(20) is not None
+            assert destination.reason == reason
+        # A claim to have more blocks than the prompt has: nothing is sent, and nothing breaks.
+        assert connection.want(wire.encode(good), have=1000).wait(20) is not None
+    finally:
+        endpoint.close()
+
+    async def main() -> None:
+        await prefill.whole()
+        assert len((await ask(prefill.engine, prompt(9, 1), GREEDY)).tokens) > 0
+
+    asyncio.run(main())
 
 
 def test_stalled_source(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
@@ -433,9 +472,6 @@ def test_salts_stay_apart(nodes: tuple[Node, Node]) -> None:
 
 def test_over_a_store(folder: Callable[[str], Path], nodes: tuple[Node, Node], tmp_path: Path) -> None:
     """What came is in the decode side's own store too, and is found there when the device has forgotten it."""
-    from foreword.config import EngineConfig, StoreConfig, TransferConfig
-    from foreword.engine.async_engine import AsyncEngine
-
     prefill = nodes[0]
     config = EngineConfig(
         model=str(folder("llama")),
