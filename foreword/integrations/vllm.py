@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from foreword.integrations.vllm_facts import Facts, Settings
 from foreword.integrations.vllm_metrics import ForewordPromMetrics, ForewordStats
-from foreword.integrations.vllm_plan import StepPlan, WorkerNews
+from foreword.integrations.vllm_plan import StepPlan, WorkerAddress, WorkerNews
 from foreword.integrations.vllm_scheduler import SchedulerSide
 from foreword.integrations.vllm_worker import WorkerSide
 
@@ -57,7 +57,7 @@ class ForewordConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        settings = Settings.read(transfer.kv_connector_extra_config or {})
+        settings = Settings.read(transfer.kv_connector_extra_config or {}, str(transfer.kv_role))
         # A block that does not come is a miss; vLLM's default would end the request with an error.
         transfer.kv_load_failure_policy = "recompute"
         facts = Facts(vllm_config, kv_cache_config, settings)
@@ -95,13 +95,19 @@ class ForewordConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
-        self._scheduler.finished(request.request_id)
-        return False, None
+        params = self._scheduler.finished(request, block_ids)
+        return params is not None, params
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         assert self._scheduler is not None
         counts = self._scheduler.sources(request, num_external_tokens)
         return {CacheHitSource(source): tokens for source, tokens in counts.items()}
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        assert self._scheduler is not None
+        self._scheduler.meet(
+            {rank: address for rank, address in metadata.items() if isinstance(address, WorkerAddress)}
+        )
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         announcer = self._scheduler.announcer if self._scheduler is not None else None
@@ -126,10 +132,14 @@ class ForewordConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._worker is not None
         self._worker.register(kv_caches)
 
+    def get_handshake_metadata(self) -> WorkerAddress | None:
+        return self._worker.address if self._worker is not None else None
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None:
+        if self._worker is not None and isinstance(connector_metadata, StepPlan):
             self._worker.step_began = time.monotonic()
+            self._worker.withdraw(connector_metadata)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing is read from a preempted request's blocks: what was to be saved was copied in the step that filled it."""
@@ -156,12 +166,13 @@ class ForewordConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.stop(finished_req_ids)
         if isinstance(plan, StepPlan) and not plan.tokens:
             self._worker.rest()
-        loaded = self._worker.loaded()
-        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=self._worker.take_failed_requests())
+        loaded, sent = self._worker.loaded(), self._worker.sent(finished_req_ids)
+        failed = self._worker.take_failed_requests()
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=loaded, failed_recving=failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
-        return None, results.finished_recving or None
+        return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self._worker is not None

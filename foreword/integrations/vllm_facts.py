@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -13,36 +14,77 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from foreword.blocks.keys import Scope
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.config import StoreConfig, build
+from foreword.config import StoreConfig, TransferConfig, build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
 from foreword.integrations.vllm_weights import fingerprint_folder, model_folder
 from foreword.store.urls import loss_of
+from foreword.transfer.sockets import parse_address
 
 NULL_BLOCK = 0  # vLLM's place for blocks that a sliding window has left behind
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`kv_connector_extra_config`. `fingerprint`: a digest, 32 or 64 hexadecimal digits, that says what the weights are, where
-    they are not in a folder of safetensors files."""
+    """`kv_connector_extra_config`, and what vLLM's `kv_role` says.
+
+    Attributes:
+        fingerprint: a digest, 32 or 64 hexadecimal digits, that says what the weights are, where they are not in a folder of
+            safetensors files.
+        transfer: how KV travels to and from other instances; None: not at all.
+        listens: whether others may read this instance's memory, and what it keeps for them.
+        hands_over, takes_over: whether `do_remote_decode` and `do_remote_prefill` of requests are honoured.
+    """
 
     store: StoreConfig
     fingerprint: str | None = None
+    transfer: TransferConfig | None = None
+    listens: bool = False
+    hands_over: bool = False
+    takes_over: bool = False
 
     @classmethod
-    def read(cls, extra: dict[str, Any]) -> Settings:
+    def read(cls, extra: dict[str, Any], role: str = "kv_both") -> Settings:
         """Raises ConfigError for an unknown key or a bad value."""
         given = dict(extra)
         urls = given.pop("store", ())
         fingerprint = given.pop("fingerprint", None)
-        known = ("store", "fingerprint", "staging", "lookup_timeout", "load_timeout", "flush_seconds")
+        listens = "transfer" in given
+        transfer = _transfer(given.pop("transfer")) if listens else None if role == "kv_both" else TransferConfig()
+        known = ("store", "fingerprint", "transfer", "staging", "lookup_timeout", "load_timeout", "flush_seconds")
         for key in given:
             if key not in known:
                 raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{did_you_mean(key, known)}")
         store = build(StoreConfig, "store", {"urls": [urls] if isinstance(urls, str) else list(urls), **given})
-        if not store.urls:
+        if not store.urls and transfer is None:
             raise ConfigError('give stores in kv_connector_extra_config: {"store": ["disk:///var/cache/foreword"]}')
-        return cls(store, None if fingerprint is None else _digest(fingerprint))
+        return cls(
+            store,
+            None if fingerprint is None else _digest(fingerprint),
+            transfer,
+            listens or role == "kv_producer",
+            transfer is not None and role != "kv_consumer",
+            transfer is not None and role != "kv_producer",
+        )
+
+
+def _transfer(given: object) -> TransferConfig:
+    """`transfer` of the extra configuration: the keys of `TransferConfig`, and `secret_env` in place of the secret, which
+    would show in logs. Raises ConfigError."""
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f'transfer in kv_connector_extra_config is an object: {{"bind": "0.0.0.0:9100"}}, not {given!r}'
+        )
+    values = dict(given)
+    if "secret" in values:
+        raise ConfigError("a secret in kv_connector_extra_config would show in logs: name a variable with secret_env")
+    variable = values.pop("secret_env", None)
+    if variable is not None:
+        if not isinstance(variable, str) or variable not in os.environ:
+            raise ConfigError(f"transfer.secret_env: there is no environment variable {variable}")
+        values["secret"] = os.environ[variable]
+    config = build(TransferConfig, "transfer", values).with_secret()
+    parse_address(config.bind)
+    return config
 
 
 def _digest(text: object) -> str:
@@ -63,6 +105,7 @@ class Facts:
         windowed: blocks that a sliding window left behind are vLLM's null block, so a load that fails is given up whole: what
             is computed again from its middle would miss the blocks before.
         events: whether vLLM publishes KV events.
+        apart: whether the scheduler is in another process than the workers.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
@@ -89,6 +132,7 @@ class Facts:
         self.config = vllm_config
         parallel = vllm_config.parallel_config
         self.ranks: int = int(parallel.tensor_parallel_size)
+        self.apart = self.ranks > 1 or parallel.distributed_executor_backend != "uni"
         if parallel.pipeline_parallel_size != 1:
             raise ModelUnsupported("pipeline parallelism is not supported by Foreword's connector")
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -13,6 +13,7 @@ from typing import Any, Final
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from foreword.cache import BlockCache, CacheStatus
+from foreword.integrations.vllm_leases import Leases
 from foreword.store.tiered import Tier
 
 _PER_TIER: Final = {
@@ -35,6 +36,10 @@ _OVERALL: Final = {
     "loads_cut": "Loads that brought less than they set out for; vLLM computed the rest.",
     "loads_stopped": "Loads that were stopped because computing was sooner.",
     "loads_declined": "Prefixes found in the stores that were sooner computed than loaded.",
+    "leases": "Prompts kept for another instance that decodes.",
+    "leases_unread": "Prompts kept for another instance that never came for them.",
+    "lent_blocks": "Blocks that other instances read while they were kept for them.",
+    "shared_blocks": "Blocks that other instances read from this one's memory tiers.",
 }
 _LOAD_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -93,8 +98,9 @@ def _add(into: dict[str, float], amounts: Mapping[str, float]) -> None:
 class StatsReader:
     """Reads the counters of one rank's cache, and what was added to them since the last time."""
 
-    def __init__(self, cache: BlockCache, rank: int) -> None:
+    def __init__(self, cache: BlockCache, rank: int, leases: Leases | None = None) -> None:
         self._cache = cache
+        self._leases = leases
         self._rank = str(rank)
         self._tiers: dict[str, dict[str, float]] = {}
         self._counts: dict[str, float] = {}
@@ -109,7 +115,7 @@ class StatsReader:
         """`load_seconds`: of the loads that ended meanwhile. None if nothing changed."""
         status = self._cache.status()
         tiers = {tier.label: _of_tier(tier) for tier in self._cache.store.tiers}
-        counts = _of_cache(status)
+        counts = {**_of_cache(status), **_of_leases(self._leases)}
         added = {label: _added(amounts, self._tiers.get(label, {})) for label, amounts in tiers.items()}
         more = _added(counts, self._counts)
         if load_seconds:
@@ -154,6 +160,13 @@ def _of_cache(status: CacheStatus) -> dict[str, float]:
         "loads_stopped": status.stopped,
         "loads_declined": status.declined,
     }
+
+
+def _of_leases(leases: Leases | None) -> dict[str, float]:
+    if leases is None:
+        return {}
+    given = leases.status()
+    return {**leases.counts, "lent_blocks": given.device, "shared_blocks": given.memory}
 
 
 class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

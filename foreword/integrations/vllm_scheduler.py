@@ -6,22 +6,19 @@ import math
 import os
 import time
 from array import array
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from foreword.blocks.keys import TokenChain
-from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.cache import Ticket
-from foreword.config import StoreConfig
-from foreword.errors import ConfigError
 from foreword.integrations.vllm_events import Announcer
 from foreword.integrations.vllm_facts import NULL_BLOCK, Facts, Settings
-from foreword.integrations.vllm_plan import Load, Save, StepPlan, WorkerNews
-from foreword.integrations.vllm_worker import WorkerSide, worker_of
-from foreword.store.tiered import TieredStore
-from foreword.store.urls import open_store, parse
+from foreword.integrations.vllm_handover import Handover
+from foreword.integrations.vllm_plan import Load, Save, StepPlan, WorkerAddress, WorkerNews
+from foreword.integrations.vllm_search import Search
+from foreword.integrations.vllm_worker import LENDERS, WorkerSide, worker_of
+from foreword.store.urls import parse
 
 _SALT = b"vllm\x00"
 # Seconds for which vLLM is kept stepping after a save so that KV events are told, where the queue of the workers is not seen.
@@ -36,6 +33,7 @@ class _Tracked:
         held: blocks that vLLM had itself when it last asked.
         saved: blocks from the first on that need not be saved; infinite for a request that must not be saved any more.
         searched_from: number of the first block that `ticket` looks for.
+        places: what `ticket` found, and what another instance lends beyond it; None before that is known.
         no_more_loads: a load of this request failed, so that the next would too, over and over.
     """
 
@@ -43,6 +41,7 @@ class _Tracked:
     chain: TokenChain
     ticket: Ticket | None = None
     searched_from: int = 0
+    places: list[int] | None = None
     held: int = 0
     saved: float = 0
     no_more_loads: bool = False
@@ -60,14 +59,17 @@ class SchedulerSide:
         self._epoch = b""
         self._news_until = 0.0
         self._worker: WorkerSide | None = worker_of(engine)
-        self._own = None if self._worker is not None else Search(facts, settings.store)
+        self._own = None if self._worker is not None else Search(facts, settings)
         cache = self._worker.cache if self._worker is not None else None
         search = cache if cache is not None else self._own
         assert search is not None
         self._search = search
         schemes = [parse(url).scheme for url in settings.store.urls]
-        self._schemes = {tier.label: scheme for tier, scheme in zip(search.store.tiers, schemes, strict=True)}
+        labels = [tier.label for tier in search.store.tiers[: len(schemes)]]
+        self._schemes = dict(zip(labels, schemes, strict=True))
         tiers = [(scheme, label) for label, scheme in self._schemes.items()]
+        self._lenders = len(schemes)  # the tier after the stores
+        self._handover = Handover(facts, settings)
         self.announcer = Announcer(tiers, facts.ranks, facts.block_size) if facts.events else None
 
     # Searching
@@ -84,12 +86,23 @@ class SchedulerSide:
             return 0, False
         if tracked.ticket is None or held < tracked.searched_from:
             tracked.ticket = self._search.find(tracked.chain.keys_to(full)[held:full])
-            tracked.searched_from = held
-        if not tracked.ticket.answered:
-            return None, False
-        self._note_gap(tracked, full)
+            tracked.searched_from, tracked.places = held, None
+        if tracked.places is None:
+            if not tracked.ticket.answered:
+                return None, False
+            self._note_gap(tracked, full)
+            tracked.ticket, tracked.places = self._with_lender(tracked, full)
         count = self._search.worth_loading(tracked.ticket, held - tracked.searched_from, request.num_tokens)
         return count * size, count > 0
+
+    def _with_lender(self, tracked: _Tracked, full: int) -> tuple[Ticket, list[int]]:
+        """What was found, lengthened by what another instance keeps for this request."""
+        assert tracked.ticket is not None
+        places = list(tracked.ticket.places or ())
+        lent = min(self._handover.blocks(tracked.request, tracked.chain), full) - tracked.searched_from
+        found = Ticket(tracked.ticket.names, tracked.ticket.deadline)
+        found.places = places + [self._lenders] * (lent - len(places))
+        return found, found.places
 
     def _note_gap(self, tracked: _Tracked, full: int) -> None:
         """Where a chain ends in the stores, whatever was announced of the next block is over."""
@@ -134,7 +147,7 @@ class SchedulerSide:
         same = next((i for i, (old, new) in enumerate(zip(known, now, strict=False)) if old != new), len(now))
         tracked.chain = tracked.chain.fork(min(same, len(known)))
         tracked.saved = min(tracked.saved, same // self._facts.block_size)
-        tracked.ticket = None
+        tracked.ticket = tracked.places = None
 
     # Planning
 
@@ -143,30 +156,41 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
-        ticket, tracked.ticket, tracked.tiers = tracked.ticket, None, {}
-        if not num_external_tokens or ticket is None:
+        found, tracked.ticket, tracked.places, tracked.tiers = tracked.places, None, None, {}
+        if not num_external_tokens or found is None:
+            self._handover.forsake(request.request_id)
             return
         size = self._facts.block_size
         first, high = tracked.held, tracked.held + num_external_tokens // size
-        tracked.tiers = self._search.tokens_by_tier(
-            (ticket.places or [])[first - tracked.searched_from : high - tracked.searched_from], size
-        )
+        tracked.tiers = self._tokens_by_tier(found[first - tracked.searched_from : high - tracked.searched_from])
         while first < high - 1 and blocks[first] == NULL_BLOCK:
             first += 1
-        places = tuple((ticket.places or [])[first - tracked.searched_from : high - tracked.searched_from])
+        places = tuple(found[first - tracked.searched_from : high - tracked.searched_from])
         keys = tuple(tracked.chain.keys_to(high)[first:high])
-        load = Load(request.request_id, keys, places, tuple(blocks[first:high]), first)
+        if self._lenders not in places:
+            self._handover.forsake(request.request_id)
+        lender = self._handover.take(request.request_id)
+        load = Load(request.request_id, keys, places, tuple(blocks[first:high]), first, lender)
         self._to_load.append(load)
         self._loading[request.request_id] = load
         tracked.saved = high
         if self.announcer is not None:
             self.announcer.expect(request, keys, first)
 
+    def _tokens_by_tier(self, places: Sequence[int]) -> dict[str, int]:
+        size = self._facts.block_size
+        stored = [place for place in places if place < self._lenders]
+        counts = self._search.tokens_by_tier(stored, size)
+        if len(stored) < len(places):
+            counts[LENDERS] = (len(places) - len(stored)) * size
+        return counts
+
     def plan(self, output: Any) -> StepPlan:
         """What the workers are to do in this step."""
         loads, self._to_load = self._to_load, []
         plan = StepPlan(loads, [], output.total_num_scheduled_tokens)
         state = output.kv_connector_block_state
+        self._handover.withdraw(output.preempted_req_ids or ())
         for request_id, count in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
             blocks = state.get_block_ids(request_id) if state is not None and tracked is not None else None
@@ -174,6 +198,7 @@ class SchedulerSide:
                 save = self._newly_full(tracked, count, blocks[0])
                 if save is not None:
                     plan.saves.append(save)
+        self._handover.fill(plan)
         if plan.saves or plan.loads:
             self._news_until = time.monotonic() + _NEWS_SECONDS
         return plan
@@ -184,6 +209,7 @@ class SchedulerSide:
             return None
         # A token that is not known yet (asynchronous scheduling, speculation) fills no block.
         known = min(request.num_computed_tokens + scheduled, len(tracked.chain))
+        self._handover.computed(request, tracked.chain, known, blocks)
         first, full = int(tracked.saved), known // self._facts.block_size
         while first < full and blocks[first] == NULL_BLOCK:
             first += 1
@@ -212,6 +238,7 @@ class SchedulerSide:
                     tracked.saved = min(tracked.saved, 0 if request_id in failed else load.first + lost[0])
         for request_id in output.finished_recving or ():
             self._loading.pop(request_id, None)
+        self._handover.sent(output.finished_sending or ())
         news = getattr(output, "kv_connector_worker_meta", None)
         if self.announcer is not None and isinstance(news, WorkerNews):
             self.announcer.changed(news.changes)
@@ -225,15 +252,23 @@ class SchedulerSide:
             return self._worker.has_news
         return time.monotonic() < self._news_until
 
-    def finished(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+    def finished(self, request: Any, blocks: Sequence[int]) -> dict[str, Any] | None:
+        """What a decode instance is to be told; then the request's blocks stay until the workers name it as sent."""
+        tracked = self._requests.pop(request.request_id, None)
+        return self._handover.finished(request, tracked.chain if tracked is not None else None, blocks)
+
+    def meet(self, workers: Mapping[int, WorkerAddress]) -> None:
+        """Where the workers can be reached, by rank."""
+        self._handover.meet({rank: worker.peers for rank, worker in workers.items()})
+        if self._own is not None:
+            self._own.meet({rank: worker.memory for rank, worker in workers.items()})
 
     def sources(self, request: Any, num_external_tokens: int) -> dict[str, int]:
         """Tokens by where they lie, in vLLM's words: host, disk, p2p."""
         tracked = self._requests.get(request.request_id)
         counts: dict[str, int] = {}
         for label, tokens in (tracked.tiers if tracked is not None else {}).items():
-            source = {"memory": "host", "disk": "disk"}.get(self._schemes[label], "p2p")
+            source = {"memory": "host", "disk": "disk"}.get(self._schemes.get(label, ""), "p2p")
             counts[source] = counts.get(source, 0) + tokens
         if sum(counts.values()) != num_external_tokens:
             return {"external_unspecified": num_external_tokens} if num_external_tokens else {}
@@ -245,50 +280,11 @@ class SchedulerSide:
         Requests that go on computed their blocks before, so what they fill is not saved; a request that starts anew is.
         """
         self._epoch = b"\x00reset\x00" + os.urandom(16)
+        self._handover.reset()
         for tracked in self._requests.values():
-            tracked.ticket, tracked.saved = None, math.inf
+            tracked.ticket, tracked.places, tracked.saved = None, None, math.inf
             tracked.chain = TokenChain(self._root(tracked.request), self._facts.block_size, tracked.chain.tokens)
 
     def close(self) -> None:
         if self._own is not None:
             self._own.close()
-
-
-class Search:
-    """Searching without blocks of one's own: the scheduler of several ranks, in a process apart from them. A block counts as
-    found if every rank's part of it is there. Raises ConfigError for stores that a second process does not see."""
-
-    def __init__(self, facts: Facts, config: StoreConfig) -> None:
-        forgetful = [url for url in config.urls if url.startswith("memory:")]
-        if forgetful:
-            raise ConfigError(
-                f"{forgetful[0]} lies in each worker's own memory, where the scheduler of several ranks does not see it; use "
-                "a folder in shared memory instead: disk:///dev/shm/foreword?size=8GiB"
-            )
-        self.store: TieredStore = open_store(config.urls)
-        self._fingerprints = [facts.layout(rank).fingerprint for rank in range(facts.ranks)]
-        self._timeout = config.lookup_timeout
-        self._finders = ThreadPoolExecutor(4, "foreword-find")
-
-    def find(self, keys: Sequence[bytes]) -> Ticket:
-        ticket = Ticket([self._fingerprints[0] + key for key in keys], time.monotonic() + self._timeout)
-
-        def search() -> None:
-            found: list[list[int]] = []
-            for fingerprint in self._fingerprints:
-                names = [fingerprint + name[FINGERPRINT_BYTES:] for name in ticket.names]
-                found.append(self.store.locate(names, deadline=ticket.deadline))
-            ticket.places = min(found, key=len)
-
-        self._finders.submit(search)
-        return ticket
-
-    def worth_loading(self, ticket: Ticket, skip: int, tokens: int) -> int:
-        return max(len(ticket.places or ()) - skip, 0)
-
-    def tokens_by_tier(self, places: Iterable[int], block_size: int) -> dict[str, int]:
-        return self.store.tokens_by_tier(places, block_size)
-
-    def close(self) -> None:
-        self._finders.shutdown(wait=False, cancel_futures=True)
-        self.store.close()

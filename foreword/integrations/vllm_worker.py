@@ -6,26 +6,35 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
+from foreword.blocks.layout import Layout
 from foreword.cache import BlockCache, Ticket
-from foreword.config import parse_bytes
-from foreword.errors import ConfigError, ModelUnsupported
+from foreword.config import TransferConfig, parse_bytes
+from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm_events import TierWatch
 from foreword.integrations.vllm_facts import Facts, Settings, by_block
+from foreword.integrations.vllm_lenders import Loan
 from foreword.integrations.vllm_metrics import ForewordStats, StatsReader
-from foreword.integrations.vllm_plan import Load, StepPlan, WorkerNews
+from foreword.integrations.vllm_peers import open_tiers, peers_of
+from foreword.integrations.vllm_plan import Load, StepPlan, WorkerAddress, WorkerNews
+from foreword.integrations.vllm_transfer import PeersDoor, SchedulersDoor, address_of, for_rank
 from foreword.paged import Staging
+from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
-from foreword.store.urls import open_store
+from foreword.store.tiered import Tier, TieredStore
+from foreword.store.urls import parse
 
 logger = logging.getLogger(__name__)
 
 _FEWEST_SLOTS = 16
 _MEASURED_TOKENS = 64
 _REST_SECONDS = 0.005
+# The label of the tier that is other instances which computed a prompt for this one.
+LENDERS = "prefill"
 
 # One process may hold a scheduler's side and a worker's side of the same engine.
 _workers: dict[str, WorkerSide] = {}
@@ -47,6 +56,9 @@ class WorkerSide:
         self._engine = engine
         self.cache: BlockCache | None = None
         self._loading: dict[str, Ticket] = {}
+        self._loans: dict[str, Loan] = {}
+        self._scheduler: SchedulersDoor | None = None
+        self._peers: PeersDoor | None = None
         self._failed: set[int] = set()
         self._failed_requests: set[str] = set()
         self._seconds: list[float] = []
@@ -63,27 +75,49 @@ class WorkerSide:
         tensors = by_block([kv_caches[name] for name in self._facts.layer_names])
         layout = self._facts.layout(rank)
         config = self._settings.store
-        if self._facts.ranks > 1 and any(url.startswith("memory:") for url in config.urls):
-            raise ConfigError("memory:// is not for several ranks; use disk:///dev/shm/foreword?size=8GiB")
         blocks = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
         staging = Staging(tensors, max(min(blocks, 2 * len(tensors[0])), _FEWEST_SLOTS))
         if staging.block_bytes != layout.block_bytes:
             raise ModelUnsupported(
                 f"vLLM keeps {staging.block_bytes} bytes per block, but its description of the layers says {layout.block_bytes}"
             )
-        store = open_store(config.urls, layout)
+        travel = for_rank(self._settings.transfer or TransferConfig(), layout)
+        store = open_tiers(config.urls, layout, {"peer": peers_of(travel, rank, self._facts.ranks)})
         if self._facts.events:
             self._watch = TierWatch(store, rank)
         self.cache = BlockCache(
             store, staging, layout, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
         )
-        self._stats = StatsReader(self.cache, rank)
+        self._open_doors(travel, layout, rank, tensors, store)
+        self._stats = StatsReader(self.cache, rank, self._peers.leases if self._peers is not None else None)
         name = str(self._facts.config.model_config.model)
-        self.cache.describe({"model": name, "fingerprint": self._facts.model.hex()})
+        if config.urls:
+            self.cache.describe({"model": name, "fingerprint": self._facts.model.hex()})
         if self._facts.ranks == 1:
             with _workers_lock:
                 _workers[self._engine] = self
         logger.info("Foreword: stores %s, %d bytes per block, %d slots", store.label, layout.block_bytes, staging.slots)
+
+    def _open_doors(
+        self, travel: TransferConfig, layout: Layout, rank: int, tensors: Sequence[torch.Tensor], store: TieredStore
+    ) -> None:
+        """Listen for the scheduler, if it is in another process and there is memory to ask for, and for other instances."""
+        tiers = zip(self._settings.store.urls, store.tiers, strict=True)
+        memory: list[Store] = [tier.store for url, tier in tiers if parse(url).scheme == "memory"]
+        if memory and self._facts.apart:
+            self._scheduler = SchedulersDoor(layout, memory, self._engine, rank)
+        if self._settings.transfer is None:
+            return
+        self._peers = PeersDoor(
+            travel, layout, tensors, memory, listens=self._settings.listens, lenders=_label(LENDERS, store)
+        )
+        if self._settings.takes_over:
+            store.tiers.append(Tier(self._peers.lenders, written=False))
+
+    @property
+    def address(self) -> WorkerAddress:
+        """Where this worker can be reached."""
+        return address_of(self._scheduler, self._peers)
 
     # Loading
 
@@ -92,9 +126,13 @@ class WorkerSide:
         for load in loads:
             fingerprint = self.cache.layout.fingerprint
             ticket = Ticket([fingerprint + key for key in load.keys], math.inf)
-            ticket.places = list(load.places)
+            ticket.places, ticket.started = list(load.places), time.monotonic()
             self._loading[load.request_id] = ticket
-            self.cache.load(ticket, 0, load.blocks)
+            if load.lender is None or self._peers is None:
+                self.cache.load(ticket, 0, load.blocks)
+                continue
+            begin = partial(self.cache.load, ticket, 0, load.blocks)
+            self._loans[load.request_id] = self._peers.lenders.open(load.lender, ticket.names, begin)
 
     def stop(self, request_ids: Iterable[str]) -> None:
         """Requests that have ended: no block is written for them from now on. vLLM keeps their blocks until it hears so."""
@@ -109,6 +147,9 @@ class WorkerSide:
         ended = {name: ticket for name, ticket in self._loading.items() if ticket.done}
         for name, ticket in ended.items():
             del self._loading[name]
+            loan = self._loans.pop(name, None)
+            if loan is not None and self._peers is not None:
+                self._peers.lenders.give_back(loan)
             count = len(ticket.close())
             self._seconds.append(time.monotonic() - ticket.started)
             if count == len(ticket.blocks):
@@ -145,6 +186,29 @@ class WorkerSide:
             self.cache.prefill_seconds.note(plan.tokens, time.monotonic() - self.step_began)
         for save in plan.saves:
             self.cache.save(save.keys, save.parent, save.depth, save.blocks)
+        if self._peers is not None and self._peers.leases is not None:
+            for lend in plan.lends:
+                self._peers.leases.lend(lend)
+
+    # Handing over
+
+    def withdraw(self, plan: StepPlan) -> None:
+        """Before a step writes into any block: what others may not read any more."""
+        if self._peers is None:
+            return
+        if self._peers.leases is not None:
+            for withdrawn in plan.withdrawn:
+                self._peers.leases.withdraw(withdrawn)
+        for lender in plan.forsaken:
+            self._peers.lenders.forsake(lender)
+
+    def sent(self, ended: Iterable[str]) -> set[str]:
+        """Requests whose blocks nobody reads any more. `ended`: those that vLLM has ended since this was asked last."""
+        leases = self._peers.leases if self._peers is not None else None
+        if leases is None:
+            return set()
+        leases.finished(ended)
+        return leases.collect()
 
     # Telling
 
@@ -167,7 +231,16 @@ class WorkerSide:
         return watch is not None and stats is not None and (watch.pending or stats.behind)
 
     def close(self) -> None:
+        for door in (self._scheduler, self._peers):
+            if door is not None:
+                door.close()
         if self.cache is not None:
             with _workers_lock:
                 _workers.pop(self._engine, None)
             self.cache.close(self._settings.store.flush_seconds)
+
+
+def _label(word: str, store: TieredStore) -> str:
+    """The word, or one like it that no tier has as its label."""
+    taken = {tier.label for tier in store.tiers}
+    return next(one for one in (word, *(f"{word}-{n}" for n in range(2, len(taken) + 3))) if one not in taken)

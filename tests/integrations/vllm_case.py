@@ -20,7 +20,7 @@ WITHIN = 60.0
 
 
 def make_llm(job: dict[str, Any]) -> Any:
-    """`job`: model, store (None for no connector), extra, kv_bytes, llm."""
+    """`job`: model, store (None for no connector), role, extra, kv_bytes, llm."""
     from vllm import LLM
 
     transfer = None
@@ -28,7 +28,7 @@ def make_llm(job: dict[str, Any]) -> Any:
         transfer = {
             "kv_connector": "ForewordConnector",
             "kv_connector_module_path": "foreword.integrations.vllm",
-            "kv_role": "kv_both",
+            "kv_role": job.get("role", "kv_both"),
             "kv_connector_extra_config": {"store": job["store"], **job.get("extra", {})},
         }
     given = {

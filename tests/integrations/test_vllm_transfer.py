@@ -1,0 +1,244 @@
+"""Several real vLLMs that read each other's blocks: prefill on one, decode on another, and memory tiers of others. Needs
+FOREWORD_VLLM_PYTHON, as test_vllm.py does; skipped without. Starting one takes long, so the tests share a few."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import queue
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_process import BLOCK, CHECKOUT, PYTHON, make_model, needs_vllm, prompts, vllm
+
+pytestmark = needs_vllm
+
+SECRET = "a secret of the right length for tests"
+ENVIRONMENT = {"FOREWORD_TEST_SECRET": SECRET, "FOREWORD_OTHER_SECRET": SECRET[::-1]}
+TRANSFER = {"secret_env": "FOREWORD_TEST_SECRET"}
+PREFILL = {"do_remote_decode": True}
+WITHIN = 240.0
+[LONG, SHORT, EXACT, KILLED, GONE, AGAIN] = prompts(71, [200, 20, 128, 170, 180, 140])
+
+
+class Vllm:
+    """A script beside this file (`vllm_told.py`) in a process of its own."""
+
+    def __init__(self, log: Path, model: Path, store: list[str], **job: Any) -> None:
+        given = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", **ENVIRONMENT}
+        command = [
+            PYTHON,
+            str(Path(__file__).parent / "vllm_told.py"),
+            json.dumps({"model": str(model), "store": store, **job}),
+        ]
+        self._log = log
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("wb"), text=True, env=given
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.pid = 0
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if "told> " in line:
+                self._lines.put(line.partition("told> ")[2])
+        self._lines.put("")
+
+    def answer(self) -> dict[str, Any]:
+        line = self._lines.get(timeout=WITHIN)
+        assert line, self._log.read_text()[-3000:]
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ready(self) -> Vllm:
+        self.pid = self.answer()["ready"]
+        return self
+
+    def tell(self, do: str, **more: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def ask(self, prompt: list[int], params: dict[str, Any] | None = None, count: int = 8) -> dict[str, Any]:
+        return self.tell("ask", prompt=prompt, params=params, count=count)
+
+    def prefill(self, prompt: list[int]) -> dict[str, Any]:
+        """What the answer of a prefill request says for the decode instance."""
+        found: dict[str, Any] = self.ask(prompt, PREFILL, 1)["params"]
+        return found
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait(20)
+        self._process.kill()
+        self._process.wait(20)
+
+
+Start = Callable[..., Vllm]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("vllm") / "model")
+
+
+@pytest.fixture(scope="module")
+def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Begins to start one; wait for `ready()`."""
+    folder, running = tmp_path_factory.mktemp("logs"), []
+
+    def one(store: list[str], **job: Any) -> Vllm:
+        running.append(Vllm(folder / f"{len(running)}.log", model, store, **job))
+        return running[-1]
+
+    yield one
+    for each in running:
+        each.end()
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> dict[int, list[int]]:
+    """What one vLLM without a connector answers, by the length of the prompt."""
+    asked = [LONG, SHORT, EXACT, KILLED, GONE, AGAIN]
+    found = vllm(model, None, [asked])["rounds"][0]
+    return {len(prompt): one["tokens"] for prompt, one in zip(asked, found, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def pair(start: Start) -> tuple[Vllm, Vllm]:
+    """One that only prefills, without stores, and one that only decodes, with a memory tier."""
+    first = start([], role="kv_producer", extra={"transfer": {**TRANSFER, "lease_seconds": 3}})
+    second = start(["memory://?size=64MiB"], role="kv_consumer", extra={"transfer": TRANSFER})
+    return first.ready(), second.ready()
+
+
+def test_prefill_here_decode_there(pair: tuple[Vllm, Vllm], alone: dict[int, list[int]]) -> None:
+    """The decode side loads all whole blocks of the prompt and computes the rest, at most one block; the tokens are those of
+    one vLLM alone. The prefill side has its blocks back as soon as they were read. What came is in the decode side's store."""
+    producer, consumer = pair
+    free = producer.tell("state")["free"]
+    for prompt in (LONG, EXACT):
+        before = consumer.tell("state")["read"]
+        params = producer.prefill(prompt)
+        assert params["do_remote_prefill"] and producer.tell("state")["free"] == free - len(prompt) // BLOCK - bool(
+            len(prompt) % BLOCK
+        )
+        found = consumer.ask(prompt, params)
+        assert found["tokens"] == alone[len(prompt)] and found["cached"] == len(prompt) // BLOCK * BLOCK
+        assert consumer.tell("state")["read"] == [before[0], before[1] + len(prompt) // BLOCK]
+        after = producer.tell("idle")
+        assert after["free"] == free and after["leases_unread"] == 0
+    consumer.tell("forget")
+    assert consumer.ask(LONG)["cached"] == len(LONG) // BLOCK * BLOCK
+    assert consumer.tell("state")["read"][0] == len(LONG) // BLOCK
+
+
+def test_only_what_is_missing_travels(pair: tuple[Vllm, Vllm], alone: dict[int, list[int]]) -> None:
+    """Of a prompt whose first blocks the decode side has, on its device or in its store, only the others come; where it has
+    them all, none comes, and the prefill side is told so. A prompt shorter than a block is not handed over at all."""
+    producer, consumer = pair
+    prompt = AGAIN
+    consumer.ask(prompt[: 2 * BLOCK + 5])
+    for here, forgets in ((2, False), (4, True), (4, False)):
+        if forgets:
+            consumer.tell("forget")
+        lent, read = producer.tell("state")["lent"], consumer.tell("state")["read"][1]
+        found = consumer.ask(prompt, producer.prefill(prompt))
+        assert found["tokens"] == alone[len(prompt)] and found["cached"] == 4 * BLOCK
+        assert producer.tell("idle")["lent"] - lent == 4 - here
+        assert consumer.tell("state")["read"][1] - read == 4 - here
+    assert producer.tell("state")["leases_unread"] == 0
+    params = producer.ask(SHORT, PREFILL, 1)["params"]
+    assert params is None and consumer.ask(SHORT, params)["tokens"] == alone[len(SHORT)]
+
+
+def test_what_is_refused(pair: tuple[Vllm, Vllm], start: Start, alone: dict[int, list[int]]) -> None:
+    """Another secret, another prompt, nonsense, another connector's words, a side with other blocks: the prompt is computed,
+    and the log says why in a sentence. A lease that nobody comes for ends by itself."""
+    producer, consumer = pair
+    other = start([], role="kv_consumer", extra={"transfer": TRANSFER}, llm={"block_size": 64})
+    stranger = start([], role="kv_consumer", extra={"transfer": {"secret_env": "FOREWORD_OTHER_SECRET"}})
+    free = producer.tell("state")["free"]
+    params = producer.prefill(GONE)
+    forged = {**params, "foreword": {**params["foreword"], "addresses": ["127.0.0.1:1"]}}
+    cases = [
+        (consumer, GONE, forged, "written with another secret"),
+        (consumer, KILLED, params, "another prompt"),
+        (consumer, KILLED, {**params, "foreword": "nonsense"}, "not understood"),
+        (consumer, KILLED, {"do_remote_prefill": True, "remote_port": 5600}, "another KV connector"),
+        (other.ready(), GONE, params, "the block size is 32 there and 64 here"),
+        (stranger.ready(), GONE, params, "written with another secret"),
+    ]
+    for side, prompt, given, why in cases:
+        side.tell("forget")
+        found = side.ask(prompt, given)
+        assert found["tokens"] == alone[len(prompt)] and why in " ".join(found["said"])
+        assert side is consumer or found["cached"] == 0
+    after = producer.tell("idle")
+    assert after["free"] == free and after["leases_unread"] >= 1
+
+
+def test_memory_of_another(start: Start, alone: dict[int, list[int]]) -> None:
+    """`peer://` reads the memory tier of another vLLM, with the same secret; one that may not read it computes."""
+    first = start(["memory://?size=64MiB"], extra={"transfer": {**TRANSFER, "bind": "127.0.0.1:0"}}).ready()
+    first.ask(LONG)
+    first.tell("forget")
+    where = first.tell("state")["address"]
+    second = start([f"peer://{where}?secret_env=FOREWORD_TEST_SECRET"])
+    third = start([f"peer://{where}?secret_env=FOREWORD_OTHER_SECRET"], apart=True)
+    for reader, expected in ((second, len(LONG) // BLOCK * BLOCK), (third, 0)):
+        found = reader.ready().ask(LONG)
+        assert found["tokens"] == alone[len(LONG)] and found["cached"] == expected
+    assert first.tell("state")["shared"] == len(LONG) // BLOCK
+
+
+def test_memory_where_the_worker_is_apart(start: Start, alone: dict[int, list[int]]) -> None:
+    """With the engine, its scheduler and its worker in processes of their own, as under `vllm serve`, what vLLM forgot is found
+    in the worker's memory; the socket over which it is looked for is in a folder that only this user may enter, and goes with
+    the worker."""
+    apart = start(["memory://?size=64MiB"], apart=True).ready()
+    [folder] = set(sockets()) - BEFORE
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    cached = 0
+    for _ in range(50):  # what waits to be written is not seen from here
+        found = apart.ask(LONG)
+        assert found["tokens"] == alone[len(LONG)]
+        apart.tell("forget")
+        cached = found["cached"]
+        if cached:
+            break
+    assert cached == len(LONG) // BLOCK * BLOCK
+    apart.end()
+    assert folder not in sockets()
+
+
+def test_a_prefill_side_that_dies(pair: tuple[Vllm, Vllm], alone: dict[int, list[int]]) -> None:
+    """Killed while its blocks are read, or before, it costs the decode side a computation and nothing else."""
+    producer, consumer = pair
+    params = [producer.prefill(prompt) for prompt in (KILLED, GONE)]
+    consumer.tell("forget")
+    free = consumer.tell("state")["free"]
+    found = consumer.tell("ask_and_kill", prompt=KILLED, params=params[0], victim=producer.pid)
+    assert found["tokens"] == alone[len(KILLED)]
+    found = consumer.ask(GONE, params[1])
+    assert found["tokens"] == alone[len(GONE)] and "not taken over" in " ".join(found["said"])
+    assert consumer.tell("idle")["free"] == free
+
+
+def sockets() -> list[str]:
+    return glob.glob(f"{tempfile.gettempdir()}/foreword-vllm-*")
+
+
+BEFORE = set(sockets())

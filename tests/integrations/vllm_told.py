@@ -1,0 +1,129 @@
+"""Runs in an environment with vLLM: one that does what it is told, line by line, until its input ends.
+
+    python vllm_told.py '{"model": DIR, "store": [URL, ...], "role": "kv_both", "extra": {...}, "apart": false}'
+
+Every line of the input is a JSON object with `do` and what belongs to it; every answer is a line of JSON after a mark.
+`apart`: the engine and its worker are in processes of their own, as with `vllm serve`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from vllm_case import WITHIN, Engine, Gate, make_llm, scheduler_of, worker_of
+
+MARK = "told> "
+
+
+class Words(logging.Handler):
+    """What Foreword has logged since this was read last."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said: list[str] = []
+        logging.getLogger("foreword").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._said.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        said, self._said = self._said, []
+        return said
+
+
+class Told:
+    """One vLLM."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        if job.get("apart"):
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        self.words = Words()
+        self.llm = make_llm(job)
+        self.worker = worker_of(self.llm)
+        self.stores = len(job["store"])
+
+    def ask(self, prompt: list[int], count: int = 8, params: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Generate greedily; `params` are vLLM's `kv_transfer_params`."""
+        from vllm import SamplingParams
+
+        self._forget_speeds()
+        extra = {"kv_transfer_params": params} if params is not None else None
+        sampling = SamplingParams(
+            max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra
+        )
+        [output] = self.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        return {
+            "tokens": list(output.outputs[0].token_ids),
+            "cached": output.num_cached_tokens,
+            "params": output.kv_transfer_params,
+        }
+
+    def _forget_speeds(self) -> None:
+        """What is found is loaded, however slow this machine is just now."""
+        if self.worker is not None:
+            from foreword.store.tiered import Rate
+
+            self.worker.cache.prefill_seconds = Rate()
+            for tier in self.worker.cache.store.tiers:
+                tier.read_rate = Rate()
+
+    def ask_and_kill(self, prompt: list[int], params: dict[str, Any], victim: int) -> dict[str, Any]:
+        """The lender dies when its blocks are about to be read."""
+        tier = self.worker.cache.store.tiers[self.stores]
+        gate = Gate(tier.store, "get")
+        tier.store = gate
+        gate.shut()
+
+        def kill() -> None:
+            assert gate.reached.wait(WITHIN)
+            os.kill(victim, signal.SIGKILL)
+            gate.open()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        found = self.ask(prompt, params=params)
+        killer.join(WITHIN)
+        tier.store = gate._store
+        return found
+
+    def forget(self) -> dict[str, Any]:
+        """vLLM's own cache, once everything is written."""
+        if self.worker is not None:
+            assert self.worker.cache.flush(WITHIN)
+        return {"forgotten": self.llm.reset_prefix_cache()}
+
+    def idle(self) -> dict[str, Any]:
+        """Step until vLLM has nothing left to wait for."""
+        Engine(self.llm).until(lambda: not scheduler_of(self.llm).has_requests(), 200000)
+        return self.state()
+
+    def state(self) -> dict[str, Any]:
+        """Free blocks, leases, and blocks that were read by others and from lenders."""
+        found: dict[str, Any] = {"free": Engine(self.llm).free_blocks, "address": self.worker.address.peers}
+        leases = self.worker._peers.leases
+        if leases is not None:
+            found.update(leases.counts, lent=leases.status().device, shared=leases.status().memory)
+        tiers = self.worker.cache.store.tiers
+        return {**found, "read": [tier.counters.hit_blocks for tier in tiers]}
+
+
+def main() -> None:
+    told = Told(json.loads(sys.argv[1]))
+    print(MARK + json.dumps({"ready": os.getpid()}), flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        found = getattr(told, job.pop("do"))(**job)
+        print(MARK + json.dumps({**found, "said": told.words.take()}), flush=True)
+    if told.worker is None:
+        told.llm.llm_engine.engine_core.shutdown()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
