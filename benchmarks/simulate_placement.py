@@ -40,19 +40,18 @@ class Setting:
 def settings(arguments: argparse.Namespace) -> dict[str, Setting]:
     large, small = EngineCosts(), read_profile(arguments.costs).costs if arguments.costs else SMALL
 
-    def trace(speed: float = 1.0) -> Sequence[TraceRequest]:
-        return read_trace(arguments.trace, speed=speed)[: arguments.limit]
+    def at(speed: float) -> Callable[[], Sequence[TraceRequest]]:
+        return lambda: read_trace(arguments.trace, speed=speed)[: arguments.limit]
 
-    tiers = {"host_tokens": 2_000_000, "disk_tokens": 6_000_000}
-    shared = {"host_tokens": 2_000_000, "shared_tokens": 50_000_000}
+    trace = at(1.0)
+    tiers = FleetSpec(host_tokens=2_000_000, disk_tokens=6_000_000)
+    shared = FleetSpec(host_tokens=2_000_000, shared_tokens=50_000_000)
     three = FleetSpec(replicas=3, device_tokens=40_000, block_size=32, max_batch_tokens=512)
     found = {
         "eight": Setting("Mooncake, 8 replicas", trace, FleetSpec(), large),
         "twelve": Setting("Mooncake, 12 replicas", trace, FleetSpec(replicas=12), large),
-        "tiers": Setting("Mooncake, 8 replicas with host memory and disk", trace, FleetSpec(**tiers), large),
-        "shared": Setting(
-            "Mooncake, 8 replicas with host memory and a shared store", trace, FleetSpec(**shared), large
-        ),
+        "tiers": Setting("Mooncake, 8 replicas with host memory and disk", trace, tiers, large),
+        "shared": Setting("Mooncake, 8 replicas with host memory and a shared store", trace, shared, large),
         "estimates": Setting("Mooncake, 8 replicas that send no events", trace, FleetSpec(events=False), large),
         "documents": Setting(
             "documents under one system prompt, 3 small replicas",
@@ -63,7 +62,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Setting]:
     }
     for speed in arguments.speeds:
         found[f"speed-{speed:g}"] = Setting(
-            f"Mooncake at {speed:g} times the speed, 8 replicas", lambda speed=speed: trace(speed), FleetSpec(), large
+            f"Mooncake at {speed:g} times the speed, 8 replicas", at(speed), FleetSpec(), large
         )
     if arguments.agents:
         found["agents"] = Setting(

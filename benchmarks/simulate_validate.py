@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 from simulate_workloads import documents, scaled, sessions, spread
@@ -272,7 +273,8 @@ async def send(client: httpx.AsyncClient, model: str, one: TraceRequest) -> Seen
     }
     if one.session is not None:
         body["prompt_cache_key"] = one.session
-    sent, first, usage = time.perf_counter(), 0.0, {}
+    sent, first = time.perf_counter(), 0.0
+    usage: dict[str, Any] = {}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):

@@ -160,26 +160,18 @@ class Line:
 class Prefill:
     """y = first + prefill * tokens + attention * pairs through recent samples, robustly.
 
-    What a token takes is a line over how much stands before it, on average: its slope is `attention`. What remains when that is
-    taken off is a line over the number of tokens. Both are drawn anew from the same samples.
+    Where contexts differ, what a token takes is a line over how much stands before it, on average, and `first` is what remains
+    of the short prompts. Else it is a line over the number of tokens, and `attention` stays what it was.
     """
 
-    __slots__ = ("_context", "_fresh", "_samples", "_tokens", "attention")
+    __slots__ = ("_context", "_fresh", "_samples", "_tokens", "attention", "first", "prefill")
 
     def __init__(self, costs: ReplicaCosts) -> None:
-        self.attention = costs.attention
+        self.first, self.prefill, self.attention = costs.first, costs.prefill, costs.attention
         self._tokens = Line(costs.first, costs.prefill)
         self._context = Line(costs.prefill, costs.attention)
         self._samples: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)
         self._fresh = 0
-
-    @property
-    def first(self) -> float:
-        return self._tokens.base
-
-    @property
-    def prefill(self) -> float:
-        return self._tokens.slope
 
     def note(self, tokens: float, pairs: float, seconds: float) -> bool:
         """One more sample; True if the lines were drawn anew. What is not a finite number of at least 0 is ignored."""
@@ -190,21 +182,30 @@ class Prefill:
         if len(self._samples) < _FEWEST or (self._fresh < _REFIT_EVERY and len(self._samples) > _FEWEST):
             return False
         self._fresh = 0
-        self._fit()
+        if not self._fit_context():
+            self._fit_tokens()
         return True
 
-    def _fit(self) -> None:
+    def _fit_context(self) -> bool:
+        """False if the samples do not tell what context costs."""
+        long = [sample for sample in self._samples if sample[0] >= _TELLING_TOKENS]
+        contexts = sorted(pairs / tokens for tokens, pairs, _ in long)
+        if len(long) < _KEPT // 4 or contexts[-1] - contexts[0] < _TELLING_CONTEXT:
+            return False
         for _ in range(_ROUNDS):
-            long = [sample for sample in self._samples if sample[0] >= _TELLING_TOKENS]
-            contexts = sorted(pairs / tokens for tokens, pairs, _ in long)
-            if len(long) >= _KEPT // 4 and contexts[-1] - contexts[0] >= _TELLING_CONTEXT:
-                self._context.refit(
-                    (pairs / tokens, max(seconds - self.first, 0.0) / tokens) for tokens, pairs, seconds in long
-                )
-                self.attention = self._context.slope if self._context.slope > _QUICKEST_PAIR else 0.0
-            self._tokens.refit(
-                (tokens, max(seconds - self.attention * pairs, 0.0)) for tokens, pairs, seconds in self._samples
-            )
+            self._context.refit((pairs / tokens, max(y - self.first, 0.0) / tokens) for tokens, pairs, y in long)
+            if not self._context.base > 0:
+                return False
+            self.prefill = self._context.base
+            self.attention = self._context.slope if self._context.slope > _QUICKEST_PAIR else 0.0
+            short = sorted(self._samples)[: len(self._samples) // 3]
+            self.first = max(median(y - self.prefill * t - self.attention * p for t, p, y in short), 0.0)
+        self._tokens.base, self._tokens.slope = self.first, self.prefill
+        return True
+
+    def _fit_tokens(self) -> None:
+        self._tokens.refit((tokens, max(y - self.attention * pairs, 0.0)) for tokens, pairs, y in self._samples)
+        self.first, self.prefill = self._tokens.base, self._tokens.slope
 
 
 class Learner:

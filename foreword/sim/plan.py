@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError
@@ -58,7 +58,8 @@ class Plan:
             yield dict(zip(names, values, strict=True))
 
     def _case(self, values: Mapping[str, tuple[int, str]], policy: str) -> Case:
-        spec = replace(self.base, **{name: number for name, (number, _) in values.items()})
+        sizes: dict[str, Any] = {name: number for name, (number, _) in values.items()}
+        spec = replace(self.base, **sizes)
         parts = [policy] if len(self.policies) > 1 else []
         parts += [f"{AXES[name]} {text}" for name, (_, text) in values.items() if len(self.axes[name]) > 1]
         return Case(", ".join(parts) or policy, spec, policy)

@@ -268,9 +268,9 @@ def bars(title: str, summaries: Sequence[Summary]) -> str:
     wide = _WIDTH - _LEFT - 330
     parts = [f"<text x='{_LEFT}' y='16' font-weight='600'>{html.escape(title)}</text>"]
     for i, tier in enumerate(_TIERS):
-        x = _LEFT + 130 * i
-        parts.append(f"<rect x='{x}' y='26' width='12' height='8' fill='{_COLOURS[i]}'/>")
-        parts.append(f"<text x='{x + 18}' y='34'>{tier}</text>")
+        left = _LEFT + 130 * i
+        parts.append(f"<rect x='{left}' y='26' width='12' height='8' fill='{_COLOURS[i]}'/>")
+        parts.append(f"<text x='{left + 18}' y='34'>{tier}</text>")
     for row, one in enumerate(summaries):
         y, x = 48 + 22 * row, float(_LEFT)
         for i, share in enumerate(one.tier_shares):

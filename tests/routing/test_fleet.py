@@ -93,6 +93,25 @@ def test_a_queue_is_worked_off() -> None:
     assert fleet.candidates(asked, 0.5)[0].running == 1
 
 
+def test_long_prompts_in_a_queue_count_for_what_they_cost() -> None:
+    """One prompt of 2,000 tokens is a longer queue than two of 1,000 where attention costs, and half of its work is half of its
+    price."""
+    costs = ReplicaCosts(prefill=1e-3, first=0.0, decode_each=0.0, attention=1e-6)
+    fleet = Fleet()
+    for name in ("a", "b"):
+        fleet.add(name, costs=costs)
+    for name, to, length in (("1", "a", 2000), ("2", "b", 1000), ("3", "b", 1000)):
+        asked = query(text(int(name), length))
+        decision = fleet.place(asked, 0.0, avoid=("b",) if to == "a" else ("a",))
+        fleet.sent(name, asked, decision, 0.0)
+    short = query(text(9, 10))
+    assert fleet.place(short, 0.0).replica == "b"
+    prices = {price.replica: price.queue for price in fleet.place(short, 0.0).prices}
+    assert prices == {"a": pytest.approx(4.0), "b": pytest.approx(3.0)}
+    later = {price.replica: price.queue for price in fleet.place(short, 2.0).prices}
+    assert later["a"] == pytest.approx(2.0)
+
+
 def test_the_second_in_the_queue_begins_when_the_first_is_done() -> None:
     """The first of two prompts of 1,000 tokens was done after 0.5 s: at 0.6 s the second has been computed for 0.1 s."""
     fleet = fleet_of("a")

@@ -6,6 +6,7 @@ import json
 import random
 import xml.etree.ElementTree as ET
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 from foreword.errors import ConfigError
 from foreword.routing.baselines import POLICIES
 from foreword.routing.costs import LoadCost
+from foreword.sim import replica
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.report import page, quantile, summarise, table
 from foreword.sim.run import Result, simulate
-from foreword.sim.trace import TraceRequest, read_trace
+from foreword.sim.trace import TraceRequest, block_size_of, read_trace
 
 # A token computed takes 1 ms, a step nothing besides; loading a token takes 0.1, 0.2 or 0.4 ms.
 COSTS = EngineCosts(
@@ -158,6 +160,47 @@ def test_every_request_ends_and_runs_are_repeatable(seed: int, policy: str, repl
     assert run() == run()
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32), st.booleans())
+def test_steps_taken_together_change_nothing(seed: int, stores: bool) -> None:
+    """Decoding steps that the scheduler would repeat are taken at once: the same as one after the other."""
+    costs = replace(COSTS, base=1e-2, decode_context=1e-5)
+    spec = FleetSpec(
+        replicas=2, device_tokens=64 * 60, host_tokens=64 * 100 if stores else 0, block_size=64, max_num_seqs=6
+    )
+    trace = [replace(one, output_tokens=one.output_tokens * 7) for one in random_trace(seed, 40)]
+
+    def run() -> tuple[list[float], list[object]]:
+        result = simulate(trace, spec, costs=costs)
+        steps = [totals.steps for totals in result.replicas.values()]
+        found = [(one.replica, one.cached_tokens, one.loaded) for one in result.outcomes]
+        return [time for one in result.outcomes for time in (one.first_token, one.finished)], [*steps, *found]
+
+    together = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica, "_MOST_REPEATS", 0)
+        one_by_one = run()
+    assert together[0] == pytest.approx(one_by_one[0])
+    assert together[1] == one_by_one[1]
+
+
+def test_steps_that_decode_grow_with_their_context() -> None:
+    """After 64 tokens: four more at 10 ms each, and 0.01 ms for each token before them."""
+    costs = replace(COSTS, decode_context=1e-5)
+    outcome = simulate([request(0.0, [1], 5)], ONE, costs=costs).outcomes[0]
+    assert outcome.finished - outcome.first_token == pytest.approx(4 * 0.01 + (64 + 65 + 66 + 67) * 1e-5)
+
+
+def test_an_answer_is_found_by_the_next_turn() -> None:
+    """A prompt of 128 tokens, an answer of 128, a next turn that begins with both: 192 tokens were computed for it already, as
+    blocks of 64 that were full before the last token."""
+    asked = [
+        TraceRequest(0.0, array("I", [1, 2, 3, 4]), 64, 128, 128),
+        TraceRequest(10.0, array("I", [1, 2, 3, 4, 5]), 64, 320, 1),
+    ]
+    assert simulate(asked, ONE, costs=COSTS).outcomes[1].cached_tokens == 192
+
+
 def test_placement_by_cost_beats_taking_turns() -> None:
     """Conversations over three replicas: first tokens come sooner, more is found, and less is computed."""
     spec = FleetSpec(replicas=3, device_tokens=64 * 100, block_size=64)
@@ -205,6 +248,48 @@ def test_agent_sessions(tmp_path: Path) -> None:
     assert (first.arrival, second.arrival, second.session) == (0.0, 1.5, "x")
     assert (first.prompt_tokens, second.output_tokens) == (5, 2)
     assert second.tokens()[:5] == first.tokens()[:5]
+
+
+def test_answers_of_mooncakes_turns(tmp_path: Path) -> None:
+    """What stands in a next turn after an earlier prompt is its answer; what shares less, or is too short, is no next turn."""
+    lines = [
+        {"timestamp": 0, "input_length": 1100, "output_length": 600, "hash_ids": [0, 1, 2]},
+        {"timestamp": 1, "input_length": 1100, "output_length": 600, "hash_ids": [0, 9, 8]},
+        {"timestamp": 2, "input_length": 1200, "output_length": 5, "hash_ids": [0, 9, 7]},
+        {"timestamp": 3, "input_length": 2000, "output_length": 5, "hash_ids": [0, 1, 3, 4]},
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    first, second, _, last = read_trace(path)
+    assert first.tokens() + first.answer() == last.tokens()[:1700]
+    assert len(second.tokens()) == 1100 and len(second.answer()) < 600
+
+
+def test_recordings_with_large_numbers(tmp_path: Path) -> None:
+    """Hashes of 53 bits become smaller numbers, the same in every file; those of the answer may follow the prompt's."""
+    lines = [
+        {
+            "timestamp": 0,
+            "input_length": 40,
+            "output_length": 24,
+            "hash_ids": [2**52, 2**52 + 1, 5, 6],
+            "block_size": 16,
+        },
+        {
+            "timestamp": 9,
+            "input_length": 64,
+            "output_length": 1,
+            "hash_ids": [2**52, 2**52 + 1, 5, 7],
+            "block_size": 16,
+        },
+    ]
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path, line in zip(paths, lines, strict=True):
+        path.write_text(json.dumps(line))
+    first, second = read_trace(paths)
+    assert first.tokens() == second.tokens()[:40] and first.answer()[:8] == second.tokens()[40:48]
+    assert first.answer()[8:] != second.tokens()[48:]
+    assert block_size_of([first, second], None) == 16
 
 
 @pytest.mark.parametrize(

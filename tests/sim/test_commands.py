@@ -1,0 +1,149 @@
+"""`foreword simulate`: from a trace on disk to a table, a page and drawings."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from foreword import cli
+from foreword.routing.costs import LoadCost
+from foreword.sim.costs import EngineCosts
+from foreword.sim.profile import Profile, read_profile
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The command's exit status."""
+    monkeypatch.setattr(sys, "argv", ["foreword", "simulate", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Forty turns of four conversations with blocks of 512 tokens."""
+    lines, talks = [], [[0, 100 * number + 1] for number in range(4)]
+    for i in range(40):
+        talk = talks[i % 4]
+        lines.append(
+            {"timestamp": 500 * i, "input_length": 512 * len(talk), "output_length": 10, "hash_ids": list(talk)}
+        )
+        talk.append(1000 + i)
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_every_combination_is_simulated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
+) -> None:
+    """Two fleets and two policies are four rows, four curves each, curves over the number of replicas, and valid SVG."""
+    out, svg = tmp_path / "page.html", tmp_path / "svg"
+    asked = ["--replicas", "1,2", "--policy", "cost,round-robin", "--out", str(out), "--svg", str(svg)]
+    assert run(monkeypatch, str(trace), *asked) == 0
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows if not row.startswith("| :")] == [
+        "simulation",
+        "cost, replicas 1",
+        "round-robin, replicas 1",
+        "cost, replicas 2",
+        "round-robin, replicas 2",
+    ]
+    assert "40 requests" in printed
+    assert out.read_text().count("<polyline") == 3 * 4 + 2 * 2
+    assert {path.stem for path in svg.iterdir()} == {
+        "ttft",
+        "hits",
+        "waits",
+        "tiers",
+        "ttft-by-replicas",
+        "hits-by-replicas",
+    }
+    for path in svg.iterdir():
+        assert ET.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_numbers_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+    """JSON with the shares by tier, which sum up to the whole, and the machines behind them."""
+    assert run(monkeypatch, str(trace), "--device", "8192", "--memory", "1000000", "--replicas", "1", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    [one] = told["simulations"]
+    assert one["hit_share"] == pytest.approx(sum(one["tier_shares"]))
+    assert one["tier_shares"][1] > 0.1 and one["tier_shares"][2] == 0
+    assert one["spec"]["host_tokens"] == 1_000_000 and one["spec"]["block_size"] == 512
+    assert one["replica_hours"] > 0
+
+
+def test_sizes_in_bytes_need_the_size_of_a_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
+) -> None:
+    """1 GiB at 1 MiB a token is 1,024 tokens; without knowing, the error says what to do; a file of costs knows."""
+    asked = [str(trace), "--replicas", "1", "--memory", "1GiB", "--json"]
+    assert run(monkeypatch, *asked) == 2
+    assert "--kv-bytes" in capsys.readouterr().err
+    assert run(monkeypatch, *asked, "--kv-bytes", str(1 << 20)) == 0
+    assert json.loads(capsys.readouterr().out)["simulations"][0]["spec"]["host_tokens"] == 1024
+    costs = tmp_path / "costs.json"
+    costs.write_text(Profile(EngineCosts(), 1 << 19, about={"model": "a model"}).to_json())
+    assert run(monkeypatch, *asked, "--costs", str(costs)) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["simulations"][0]["spec"]["host_tokens"] == 2048
+    assert "a model" in told["about"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "least-load"], "least-loaded"),
+        (["--replicas", "many"], "--replicas takes whole numbers"),
+        (["--replicas", "0"], "at least one replica"),
+        (["--device", "100"], "at least one replica, and each room"),
+        (["--memory", "big"], "not a size"),
+        (["--speed", "0"], "more than 0"),
+        (["--limit", "0"], "no requests"),
+        (["--costs", "none.json"], "cannot read the costs"),
+        (["--out", "/nowhere/page.html"], "cannot write"),
+    ],
+)
+def test_mistakes_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path, arguments: list[str], said: str
+) -> None:
+    """Status 2 and a sentence that names the flag or the value."""
+    assert run(monkeypatch, str(trace), *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    """What was written is read, number by number."""
+    costs = EngineCosts(0.1, 2e-4, 3e-9, 4e-4, 5e-8, (LoadCost(1e-5, 1e-3), LoadCost(2e-5, 2e-3), LoadCost(3e-5, 3e-3)))
+    profile = Profile(costs, 1234, 16, 512, 64, {"machine": "here", "loads": {"disk": "measured"}})
+    path = tmp_path / "costs.json"
+    path.write_text(profile.to_json())
+    assert read_profile(path) == profile
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[", "cannot read the costs"),
+        ("{}", "format 1"),
+        ('{"format": 1}', "there is no 'costs'"),
+        ('{"format": 1, "costs": {"loads": []}}', "three tiers"),
+        ('{"format": 1, "costs": {"prefil": 1, "loads": []}}', "'prefill'"),
+        ('{"format": 1, "costs": {"base": "much", "loads": []}}', "float"),
+    ],
+)
+def test_what_is_no_profile_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    """File and reason are named."""
+    from foreword.errors import ConfigError
+
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_profile(path)
+    assert str(path) in str(caught.value)
