@@ -1,0 +1,253 @@
+"""`foreword serve --role prefill` and `--role decode` as processes: the same answers as from one server, and what a kill does
+(R29, R30, R34)."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from doors import Door, until
+from server_process import Process
+
+pytestmark = pytest.mark.timeout(300)
+
+FLAGS = ["--dtype", "float32", "--transfer-min-tokens", "16"]
+LINE = "def area(width: float, height: float) -> float:\n    return width * height\n\n"
+
+
+def server(role: str, *more: str) -> Process:
+    return Process("--role", role, *FLAGS, *more)
+
+
+def end(*processes: Process) -> None:
+    for process in processes:
+        process.popen.kill()
+        process.popen.wait()
+
+
+@pytest.fixture(scope="module")
+def urls() -> Iterator[tuple[str, str]]:
+    """A prefill server and a decode server."""
+    prefill, decode = server("prefill"), server("decode")
+    try:
+        yield prefill.wait_ready(), decode.wait_ready()
+        for process in (prefill, decode):
+            process.popen.send_signal(signal.SIGTERM)
+            assert process.end() == 0
+            assert "Traceback" not in process.text
+    finally:
+        end(prefill, decode)
+
+
+def instance(url: str) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{url}/v1/instance").json()
+    return found
+
+
+def forget(*urls: str) -> None:
+    for url in urls:
+        assert httpx.delete(f"{url}/v1/cache").status_code == 200
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """The sum of a metric's lines that have these labels."""
+    total = 0.0
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if re.match(rf"{re.escape(name)}({{|\s)", line) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+            total += float(line.rsplit(" ", 1)[1])
+    return total
+
+
+def transfers(url: str, side: str, outcome: str) -> float:
+    return metric(url, "foreword:transfer_transfers_total", kind="prefill", side=side, outcome=outcome)
+
+
+def free(url: str) -> bool:
+    load = instance(url)["load"]
+    return bool(load["free_blocks"] == load["blocks"] and load["running"] == load["waiting"] == 0)
+
+
+def test_what_an_instance_says(urls: tuple[str, str], door: Door) -> None:
+    """An instance tells its role, its transfer address, its model and layout, and how busy it is; a server without a role says
+    that it has none."""
+    prefill, decode = (instance(url) for url in urls)
+    assert (prefill["role"], decode["role"]) == ("prefill", "decode")
+    assert prefill["transfer"] != decode["transfer"]
+    for name in ("model", "fingerprint", "layout", "block_size", "tenant"):
+        assert prefill[name] == decode[name]
+    assert prefill["load"]["free_blocks"] == prefill["load"]["blocks"] > 0
+    plain = instance(door.url)
+    assert (plain["role"], plain["transfer"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0, "logprobs": 2},
+        {"seed": 5, "temperature": 1.0, "logprobs": 0},
+        {"seed": 6, "presence_penalty": 1.0, "n": 2},
+        {"temperature": 0, "stop": ["\n\n"], "max_tokens": 60},
+    ],
+)
+def test_same_answer(urls: tuple[str, str], params: dict[str, Any]) -> None:
+    """A completion whose prompt another process computed is the one that a server computes alone, with the same usage."""
+    prefill, decode = urls
+    body = {"prompt": LINE * 12 + "def volume(", "max_tokens": 24, "cache_report": True, **params}
+    forget(*urls)
+    alone = httpx.post(f"{decode}/v1/completions", json=body, timeout=60).json()
+    forget(*urls)
+    address = instance(prefill)["transfer"]
+    computed = metric(decode, "vllm:iteration_tokens_total_sum")
+    apart = httpx.post(
+        f"{decode}/v1/completions", json={**body, "kv_transfer_params": {"prefill": address}}, timeout=60
+    ).json()
+    computed = metric(decode, "vllm:iteration_tokens_total_sum") - computed
+    for one, other in zip(apart["choices"], alone["choices"], strict=True):
+        assert (one["text"], one["finish_reason"]) == (other["text"], other["finish_reason"])
+        if one["logprobs"]:
+            assert one["logprobs"]["tokens"] == other["logprobs"]["tokens"]
+            assert one["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-4)
+    assert apart["usage"] == alone["usage"]
+    prompt = apart["usage"]["prompt_tokens"]
+    assert apart["cache_report"]["transferred_tokens"] == {f"prefill {address}": prompt}
+    assert computed < prompt
+    until(lambda: free(prefill) and free(decode))
+
+
+def test_chat_stream(urls: tuple[str, str]) -> None:
+    """OpenAI's client sees a stream as from one server."""
+    prefill, decode = urls
+    address = instance(prefill)["transfer"]
+    client = openai.OpenAI(base_url=f"{decode}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def ask(**extra: Any) -> str:
+        forget(*urls)
+        stream = client.chat.completions.create(
+            model="stdlib-nano",
+            messages=[{"role": "user", "content": "What does textwrap.dedent do? " * 8}],
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            extra_body=extra,
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+    before = transfers(prefill, "source", "taken")
+    assert ask(kv_transfer_params={"prefill": address}) == ask()
+    until(lambda: transfers(prefill, "source", "taken") == before + 1)
+
+
+def test_field_without_endpoint(door: Door) -> None:
+    """A server without a role takes no notice of where a prompt could be computed."""
+    body = {
+        "prompt": LINE,
+        "max_tokens": 2,
+        "kv_transfer_params": {"prefill": "127.0.0.1:1", "do_remote_prefill": True},
+    }
+    assert httpx.post(f"{door.url}/v1/completions", json=body).status_code == 200
+    wrong = httpx.post(f"{door.url}/v1/completions", json={**body, "kv_transfer_params": {"prefill": 5}})
+    assert wrong.status_code == 400
+
+
+def test_twenty_at_once(urls: tuple[str, str]) -> None:
+    """Twenty requests at once, a third of which share their beginning, get the answers that they get alone."""
+    prefill, decode = urls
+    address = instance(prefill)["transfer"]
+    prompts = [LINE * (i % 3) + f"# number {i}\n" + f"x{i} = [{i}, {i + 1}]\n" * 12 for i in range(20)]
+
+    def ask(prompt: str, **extra: Any) -> str:
+        body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, **extra}
+        return str(httpx.post(f"{decode}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"])
+
+    forget(*urls)
+    alone = [ask(prompt) for prompt in prompts]
+    forget(*urls)
+    before = transfers(decode, "destination", "taken")
+    found: dict[int, str] = {}
+
+    def one(number: int) -> None:
+        found[number] = ask(prompts[number], kv_transfer_params={"prefill": address})
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(20)] == alone
+    assert transfers(decode, "destination", "taken") == before + 20
+    until(lambda: free(prefill) and free(decode))
+
+
+def long_body(**more: Any) -> dict[str, Any]:
+    return {"prompt": LINE * 150, "max_tokens": 8, "temperature": 0, **more}
+
+
+def test_prefill_is_killed(urls: tuple[str, str]) -> None:
+    """kill -9 of the prefill server while KV travels: the decode server computes what did not come, and the client gets its
+    answer."""
+    decode = urls[1]
+    doomed = server("prefill", "--max-batch-tokens", "64")
+    answers: list[httpx.Response] = []
+    try:
+        address = instance(doomed.wait_ready())["transfer"]
+        forget(decode)
+        before = metric(decode, "foreword:transfer_link_bytes_total", direction="received")
+        body = long_body(kv_transfer_params={"prefill": address}, cache_report=True)
+        thread = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{decode}/v1/completions", json=body, timeout=120))
+        )
+        thread.start()
+        until(lambda: metric(decode, "foreword:transfer_link_bytes_total", direction="received") > before, 60)
+        end(doomed)
+        thread.join(120)
+    finally:
+        end(doomed)
+    assert answers[0].status_code == 200
+    report = answers[0].json()["cache_report"]
+    came = report["transferred_tokens"].get(f"prefill {address}", 0)
+    assert 0 <= came < report["prompt_tokens"]
+    assert transfers(decode, "destination", "lost") == 1
+    forget(decode)
+    alone = httpx.post(f"{decode}/v1/completions", json=long_body(), timeout=120).json()
+    assert answers[0].json()["choices"][0]["text"] == alone["choices"][0]["text"]
+    until(lambda: free(decode))
+
+
+def test_decode_is_killed(urls: tuple[str, str]) -> None:
+    """kill -9 of the decode server while KV travels: the prefill server frees its blocks at once and serves others."""
+    prefill, decode = urls
+    forget(prefill)
+    doomed = server("decode")
+    try:
+        url = doomed.wait_ready()
+        address = instance(prefill)["transfer"]
+        body = json.dumps(long_body(kv_transfer_params={"prefill": address}))
+
+        def ask() -> None:
+            with pytest.raises(httpx.HTTPError):
+                httpx.post(
+                    f"{url}/v1/completions", content=body, headers={"content-type": "application/json"}, timeout=120
+                )
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        until(lambda: metric(url, "foreword:transfer_link_bytes_total", direction="received") > 0, 60)
+        end(doomed)
+        thread.join(60)
+    finally:
+        end(doomed)
+    until(lambda: free(prefill))
+    until(lambda: transfers(prefill, "source", "lost") + transfers(prefill, "source", "taken") > 0)
+    after = httpx.post(
+        f"{decode}/v1/completions",
+        json={"prompt": LINE * 3, "max_tokens": 4, "kv_transfer_params": {"prefill": address}},
+        timeout=60,
+    )
+    assert after.status_code == 200
