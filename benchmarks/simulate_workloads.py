@@ -1,5 +1,7 @@
 """Traffic for the simulator's benchmarks: real traces scaled to small models, agents' sessions, documents asked about."""
 
+from __future__ import annotations
+
 import random
 from array import array
 from collections.abc import Iterable, Sequence
