@@ -106,9 +106,10 @@ class Handover:
         self._offers[request_id] = None
         return lender_of(said)
 
-    def forsake(self, request_id: str) -> None:
+    def forsake(self, request: Any) -> None:
         """Nothing is needed of what is kept for this request."""
-        lender = self.take(request_id)
+        self.blocks(request, None)
+        lender = self.take(request.request_id)
         if lender is not None:
             self._forsaken.append(lender)
 
@@ -147,8 +148,7 @@ class Handover:
         """A request has ended. What its answer says for the decode instance; then its blocks stay until the workers say that
         they were read. None: they go."""
         request_id = request.request_id
-        self.blocks(request, None)
-        self.forsake(request_id)
+        self.forsake(request)
         del self._offers[request_id]
         lent = self._lent.get(request_id)
         if lent is None or chain is None:

@@ -158,7 +158,7 @@ class SchedulerSide:
             return
         found, tracked.ticket, tracked.places, tracked.tiers = tracked.places, None, None, {}
         if not num_external_tokens or found is None:
-            self._handover.forsake(request.request_id)
+            self._handover.forsake(request)
             return
         size = self._facts.block_size
         first, high = tracked.held, tracked.held + num_external_tokens // size
@@ -168,7 +168,7 @@ class SchedulerSide:
         places = tuple(found[first - tracked.searched_from : high - tracked.searched_from])
         keys = tuple(tracked.chain.keys_to(high)[first:high])
         if self._lenders not in places:
-            self._handover.forsake(request.request_id)
+            self._handover.forsake(request)
         lender = self._handover.take(request.request_id)
         load = Load(request.request_id, keys, places, tuple(blocks[first:high]), first, lender)
         self._to_load.append(load)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_process import BLOCK, answers, attempt, disk, make_model, needs_vllm, prompts, run
+from vllm_process import BLOCK, answers, disk, make_model, needs_vllm, prompts, run
 
 from foreword.store.frame import Header, read_header
 from foreword.store.urls import open_store
@@ -83,8 +83,11 @@ def test_two_ranks(model: Path, tmp_path: Path) -> None:
     assert [one["cached"] for one in second] == [BLOCK, BLOCK, HITS[2]]
 
 
-def test_memory_is_for_one_rank(model: Path) -> None:
-    """A store that lies in each worker's own memory is refused, with what to take instead."""
-    job: dict[str, Any] = {"model": str(model), "store": ["memory://?size=64MiB"], "rounds": []}
-    refused = attempt("vllm_script.py", {**job, "llm": RANKS}, **CORES)
-    assert refused.returncode != 0 and "disk:///dev/shm/foreword" in refused.stderr + refused.stdout
+def test_memory_of_two_ranks(model: Path, tmp_path: Path) -> None:
+    """Each rank has a memory tier of its own, which the scheduler, in another process, finds: what vLLM forgot is loaded."""
+    tiers = ["memory://?size=64MiB", disk(tmp_path)]
+    job = {"model": str(model), "store": tiers, "rounds": [ASKED] * 2, "llm": {**RANKS, "disable_log_stats": False}}
+    found = run("vllm_script.py", {**job, "files": str(tmp_path), "counts": [2 * BLOCKS] * 2}, **CORES)
+    assert answers(found["rounds"][1]) == answers(found["rounds"][0])
+    assert [one["cached"] for one in found["rounds"][1]] == HITS
+    assert found["loaded"] == {"memory": 2 * BLOCKS}

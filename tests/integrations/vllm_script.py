@@ -25,6 +25,12 @@ def wait_for_files(folder: str, count: int) -> None:
         time.sleep(0.05)
 
 
+def loaded(llm: Any) -> dict[str, float]:
+    """Blocks by the tier that they came from, as vLLM's metrics have them."""
+    metrics = [one for one in llm.get_metrics() if one.name.startswith("vllm:foreword_loaded_blocks")]
+    return {one.labels["tier"]: one.value for one in metrics if one.value}
+
+
 def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
     from vllm import SamplingParams
@@ -55,6 +61,7 @@ def main() -> None:
             cache.close(20)
             found["closed_in_time"] = time.monotonic() - started < 20
         else:  # workers in processes of their own write what is queued when they are told to end
+            found["loaded"] = loaded(llm) if not job.get("llm", {}).get("disable_log_stats", True) else {}
             llm.llm_engine.engine_core.shutdown()
     finish(found)
 
