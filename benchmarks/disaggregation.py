@@ -71,10 +71,10 @@ class Bench:
     prompts: int
     chunks: Sequence[int]
     cores: Sequence[int]
-    random: random.Random = field(default_factory=lambda: random.Random(1))
+    draws: random.Random = field(default_factory=lambda: random.Random(1))
 
     def prompt(self, length: int) -> list[int]:
-        return [self.random.randrange(1, 8000) for _ in range(length)]
+        return [self.draws.randrange(1, 8000) for _ in range(length)]
 
     @contextmanager
     def server(self, cores: Sequence[int], tokens: int, *flags: str) -> Iterator[Server]:
@@ -376,7 +376,7 @@ def main() -> None:
         "model": f"{Path(arguments.model).name}, {arguments.dtype}",
         "versions": f"foreword {version_of('foreword-kv')}, torch {version_of('torch')}",
         "servers": f"cores {cores[0]} and {cores[1]}, one thread per core, blocks of {BLOCK} tokens",
-        "load": f"{arguments.running} requests decode, {arguments.prompts} prompts of {LONG:,} tokens one after the other",
+        "work": f"{arguments.running} requests decode, {arguments.prompts} prompts of {LONG:,} tokens one after the other",
         "rounds": f"{arguments.rounds}; medians",
     }
     print(set_up(facts))
