@@ -18,6 +18,7 @@ pytestmark = needs_vllm
 ASKED = prompts(31, [100, 200, 256])
 BLOCKS = sum(len(prompt) // BLOCK for prompt in ASKED)
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+PATIENT = {"lookup_timeout": 5.0}  # a loaded machine
 CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 HITS = [len(prompt) // BLOCK * BLOCK for prompt in ASKED]
 
@@ -28,6 +29,7 @@ def two_ranks(model: Path, store: list[str] | None, folder: Path, rounds: int) -
         "store": store,
         "rounds": [ASKED] * rounds,
         "llm": RANKS,
+        "extra": PATIENT,
         "files": str(folder),
         "counts": [2 * BLOCKS] * rounds,
     }
@@ -86,7 +88,8 @@ def test_two_ranks(model: Path, tmp_path: Path) -> None:
 def test_memory_of_two_ranks(model: Path, tmp_path: Path) -> None:
     """Each rank has a memory tier of its own, which the scheduler, in another process, finds: what vLLM forgot is loaded."""
     tiers = ["memory://?size=64MiB", disk(tmp_path)]
-    job = {"model": str(model), "store": tiers, "rounds": [ASKED] * 2, "llm": {**RANKS, "disable_log_stats": False}}
+    job: dict[str, Any] = {"model": str(model), "store": tiers, "rounds": [ASKED] * 2, "extra": PATIENT}
+    job["llm"] = {**RANKS, "disable_log_stats": False}
     found = run("vllm_script.py", {**job, "files": str(tmp_path), "counts": [2 * BLOCKS] * 2}, **CORES)
     assert answers(found["rounds"][1]) == answers(found["rounds"][0])
     assert [one["cached"] for one in found["rounds"][1]] == HITS
