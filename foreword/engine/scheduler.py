@@ -13,10 +13,10 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from foreword.blocks import Copy, Match, PrefixCache
-from foreword.cache import BlockCache
-from foreword.engine.sequence import Arrival, Chunk, Pull, Sequence, Step
+from foreword.engine.sequence import Arrival, Chunk, OffDevice, Pull, Sequence, Step
 
 __all__ = ["Arrival", "Chunk", "Pull", "Scheduler", "Sequence", "Step"]
 
@@ -48,7 +48,7 @@ class Scheduler:
         max_batch_tokens: int = 512,
         max_num_seqs: int = 64,
         reserve: float = 0.01,
-        off_device: BlockCache | None = None,
+        off_device: OffDevice[Any] | None = None,
     ) -> None:
         self.cache = cache
         self.loading: list[Sequence] = []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from foreword.blocks import BlockTable, Copy
-from foreword.cache import Ticket
 from foreword.engine.request import CacheReport, Request, TokenLogprob
 
 
@@ -27,6 +26,27 @@ class Arrival:
     cached_tokens: int
     token: int | None
     logprob: TokenLogprob | None
+
+
+class Search(Protocol):
+    """A search off the device, and the load that may follow (`cache.Ticket`)."""
+
+    @property
+    def answered(self) -> bool: ...
+    @property
+    def done(self) -> bool: ...
+    def close(self) -> list[int]: ...
+
+
+SearchT = TypeVar("SearchT", bound=Search)
+
+
+class OffDevice(Protocol[SearchT]):
+    """Where blocks may lie that the device does not have (`cache.BlockCache`)."""
+
+    def find(self, keys: Listed[bytes], /) -> SearchT: ...
+    def worth_loading(self, ticket: SearchT, skip: int, tokens: int, /) -> int: ...
+    def load(self, ticket: SearchT, skip: int, blocks: Listed[int], /) -> None: ...
 
 
 class Pull(Protocol):
@@ -68,7 +88,7 @@ class Sequence:
     shared_tokens: int = 0
     preemptions: int = 0
     report: CacheReport | None = None
-    ticket: Ticket | None = None
+    ticket: Search | None = None
     searched_from: int = 0
     loaded: list[int] = field(default_factory=list)
     recomputed: int = 0

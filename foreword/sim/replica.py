@@ -111,8 +111,7 @@ class SimReplica:
             cache,
             max_batch_tokens=spec.max_batch_tokens,
             max_num_seqs=spec.max_num_seqs,
-            # The scheduler uses find, worth_loading and load; `SimStores` has these.
-            off_device=cast(Any, stores),
+            off_device=stores,
         )
         return cls(name, costs, cache, scheduler, stores, watcher)
 
