@@ -9,7 +9,8 @@ time, streaming, and compares what the answers say was cached with what `simulat
 if the shares differ by more than two points. Measured times to the first token are to be compared between policies: how near
 the simulator's come depends on what else the machine does.
 
-The costs come from --costs (`foreword bench calibrate`) or are measured first, quickly.
+The costs come from --costs (`foreword bench calibrate`) or are measured first, quickly. On a machine that does other things
+too, --scaled multiplies them by how much slower the router found the servers in the run itself.
 """
 
 import argparse
@@ -33,7 +34,8 @@ import httpx
 from simulate_workloads import documents, scaled, sessions, spread
 from timing import machine, set_up, table
 
-from foreword.sim.costs import FleetSpec
+from foreword.routing.costs import LoadCost
+from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.profile import Profile, read_profile
 from foreword.sim.report import quantile, summarise
 from foreword.sim.run import simulate
@@ -41,6 +43,7 @@ from foreword.sim.trace import TraceRequest
 
 START_SECONDS = 180.0
 WITHIN = 0.02
+STEP_TOKENS = 512
 
 
 @dataclass
@@ -67,17 +70,19 @@ def main() -> int:
         print(set_up(facts) + "\n", flush=True)
         rows, worst = [], 0.0
         for policy in arguments.policies.split(","):
-            seen = asyncio.run(measured(arguments, trace, policy))
+            seen, prefill = asyncio.run(measured(arguments, trace, policy))
+            factor = prefill / (profile.costs.prefill + profile.costs.base / STEP_TOKENS)
+            costs = times_slower(profile.costs, factor) if arguments.scaled else profile.costs
             spec = FleetSpec(
                 replicas=arguments.replicas,
                 device_tokens=arguments.device,
                 block_size=arguments.block_size,
-                max_batch_tokens=512,
+                max_batch_tokens=STEP_TOKENS,
                 max_num_seqs=64,
                 partial_reuse=True,
                 lookahead_blocks=4,
             )
-            expected = summarise(simulate(trace, spec, policy, profile.costs))
+            expected = summarise(simulate(trace, spec, policy, costs))
             share = sum(one.cached_tokens for one in seen) / sum(one.prompt_tokens for one in seen)
             times = sorted(one.ttft for one in seen)
             worst = max(worst, abs(share - expected.hit_share))
@@ -95,7 +100,8 @@ def main() -> int:
                     str(len(trace) - sum(one.status == 200 for one in seen)),
                 ]
             )
-            print(f"{policy}: measured {share:.2%}, simulated {expected.hit_share:.2%}", flush=True)
+            said = f"{policy}: measured {share:.2%}, simulated {expected.hit_share:.2%}"
+            print(f"{said}; a token took the servers {factor:.2f} times what the costs say", flush=True)
     head = [
         "policy",
         "hits",
@@ -131,6 +137,7 @@ def read_arguments() -> argparse.Namespace:
         "--seconds", type=float, help="how long the traffic takes; else as long as keeps 40 %% of the cores busy"
     )
     parser.add_argument("--costs", type=Path)
+    parser.add_argument("--scaled", action="store_true")
     return parser.parse_args()
 
 
@@ -216,8 +223,20 @@ def until_ready(url: str) -> None:
     raise SystemExit(f"{url} is not ready after {START_SECONDS:.0f} s")
 
 
-async def measured(arguments: argparse.Namespace, trace: Sequence[TraceRequest], policy: str) -> list[Seen]:
-    """The trace through fresh servers."""
+def times_slower(costs: EngineCosts, factor: float) -> EngineCosts:
+    """The costs of a machine on which everything takes so many times as long."""
+    loads = tuple(LoadCost(one.per_token * factor, one.latency * factor) for one in costs.loads)
+    steps = {
+        name: getattr(costs, name) * factor
+        for name in ("base", "prefill", "attention", "decode_each", "decode_context")
+    }
+    return EngineCosts(**steps, loads=loads)
+
+
+async def measured(
+    arguments: argparse.Namespace, trace: Sequence[TraceRequest], policy: str
+) -> tuple[list[Seen], float]:
+    """The trace through fresh servers; and the seconds that a token takes them, as the router learned."""
     model = [arguments.model] if arguments.model else []
     flags = ["--port", "0", "--threads", "1", "--kv-memory", f"{arguments.device} tokens"]
     flags += ["--block-size", str(arguments.block_size), "--kv-events", "tcp://127.0.0.1:0", "--log-level", "info"]
@@ -235,7 +254,9 @@ async def measured(arguments: argparse.Namespace, trace: Sequence[TraceRequest],
         )
         until_ready(router)
         until_all(router, len(urls))
-        return await send_all(router, trace)
+        seen = await send_all(router, trace)
+        listed = httpx.get(f"{router}/v1/router/replicas").json()["data"]
+        return seen, sum(one["costs"]["prefill_seconds_per_token"] for one in listed) / len(listed)
 
 
 def until_all(router: str, count: int) -> None:
