@@ -38,6 +38,8 @@ _TEMPLATE_FIELDS: Final = (
 _PROMPT_FIELDS: Final = ("add_special_tokens",)
 # Tokens before the answer on which the text of its first ones may depend.
 _CONTEXT: Final = 8
+# Tokens whose text a server holds back at most: more than a few only where a model writes no characters.
+_MOST_HELD: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,11 @@ class Prompts:
             tokens = await self._ask(name, question, able)
         return Prompt(tokens, source) if tokens is not None else Prompt(as_text(asked), "text")
 
-    async def text_of(self, before: Sequence[int], tokens: Sequence[int], able: Sequence[Upstream]) -> tuple[int, str]:
-        """`(count, text)`: the text of as many of the tokens as make whole characters, after those `before`.
+    async def text_of(
+        self, before: Sequence[int], tokens: Sequence[int], sent: str, able: Sequence[Upstream]
+    ) -> tuple[int, str]:
+        """`(count, text)`: the text of as many of the tokens as make whole characters, after those `before`. `sent` is what a
+        server made of them.
 
         Raises ReplicaFailed if nobody can say.
         """
@@ -115,19 +120,22 @@ class Prompts:
         problem = ReplicaFailed("nobody can say what text its tokens stand for")
         for upstream in able:
             try:
-                return await self._text_from(upstream, list(before[-_CONTEXT:]), list(tokens))
+                return await self._text_from(upstream, list(before[-_CONTEXT:]), list(tokens), sent)
             except ReplicaFailed as error:
                 problem = error
         raise problem
 
-    async def _text_from(self, upstream: Upstream, context: list[int], tokens: list[int]) -> tuple[int, str]:
+    async def _text_from(self, upstream: Upstream, context: list[int], tokens: list[int], sent: str) -> tuple[int, str]:
         ahead = await self._detokenize(upstream, context)
-        for count in range(len(tokens), max(len(tokens) - 5, -1), -1):
+        for count in range(len(tokens), max(len(tokens) - _MOST_HELD, 0), -1):
             text = await self._detokenize(upstream, [*context, *tokens[:count]])
             if not text.startswith(ahead):
                 break
-            if not text.endswith("\ufffd"):
-                return count, text[len(ahead) :]
+            text = text[len(ahead) :]
+            if text == sent or not text.endswith("\ufffd"):
+                return count, text
+        if not sent:
+            return 0, ""
         raise ReplicaFailed("its tokens do not stand for whole characters")
 
     # Inside

@@ -279,9 +279,8 @@ class _Stream:
         sent, tokens = answer.sent_text(), list(answer.tokens)
         if answer.settled and not self.call.asked.body.get("stop"):
             return seam.Known(tokens, sent, sent, max(answer.entries - len(tokens), 0))
-        count, text = await self.call.router.prompts.text_of(
-            answer.prompt_ids, tokens, self.call.pool.able(self.call.avoid)
-        )
+        able = self.call.pool.able(self.call.avoid)
+        count, text = await self.call.router.prompts.text_of(answer.prompt_ids, tokens, sent, able)
         return seam.Known(tokens[:count], text, sent, max(answer.entries - count, 0))
 
     # The client

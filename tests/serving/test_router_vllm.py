@@ -1,0 +1,257 @@
+"""A router in front of two real vLLM servers. Needs FOREWORD_VLLM_PYTHON, an interpreter with vLLM; skipped without. A server
+takes a minute to start, so all tests share two, and the last one kills one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tokenizers
+import torch
+import transformers
+from doors import until, words
+from router_parts import Loop, Relay, RouterProcess, Scissors
+
+PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"),
+    pytest.mark.timeout(600),
+]
+CHECKOUT = Path(__file__).parent.parent.parent
+ADMIN = {"authorization": "Bearer admin-secret"}
+END = 256
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_model(folder: Path) -> Path:
+    """A small Llama with random weights and a tokenizer that makes one token of every byte: most characters that it writes are
+    spread over several tokens or are broken."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=END + 1, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, initializer_range=0.2, max_position_embeddings=1024,
+        pad_token_id=END, bos_token_id=None, eos_token_id=END,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Server:
+    """One `vllm serve` in a process group of its own."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def healthy(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()[-4000:]
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health").status_code == 200
+        return False
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def start(model: Path, folder: Path, core: int) -> Server:
+    here = port()
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{port()}",
+        "replay_endpoint": f"tcp://*:{port()}",
+    }
+    command = [
+        PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny",
+        "--host", "127.0.0.1", "--port", str(here), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
+        "--block-size", "32", "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8", "--seed", "0",
+        "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events), "--api-key", "vllm-key",
+    ]  # fmt: skip
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(CHECKOUT),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    log = folder / f"server-{here}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+    return Server(f"http://127.0.0.1:{here}", process, log)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("vllm") / "model")
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path) -> Iterator[list[Server]]:
+    started = [start(model, model.parent, core) for core in (0, 1)]
+    try:
+        for server in started:
+            until(server.healthy, 400)
+        yield started
+    finally:
+        for server in started:
+            server.kill()
+
+
+KEYS = ["--replica-key", "vllm-key", "--api-keys", "alice=alice-key", "--api-keys", "bob=bob-key"]
+SECRET = ["--tenant-secret", "s3cret", "--admin-key", "admin-secret"]
+
+
+@pytest.fixture(scope="module")
+def router(servers: list[Server]) -> Iterator[RouterProcess]:
+    named = [argument for server in servers for argument in ("--replica", server.url)]
+    process = RouterProcess(*named, *KEYS, *SECRET).wait_for(2)
+    yield process
+    process.kill()
+
+
+def ask(router: RouterProcess, prompt: str, key: str = "alice-key", **more: Any) -> tuple[str, int]:
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **more}
+    with router.http(key) as client:
+        answer = client.post("/v1/completions", json=body).raise_for_status()
+    details = answer.json()["usage"]["prompt_tokens_details"] or {}
+    return answer.headers["x-foreword-route"].partition(": ")[0], details.get("cached_tokens") or 0
+
+
+def known(router: RouterProcess) -> dict[str, int]:
+    listed = httpx.get(f"{router.url}/v1/router/replicas", headers=ADMIN).json()["data"]
+    return {one["replica"]: one["known_blocks"] for one in listed}
+
+
+def test_it_goes_where_the_prefix_is(router: RouterProcess) -> None:
+    """vLLM's own events tell what each server holds, salted by tenant; prompts with a common beginning find it."""
+    for topic in ("north", "south", "east"):
+        shared = words(topic, 40)
+        before = sum(known(router).values())
+        where, cached = ask(router, shared + " first")
+        assert cached == 0
+        until(lambda count=before: sum(known(router).values()) > count)  # type: ignore[misc]
+        again, cached = ask(router, shared + " second")
+        assert again == where and cached >= 192
+    expected = router.metric("foreword:router_expected_cached_tokens_total")
+    assert expected >= 500 and expected == router.metric("foreword:router_actual_cached_tokens_total")
+
+
+def test_tenants_do_not_share(router: RouterProcess) -> None:
+    """Another tenant's prompt is never found, at whichever server; its own is."""
+    prompt = words("secret", 40)
+    assert ask(router, prompt)[1] == 0
+    assert [ask(router, prompt, "bob-key")[1] for _ in range(1)] == [0]
+    assert ask(router, prompt, "bob-key")[1] > 0 and ask(router, prompt)[1] > 0
+
+
+def test_chat_is_tokenized_as_the_server_does(router: RouterProcess) -> None:
+    """A conversation's tokens, chat template included, are those that the server counts."""
+    messages = [{"role": "user", "content": words("chat", 30)}]
+    with router.http("alice-key") as client:
+        answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2}).raise_for_status()
+    last = httpx.get(f"{router.url}/v1/router/decisions?last=1", headers=ADMIN).json()["data"][0]
+    assert last["tokens_from"] == "replica" and last["prompt_tokens"] == answer.json()["usage"]["prompt_tokens"]
+
+
+CHAT = {"messages": [{"role": "user", "content": "Say something."}]}
+TEXT = {"prompt": "Once upon a time"}
+
+
+def stream(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    asked = {"temperature": 0, "stream": True, "ignore_eos": True, **body}
+    headers = {"authorization": "Bearer vllm-key"}
+    with httpx.stream("POST", url + path, json=asked, timeout=60, headers=headers) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert answer.status_code == 200 and lines[-1] == "[DONE]", lines[-3:]
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def text(chunks: list[dict[str, Any]]) -> str:
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return "".join(choice.get("text", choice.get("delta", {}).get("content")) or "" for choice in choices)
+
+
+def ending(chunks: list[dict[str, Any]]) -> tuple[Any, Any]:
+    last = [choice for chunk in chunks for choice in chunk["choices"] if choice.get("finish_reason")]
+    assert len(last) == 1
+    return last[0]["finish_reason"], last[0]["stop_reason"]
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_the_same_text_wherever_it_was_lost(
+    servers: list[Server], model: Path, path: str, body: dict[str, Any], local: bool
+) -> None:
+    """Lost after any number of events, an answer of vLLM goes on at the other server with the same text, usage and ending, with
+    and without a stop string, with the router's own tokenizer and with vLLM's."""
+    scissors, loop = Scissors(), Loop()
+    relays = [Relay(loop, server.url, scissors) for server in servers]
+    named = [argument for relay in relays for argument in ("--replica", relay.url)]
+    flags = ["--tokenizer", str(model)] if local else []
+    router = RouterProcess(*named, "--replica-key", "vllm-key", "--failures", "1000", *flags).wait_for(2)
+    try:
+        free = text(stream(servers[0].url, path, {**body, "max_tokens": 14}))
+        for more in ({}, {"stop": free[6:9]}):
+            asked = {**body, "max_tokens": 14, "stream_options": {"include_usage": True}, **more}
+            whole = stream(servers[0].url, path, asked)
+            for events in range(len(whole)):
+                scissors.cut_after(events)
+                chunks = stream(router.url, path, asked)
+                assert (text(chunks), ending(chunks)) == (text(whole), ending(whole)), (events, more)
+                usage = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+                if not more:  # which token ends a stop string is a matter of taste where characters are broken
+                    assert usage[0]["completion_tokens"] == whole[-1]["usage"]["completion_tokens"]
+                assert len({chunk["id"] for chunk in chunks}) == 1
+        assert router.metric("foreword:router_continuations_total", outcome="continued") > 10
+        assert router.metric("foreword:router_continuations_total", outcome="impossible") == 0
+    finally:
+        router.kill()
+        for relay in relays:
+            relay.close()
+
+
+def test_killed_in_the_middle(servers: list[Server], router: RouterProcess) -> None:
+    """A vLLM server is killed in the middle of an answer; the client sees all of it."""
+    asked = {**TEXT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    headers = {"authorization": "Bearer vllm-key"}
+    whole = httpx.post(f"{servers[0].url}/v1/completions", json=asked, headers=headers, timeout=120)
+    with (
+        router.http("alice-key") as client,
+        client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer,
+    ):
+        source = answer.headers["x-foreword-route"].partition(": ")[0]
+        lines = answer.iter_lines()
+        seen = [next(lines) for _ in range(20)]
+        next(server for server in servers if server.url == source).kill()
+        seen += list(lines)
+    chunks = [json.loads(line.removeprefix("data: ")) for line in seen if line.startswith("data: {")]
+    assert text(chunks) == whole.json()["choices"][0]["text"]
