@@ -231,7 +231,7 @@ def test_the_same_text_wherever_it_was_lost(
                 if not more:  # which token ends a stop string is a matter of taste where characters are broken
                     assert usage[0]["completion_tokens"] == whole[-1]["usage"]["completion_tokens"]
                 assert len({chunk["id"] for chunk in chunks}) == 1
-        assert router.metric("foreword:router_continuations_total", outcome="continued") > 10
+        assert router.metric("foreword:router_continuations_total", outcome="continued") >= 3
         assert router.metric("foreword:router_continuations_total", outcome="impossible") == 0
     finally:
         router.kill()

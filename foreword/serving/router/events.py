@@ -19,6 +19,7 @@ _END: Final = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_SECONDS: Final = 5.0
 # Messages handled before others get a turn on the loop.
 _AT_ONCE: Final = 32
+_IDLE_SECONDS: Final = 2
 _WAITING: Final = 10_000
 
 
@@ -35,6 +36,7 @@ class Subscription:
         self.endpoint = endpoint
         self._replay = replay
         self._context = context
+        self._next = 0
         self._decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder().decode
 
     async def run(self) -> None:
@@ -45,6 +47,9 @@ class Subscription:
             socket.subscribe(b"")
             await self._join()
             while True:
+                if not await socket.poll(_IDLE_SECONDS * 1000):
+                    await self._look_behind()
+                    continue
                 await self._take(await socket.recv_multipart())
                 for _ in range(_AT_ONCE):
                     if not await socket.poll(0):
@@ -61,10 +66,17 @@ class Subscription:
         if self._replay is not None:
             await self._catch_up(0)
 
+    async def _look_behind(self) -> None:
+        """Nothing came for a while. What was sent before the subscription stood, or was lost with nothing after it, leaves no
+        gap to be seen: ask."""
+        if self._replay is not None:
+            await self._catch_up(self._next)
+
     async def _take(self, frames: list[bytes]) -> None:
         number, events = self._read(frames)
         if number is None:
             return
+        self._next = number + 1
         missing = self.feed.receive(number, events)
         if missing is None:
             return
@@ -101,6 +113,7 @@ class Subscription:
         number, events = self._read(frames)
         if number is None:
             return
+        self._next = max(self._next, number + 1)
         missing = self.feed.receive(number, events, replayed=True)
         if missing is not None:
             self.feed.skip_to(missing.end)
