@@ -58,15 +58,18 @@ def test_help_is_light() -> None:
 
 
 def test_every_key_has_a_flag_with_a_description() -> None:
-    """Each configuration key is a flag of `serve` (the model is the argument), and its help is the docstring's."""
-    shown = runner.invoke(cli.app, ["serve", "--help"], terminal_width=200).output
+    """Each configuration key is a flag of `serve` (the model is the argument) or of `route` (replicas go by `--replica`), and
+    its help is the docstring's."""
+    shown = "".join(
+        runner.invoke(cli.app, [command, "--help"], terminal_width=200).output for command in ("serve", "route")
+    )
     flags = list(cli._flags())
     assert len(flags) == sum(
         len(dataclasses.fields(getattr(Config(), room.name))) for room in dataclasses.fields(Config)
     )
     for flag in flags:
         assert flag.text, f"{flag.room}.{flag.key} has no description in its class's docstring"
-        assert flag.key == "model" or f"--{flag.name} " in shown
+        assert flag.key in ("model", "replicas") or f"--{flag.name} " in shown
 
 
 def test_flags_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
