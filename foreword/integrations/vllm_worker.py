@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _FEWEST_SLOTS = 16
 _MEASURED_TOKENS = 64
 _REST_SECONDS = 0.005
+# While nothing is loaded and blocks are only kept for others; a request that comes meanwhile waits as long at most.
+_LONGEST_REST = 0.025
 # The label of the tier that is other instances which computed a prompt for this one.
 LENDERS = "prefill"
 
@@ -66,6 +68,7 @@ class WorkerSide:
         self._watch: TierWatch | None = None
         self.step_began = 0.0
         self._seen = 0
+        self._rests = 0
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """vLLM's tensors are there: open the stores. Raises ModelUnsupported for an arrangement that is not known."""
@@ -174,14 +177,17 @@ class WorkerSide:
         """vLLM has nothing to compute and would ask again at once, without end: the threads that load need the processor, and
         the interpreter, more than it does."""
         assert self.cache is not None
+        self._rests = 0 if self._loading else self._rests + 1
         if not any(ticket.done for ticket in self._loading.values()):
-            self.cache.wait(self._seen, _REST_SECONDS)
+            self.cache.wait(self._seen, min(max(self._rests, 1) * _REST_SECONDS, _LONGEST_REST))
         self._seen = self.cache.changes
 
     # Saving
 
     def save(self, plan: StepPlan) -> None:
         assert self.cache is not None
+        if plan.tokens:
+            self._rests = 0
         if plan.tokens >= _MEASURED_TOKENS:
             self.cache.prefill_seconds.note(plan.tokens, time.monotonic() - self.step_began)
         for save in plan.saves:
