@@ -282,6 +282,8 @@ class Pool:
             # It was not looked at, so nothing was expected; or the answer tells of what came from the prefill replica.
             cached = None
         guessed = ticket.guess is not None
+        if guessed:
+            self.fleet.first_token(ticket.id, clock())  # at the latest now
         self.fleet.finished(ticket.id, clock(), cached_tokens=cached, output_tokens=output, guessed=guessed)
         self._left(ticket)
 
