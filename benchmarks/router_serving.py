@@ -14,7 +14,9 @@ kill            1,000 greedy streams, 40 at a time, over a disk store that the s
                 in the middle and started again. Every stream must be complete and say what a single undisturbed server says.
 
 The first two compare time to first token between policies, which take turns; each begins with empty devices and a new router.
-The load is --load of what round robin manages at most, found first: so nobody is compared when saturated.
+The load is --load of what round robin manages at most, found first from the first requests: so nobody is compared when
+saturated. The ratio depends on what the devices can hold: --kv-memory is such that each holds the prefixes of its share of the
+sessions or system prompts, more or less, and not those of all; where every device holds everything, any policy will do.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from tokenizers import Tokenizer
 import foreword
 
 SYSTEM_TOKENS = 1500
-KV_TOKENS = {"agents": 16384, "system-prompts": 8192, "kill": 8192}
+KV_TOKENS = {"agents": 12288, "system-prompts": 8192, "kill": 8192}
 CALIBRATED, CALIBRATION_CLIENTS = 48, 6
 MARK_AFTER = 600
 NEAR_TIE = 0.01
@@ -105,18 +107,18 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--policies", default="cost,round-robin", help="of `foreword route`; the first one is compared")
     parser.add_argument("--rounds", type=int, default=2, help="of each policy, in turn")
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--kv-memory", type=int, help="tokens of each device; 16384 for agents, else 8192")
+    parser.add_argument("--kv-memory", type=int, help="tokens of each device; 12288 for agents, else 8192")
     parser.add_argument("--dtype", help="float32 for kill, so that batches of any size compute alike; else auto")
     parser.add_argument("--answer", type=int, default=24, help="tokens of every answer")
     parser.add_argument("--load", type=float, default=0.6, help="share of what round robin manages")
     parser.add_argument("--rate", type=float, help="requests per second, instead of --load")
-    parser.add_argument("--copies", type=int, default=3, help="agents: of each session, different after 600 characters")
-    parser.add_argument("--steps", type=int, default=6, help="agents: the first so many steps of a session")
+    parser.add_argument("--copies", type=int, default=2, help="agents: of each session, different after 600 characters")
+    parser.add_argument("--steps", type=int, default=12, help="agents: the first so many steps of a session")
     parser.add_argument("--longest", type=int, default=3072, help="agents: tokens of a prompt; the rest is cut off")
     parser.add_argument("--no-session-key", action="store_true", help="agents: without prompt_cache_key")
     parser.add_argument("--prompts", type=int, default=32, help="system-prompts: how many")
     parser.add_argument("--zipf", type=float, default=1.0, help="system-prompts: exponent of their frequency")
-    parser.add_argument("--requests", type=int, default=150, help="system-prompts: per policy and round")
+    parser.add_argument("--requests", type=int, default=120, help="system-prompts: per policy and round")
     parser.add_argument("--streams", type=int, default=1000, help="kill: in all")
     parser.add_argument("--at-a-time", type=int, default=40, help="kill: streams side by side")
     parser.add_argument("--kills", type=int, default=1, help="kill: one after the other, each another server")
@@ -127,7 +129,7 @@ def read_arguments() -> argparse.Namespace:
     if given.workload == "agents" and not given.traces:
         parser.error("--workload agents needs --traces FILE...: one request per line with timestamp, input, output")
     if given.quick:
-        given.rounds, given.copies, given.steps, given.requests, given.streams = 1, 1, 3, 30, 100
+        given.rounds, given.copies, given.steps, given.requests, given.streams = 1, 1, 6, 30, 100
     given.kv_memory = given.kv_memory or KV_TOKENS[given.workload]
     given.dtype = given.dtype or ("float32" if given.workload == "kill" else "auto")
     return given
@@ -559,14 +561,24 @@ def timings(answers: list[Answer]) -> Report:
 
 def back(death: Death, answers: list[Answer]) -> Report:
     after = [one for one in answers if one.replica == death.url and one.sent > death.at]
-    first = min((one.sent for one in after), default=float("nan"))
+    first = min((one.sent for one in after), default=None)
+    pauses = [pause for one in death.cut if (pause := across(one, death.at))]
     return {
         "cut": len(death.cut),
         "cut_after_tokens": sorted(sum(at < death.at for at in one.events) for one in death.cut),
         "ready_again": death.ready - death.at,
-        "first_request_again": first - death.at,
+        "first_request_again": None if first is None else first - death.at,
+        "pause_p50": quantile(pauses, 0.5),
+        "pause_max": max(pauses, default=float("nan")),
         "requests_since": len(after),
     }
+
+
+def across(one: Answer, at: float) -> float:
+    """Seconds from the last token before a kill to the first one after it; 0.0 if there is none."""
+    before = [time for time in one.events if time < at]
+    after = [time for time in one.events if time >= at]
+    return after[0] - before[-1] if before and after else 0.0
 
 
 def say(found: Report, answers: list[Answer], verdicts: list[str]) -> None:
@@ -578,17 +590,20 @@ def say(found: Report, answers: list[Answer], verdicts: list[str]) -> None:
         f"{found['streams'] / found['seconds']:.1f} streams/s"
     )
     for one in found["deaths"]:
+        again = one["first_request_again"]
+        since = (
+            f"{one['requests_since']} requests since, the first after {again:.1f} s" if again else "no request since"
+        )
         print(
-            f"killed: {one['cut']} streams cut after {one['cut_after_tokens']} tokens; ready again after "
-            f"{one['ready_again']:.1f} s, first request after {one['first_request_again']:.1f} s, {one['requests_since']} since"
+            f"killed: {one['cut']} streams cut after {one['cut_after_tokens']} tokens, silent for "
+            f"{1e3 * one['pause_p50']:.0f} ms (median; longest {1e3 * one['pause_max']:.0f}); the server was ready again "
+            f"after {one['ready_again']:.1f} s, {since}"
         )
     rows = [
         [name, str(one["streams"]), *(f"{1e3 * one[key]:.0f}" for key in one if key.endswith(("p50", "max")))]
         for name, one in found["groups"].items()
     ]
     print("\n" + table(["ms", "streams", "TTFT p50", "gap p50", "gap max", "whole p50", "whole max"], rows))
-    normal, cut = found["groups"]["all others"], found["groups"]["cut in the middle"]
-    print(f"What a cut costs: {1e3 * (cut['gap_p50'] - normal['gap_p50']):.0f} ms more at the median of longest gaps")
     for one, word in zip(answers, verdicts, strict=True):
         if word not in ("same", "near tie"):
             print(f"{word}: {one.wrong() or one.text!r} ({one.route[:60]}, {len(one.ids)} tokens)")
