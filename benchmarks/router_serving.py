@@ -504,8 +504,15 @@ def verdict(alone: Process, one: Answer, expected: Answer) -> str:
     if one.ids == expected.ids:
         return "same" if one.text == expected.text else "other text"
     at = next(i for i, (ours, theirs) in enumerate(zip(one.ids, expected.ids, strict=True)) if ours != theirs)
+    if shifted(one.ids[at:], expected.ids[at:]) or shifted(expected.ids[at:], one.ids[at:]):
+        return "tokens doubled or missing"
     gap = margin(alone, expected, at)
     return "near tie" if gap < NEAR_TIE else "other tokens"
+
+
+def shifted(ids: list[int], others: list[int]) -> bool:
+    """Whether these are the others with up to four tokens left out at the beginning."""
+    return any(len(others) - by >= 3 and ids[: len(others) - by] == others[by:] for by in range(1, 5))
 
 
 def margin(alone: Process, expected: Answer, at: int) -> float:
