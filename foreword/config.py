@@ -327,7 +327,15 @@ class RouterConfig:
     tokenize_timeout: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("max_waiting", "max_in_flight", "max_queue", "max_attempts", "failures", "decisions", "directory_blocks"):
+        for name in (
+            "max_waiting",
+            "max_in_flight",
+            "max_queue",
+            "max_attempts",
+            "failures",
+            "decisions",
+            "directory_blocks",
+        ):
             _at_least(f"router.{name}", getattr(self, name), 1)
         _at_least("router.min_prefill", self.min_prefill, 0)
         for name in ("request", "stall", "connect", "health", "tokenize"):

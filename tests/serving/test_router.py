@@ -244,7 +244,9 @@ def test_a_local_tokenizer(servers: list[Process], router: RouterProcess) -> Non
     """With the tokenizer's folder the router makes the same tokens as the replicas, chat template included."""
     from foreword.engine.model import embedded_model
 
-    local = RouterProcess(*replicas(servers), "--tokenizer", str(embedded_model()), "--admin-key", "admin-secret").wait_for(2)
+    local = RouterProcess(
+        *replicas(servers), "--tokenizer", str(embedded_model()), "--admin-key", "admin-secret"
+    ).wait_for(2)
     try:
         message = {"role": "user", "content": words("local", 60)}
         body = {"messages": [message], "max_tokens": 1}
