@@ -57,8 +57,8 @@ def test_a_change_is_followed() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 2e-9, 2e-8]))
 def test_what_context_costs_is_learned(seed: int, attention: float) -> None:
-    """Long prompts cost more for each token: after a hundred requests, with one sample in ten wild, those of any length are
-    priced right within a fifth."""
+    """Long prompts cost more for each token: after a hundred requests, with one sample in ten wild, a price is right within a
+    tenth, or within a hundredth of what the longest prompts take."""
     rng, learner = random.Random(seed), Learner()
     truth = ReplicaCosts(prefill=1e-4, first=0.03, attention=attention)
     for _ in range(100):
@@ -66,10 +66,11 @@ def test_what_context_costs_is_learned(seed: int, attention: float) -> None:
         seconds = (truth.first + truth.compute(tokens, before)) * rng.uniform(0.98, 1.02)
         wild = 20 if rng.random() < 0.1 else 1
         learner.note_first_token(tokens, 0, seconds * wild, pairs=pairs(tokens, before))
+    noise = 0.01 * truth.compute(60_000, 0)
     for tokens in (2_000, 20_000, 60_000):
         costs = learner.costs
         expected = truth.first + truth.compute(tokens, 0)
-        assert costs.first + costs.compute(tokens, 0) == pytest.approx(expected, rel=0.2)
+        assert costs.first + costs.compute(tokens, 0) == pytest.approx(expected, rel=0.1, abs=noise)
 
 
 def test_what_others_take_is_not_counted_twice() -> None:
