@@ -123,7 +123,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--at-a-time", type=int, default=40, help="kill: streams side by side")
     parser.add_argument("--kills", type=int, default=1, help="kill: one after the other, each another server")
     parser.add_argument("--down", type=float, default=3.0, help="kill: seconds until it is started again")
-    parser.add_argument("--quick", action="store_true", help="half a minute, to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="half a minute, to see that it works; overrides the amounts"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
     if given.workload == "agents" and not given.traces:
@@ -474,6 +476,8 @@ async def disturbed(
         for number in range(given.kills):
             while len(client.answers) < len(streams) * (number + 1) // (given.kills + 1) and not sending.done():
                 await asyncio.sleep(0.01)
+            if sending.done():
+                break
             deaths.append(await killed(client, fleet[(number + 1) % len(fleet)], given.down))
         return await sending, deaths
 
