@@ -87,8 +87,6 @@ class Router:
         await self.session.close()
         await self._asking.close()
         self.prompts.close()
-        if self.recorder is not None:
-            self.recorder.close()
         if self._zmq is not None:
             self._zmq.destroy(linger=0)
         if self.recorder is not None:
