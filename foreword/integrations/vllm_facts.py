@@ -138,20 +138,10 @@ class Facts:
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) != 1:
                 raise ModelUnsupported("context parallelism is not supported by Foreword's connector")
-        self.model = self._fingerprint(settings)
+        self.model = model_digest(vllm_config, settings)
         self.loss = loss_of(settings.store.urls)
         events = getattr(vllm_config, "kv_events_config", None)
         self.events = bool(events is not None and events.enable_kv_cache_events)
-
-    def _fingerprint(self, settings: Settings) -> bytes:
-        """Of the weights and of everything in vLLM's configuration that changes what they compute."""
-        model = self.config.model_config
-        if settings.fingerprint is not None:
-            weights = bytes.fromhex(settings.fingerprint)
-        else:
-            weights = fingerprint_folder(model_folder(model.model, getattr(model, "revision", None)))
-        overrides = repr(getattr(model, "hf_overrides", None) or {})
-        return sha256(weights + overrides.encode()).digest()
 
     def layout(self, rank: int) -> Layout:
         """Of one rank's blocks. The same in the scheduler, which has no tensors, as in the workers."""
@@ -186,6 +176,17 @@ class Facts:
     def root(self, salt: bytes) -> bytes:
         """The key that chains of a salt begin with."""
         return Scope(self.model, self.block_size, salt).root()
+
+
+def model_digest(vllm_config: Any, settings: Settings) -> bytes:
+    """Of the weights and of everything in vLLM's configuration that changes what they compute. Raises ModelUnsupported."""
+    model = vllm_config.model_config
+    if settings.fingerprint is not None:
+        weights = bytes.fromhex(settings.fingerprint)
+    else:
+        weights = fingerprint_folder(model_folder(model.model, getattr(model, "revision", None)))
+    overrides = repr(getattr(model, "hf_overrides", None) or {})
+    return sha256(weights + overrides.encode()).digest()
 
 
 def _arrangement(config: Any, dtype: torch.dtype, block_size: int, head_size: int) -> str:

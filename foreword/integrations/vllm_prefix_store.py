@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 from foreword.blocks.keys import Scope, chain_keys
@@ -19,7 +18,7 @@ from foreword.blocks.layout import ITEM_BYTES
 from foreword.errors import ConfigError, ModelUnsupported, PrefixBudgetExceeded, StoreError
 from foreword.forget import LayoutRecord, layouts
 from foreword.integrations.vllm import Settings
-from foreword.integrations.vllm_weights import fingerprint_folder, model_folder
+from foreword.integrations.vllm_facts import model_digest
 from foreword.prefix_records import PrefixRecords
 from foreword.store.base import Name
 from foreword.store.tiered import Tier
@@ -47,16 +46,6 @@ def connector_settings(vllm_config: Any) -> Settings:
         "NamedPrefixes keeps prefixes in the stores of Foreword's connector; give vLLM --kv-transfer-config with "
         '"kv_connector": "ForewordConnector" and "kv_connector_module_path": "foreword.integrations.vllm"'
     )
-
-
-def model_digest(vllm_config: Any, settings: Settings) -> bytes:
-    """The model's fingerprint as the connector's `Facts` makes it. Raises ModelUnsupported."""
-    model = vllm_config.model_config
-    if settings.fingerprint is not None:
-        weights = bytes.fromhex(settings.fingerprint)
-    else:
-        weights = fingerprint_folder(model_folder(model.model, getattr(model, "revision", None)))
-    return sha256(weights + repr(getattr(model, "hf_overrides", None) or {}).encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +79,14 @@ class PrefixStores:
         self._name = str(vllm_config.model_config.model)
         self._dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
         self._ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-        urls = [url for url in settings.store.urls if parse(url).scheme != "memory"]
+        urls = [url for url in settings.store.urls if parse(url).lasting]
         self.seen = bool(urls)
         self._store = open_store(urls or ["memory://?size=1MiB"])
         self._limits = [_pin_limit(tier, url) for tier, url in zip(self._store.tiers, urls, strict=False)]
         self._blocks: list[_Blocks] = []
         if len(urls) < len(settings.store.urls):
             logger.warning(
-                "Foreword: memory:// lies in the engine's process, so named prefixes are %s",
+                "Foreword: what lies in memory:// or at a peer ends with its process, so named prefixes are %s",
                 "pinned in the other stores only" if urls else "pinned nowhere and forgotten when the server ends",
             )
 
