@@ -1,6 +1,13 @@
-"""For all tests: hypothesis asserts no times, as no test here does; a loaded machine is not a defect."""
+"""Hypothesis for all tests: examples from a fixed seed, and no deadlines.
+
+The same commit gives the same examples everywhere, so a red run can be had again; `HYPOTHESIS_PROFILE=explore make test`
+draws new ones. No test asserts a time, hypothesis' deadlines included: a loaded machine is not a defect.
+"""
+
+import os
 
 from hypothesis import settings
 
-settings.register_profile("foreword", deadline=None)
-settings.load_profile("foreword")
+settings.register_profile("foreword", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "foreword"))
