@@ -8,7 +8,8 @@ without one, only our half runs. Blocks have 16 tokens and vLLM's hash is its de
 - a prompt of 32,768 tokens: its keys, the lookup when all of it is cached, the allocation when every block evicts
   another one, and giving it back;
 - a decode step of 256 running sequences: a slot for each one's next token, and the key of every block this fills;
-- a pool of a million blocks against a pool of a thousand: time per block, and the memory that a block takes (ours).
+- a pool of a million blocks against a pool of a thousand: time per block, beside a bare ordered dictionary of as many
+  keys, whose growth is that of the processor's cache misses alone; and the memory that a block takes (ours).
 
 Only the calls that an engine's scheduler makes are inside the clock. The garbage collector is outside of it, since it
 would count against whoever makes more objects; so is making vLLM's Request objects. Our conversion of the tokens is
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -168,7 +170,46 @@ class Vllm:
         self._manager.free(sequence)
 
 
-KINDS: dict[str, Callable[[int], Books]] = {"foreword": Foreword, "vllm": Vllm}
+class Floor:
+    """The least that any cache by key does: one ordered dictionary from key to block number, oldest entry first. It counts no
+    references and shares nothing; how its times grow is what the processor's caches make of any table of that size."""
+
+    def __init__(self, num_blocks: int) -> None:
+        from foreword.blocks import PrefixCache
+
+        self._names: Any = PrefixCache(1, BLOCK)
+        self._blocks: OrderedDict[bytes, int] = OrderedDict((bytes([0]) + b.to_bytes(31), b) for b in range(num_blocks))
+
+    def prepare(self, tokens: list[int]) -> Any:
+        return tokens
+
+    def name(self, request: Any) -> Any:
+        return list(self._names.open(request).chain.keys_to(len(request) // BLOCK))
+
+    def find(self, sequence: Any) -> int:
+        found = 0
+        for key in sequence:
+            if key not in self._blocks:
+                break
+            found += BLOCK
+        return found
+
+    def take(self, sequence: Any) -> None:
+        blocks = self._blocks
+        for key in sequence:
+            _, block = blocks.popitem(last=False)
+            blocks[key] = block
+
+    def step(self, sequences: Sequence[Any], token: int) -> None:
+        raise NotImplementedError("only pools of two sizes are compared with it")
+
+    def free(self, sequence: Any) -> None:
+        move = self._blocks.move_to_end
+        for key in reversed(sequence):
+            move(key)
+
+
+KINDS: dict[str, Callable[[int], Books]] = {"foreword": Foreword, "vllm": Vllm, "dictionary": Floor}
 
 
 class Tokens:
@@ -348,7 +389,7 @@ def work(kinds: Sequence[str], rounds: int) -> dict[str, Any]:
         "rounds": rounds,
         "prompt": medians(measure_prompt(kinds, rounds)),
         "decode": medians(measure_decode(kinds, rounds)),
-        "pools": medians(measure_pools(kinds, rounds)),
+        "pools": medians(measure_pools([*kinds, "dictionary"], rounds)),
         "block_bytes": block_bytes(LARGE),
     }
 
@@ -393,13 +434,13 @@ def report(result: dict[str, Any]) -> str:
 def compared(medians_by_kind: dict[str, dict[str, float]], unit: str, factor: float) -> str:
     """One row per operation: ours, theirs, and how many times faster ours is."""
     kinds = list(medians_by_kind)
-    head = ["operation", *(f"{kind} {unit}" for kind in kinds), *(["ratio"] if len(kinds) > 1 else [])]
+    head = ["operation", *(f"{kind} {unit}" for kind in kinds), *(["ratio"] if "vllm" in kinds else [])]
     return table(head, [_compared_row(name, medians_by_kind, factor) for name in medians_by_kind[kinds[0]]])
 
 
 def _compared_row(name: str, medians_by_kind: dict[str, dict[str, float]], factor: float) -> list[str]:
     values = [mine[name] for mine in medians_by_kind.values()]
-    times = [f"{ratio(values[1], values[0]):.1f}x"] if len(values) > 1 else []
+    times = [f"{ratio(values[1], values[0]):.1f}x"] if "vllm" in medians_by_kind else []
     return [name, *(f"{value * factor:.3f}" for value in values), *times]
 
 
@@ -420,7 +461,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
-    parser.add_argument("--worker", nargs="+", choices=sorted(KINDS), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs="+", choices=("foreword", "vllm"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         print(json.dumps(work(arguments.worker, arguments.rounds)))
