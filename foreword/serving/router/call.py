@@ -90,9 +90,8 @@ class Call:
             upstream, self.router.session.post(url, data=body, headers=headers, allow_redirects=False)
         )
 
-    async def fetch(self, ticket: Ticket, body: bytes) -> tuple[aiohttp.ClientResponse, bytes]:
-        """The same with its whole body."""
-        upstream = ticket.upstream
+    async def fetch(self, upstream: Upstream, body: bytes) -> tuple[aiohttp.ClientResponse, bytes]:
+        """A response with its whole body. Raises as `send`."""
         headers = self.headers(upstream)
 
         async def work() -> tuple[aiohttp.ClientResponse, bytes]:
@@ -138,12 +137,8 @@ class Call:
         """A replica has too much to do: it is left alone for as long as it says, and the request waits."""
         self.refusals += 1
         self.pool.failed(ticket)
-        try:
-            pause = float(response.headers.get("retry-after", "1"))
-        except ValueError:
-            pause = 1.0
         self.why = f"after {ticket.upstream.url} had no room"
-        self.router.paused(ticket.upstream, min(max(pause, 0.1), _LONGEST_PAUSE))
+        self.router.paused(ticket.upstream, pause_of(response))
 
 
 async def _while_alive(upstream: Upstream, work: Coroutine[Any, Any, T]) -> T:
@@ -159,6 +154,15 @@ async def _while_alive(upstream: Upstream, work: Coroutine[Any, Any, T]) -> T:
         raise
     finally:
         upstream.lives.discard(live)
+
+
+def pause_of(response: aiohttp.ClientResponse) -> float:
+    """Seconds for which a replica that refused wants to be left alone."""
+    try:
+        pause = float(response.headers.get("retry-after", "1"))
+    except ValueError:
+        pause = 1.0
+    return min(max(pause, 0.1), _LONGEST_PAUSE)
 
 
 def again(call: Call, ticket: Ticket, response: aiohttp.ClientResponse, data: bytes) -> bool:

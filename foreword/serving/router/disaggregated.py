@@ -6,9 +6,12 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import aiohttp
 import msgspec
 
+from foreword.errors import ReplicaFailed
 from foreword.serving.router import asked as asking
+from foreword.serving.router import call as calls
 from foreword.serving.router.pool import Ticket
 from foreword.serving.router.replicas import LOST, Upstream
 
@@ -25,6 +28,10 @@ _ASK_PREFILL: Final = {
     "remote_host": None,
     "remote_port": None,
 }
+# What concerns the answer only: it is left to the replica that decodes.
+_ANSWER: Final = frozenset(("stream_options", "min_tokens", "logprobs", "top_logprobs", "return_token_ids"))
+# With these vLLM computes the whole prompt where it decodes, whatever it could be sent.
+_COMPUTED_THERE: Final = ("prompt_logprobs", "echo", "use_beam_search")
 
 
 async def body(call: Call, ticket: Ticket) -> bytes:
@@ -39,35 +46,67 @@ async def _transfer(call: Call, ticket: Ticket) -> Mapping[str, Any] | None:
     if ticket.upstream.kind == "foreword" and prefill.facts is not None and prefill.facts.transfer is not None:
         return {"prefill": prefill.facts.transfer}
     if ticket.upstream.kind == "vllm" and prefill.kind == "vllm":
-        return await _prefill(call, prefill)
+        return await _prefill(call, prefill) if _can_be_split(call.asked) else None
     logger.info(
         "%s and %s cannot share a request: the prompt is computed where it decodes", prefill.url, ticket.upstream.url
     )
     return None
 
 
+def _can_be_split(asked: asking.Asked) -> bool:
+    """Whether one `kv_transfer_params` says all: of several prompts or answers vLLM tells only one."""
+    return asked.single and not any(asked.body.get(name) for name in _COMPUTED_THERE)
+
+
 async def _prefill(call: Call, prefill: Upstream) -> Mapping[str, Any] | None:
     """vLLM's first step: one token, and where its KV can be fetched. None if it failed."""
-    asked = {name: value for name, value in call.asked.body.items() if name not in ("stream_options", "min_tokens")}
+    prefill.in_flight += 1
+    try:
+        response, data = await call.fetch(prefill, _first_step(call))
+    except (*LOST, ReplicaFailed) as error:
+        reason, certain = calls.sentence(error), calls.is_certain(error)
+        logger.warning("request %s: %s computes no prompt: %s", call.request_id, prefill.url, reason)
+        call.router.failed(prefill, reason, certain=certain)
+        return None
+    finally:
+        prefill.in_flight -= 1
+    if response.status != 200:
+        _blame(call, prefill, response, data)
+        return None
+    call.router.succeeded(prefill)
+    return _told(prefill, data)
+
+
+def _first_step(call: Call) -> bytes:
+    asked = {name: value for name, value in call.asked.body.items() if name not in _ANSWER}
     most = "max_completion_tokens" if "max_completion_tokens" in asked else "max_tokens"
     asked |= {"stream": False, most: 1, "kv_transfer_params": _ASK_PREFILL, "cache_salt": call.salt}
     if not call.salt:
         del asked["cache_salt"]
-    prefill.in_flight += 1
+    return msgspec.json.encode(asked)
+
+
+def _blame(call: Call, prefill: Upstream, response: aiohttp.ClientResponse, data: bytes) -> None:
+    """What the client did wrong the other replica will say; one that has too much to do is left alone for a while."""
+    if response.status == 429:
+        call.router.paused(prefill, calls.pause_of(response))
+    elif response.status >= 500:
+        reason = f"it says {response.status}{calls.said(data)}"
+        logger.warning("request %s: %s computes no prompt: %s", call.request_id, prefill.url, reason)
+        call.router.failed(prefill, reason)
+
+
+def _told(prefill: Upstream, data: bytes) -> Mapping[str, Any] | None:
     try:
-        async with call.router.session.post(
-            prefill.url + call.asked.path, data=msgspec.json.encode(asked), headers=call.headers(prefill)
-        ) as answer:
-            data = await answer.read()
-        if answer.status != 200:
-            call.router.failed(prefill, f"it says {answer.status}")
-            return None
         found = msgspec.json.decode(data).get("kv_transfer_params")
-    except LOST as error:
-        call.router.failed(prefill, f"the connection broke ({type(error).__name__})")
-        return None
     except (msgspec.DecodeError, AttributeError):
-        return None
-    finally:
-        prefill.in_flight -= 1
-    return found if isinstance(found, dict) else None
+        found = None
+    handed_over = isinstance(found, dict)
+    if prefill.hands_over and not handed_over:
+        logger.warning(
+            "%s does not say where the KV of a prompt is that it computed, so that it is computed again: it needs a KV "
+            "connector that hands over (ours with kv_role kv_producer, or kv_both and transfer)",
+            prefill.url,
+        )
+    prefill.hands_over = handed_over
+    return found if handed_over else None

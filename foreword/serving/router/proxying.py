@@ -55,7 +55,7 @@ async def _whole(call: Call) -> web.StreamResponse:
         try:
             body = await disaggregated.body(call, ticket)
             call.pool.guess_first_token(ticket)
-            response, data = await call.fetch(ticket, body)
+            response, data = await call.fetch(ticket.upstream, body)
         except (*LOST, ReplicaFailed) as error:
             call.lost(ticket, sentence(error), certain=is_certain(error))
             if not call.may_try_again():

@@ -103,6 +103,7 @@ class Upstream:
         trying: one request is on its way to show whether it is well again.
         dead: the last probe did not reach it: streams from there will not go on.
         lives: what is awaited from there.
+        hands_over: False once it computed a prompt for another vLLM server and did not say where its KV is.
     """
 
     spec: Spec
@@ -116,6 +117,7 @@ class Upstream:
     trying: bool = False
     dead: bool = False
     lives: set[Live] = field(default_factory=set)
+    hands_over: bool = True
     problem: str = "it has not answered yet"
     apart: str = ""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
