@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from foreword import __version__
-from foreword.config import Config, ServerConfig, TransferConfig
+from foreword.config import Config, TransferConfig
 from foreword.errors import ConfigError, ForewordError
 from foreword.events import Observer
 from foreword.metrics import PrometheusObserver
@@ -28,6 +28,7 @@ from foreword.recording import EngineRecorder, Recorder
 from foreword.serving.app import create_app
 from foreword.serving.backend import Engine
 from foreword.serving.gate import Gate
+from foreword.serving.listener import bind
 
 if TYPE_CHECKING:
     from foreword.serving.kv_events import KvEvents
@@ -104,34 +105,6 @@ def check_transfer(config: Config) -> None:
         raise ConfigError(
             f"others cannot reach this instance at {transfer.bind}; give --transfer-advertise, its address as they see it"
         )
-
-
-def bind(config: ServerConfig) -> socket.socket:
-    """A socket that listens. Raises ConfigError with a sentence if that is not possible."""
-    where = f"{config.host} port {config.port}"
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"cannot listen on {config.host!r}: it is not an address of this machine (--host)") from error
-    listener = socket.socket(family, kind, proto)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        # Listening now, not when the loop starts: of two servers on one port the second fails here.
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {where}: {_bind_advice(error)}") from error
-    return listener
-
-
-def _bind_advice(error: OSError) -> str:
-    if isinstance(error, PermissionError):
-        return "ports below 1024 need special rights; choose another with --port"
-    reason = (os.strerror(error.errno) if error.errno else str(error)).lower()
-    return f"{reason}; choose another with --port (0 takes a free one) or --host"
 
 
 class Server(uvicorn.Server):

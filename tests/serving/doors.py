@@ -17,7 +17,7 @@ from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.engine.async_engine import AsyncEngine
 from foreword.metrics import PrometheusObserver
 from foreword.serving.app import create_app
-from foreword.serving.server import bind
+from foreword.serving.listener import bind
 
 # float32: in bfloat16 a cached and a computed prefix round differently, which can tip a sampled token.
 ENGINE = EngineConfig(

@@ -18,7 +18,7 @@ from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig, St
 from foreword.engine.async_engine import AsyncEngine
 from foreword.metrics import PrometheusObserver
 from foreword.serving.app import create_app
-from foreword.serving.server import bind
+from foreword.serving.listener import bind
 
 # Every place where a stranger's text reaches the page has this in it.
 HOSTILE = "<img/src=x/onerror=window.hacked=1>"

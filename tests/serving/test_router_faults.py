@@ -20,7 +20,7 @@ from router_parts import Loop, Relay, RouterProcess
 from foreword.config import Config, ServerConfig
 from foreword.metrics import PrometheusObserver
 from foreword.serving.app import create_app
-from foreword.serving.server import bind
+from foreword.serving.listener import bind
 
 CHUNK = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
 

@@ -9,10 +9,12 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.metrics_core import Metric
-from starlette.types import ASGIApp, Receive, Scope, Send
+
+if TYPE_CHECKING:  # a router has no Starlette
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 EVERY_SECONDS = 5.0
 KEEP_SECONDS = 1800.0

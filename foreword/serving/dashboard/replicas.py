@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import httpx
+import aiohttp
 
 # Seconds for which an answer is good, and that one may take.
 _AGE: Final = 2.0
@@ -90,23 +90,23 @@ class Fills:
         async with self._asking:
             if time.monotonic() - self._asked >= _AGE:
                 wanted = list(urls)
-                async with httpx.AsyncClient(timeout=_PATIENCE, trust_env=False) as client:
+                async with aiohttp.ClientSession() as client:
                     found = await asyncio.gather(*(_ask(client, url) for url in wanted))
                 self._known = dict(zip(wanted, found, strict=True))
                 self._asked = time.monotonic()
             return self._known
 
 
-async def _ask(client: httpx.AsyncClient, url: str) -> Fill:
+async def _ask(client: aiohttp.ClientSession, url: str) -> Fill:
     try:
-        async with asyncio.timeout(_PATIENCE), client.stream("GET", f"{url}/metrics") as answer:
-            if answer.status_code != 200:
+        async with asyncio.timeout(_PATIENCE), client.get(f"{url}/metrics") as answer:
+            if answer.status != 200:
                 return NOTHING
             text = bytearray()
-            async for part in answer.aiter_bytes():
+            async for part in answer.content.iter_any():
                 text += part
                 if len(text) > _MOST_BYTES:
                     return NOTHING
-    except (httpx.HTTPError, TimeoutError):
+    except (aiohttp.ClientError, OSError, TimeoutError):
         return NOTHING
     return await asyncio.to_thread(read_fill, text.decode("utf-8", "replace"))

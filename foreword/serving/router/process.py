@@ -17,6 +17,7 @@ from foreword import __version__
 from foreword.config import Config
 from foreword.errors import ConfigError
 from foreword.routing.baselines import policy_named
+from foreword.serving.listener import bind
 from foreword.serving.router.app import create_app
 from foreword.serving.router.membership import Membership, named
 from foreword.serving.router.replicas import Spec
@@ -44,7 +45,7 @@ def run(config: Config) -> int:
         raise ConfigError("name at least one replica: foreword route --replica http://host:8000")
     policy_named(config.router.policy)
     Callers(config)  # complains now, not on the loop
-    listener = _bind(config)
+    listener = bind(config.server)
     # What is loaded by now stays: a collection that looks at all of it takes tens of milliseconds, with all streams waiting.
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, 20, 50)
@@ -58,12 +59,6 @@ def _runner() -> asyncio.Runner:
     except ImportError:  # not on every platform
         return asyncio.Runner()
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
-
-
-def _bind(config: Config) -> socket.socket:
-    from foreword.serving.server import bind
-
-    return bind(config.server)
 
 
 async def _serve(config: Config, listener: socket.socket, specs: list[Spec]) -> int:

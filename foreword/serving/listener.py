@@ -1,0 +1,37 @@
+"""Where a server or a router listens."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from foreword.config import ServerConfig
+from foreword.errors import ConfigError
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket that listens. Raises ConfigError with a sentence if that is not possible."""
+    where = f"{config.host} port {config.port}"
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {config.host!r}: it is not an address of this machine (--host)") from error
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Listening now, not when the loop starts: of two servers on one port the second fails here.
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {where}: {_bind_advice(error)}") from error
+    return listener
+
+
+def _bind_advice(error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return "ports below 1024 need special rights; choose another with --port"
+    reason = (os.strerror(error.errno) if error.errno else str(error)).lower()
+    return f"{reason}; choose another with --port (0 takes a free one) or --host"
