@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
 from typing import Any, Final, TypeVar
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlunsplit
 
 import obstore
 from obstore.exceptions import (
@@ -49,6 +49,7 @@ from foreword.errors import (
 )
 from foreword.store.base import Entry, Name, StoreStatus, check_record, check_word, time_left
 from foreword.store.frame import HEADER_BYTES, Frame, read_header
+from foreword.store.redact import redacted, split_url
 
 _PROBES: Final = 16  # names asked for in one round of a lookup
 _CLIENT: Final = {"connect_timeout": "5s", "timeout": "120s"}  # deadlines are shorter; these end what nobody waits for
@@ -273,7 +274,7 @@ class ObjectStore:
         try:
             await obstore.put_async(self._store, path, data, mode=mode, use_multipart=False)
         except FileNotFoundError as error:
-            raise StoreConfigError(f"there is no such bucket: {error}") from None
+            raise StoreConfigError(f"there is no such bucket: {_said(error)}") from None
 
     async def _remove(self, path: str) -> bool:
         try:
@@ -353,7 +354,7 @@ def _result(future: Future[T], deadline: float, denied: type[StoreError]) -> T:
     except CancelledError:
         raise StoreUnavailable("the store was closed meanwhile") from None
     except (BaseError, OSError, NotImplementedError) as error:
-        text = str(error).partition("\n")[0]
+        text = _said(error)
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _FORBIDDEN.search(text):
             raise denied(f"the object store forbids it: {text}") from None
         if _FULL.search(text):
@@ -361,11 +362,18 @@ def _result(future: Future[T], deadline: float, denied: type[StoreError]) -> T:
         raise StoreUnavailable(f"the object store failed: {text}") from None
 
 
+def _said(error: Exception) -> str:
+    """The first line of a client's error; it may repeat an endpoint with its user, or a signed URL."""
+    return redacted(str(error).partition("\n")[0])
+
+
 def _open(url: str, options: dict[str, str]) -> Any:
     """obstore's store for a URL. Raises StoreConfigError."""
-    parts = urlsplit(url)
+    parts = split_url(url)
     if parts.scheme not in _SCHEMES:
-        raise StoreConfigError(f"an object store's URL begins with s3://, gs://, az:// or file://, unlike {url!r}")
+        raise StoreConfigError(
+            f"an object store's URL begins with s3://, gs://, az:// or file://, unlike {redacted(url)!r}"
+        )
     place = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
     try:
         if parts.scheme == "file":
@@ -376,7 +384,7 @@ def _open(url: str, options: dict[str, str]) -> Any:
         config |= options
         return from_url(place, config=config, client_options=_client(config), retry_config=_RETRIES)
     except (BaseError, ValueError, OSError) as error:
-        raise StoreConfigError(f"the object store's URL or options are wrong: {error}") from None
+        raise StoreConfigError(f"the object store's URL or options are wrong: {_said(error)}") from None
 
 
 def _client(config: dict[str, Any]) -> dict[str, Any]:

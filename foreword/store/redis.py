@@ -40,6 +40,7 @@ from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import Entry, Name, StoreStatus, check_record, check_word, time_left
 from foreword.store.frame import HEADER_BYTES, Frame, read_header
+from foreword.store.redact import redacted, split_url
 from foreword.store.resp import Command, ConnectionLost, Refusal, Reply, Wire, encode
 
 _FIRST_BATCH: Final = (
@@ -54,6 +55,7 @@ _STATUS_AGE: Final = 1.0
 _STATUS_WAIT: Final = 0.25
 _SHUT: Final = {"ERR", "NOAUTH", "NOPERM", "WRONGPASS"}  # refusals of a greeting that will be the same next time
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,100}")
+_HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?")
 
 
 class RedisStore:
@@ -323,7 +325,10 @@ class _Node:
             for reply in wire.exchange(greeting, deadline) if greeting else []:
                 if isinstance(reply, Refusal):
                     later = reply.code not in _SHUT or "max number of clients" in reply.text
-                    raise (StoreUnavailable if later else StoreConfigError)(f"Redis does not let us in: {reply.text}")
+                    text = redacted(
+                        reply.text, str(self.options.get("password") or "")
+                    )  # a server may repeat the command
+                    raise (StoreUnavailable if later else StoreConfigError)(f"Redis does not let us in: {text}")
             ready = True
         finally:
             if not ready:
@@ -446,7 +451,7 @@ class _Header:
 
 def _open(url: str) -> _Single | _Cluster:
     """What a URL leads to; nothing is connected. Raises StoreConfigError."""
-    parts = urlsplit(url)
+    parts = split_url(url)
     user, at, hosts = parts.netloc.rpartition("@")
     scheme, _, kind = parts.scheme.partition("+")
     if scheme not in {"redis", "rediss", "unix"} or kind not in {"", "cluster"} or (scheme == "unix" and kind):
@@ -454,6 +459,11 @@ def _open(url: str) -> _Single | _Cluster:
             f"a Redis URL begins with redis://, rediss://, unix:// or redis+cluster://, unlike {scheme}://"
         )
     several = [host for host in hosts.split(",") if host]
+    if not all(map(_HOST.fullmatch, several)) or (scheme != "unix" and "@" in parts.path):
+        raise StoreConfigError(
+            "the Redis URL's host and port cannot be read; in a user name or password write / as %2F, ? as %3F, # as %23, : as "
+            "%3A and @ as %40"
+        )
     first = user + at + (several[0] if several else "")
     try:
         one = f"{scheme}://{first}{parts.path}?{parts.query}"
@@ -472,7 +482,7 @@ def _open(url: str) -> _Single | _Cluster:
         seeds = [(split.hostname or "localhost", split.port or 6379) for split in (urlsplit(f"//{h}") for h in several)]
         return _Cluster(connection, options, seeds)
     except (TypeError, ValueError, RedisError) as error:
-        raise StoreConfigError(f"the Redis URL is wrong: {error}") from None
+        raise StoreConfigError(f"the Redis URL is wrong: {redacted(str(error))}") from None
 
 
 def _say_nothing(connection: AbstractConnection) -> None:

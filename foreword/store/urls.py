@@ -10,14 +10,15 @@ can use it gives `open_store` what opens it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeVar, cast
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlunsplit
 
 from foreword.blocks.layout import Layout
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, StoreConfigError, did_you_mean
 from foreword.store.base import Store
+from foreword.store.redact import redacted, split_url
 from foreword.store.tiered import TieredStore
 
 Value = TypeVar("Value")
@@ -30,14 +31,16 @@ _ABOVE: Final = ("peer",)
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """A URL taken apart. `options` are what the backend itself understands, `url` is what is left without them."""
+    """A URL taken apart. `options` are what the backend itself understands, `url` is what is left without them, and `shown` is
+    that without secrets, for messages."""
 
     scheme: str
-    url: str
+    url: str = field(repr=False)
     path: str
-    options: dict[str, str]
+    options: dict[str, str] = field(repr=False)
     codec: str
     label: str
+    shown: str
 
     @property
     def lasting(self) -> bool:
@@ -56,10 +59,12 @@ Opener = Callable[[StoreUrl, Layout | None], Store]
 
 def parse(url: str) -> StoreUrl:
     """Raises StoreConfigError with a sentence that helps."""
-    parts = urlsplit(url)
+    parts = split_url(url)
     schemes = ("memory", "disk", *_REDIS, *_OBJECTS, *_ABOVE)
     if parts.scheme not in schemes:
-        raise StoreConfigError(f"{url!r}: no store is called {parts.scheme!r}{did_you_mean(parts.scheme, schemes)}")
+        raise StoreConfigError(
+            f"{redacted(url)!r}: no store is called {parts.scheme!r}{did_you_mean(parts.scheme, schemes)}"
+        )
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     codec = options.pop("codec", "raw")
     family = "redis" if parts.scheme in _REDIS else "objects" if parts.scheme in _OBJECTS else parts.scheme
@@ -67,8 +72,9 @@ def parse(url: str) -> StoreUrl:
     bare = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
     if family in ("memory", "disk") and parts.netloc:
         example = "disk:///var/cache/foreword?size=20GiB" if family == "disk" else "memory://?size=4GiB"
-        raise StoreConfigError(f"{url!r} names a host; write for example {example}")
-    return StoreUrl(parts.scheme, bare, unquote(parts.path), options, codec, label)
+        raise StoreConfigError(f"{redacted(url)!r} names a host; write for example {example}")
+    shown = redacted(url).partition("?")[0]
+    return StoreUrl(parts.scheme, bare, unquote(parts.path), options, codec, label, shown)
 
 
 def open_store(
@@ -112,7 +118,7 @@ def _labelled(places: Sequence[StoreUrl]) -> list[StoreUrl]:
     for place in places:
         seen[place.label] = count = seen.get(place.label, 0) + 1
         label = place.label if count == 1 else f"{place.label}-{count}"
-        named.append(StoreUrl(place.scheme, place.url, place.path, place.options, place.codec, label))
+        named.append(replace(place, label=label))
     return named
 
 
@@ -129,7 +135,7 @@ def _open(place: StoreUrl, layout: Layout | None, above: Mapping[str, Opener]) -
     if place.scheme in above:
         return above[place.scheme](place, layout)
     if place.scheme in _ABOVE:
-        raise StoreConfigError(f"{place.url}: only an engine reads from another instance; leave this store out here")
+        raise StoreConfigError(f"{place.shown}: only an engine reads from another instance; leave this store out here")
     if place.scheme == "memory":
         return _open_memory(place)
     if place.scheme == "disk":
@@ -159,7 +165,7 @@ def _open_disk(place: StoreUrl) -> Store:
     journal = given.text("journal", "wal")
     given.done()
     if journal not in ("wal", "delete"):
-        raise StoreConfigError(f"{place.url}: journal is wal or delete, not {journal!r}")
+        raise StoreConfigError(f"{place.shown}: journal is wal or delete, not {journal!r}")
     if not place.path:
         raise StoreConfigError("a disk store needs a folder: disk:///var/cache/foreword?size=20GiB")
     return DiskStore(
@@ -208,7 +214,7 @@ class Options:
     def __init__(self, place: StoreUrl) -> None:
         self._left = dict(place.options)
         self._known: list[str] = ["codec", "label"]
-        self._url = place.url
+        self._shown = place.shown
 
     def text(self, key: str, default: str) -> str:
         self._known.append(key)
@@ -228,11 +234,11 @@ class Options:
         try:
             return convert(text)
         except (ConfigError, ValueError, KeyError):
-            raise StoreConfigError(f"{self._url}: {text!r} is not a value for {key!r}") from None
+            raise StoreConfigError(f"{self._shown}: {text!r} is not a value for {key!r}") from None
 
     def rest(self) -> dict[str, str]:
         return self._left
 
     def done(self) -> None:
         for key in self._left:
-            raise StoreConfigError(f"{self._url}: unknown option {key!r}{did_you_mean(key, self._known)}")
+            raise StoreConfigError(f"{self._shown}: unknown option {key!r}{did_you_mean(key, self._known)}")

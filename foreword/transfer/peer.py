@@ -210,7 +210,7 @@ def opener(config: TransferConfig) -> Opener:
 
     def open_peer(place: StoreUrl, layout: Layout | None) -> PeerStore:
         given = Options(place)
-        if "secret" in place.options or "@" in place.url:
+        if "secret" in place.options or "@" in place.shown:
             raise StoreConfigError(
                 "a secret does not belong into a URL: name a variable or file of it: secret_env=, secret_file="
             )

@@ -1,0 +1,134 @@
+"""What stands in a store's URL to open it is shown nowhere: not in an error, a repr or a label."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+
+import pytest
+from servers import ScriptedServer, free_port
+
+from foreword.config import StoreConfig, TransferConfig
+from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
+from foreword.store.redact import redacted
+from foreword.store.redis import RedisStore
+from foreword.store.urls import open_store, parse
+from foreword.transfer.peer import opener
+
+SECRET = "QuietPlease"
+# Halves of it too: a password that was not percent-encoded is cut in two where a URL's parts begin.
+HALVES = ("Quiet", "Please")
+
+
+def shown(error: BaseException) -> str:
+    """All that a log or a terminal would show of an error."""
+    return "".join([str(error), repr(error), *traceback.format_exception_only(error)])
+
+
+def use(url: str) -> None:
+    """Open a store and ask it for something."""
+    store = open_store([url], None, {"peer": opener(TransferConfig())})
+    try:
+        store.tiers[0].store.put_record("word", b"data", deadline=time.monotonic() + 20)
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://me:QuietPlease@localhost?ttl=soon",
+        "redis://me:QuietPlease@localhost?no_such_option=1",
+        "redis://me:QuietPlease@localhost:port",
+        "redis://me:QuietPlease@one,two",
+        "redis://me:Quiet/Please@localhost:6379",
+        "redis://me:Quiet?Please@localhost:6379",
+        "redis://me:Quiet?Please@localhost:6379&ttl=soon",
+        "redis://me:Quiet#Please@localhost:6379",
+        "redis://me:Quiet@Please@localhost:port",
+        "redis://me:Quiet Please@localhost?ttl=soon",
+        "redis://me:1234/QuietPlease@localhost:6379",
+        "redis://me:QuietPlease]@[localhost",
+        "redis://localhost?password=QuietPlease&ttl=soon",
+        "redis+cluster://me:QuietPlease@one,two/1",
+        "unix://me:QuietPlease@/run/redis.sock?ttl=soon",
+        "reds://me:QuietPlease@localhost",
+        "reds://localhost?password=QuietPlease",
+        "memory://me:QuietPlease@localhost",
+        "disk://me:QuietPlease@localhost/path",
+        "s3://me:QuietPlease@bucket?parallel=many",
+        "s3://bucket?secret_access_key=QuietPlease&no_such_option=1",
+        "s3://me:QuietPlease]@[bucket",
+        "az://container?sas_token=QuietPlease",
+        "gs://bucket?service_account_key=QuietPlease",
+        "file:///tmp?access_key=QuietPlease",
+        "peer://me:QuietPlease@localhost:9100",
+        "peer://me:Quiet#Please@localhost:9100",
+        "peer://localhost:9100?secret=QuietPlease",
+    ],
+)
+def test_a_wrong_url_keeps_its_secret(url: str) -> None:
+    """An error about a URL says what is wrong with it, and repeats no user info and no option that is a secret."""
+    with pytest.raises(StoreError) as caught:
+        use(url)
+    assert isinstance(caught.value, StoreConfigError)
+    assert not any(half in shown(caught.value) for half in HALVES)
+
+
+def test_a_server_that_repeats_the_password() -> None:
+    """What a server sends back of the command that logs in is not passed on."""
+    liar = ScriptedServer([b"-ERR unknown command 'AUTH', with args beginning with: 'QuietPlease'\r\n"])
+    store = RedisStore(f"redis://:QuietPlease@127.0.0.1:{liar.port}")
+    try:
+        with pytest.raises(StoreConfigError, match="AUTH") as caught:
+            store.get_record("word", deadline=time.monotonic() + 60)
+        assert SECRET not in shown(caught.value)
+    finally:
+        store.close()
+        liar.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://me:QuietPlease@127.0.0.1:{port}",
+        "redis+cluster://me:QuietPlease@127.0.0.1:{port}",
+        "s3://bucket?endpoint=http://me:QuietPlease@127.0.0.1:{port}&access_key_id=me&secret_access_key=QuietPlease&region=here",
+    ],
+)
+def test_a_store_that_is_not_there_keeps_its_secret(url: str) -> None:
+    """The error of a store that nobody answers for names its address without the user info."""
+    with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1") as caught:
+        use(url.format(port=free_port()))
+    assert SECRET not in shown(caught.value)
+
+
+@pytest.mark.parametrize("show", [str, repr])
+def test_a_url_is_shown_without_secrets(show: Callable[[object], str]) -> None:
+    """What is made of a URL, and the configuration that holds it, can be printed."""
+    urls = ("redis://me:QuietPlease@localhost:6379/1?password=QuietPlease", "s3://bucket?secret_access_key=QuietPlease")
+    for url in urls:
+        assert SECRET not in show(parse(url))
+    assert SECRET not in show(StoreConfig(urls=urls))
+    store = open_store(
+        ["redis://me:QuietPlease@localhost:1", "s3://bucket?access_key_id=me&secret_access_key=QuietPlease&region=here"]
+    )
+    assert store.label == "redis > objects"
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("redis://me:QuietPlease@host:1/2?ttl=3&prefix=p", "redis://***@host:1/2?ttl=3&prefix=p"),
+        ("no answer from http://me@host: timed out", "no answer from http://***@host: timed out"),
+        ("GET https://host/a?sv=1&sig=QuietPlease&se=2 failed", "GET https://host/a?sv=1&sig=***&se=2 failed"),
+        ("disk:///cache@2/kv?size=1GiB", "disk:///cache@2/kv?size=1GiB"),
+        ("two: redis://a:QuietPlease@one and s3://b", "two: redis://***@one and s3://b"),
+        ("nothing to hide", "nothing to hide"),
+    ],
+)
+def test_only_secrets_are_hidden(text: str, left: str) -> None:
+    """The rest of a URL stays, and so does the sentence around it."""
+    assert redacted(text) == left
