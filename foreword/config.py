@@ -193,7 +193,7 @@ class StoreConfig:
         flush_seconds: how long the end of the process waits for blocks that are not written yet.
     """
 
-    urls: tuple[str, ...] = ()
+    urls: tuple[str, ...] = field(default=(), repr=False)  # they may hold passwords
     staging: str = "256MiB"
     lookup_timeout: float = 0.25
     load_timeout: float = 30.0
