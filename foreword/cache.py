@@ -13,47 +13,27 @@ The engine's thread asks and goes on; threads of this module do the waiting. Thr
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import json
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final
 
 from foreword.blocks.layout import Layout
 from foreword.errors import StoreError
-from foreword.store.background import step_back
+from foreword.staging import Slots, Staging
 from foreword.store.base import Name
-from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, seal
+from foreword.store.frame import RAW, Header
 from foreword.store.tiered import Found, Rate, TieredStore
+from foreword.write_behind import WRITE_BLOCKS, WRITE_WITHIN, WriteBehind
 
 _GROUP_BYTES: Final = 8 << 20
 _PROBE_BYTES: Final = 1 << 20
-_WRITE_BLOCKS: Final = 32
-_WRITE_WITHIN: Final = 30.0
-# Seconds that a block waits for others, so that decoding writes a few batches and not many single blocks.
-_LINGER: Final = 0.2
 # Of the time that computing would take, the part that the first bytes of an unknown store may take.
 _PATIENCE: Final = 0.1
 _SHORTEST_PATIENCE: Final = 0.05
-# Writing threads step back behind those that compute; not far, since a full queue drops blocks.
-_WRITE_NICE: Final = 5
-
-
-class Staging(Protocol):
-    """Host memory with one slot per frame, and the copies between it and the device (`foreword.paged.Staging`)."""
-
-    slots: int
-    block_bytes: int
-    frame_bytes: int
-
-    def buffer(self, slot: int) -> memoryview: ...
-    def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None: ...
-    def scatter(self, slots: Sequence[int], blocks: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,36 +53,6 @@ class CacheStatus:
     cut: int = 0
     stopped: int = 0
     declined: int = 0
-
-
-class Slots:
-    """The free slots of the staging arena, lowest first, so that what is taken together tends to lie in a row."""
-
-    def __init__(self, slots: Iterable[int]) -> None:
-        self._free = sorted(slots)
-        self._changed = threading.Condition()
-
-    def take(self, count: int) -> list[int] | None:
-        with self._changed:
-            if len(self._free) < count:
-                return None
-            return [heapq.heappop(self._free) for _ in range(count)]
-
-    def wait_for(self, count: int, deadline: float) -> list[int] | None:
-        """`count` slots, or None if the deadline passes first."""
-        with self._changed:
-            enough = self._changed.wait_for(lambda: len(self._free) >= count, max(deadline - time.monotonic(), 0))
-            return [heapq.heappop(self._free) for _ in range(count)] if enough else None
-
-    def give(self, slots: Iterable[int]) -> None:
-        with self._changed:
-            for slot in slots:
-                heapq.heappush(self._free, slot)
-            self._changed.notify_all()
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
 
 
 class Ticket:
@@ -166,150 +116,6 @@ class Ticket:
             self.loaded += count
             self.tiers += tiers
             return True
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Blocks that wait to be written. `todo` are the tiers that have not written them yet."""
-
-    headers: list[Header]
-    slots: list[int]
-    todo: set[int]
-    since: float
-    busy: int = 0
-    sealed: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-class WriteBehind:
-    """Writes staged blocks into every tier, each on a thread of its own, so that a slow tier holds up no other."""
-
-    def __init__(self, store: TieredStore, staging: Staging, slots: Slots) -> None:
-        self._store = store
-        self._staging = staging
-        self._slots = slots
-        self._batches: OrderedDict[int, _Batch] = OrderedDict()
-        self._numbers = itertools.count()
-        self._changed = threading.Condition()
-        self._closing = False
-        self._waiting = 0  # blocks added since a thread last looked
-        self._idle = 0  # threads that have nothing to write, however slow the others are
-        self._hurries = 0
-        self.dropped = 0
-        self.saved = 0
-        self._threads = [
-            threading.Thread(target=self._run, args=(tier,), name=f"foreword-write-{tier}", daemon=True)
-            for tier in store.written
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def queued(self) -> int:
-        with self._changed:
-            return sum(len(batch.slots) for batch in self._batches.values())
-
-    def add(self, headers: list[Header], slots: list[int], tiers: Iterable[int]) -> None:
-        todo = set(tiers)
-        with self._changed:
-            if not todo or self._closing:
-                self._slots.give(slots)
-                return
-            self._batches[next(self._numbers)] = _Batch(headers, slots, todo, time.monotonic())
-            self._waiting += len(slots)
-            if self._waiting >= _WRITE_BLOCKS or self._idle:
-                self._changed.notify_all()
-
-    def make_room(self) -> bool:
-        """Drop the oldest blocks that nobody is writing. False if there are none."""
-        with self._changed:
-            number = next((number for number, batch in self._batches.items() if not batch.busy), None)
-            if number is None:
-                return False
-            batch = self._batches.pop(number)
-            self.dropped += len(batch.slots)
-        self._slots.give(batch.slots)
-        return True
-
-    def flush(self, timeout: float) -> bool:
-        """Wait until everything is written; False if that takes longer than `timeout` seconds."""
-        with self._changed:
-            self._hurries += 1
-            self._changed.notify_all()
-            try:
-                return self._changed.wait_for(lambda: not self._batches, timeout)
-            finally:
-                self._hurries -= 1
-
-    def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(0.5)
-
-    def _run(self, tier: int) -> None:
-        step_back(_WRITE_NICE)
-        while (taken := self._take(tier)) is not None:
-            frames = [frame for _, batch in taken for frame in self._sealed(batch)]
-            self._store.tiers[tier].put(frames, time.monotonic() + _WRITE_WITHIN)
-            self._finish(tier, taken)
-
-    def _take(self, tier: int) -> list[tuple[int, _Batch]] | None:
-        """The oldest batches that this tier has not written, together up to _WRITE_BLOCKS blocks; None at the end."""
-        with self._changed:
-            while True:
-                self._waiting = 0
-                mine = [(number, batch) for number, batch in self._batches.items() if tier in batch.todo]
-                left = self._linger(mine)
-                if mine and left <= 0:
-                    return self._claim(tier, mine)
-                if not mine and self._closing:
-                    return None
-                self._idle += not mine
-                self._changed.wait(left if mine else None)
-                self._idle -= not mine
-
-    def _linger(self, mine: Sequence[tuple[int, _Batch]]) -> float:
-        """Seconds until the oldest of these batches has waited long enough for company; 0 if there is enough of it."""
-        if not mine or self._closing or self._hurries or sum(len(batch.slots) for _, batch in mine) >= _WRITE_BLOCKS:
-            return 0.0
-        return mine[0][1].since + _LINGER - time.monotonic()
-
-    def _claim(self, tier: int, mine: Sequence[tuple[int, _Batch]]) -> list[tuple[int, _Batch]]:
-        taken: list[tuple[int, _Batch]] = []
-        size = 0
-        for number, batch in mine:
-            if taken and size + len(batch.slots) > _WRITE_BLOCKS:
-                break
-            batch.todo.discard(tier)
-            batch.busy += 1
-            taken.append((number, batch))
-            size += len(batch.slots)
-        return taken
-
-    def _sealed(self, batch: _Batch) -> list[Frame]:
-        """The batch's frames; the first tier that comes writes headers and checksums."""
-        buffers = [self._staging.buffer(slot) for slot in batch.slots]
-        with batch.lock:
-            if not batch.sealed:
-                for header, buffer in zip(batch.headers, buffers, strict=True):
-                    seal(header, buffer)
-                batch.sealed = True
-        pairs = zip(batch.headers, buffers, strict=True)
-        return [Frame(header, buffer[: HEADER_BYTES + header.length]) for header, buffer in pairs]
-
-    def _finish(self, tier: int, taken: Sequence[tuple[int, _Batch]]) -> None:
-        freed: list[int] = []
-        with self._changed:
-            for number, batch in taken:
-                batch.busy -= 1
-                if not batch.busy and not batch.todo:
-                    del self._batches[number]
-                    freed += batch.slots
-            self.saved += len(freed)
-            self._changed.notify_all()
-        self._slots.give(freed)
 
 
 class BlockCache:
@@ -457,7 +263,7 @@ class BlockCache:
             tiers = [one.tier for one in whole]
             if not count or not ticket.fill(count, tiers, lambda: self._staging.scatter(slots[:count], targets)):
                 return 0
-            self.store.promote(whole, deadline=time.monotonic() + _WRITE_WITHIN)
+            self.store.promote(whole, deadline=time.monotonic() + WRITE_WITHIN)
             return count
         finally:
             self._loading_slots.give(slots)
@@ -493,7 +299,7 @@ class BlockCache:
         """
         if not self.store.written:
             return
-        step = max(min(_WRITE_BLOCKS, self._staging.slots // 4), 1)
+        step = max(min(WRITE_BLOCKS, self._staging.slots // 4), 1)
         for low in range(0, len(keys), step):
             some = keys[low : low + step]
             slots = self._room(len(some))
@@ -527,8 +333,8 @@ class BlockCache:
         names = [self._fingerprint + key for key in keys]
 
         def work() -> int:
-            self._writes.flush(_WRITE_WITHIN)
-            return self.store.pin(names, pinned=pinned, deadline=time.monotonic() + _WRITE_WITHIN)
+            self._writes.flush(WRITE_WITHIN)
+            return self.store.pin(names, pinned=pinned, deadline=time.monotonic() + WRITE_WITHIN)
 
         return self._control.submit(work)
 
@@ -539,7 +345,7 @@ class BlockCache:
 
         def work() -> None:
             with contextlib.suppress(StoreError):  # counted by the tier; blocks are found without it
-                self.store.put_record(word, record, deadline=time.monotonic() + _WRITE_WITHIN)
+                self.store.put_record(word, record, deadline=time.monotonic() + WRITE_WITHIN)
 
         return self._control.submit(work)
 

@@ -18,10 +18,10 @@ from typing import Final
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.blocks.pool import BlockPool
-from foreword.cache import Staging
 from foreword.config import TransferConfig
 from foreword.engine.shared_frames import Held, ServedStatus, SharedFrames, slots_for
 from foreword.events import BlocksRemoved, BlocksStored, Event
+from foreword.staging import Staging
 from foreword.store.base import Name, Store
 from foreword.transfer.endpoint import Endpoint
 from foreword.transfer.service import Idle

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
-from foreword.cache import Slots, Staging
 from foreword.errors import StoreError
+from foreword.staging import Slots, Staging
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
 from foreword.transfer.messages import Buffer
