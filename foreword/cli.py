@@ -57,6 +57,7 @@ _FLAG_PREFIX = {"engine": "", "server": "", "prefixes": "prefix-", "router": ""}
 _POSITIONAL = ("engine", "model")
 _FLAG_NAMES = {
     ("store", "urls"): "store",
+    ("server", "peers"): "peer",
     ("router", "replicas"): "replica",
     ("router", "tenant_weights"): "tenant-weight",
 }
@@ -64,7 +65,7 @@ _ENGINES = ("engine", "server", "prefixes", "store", "transfer")
 _ROUTERS = ("server", "router")
 # Keys of the server that mean nothing to a router.
 _NOT_ROUTED = {
-    ("server", key) for key in ("max_queue", "router_key", "kv_events", "kv_events_replay", "role", "drain_to")
+    ("server", key) for key in ("max_queue", "router_key", "kv_events", "kv_events_replay", "role", "drain_to", "peers")
 }
 
 

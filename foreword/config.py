@@ -118,6 +118,8 @@ class ServerConfig:
             or `both`; each opens the door for transfers (`--transfer-bind`). None: this server works alone.
         admin_key: the key that may move everybody's requests and drain the server; where there are API keys, nothing else may.
         drain_to: URLs of servers to which requests are moved when this one is told to stop.
+        peers: other servers that a request may name, to have its prompt computed or to move there: `HOST`, `HOST:PORT`, a URL,
+            `*.DOMAIN`, a network such as `10.0.0.0/8`, or `*`. This host and those of drain_to may always be named.
         router_key: the key of a router in front, which authenticates callers itself and names their salts.
         kv_events: where to publish what the device holds, in vLLM's format, such as `tcp://127.0.0.1:5557` (`*` for all
             addresses, port 0 for a free one).
@@ -137,6 +139,7 @@ class ServerConfig:
     role: str | None = None
     admin_key: str | None = None
     drain_to: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
     router_key: str | None = None
     kv_events: str | None = None
     kv_events_replay: str | None = None

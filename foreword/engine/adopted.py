@@ -22,6 +22,11 @@ class Adopted:
     envelope: bytes
     said: list[Delta] = field(default_factory=list)
 
+    @property
+    def goes_on(self) -> bool:
+        """It has neither ended here nor moved on."""
+        return not self.said or self.said[-1].finish_reason is None
+
 
 class AdoptedRequests:
     """Those that wait to be fetched. The engine's thread adds and takes; any thread may look.

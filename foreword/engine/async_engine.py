@@ -159,6 +159,10 @@ class AsyncEngine:
             async for delta in deltas:
                 yield delta
 
+    async def unfetched(self) -> Sequence[Adopted]:
+        """Requests that moved here and that nobody listens to yet, after all that the engine's thread was told before."""
+        return await self._call(self.adopted.all)
+
     async def _deltas(
         self, request_id: str, listener: _Listener, begin: Callable[[], None], sequences: int
     ) -> AsyncGenerator[Delta, None]:

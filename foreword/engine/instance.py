@@ -240,9 +240,11 @@ class Instance(Idle):
         """A prompt has come, or not."""
         if pull.result is None:
             log.warning("request %s: computed here, not by %s: %s", sequence.request.id, pull.origin, pull.message)
-        outcome = "taken" if pull.result is not None else pull.reason or "cancelled"
+        self._note_pull(pull)
+
+    def _note_pull(self, pull: Pull) -> None:
         seconds = time.monotonic() - pull.started
-        self.notify(TransferEnded("prefill", "destination", outcome, pull.bytes, pull.parts, seconds))
+        self.notify(TransferEnded("prefill", "destination", pull.outcome, pull.bytes, pull.parts, seconds))
 
     def prepare(self, step: Step) -> None:
         self._exports.preempted(step.preempted)
@@ -258,6 +260,10 @@ class Instance(Idle):
     def sequence_ended(self, sequence: Running, error: str | None) -> None:
         self._exports.ended(sequence, error)
         self.moves.sequence_ended(sequence)
+        pull = sequence.pull
+        if isinstance(pull, Pull) and pull.begun:  # nobody waits for its prompt any more
+            pull.close()
+            self._note_pull(pull)
 
     def look(self) -> None:
         """At every step: what has to be done now and then."""

@@ -44,6 +44,8 @@ _WAIT: Final = 30.0
 class Host(Protocol):
     """What moving needs of the engine around it."""
 
+    @property
+    def draining(self) -> bool: ...
     def post(self, work: Callable[[], None]) -> bool: ...
     def background(self, work: Callable[[], None]) -> object: ...
     def deliver(self, deltas: Sequence[Delta]) -> None: ...
@@ -385,6 +387,9 @@ class Moves:
         length = len(table) + len(output)
         if not (tokens <= arriving.moving.room and tokens < length < arriving.moving.max_total):
             destination.cancel(Reason.CONTENT, f"KV of {tokens} tokens does not belong to a text of {length}")
+            return
+        if self.host.draining:  # whoever drains has looked at what is here; nobody would see to this one
+            destination.cancel(Reason.DRAINING, "this instance is about to stop")
             return
         if not destination.take():
             return

@@ -70,9 +70,19 @@ class Pull:
         self._all = (1 << port.last_layer + 1) - 1
 
     @property
+    def begun(self) -> bool:
+        """It was asked for: it no longer waits for blocks."""
+        return bool(self._blocks)
+
+    @property
     def done(self) -> bool:
         """Nothing more will come: `close` says what did."""
         return self._done
+
+    @property
+    def outcome(self) -> str:
+        """`taken`, or why not. After `close`."""
+        return "taken" if self.result is not None else self.reason or str(Reason.CANCELLED)
 
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
         """Ask for what follows the first `held` blocks; it goes into `blocks`. On the engine's thread; returns at once."""
@@ -134,7 +144,7 @@ class Pull:
     # On the engine's thread
 
     def close(self) -> Arrival:
-        """Nothing is written from now on; returns what has come."""
+        """Nothing is written from now on; returns what has come. More calls do the same."""
         with self._lock:
             self._closed = True
         if self._destination is not None:

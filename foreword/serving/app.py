@@ -18,6 +18,7 @@ from foreword.serving.backend import Engine
 from foreword.serving.dashboard import server as dashboard
 from foreword.serving.front import Front
 from foreword.serving.gate import Gate
+from foreword.serving.peers import Peers
 from foreword.serving.requests_log import RequestsLog
 from foreword.serving.tenants import Tenants
 
@@ -35,11 +36,11 @@ def create_app(
         registry: what `/metrics` shows. It must have been given to the engine as an observer.
         events: where the engine's KV events are published.
 
-    Raises ConfigError for malformed API keys.
+    Raises ConfigError for malformed API keys or peers.
     """
     gate = engine if isinstance(engine, Gate) else Gate(config.server.max_queue, engine)
     tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizing")
-    front = Front(gate, Tenants.from_config(config.server), tokenizing)
+    front = Front(gate, Tenants.from_config(config.server), tokenizing, peers=Peers.from_config(config))
     app = FastAPI(title="Foreword", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(RequestsLog, counted=registry.count_response)
     app.include_router(openai_api.router(front))

@@ -13,7 +13,7 @@ from foreword.cache import BlockCache
 from foreword.engine.request import Delta, Request
 
 if TYPE_CHECKING:
-    from foreword.engine.adopted import AdoptedRequests
+    from foreword.engine.adopted import Adopted, AdoptedRequests
     from foreword.engine.instance import Instance
     from foreword.engine.moves import Moved
 
@@ -146,6 +146,7 @@ class Engine(Protocol):
     def validate(self, request: Request) -> None: ...
     @property
     def adopted(self) -> AdoptedRequests: ...
+    async def unfetched(self) -> Sequence[Adopted]: ...
     def follow(self, request_id: str) -> AsyncGenerator[Delta, None]: ...
     async def migrate(
         self, request_id: str, address: str, *, to: str = "", new_id: str = "", envelope: bytes = b""

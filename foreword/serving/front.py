@@ -15,6 +15,7 @@ from foreword.serving.backend import Engine
 from foreword.serving.dashboard.recent import RecentRequests
 from foreword.serving.gate import Gate
 from foreword.serving.in_flight import InFlight
+from foreword.serving.peers import Peers
 from foreword.serving.schemas import AnyBody, parse
 from foreword.serving.tenants import SALT_HEADER, Tenant, Tenants
 
@@ -48,6 +49,7 @@ class Front:
         tokenizing: one thread, so that a long prompt does not stop the event loop.
         recent: the newest requests, for the dashboard.
         in_flight: the requests that run now.
+        peers: other servers that requests may name.
     """
 
     gate: Gate
@@ -55,6 +57,7 @@ class Front:
     tokenizing: Executor
     recent: RecentRequests = field(default_factory=RecentRequests)
     in_flight: InFlight = field(default_factory=InFlight)
+    peers: Peers = field(default_factory=Peers)
 
     def tenant(self, request: Request) -> Tenant:
         """Who calls. Raises Unauthorized."""

@@ -10,6 +10,9 @@ from contextlib import contextmanager, suppress
 from foreword.errors import BadRequest, EngineFailed, NotReady, QueueFull, ShuttingDown
 from foreword.serving.backend import Engine
 
+# Seconds between two looks at what waits to be fetched.
+_LOOK = 0.05
+
 
 class Gate:
     """Everything here runs on the event loop's thread; nothing is locked.
@@ -104,10 +107,15 @@ class Gate:
         self._draining = True
 
     async def drain(self, timeout: float) -> None:
-        """Let nobody in, wait up to `timeout` seconds until everybody is out, then abort the rest."""
+        """Let nobody in, wait up to `timeout` seconds until everybody is out and all that moved here was fetched, then abort
+        the rest."""
         self.close()
+        deadline = time.monotonic() + timeout
+        # Who fetches is inside before the request is no adopted one any more.
+        while self._engine is not None and self._engine.adopted.all() and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), timeout)
+            await asyncio.wait_for(self._empty.wait(), max(deadline - time.monotonic(), 0))
         self.ended.set()
         if self._engine is not None:
             await self._engine.drain(0.0)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import httpx
 
-from foreword.errors import BadRequest, CannotMove, ForewordError, TransferUnavailable
+from foreword.engine.adopted import Adopted
+from foreword.engine.request import Request as EngineRequest
+from foreword.errors import CannotMove, EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
 from foreword.serving.backend import Engine
 from foreword.serving.envelope import seal
 from foreword.serving.front import Front
 from foreword.serving.in_flight import Running
 from foreword.serving.instance_api import describe
+from foreword.serving.peers import server_url
 from foreword.serving.tenants import Tenant
 
 logger = logging.getLogger(__name__)
@@ -31,22 +35,19 @@ _BETWEEN: Final = 0.1
 
 async def move(front: Front, running: Running, to: str) -> dict[str, Any]:
     """Move a request to the server at `to`. Returns how it went; raises CannotMove, TransferError: then it goes on here."""
+    running.check_movable()
+    return await _move(front, running.request, to, running.job.caller.headers, seal(running.job))
+
+
+async def _move(
+    front: Front, request: EngineRequest, to: str, headers: Mapping[str, str], envelope: bytes
+) -> dict[str, Any]:
     engine = front.gate.loaded
     assert engine is not None
-    running.check_movable()
-    target = _checked(to)
-    there = await _ask(target, running.job.caller.headers)
-    address = _suits(engine, running, there, target)
-    envelope = seal(running.job)
-    moved = await engine.migrate(running.request.id, address, to=target, envelope=envelope)
-    return {"id": running.request.id, "to": target, **asdict(moved)}
-
-
-def _checked(to: str) -> str:
-    parts = urlsplit(to)
-    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-        raise BadRequest(f"'to' is a server's URL, such as http://10.0.0.7:8000, not {to!r}", param="to")
-    return to.rstrip("/")
+    target = server_url(to, "to")
+    address = _suits(engine, request, await _ask(target, headers), target)
+    moved = await engine.migrate(request.id, address, to=target, envelope=envelope)
+    return {"id": request.id, "to": target, **asdict(moved)}
 
 
 async def _ask(target: str, headers: Mapping[str, str]) -> dict[str, Any]:
@@ -64,9 +65,9 @@ async def _ask(target: str, headers: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _suits(engine: Engine, running: Running, there: Mapping[str, Any], target: str) -> str:
+def _suits(engine: Engine, request: EngineRequest, there: Mapping[str, Any], target: str) -> str:
     """The transfer address of a server that can go on with the request. Raises CannotMove."""
-    here = describe(engine, Tenant("", running.request.salt))
+    here = describe(engine, Tenant("", request.salt))
     if here["transfer"] is None:
         raise CannotMove("this server has no transfer endpoint (--role, --transfer-bind)")
     if not there["transfer"]:
@@ -86,43 +87,66 @@ def _suits(engine: Engine, running: Running, there: Mapping[str, Any], target: s
 
 
 async def drain(front: Front, targets: Sequence[str], seconds: float = 60.0) -> dict[str, Any]:
-    """Let nobody in, and move every request that can move to one of the servers, in turn. What stays, goes on here."""
+    """Let nobody in, and move every request that can move to one of the servers, in turn: those that run for a client here,
+    and those that moved here and that nobody has fetched yet. What stays, goes on here."""
     front.gate.close()
     engine = front.gate.loaded
-    if engine is not None and engine.instance is not None:
+    if engine is None:
+        return {"requests": 0, "moved": 0}
+    if engine.instance is not None:
         engine.instance.draining = True
     places = asyncio.Semaphore(_AT_ONCE)
     turns = itertools.count()
     deadline = time.monotonic() + seconds
 
-    async def one(running: Running) -> bool:
+    async def one(name: str, work: Callable[[str], Awaitable[object]]) -> bool:
         async with places:
             start = next(turns)
             order = [targets[(start + i) % len(targets)] for i in range(len(targets))]
-            return await _move_somewhere(front, running, order, deadline)
+            return await _move_somewhere(name, work, order, deadline)
 
-    movable = [running for running in front.in_flight.all() if running.departure is None]
-    results = await asyncio.gather(*(one(running) for running in movable)) if targets else [False] * len(movable)
+    waiting: Sequence[Adopted] = ()
+    with contextlib.suppress(EngineFailed, ShuttingDown):
+        # From here on none is added: what arrives while the server drains is not taken.
+        waiting = await engine.unfetched()
+    # Who fetches one is in flight before it is an adopted one no more, so this order misses none.
+    movable: dict[str, Callable[[str], Awaitable[object]]] = {
+        adopted.request.id: partial(_move_adopted, front, adopted) for adopted in waiting if adopted.goes_on
+    }
+    movable |= {
+        running.request.id: partial(move, front, running)
+        for running in front.in_flight.all()
+        if running.departure is None
+    }
+    results = await asyncio.gather(*(one(*item) for item in movable.items())) if targets else []
     moved = sum(results)
     if movable:
         logger.info("draining: %d of %d requests moved", moved, len(movable))
     return {"requests": len(movable), "moved": moved}
 
 
-async def _move_somewhere(front: Front, running: Running, targets: Sequence[str], deadline: float) -> bool:
+async def _move_adopted(front: Front, adopted: Adopted, to: str) -> dict[str, Any]:
+    """Move on a request that moved here. Whoever comes to fetch it gets what it said here, and is told where it went."""
+    request = adopted.request
+    return await _move(front, request, to, front.tenants.headers_for(request.salt), adopted.envelope)
+
+
+async def _move_somewhere(
+    name: str, work: Callable[[str], Awaitable[object]], targets: Sequence[str], deadline: float
+) -> bool:
     for _ in range(_TRIES):
         again = False
         for target in targets:
             if time.monotonic() >= deadline:
                 return False
             try:
-                await move(front, running, target)
+                await work(target)
                 return True
             except CannotMove as error:
                 again |= error.reason == "busy"
-                logger.warning("request %s was not moved to %s: %s", running.request.id, target, error.message)
+                logger.warning("request %s was not moved to %s: %s", name, target, error.message)
             except ForewordError as error:
-                logger.warning("request %s was not moved to %s: %s", running.request.id, target, error.message)
+                logger.warning("request %s was not moved to %s: %s", name, target, error.message)
         if not again:
             return False
         await asyncio.sleep(_BETWEEN)

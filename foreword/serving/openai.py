@@ -178,7 +178,7 @@ async def completion_job(front: Front, engine: Engine, tenant: Tenant, body: Com
     prompts = [await front.tokenize(_completion_tokens, engine, tenant, body, prompt) for prompt in body.prompt]
     echoes = [await front.tokenize(_echo, engine, body, prompt) for prompt in body.prompt]
     shapes = [CompletionShape(engine.tokenizer, echo) for echo in echoes for _ in range(params.n)]
-    return _job(engine, tenant, body, params, f"cmpl-{request_id}", prompts, shapes)
+    return _job(front, engine, tenant, body, params, f"cmpl-{request_id}", prompts, shapes)
 
 
 async def chat_job(front: Front, engine: Engine, tenant: Tenant, body: ChatRequest, request_id: str) -> Job:
@@ -191,10 +191,11 @@ async def chat_job(front: Front, engine: Engine, tenant: Tenant, body: ChatReque
         await engine.prefixes.refresh(tenant.salt, body.prefix)
     prompt = await front.tokenize(_chat_tokens, engine, tenant, body)
     shapes = [ChatShape(engine.tokenizer) for _ in range(params.n)]
-    return _job(engine, tenant, body, params, f"chatcmpl-{request_id}", [prompt], shapes)
+    return _job(front, engine, tenant, body, params, f"chatcmpl-{request_id}", [prompt], shapes)
 
 
 def _job(
+    front: Front,
     engine: Engine,
     tenant: Tenant,
     body: SamplingBody,
@@ -204,7 +205,7 @@ def _job(
     shapes: Sequence[Shape],
 ) -> Job:
     # A client may send the same X-Request-Id twice at a time; the engine's ids must differ all the same.
-    report, prefill = bool(body.cache_report), _prefill(engine, body)
+    report, prefill = bool(body.cache_report), _prefill(front, engine, tenant, body)
     requests = tuple(
         Request(f"{answer_id}:{next(_numbers)}", tuple(tokens), params, tenant.salt, 0, report, prefill)
         for tokens in prompts
@@ -224,11 +225,16 @@ def _job(
     return Job(head, requests, tuple(shapes), bool(body.stream), include_usage, body.prefix, shows_ids)
 
 
-def _prefill(engine: Engine, body: SamplingBody) -> str:
-    """Which instance computes the prompt; nobody else's business where this one has no door for transfers."""
+def _prefill(front: Front, engine: Engine, tenant: Tenant, body: SamplingBody) -> str:
+    """Which instance computes the prompt; nobody else's business where this one has no door for transfers. Raises BadRequest,
+    Forbidden for an address that a client may not send this server to; a router names its own replicas."""
     wanted = body.kv_transfer_params.prefill if body.kv_transfer_params is not None else None
     instance = engine.instance
-    return wanted if wanted and instance is not None and instance.role != "prefill" else ""
+    if not wanted or instance is None or instance.role == "prefill":
+        return ""
+    if tenant.source != "router":
+        front.peers.check_address(wanted, "kv_transfer_params.prefill")
+    return wanted
 
 
 def _params(engine: Engine, body: SamplingBody, max_tokens: int | None, alternatives: int | None) -> SamplingParams:

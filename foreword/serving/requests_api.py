@@ -28,12 +28,17 @@ def router(front: Front, config: ServerConfig) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["requests"])
 
     def whose(request: Request) -> bytes | None:
-        """The salt of the caller, who sees its own requests; None for an operator, who sees all of them."""
+        """The salt of the caller, who sees its own requests, as does a tenant for whom a router speaks; None for an operator,
+        who sees all of them."""
         if _is_operator(request, config):
             return None
         tenant = front.tenant(request)
-        alone = tenant.source == "none" and config.admin_key is None
-        return None if alone or tenant.source == "router" else tenant.salt
+        return None if tenant.source == "none" and config.admin_key is None else tenant.salt
+
+    def check_target(request: Request, url: str) -> None:
+        """Raises Forbidden where the caller may not send this server there: it is the operator who decides that."""
+        if not _is_operator(request, config):
+            front.peers.check_url(url, "to")
 
     @routes.get("/requests")
     async def listed(request: Request) -> dict[str, Any]:
@@ -46,7 +51,9 @@ def router(front: Front, config: ServerConfig) -> APIRouter:
         salt = whose(request)
         body = await front.body(request, MoveBody)
         front.gate.check_loaded()
-        return await moving.move(front, front.in_flight.find(name, salt), body.to)
+        running = front.in_flight.find(name, salt)
+        check_target(request, body.to)
+        return await moving.move(front, running, body.to)
 
     @routes.get("/requests/{name}/stream")
     async def stream(request: Request, name: str) -> Response:
@@ -74,6 +81,8 @@ def router(front: Front, config: ServerConfig) -> APIRouter:
             if tenant.source == "key" or config.admin_key is not None:
                 raise Forbidden("draining a server takes the key of its operator (--admin-key)")
         body = await front.body(request, DrainBody)
+        for url in body.to:
+            check_target(request, url)
         front.gate.check_loaded()
         return await moving.drain(front, body.to or list(config.drain_to))
 

@@ -91,6 +91,13 @@ class Tenants:
             raise Unauthorized("The API key is not one that this server knows")
         return found[0]
 
+    def headers_for(self, salt: bytes) -> dict[str, str]:
+        """What shows another server with the same keys that a call is on behalf of the tenant with this salt."""
+        key = next((key for key, tenant in self._keys if hmac.compare_digest(tenant.salt, salt)), None)
+        if key is not None or self._router_key is None:
+            return {} if key is None else {"authorization": f"Bearer {key.decode()}"}
+        return {"authorization": f"Bearer {self._router_key.decode()}", SALT_HEADER: salt.hex()}
+
 
 def _spoken_for(salt: str | None) -> Tenant:
     try:

@@ -228,8 +228,8 @@ def test_layers_travel_early(nodes: tuple[Node, Node]) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_client_leaves(nodes: tuple[Node, Node], steps: int) -> None:
-    """A client that leaves while its prompt waits or travels frees the blocks on both sides, and the prompt is not computed to
-    its end."""
+    """A client that leaves while its prompt waits or travels frees the blocks on both sides, the prompt is not computed to its
+    end, and both sides count a transfer that was cancelled, with what had come."""
     prefill, decode = nodes
 
     async def main() -> None:
@@ -247,6 +247,9 @@ def test_client_leaves(nodes: tuple[Node, Node], steps: int) -> None:
         for each in nodes:
             await each.whole()
         assert prefill.said.prefill_tokens < 200
+        ended = [(one.side, one.outcome) for each in nodes for one in each.said.transfers]
+        assert ended == [("source", "cancelled"), ("destination", "cancelled")]
+        assert decode.said.transfers[0].bytes == 32 * steps * BYTES_PER_TOKEN
 
     asyncio.run(main())
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from foreword.engine.adopted import Adopted, AdoptedRequests
+from foreword.engine.request import Request, SamplingParams
 from foreword.errors import BadRequest, EngineFailed, NotReady, QueueFull, ShuttingDown
 from foreword.serving.gate import Gate
 
@@ -25,6 +27,7 @@ class Engine:
 
     now: Status = field(default_factory=Status)
     drained: list[float] = field(default_factory=list)
+    adopted: AdoptedRequests = field(default_factory=lambda: AdoptedRequests(lambda name: None))
 
     def status(self) -> Status:
         return self.now
@@ -91,6 +94,25 @@ def test_drain_waits_for_those_inside() -> None:
                 door.engine()
         await asyncio.wait_for(draining, 1)
         assert engine.drained == [0.0]
+
+    asyncio.run(run())
+
+
+def test_drain_waits_for_what_moved_here() -> None:
+    """Draining waits until somebody has fetched a request that moved here, and for no longer than its time."""
+
+    async def run() -> None:
+        engine = Engine()
+        door = gate(engine)
+        engine.adopted.add(Adopted(Request("came", (1,), SamplingParams()), (), b""))
+        draining = asyncio.create_task(door.drain(60))
+        await asyncio.sleep(0.01)
+        assert not draining.done() and engine.drained == []
+        engine.adopted.take("came")
+        await asyncio.wait_for(draining, 5)
+        engine.adopted.add(Adopted(Request("another", (1,), SamplingParams()), (), b""))
+        await asyncio.wait_for(door.drain(0.01), 5)
+        assert engine.drained == [0.0, 0.0]
 
     asyncio.run(run())
 

@@ -1,0 +1,130 @@
+"""Which other servers a request may name."""
+
+from __future__ import annotations
+
+import pytest
+
+from foreword.config import Config, ServerConfig, StoreConfig, TransferConfig
+from foreword.errors import BadRequest, ConfigError, Forbidden
+from foreword.serving.peers import Peers
+
+OPEN = ("127.0.0.1:9100", "127.8.9.1:1", "localhost:9100", "[::1]:9100", "[::ffff:127.0.0.1]:9100", "unix:/run/kv.sock")
+
+
+def allows(peers: Peers, address: str) -> bool:
+    """Both ways to write the place must be judged alike."""
+    try:
+        peers.check_address(address, "prefill")
+    except Forbidden as error:
+        assert error.status == 403 and "--peer" in error.message and "server.peers" in error.message
+        with pytest.raises(Forbidden):
+            peers.check_url(f"http://{address}", "to")
+        return False
+    if not address.startswith("unix:"):
+        peers.check_url(f"http://{address}/", "to")
+    return True
+
+
+def test_this_host_is_open() -> None:
+    """Without any setting servers of one host may be named, in whatever way loopback is written, and nobody else."""
+    peers = Peers()
+    assert all(allows(peers, address) for address in OPEN)
+    closed = ("10.0.0.7:9100", "169.254.169.254:80", "example.org:443", "0.0.0.0:9100", "[fe80::1]:9100", "127.1:80")
+    closed += (
+        "localhost.example.org:80",
+        "2130706433:80",
+        "0x7f.0.0.1:80",
+        "[::ffff:10.0.0.7]:9100",
+        "notlocalhost:80",
+    )
+    assert not any(allows(peers, address) for address in closed)
+
+
+@pytest.mark.parametrize(
+    ("rule", "inside", "outside"),
+    [
+        ("10.0.0.7", ["10.0.0.7:1", "[::ffff:10.0.0.7]:2"], ["10.0.0.8:1", "10.0.0.7.example.org:1"]),
+        ("10.0.0.7:9100", ["10.0.0.7:9100"], ["10.0.0.7:22"]),
+        ("10.1.0.0/16", ["10.1.255.1:5"], ["10.2.0.1:5", "[::1:10.1.0.1]:5"]),
+        ("fd00::/8", ["[fd00::5]:9100"], ["[fe80::5]:9100"]),
+        ("[fd00::5]:9100", ["[fd00::5]:9100"], ["[fd00::5]:9101"]),
+        ("KV.example.org", ["kv.example.org:1", "kv.Example.org.:1"], ["a.kv.example.org:1", "kvXexample.org:1"]),
+        ("http://kv:8000", ["kv:8000"], ["kv:9100"]),
+        ("https://kv/", ["kv:443"], ["kv:80"]),
+        (
+            "*.svc.local",
+            ["a.svc.local:1", "a.b.svc.local:1"],
+            ["svc.local:1", "asvc.local:1", "a.svc.local.evil.org:1"],
+        ),
+        ("decode-*", ["decode-1:1"], ["decode-1.evil.org:1", "decode:1"]),
+        ("*", ["10.0.0.7:1", "[fd00::5]:1", "example.org:1"], []),
+    ],
+)
+def test_rules(rule: str, inside: list[str], outside: list[str]) -> None:
+    """A host, a host at one port, a URL, a network, a pattern of names: each opens what it says and nothing beside it."""
+    peers = Peers([rule])
+    assert all(allows(peers, address) for address in inside)
+    assert not any(allows(peers, address) for address in outside)
+    assert allows(peers, "127.0.0.1:5")
+
+
+@pytest.mark.parametrize(
+    "wrong", ["10.0.0.*", "10.0.0.0/33", "http://kv/path", "ftp://kv", "a b", "kv:port", "192.168", ""]
+)
+def test_rules_that_are_none(wrong: str) -> None:
+    """An entry that cannot be right is an error at start that says what to write."""
+    with pytest.raises(ConfigError, match=r"server\.peers.*10\.0\.0\.0/8"):
+        Peers([wrong])
+
+
+def test_what_the_configuration_names() -> None:
+    """Servers to drain to, stores of other instances, and the host's own transfer address may be named without a further
+    setting; a URL to drain to that is none is an error at start."""
+    config = Config(
+        server=ServerConfig(drain_to=("http://drained-to:8000",), peers=("10.9.0.0/16",)),
+        store=StoreConfig(urls=("memory://?size=1MiB", "peer://10.0.0.3:9100?label=x")),
+        transfer=TransferConfig(bind="0.0.0.0:9100", advertise="10.0.0.4:9100"),
+    )
+    peers = Peers.from_config(config)
+    for address in ("drained-to:9100", "10.0.0.3:9100", "10.0.0.4:9200", "10.9.8.7:1"):
+        assert allows(peers, address)
+    for address in ("0.0.0.0:1", "10.0.0.5:1"):
+        assert not allows(peers, address)
+    with pytest.raises(ConfigError, match="--drain-to"):
+        Peers.from_config(Config(server=ServerConfig(drain_to=("10.0.0.8:8000",))))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "file:///etc/passwd",
+        "10.0.0.7:8000",
+        "http://",
+        "http://a@10.0.0.7",
+        "http://10.0.0.7/?x=1",
+        "http://x:99999",
+        "http://a b",
+    ],
+)
+def test_what_is_no_url(wrong: str) -> None:
+    """What is no server's URL is the caller's mistake, and so is what is no address."""
+    with pytest.raises(BadRequest) as caught:
+        Peers(["*"]).check_url(wrong, "to")
+    assert caught.value.param == "to" and not isinstance(caught.value, Forbidden)
+    with pytest.raises(BadRequest):
+        Peers(["*"]).check_address("nonsense", "prefill")
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "http://127.0.0.1\\@10.0.0.7/",
+        "http://127.0.0.1#@10.0.0.7/",
+        "http://10.0.0.7\t:80",
+        "http://127.0.0.1%2e10.0.0.7",
+    ],
+)
+def test_tricks(trick: str) -> None:
+    """A text that two readers might take for two places is refused."""
+    with pytest.raises((BadRequest, Forbidden)):
+        Peers().check_url(trick, "to")
