@@ -1,8 +1,10 @@
-"""A router in front of two real vLLM servers. Needs FOREWORD_VLLM_PYTHON, an interpreter with vLLM; skipped without. A server
-takes a minute to start, so all tests share two, and the last one kills one of them."""
+"""A router in front of two real vLLM servers, which have our connector and hand prompts over to each other. Needs
+FOREWORD_VLLM_PYTHON, an interpreter with vLLM; skipped without. A server takes a minute to start, so all tests share two, and
+the last one kills one of them."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,6 +23,9 @@ import torch
 import transformers
 from doors import until, words
 from router_parts import Loop, Relay, RouterProcess, Scissors
+
+from foreword.config import ServerConfig
+from foreword.serving.tenants import Tenants
 
 PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
 pytestmark = [
@@ -89,8 +94,15 @@ def start(model: Path, folder: Path, core: int) -> Server:
         "endpoint": f"tcp://*:{port()}",
         "replay_endpoint": f"tcp://*:{port()}",
     }
+    connector = {
+        "kv_connector": "ForewordConnector",
+        "kv_connector_module_path": "foreword.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"transfer": {"secret_env": "FOREWORD_TEST_SECRET"}},
+    }
     command = [
         PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny",
+        "--kv-transfer-config", json.dumps(connector),
         "--host", "127.0.0.1", "--port", str(here), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
         "--block-size", "32", "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8", "--seed", "0",
         "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events), "--api-key", "vllm-key",
@@ -102,6 +114,7 @@ def start(model: Path, folder: Path, core: int) -> Server:
         "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "FOREWORD_TEST_SECRET": "a secret of the right length for tests",
     }
     log = folder / f"server-{here}.log"
     with log.open("wb") as output:
@@ -239,19 +252,141 @@ def test_the_same_text_wherever_it_was_lost(
             relay.close()
 
 
-def test_killed_in_the_middle(servers: list[Server], router: RouterProcess) -> None:
-    """A vLLM server is killed in the middle of an answer; the client sees all of it."""
-    asked = {**TEXT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
-    headers = {"authorization": "Bearer vllm-key"}
-    whole = httpx.post(f"{servers[0].url}/v1/completions", json=asked, headers=headers, timeout=120)
-    with (
-        router.http("alice-key") as client,
-        client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer,
-    ):
-        source = answer.headers["x-foreword-route"].partition(": ")[0]
-        lines = answer.iter_lines()
-        seen = [next(lines) for _ in range(20)]
-        next(server for server in servers if server.url == source).kill()
-        seen += list(lines)
-    chunks = [json.loads(line.removeprefix("data: ")) for line in seen if line.startswith("data: {")]
-    assert text(chunks) == whole.json()["choices"][0]["text"]
+# Prefill at one, decode at the other
+
+TENANTS = Tenants.from_config(ServerConfig(api_keys=("alice=alice-key",), tenant_secret="s3cret"))
+ALICE = TENANTS.authenticate("Bearer alice-key").salt.hex()
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+def apart(prefill: str, decode: str) -> RouterProcess:
+    return RouterProcess("--prefill", prefill, "--replica", decode, "--min-prefill", "128", *KEYS, *SECRET)
+
+
+def post(url: str, path: str, body: dict[str, Any], key: str = "vllm-key") -> httpx.Response:
+    return httpx.post(
+        url + path, json={**GREEDY, **body}, timeout=120, headers={"authorization": f"Bearer {key}"}
+    ).raise_for_status()
+
+
+def metric(url: str, name: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:foreword_{name}{{"))
+
+
+def prompt_of(path: str, content: str) -> dict[str, Any]:
+    return {"prompt": content} if path == "/v1/completions" else {"messages": [{"role": "user", "content": content}]}
+
+
+def whole_text(answer: httpx.Response) -> str:
+    """Of an answer that is streamed or is not."""
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        choice = answer.json()["choices"][0]
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]", lines[-3:]
+    return text([json.loads(line) for line in lines[:-1]])
+
+
+def prompt_that_is_sooner_apart(router: RouterProcess, prefill: str, path: str, topic: str) -> dict[str, Any]:
+    """Most of it lies at the prefill server, and the router knows."""
+    before = sum(known(router).values())
+    start = words(topic, 90)
+    post(prefill, path, {**prompt_of(path, start + " and so on"), "cache_salt": ALICE})
+    until(lambda: sum(known(router).values()) >= before + len(start) // 32)
+    return prompt_of(path, start + " but not")
+
+
+@pytest.fixture(scope="module")
+def split(servers: list[Server]) -> Iterator[RouterProcess]:
+    process = apart(servers[0].url, servers[1].url).wait_for(2)
+    yield process
+    process.kill()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_prefill_here_decode_there(servers: list[Server], split: RouterProcess, path: str, streams: bool) -> None:
+    """A long prompt is computed at the prefill server, the decode server reads its whole blocks straight from there, in the
+    tenant's name, and the answer is that of one vLLM alone. What is short, or what the decode server has, is not split."""
+    prefill, decode = (server.url for server in servers)
+    body = prompt_that_is_sooner_apart(split, prefill, path, f"{path[4:6]}{streams:d}-")
+    there = known(split)[decode]
+    read, leases = metric(decode, "loaded_blocks_total"), metric(prefill, "leases_total")
+    answer = post(split.url, path, {**body, "stream": streams}, "alice-key")
+    route = answer.headers["x-foreword-route"]
+    assert route.startswith(f"{decode} after {prefill}: ") and "after all" not in route, route
+    alone = post(decode, path, {**body, "cache_salt": "nobody's"})
+    assert whole_text(answer) == whole_text(alone)
+    blocks = alone.json()["usage"]["prompt_tokens"] // 32
+    assert blocks > 10 and metric(decode, "loaded_blocks_total") - read == blocks
+    assert metric(prefill, "leases_total") - leases == 1 and not metric(prefill, "leases_unread_total")
+    until(lambda: known(split)[decode] >= there + 2 * blocks)  # in two names
+    for again in (body, prompt_of(path, "short")):
+        answer = post(split.url, path, {**again, "stream": streams}, "alice-key")
+        assert answer.headers["x-foreword-route"].startswith(f"{decode}: ")
+
+
+def test_several_answers_are_not_split(servers: list[Server], split: RouterProcess) -> None:
+    """What `kv_transfer_params` cannot say for all of it is computed where it decodes, and the header says so."""
+    prefill = servers[0].url
+    body = prompt_that_is_sooner_apart(split, prefill, "/v1/completions", "several")
+    leases = metric(prefill, "leases_total")
+    answer = post(split.url, "/v1/completions", {**body, "n": 2, "temperature": 0.5}, "alice-key")
+    assert len(answer.json()["choices"]) == 2 and "after all" in answer.headers["x-foreword-route"]
+    assert metric(prefill, "leases_total") == leases
+
+
+class Deadly(Relay):
+    """A relay that kills a server as soon as it has computed a prompt for another one, and then passes its answer on."""
+
+    def __init__(self, loop: Loop, server: Server) -> None:
+        super().__init__(loop, server.url)
+        self._server_behind = server
+
+    async def _down(self, there: asyncio.StreamReader, writer: asyncio.StreamWriter, left: list[int | None]) -> None:
+        while data := await there.read(1 << 16):
+            if b'"do_remote_prefill":true' in data:
+                self._server_behind.kill()
+            writer.write(data)
+            await writer.drain()
+
+
+def test_a_server_is_killed(servers: list[Server], router: RouterProcess) -> None:
+    """A vLLM server is killed when it has computed a prompt and nobody has read it, and is in the middle of another answer:
+    both clients see all of their answers. So does one whose prompt it should have computed then."""
+    loop = Loop()
+    relays = [Deadly(loop, server) for server in servers]
+    others = [apart(relays[i].url, servers[1 - i].url).wait_for(2) for i in (0, 1)]
+    try:
+        bodies = [
+            [prompt_that_is_sooner_apart(others[i], servers[i].url, "/v1/completions", f"kill{i}{j}") for j in (0, 1)]
+            for i in (0, 1)
+        ]
+        asked = {**TEXT, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+        whole = whole_text(post(servers[0].url, "/v1/completions", asked))
+        with (
+            router.http("alice-key") as client,
+            client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer,
+        ):
+            source = answer.headers["x-foreword-route"].partition(": ")[0]
+            victim = [server.url for server in servers].index(source)
+            survivor = servers[1 - victim].url
+            lines = answer.iter_lines()
+            seen = [next(lines) for _ in range(20)]
+            handed = post(others[victim].url, "/v1/completions", {**bodies[victim][0], "stream": True}, "alice-key")
+            assert servers[victim].process.poll() is not None
+            later = post(others[victim].url, "/v1/completions", bodies[victim][1], "alice-key")
+            seen += list(lines)
+        chunks = [json.loads(line.removeprefix("data: ")) for line in seen if line.startswith("data: {")]
+        assert text(chunks) == whole
+        for body, found in zip(bodies[victim], (handed, later), strict=True):
+            alone = post(survivor, "/v1/completions", {**body, "cache_salt": "nobody's"})
+            assert whole_text(found) == whole_text(alone)
+        assert handed.headers["x-foreword-route"].startswith(f"{survivor} after {relays[victim].url}: ")
+        assert "not taken over from" in servers[1 - victim].log.read_text()
+    finally:
+        for one in others:
+            one.kill()
+        for relay in relays:
+            relay.close()

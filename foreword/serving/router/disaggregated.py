@@ -36,7 +36,11 @@ _COMPUTED_THERE: Final = ("prompt_logprobs", "echo", "use_beam_search")
 
 async def body(call: Call, ticket: Ticket) -> bytes:
     """The body for the replica that decodes. If the prefill replica fails, the prompt is computed where it decodes."""
-    transfer = await _transfer(call, ticket) if ticket.prefill is not None else None
+    transfer = None
+    if ticket.prefill is not None:
+        transfer = await _transfer(call, ticket)
+        if transfer is None:
+            call.words += "; after all it is computed where it decodes"
     return asking.for_replica(call.asked, ticket.upstream.kind, call.salt, transfer)
 
 
