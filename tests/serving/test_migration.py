@@ -19,7 +19,7 @@ from server_process import Process
 pytestmark = pytest.mark.timeout(300)
 
 FLAGS = ["--dtype", "float32", "--role", "both", "--tenant-secret", "a long text", "--admin-key", "operators-key"]
-FLAGS += ["--api-keys", "alice=alices-key", "--api-keys", "bob=bobs-key"]
+FLAGS += ["--api-keys", "alice=alices-key", "--api-keys", "bob=bobs-key", "--router-key", "routers-key"]
 ALICE, BOB, OPERATOR = ({"authorization": f"Bearer {key}"} for key in ("alices-key", "bobs-key", "operators-key"))
 PROMPT = "def area(width: float, height: float) -> float:\n    return width * height\n\n" * 6
 BODY: dict[str, Any] = {
@@ -116,6 +116,12 @@ class Stream:
 def streamed(url: str, **more: Any) -> Any:
     body = {**BODY, "stream": True, "stream_options": {"include_usage": True}, **more.pop("body", {})}
     return httpx.stream("POST", f"{url}/v1/completions", json=body, headers={**ALICE, **more}, timeout=120)
+
+
+def fetched(moved: dict[str, Any], tokens: int) -> Any:
+    """The rest of a stream, from where it went on."""
+    url = f"{moved['to']}/v1/requests/{moved['request_id']}/stream"
+    return httpx.stream("GET", url, params={"from": tokens}, headers={**ALICE, "x-foreword-follow": "1"}, timeout=60)
 
 
 def whole(url: str) -> Stream:
@@ -230,6 +236,40 @@ def test_who_may(urls: tuple[str, str]) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
 
 
+def test_through_a_router(urls: tuple[str, str]) -> None:
+    """Tenants for whom a router speaks see and move their own requests, and nobody else's."""
+    here, there = urls
+    carol, dave = ({"authorization": "Bearer routers-key", "x-foreword-salt": salt} for salt in ("ca", "da"))
+    expected = whole(here)
+    with streamed(here, **carol) as response:
+        lines = response.iter_lines()
+        found = Stream().read(lines, 3)
+        name = the_one(here, carol)["id"]
+        for other in (dave, ALICE, {"authorization": "Bearer routers-key"}):
+            assert httpx.get(f"{here}/v1/requests", headers=other).json()["data"] == []
+            assert migrate(here, name, there, other).status_code == 404
+        assert migrate(here, name, there, carol).status_code == 200
+        found.read(lines)
+    check_same(found, expected)
+
+
+def test_where_to(urls: tuple[str, str]) -> None:
+    """A client cannot make a server call another one that its configuration does not know: 403, with a sentence that names
+    the setting, and the stream goes on. Whoever has the operator's key can."""
+    here, _ = urls
+    with streamed(here) as response:
+        lines = response.iter_lines()
+        found = Stream().read(lines, 3)
+        name = the_one(here)["id"]
+        refused = migrate(here, name, "http://10.255.0.1:8000")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+        assert "--peer 10.255.0.1" in refused.json()["error"]["message"]
+        assert migrate(here, name, "http://nobody.invalid:8000").status_code == 403
+        assert migrate(here, name, "http://nobody.invalid:8000", OPERATOR).status_code == 503
+        found.read(lines)
+    assert found.done and not found.error
+
+
 def test_what_cannot_move(urls: tuple[str, str]) -> None:
     """A target that is none, is not there or is the same server, a request with two answers, and one that does not exist: each
     is answered with a sentence, and the stream goes on where it was."""
@@ -279,6 +319,69 @@ def test_stopping_moves_requests_away(urls: tuple[str, str], processes: tuple[Pr
     # The second of two equal requests finds the first one's blocks, so the usage differs.
     assert (relayed.text, relayed.offsets, relayed.done) == (expected.text, expected.offsets, True)
     assert "2 of 2 requests moved" in third.text and "Traceback" not in third.text
+
+
+def test_drained_before_it_was_fetched(urls: tuple[str, str]) -> None:
+    """A server that is told to stop moves on a request that moved there and that nobody has fetched yet, and stays until its
+    client has come and been told where it went: the client reads the same stream over three servers."""
+    here, there = urls
+    expected = whole(here)
+    middle = Process(*FLAGS, "--drain-to", there, "--drain-seconds", "120")
+    try:
+        url = middle.wait_ready()
+        with streamed(here, **{"x-foreword-follow": "1"}) as response:
+            lines = response.iter_lines()
+            found = Stream().read(lines, 5)
+            assert migrate(here, the_one(here)["id"], url).status_code == 200
+            found.read(lines)
+        first = found.moved
+        assert first is not None and first["to"] == url
+        middle.popen.send_signal(signal.SIGTERM)
+        until(lambda: "requests moved" in middle.text, 60)
+        assert "1 of 1 requests moved" in middle.text and middle.popen.poll() is None
+        with fetched(first, found.tokens) as response:
+            assert response.status_code == 200
+            found.read(response.iter_lines())
+        assert found.moved is not None and found.moved["to"] == there and not found.done
+        with fetched(found.moved, found.tokens) as response:
+            assert response.status_code == 200
+            found.read(response.iter_lines())
+        assert middle.end(60) == 0
+    finally:
+        middle.popen.kill()
+        middle.popen.wait()
+    check_same(found, expected)
+    assert "Traceback" not in middle.text
+
+
+def test_two_servers_drain(urls: tuple[str, str]) -> None:
+    """A server drains to one that is told to stop a moment later and drains to a third: clients that know nothing of it read
+    their whole texts, and both processes end with status 0."""
+    here, _ = urls
+    expected = whole(here)
+    second = Process(*FLAGS, "--drain-to", here, "--drain-seconds", "120")
+    first: Process | None = None
+    try:
+        first = Process(*FLAGS, "--drain-to", second.wait_ready(), "--drain-seconds", "120")
+        url = first.wait_ready()
+        with streamed(url) as one, streamed(url) as other:
+            lines, others = one.iter_lines(), other.iter_lines()
+            found, beside = Stream().read(lines, 3), Stream().read(others, 3)
+            first.popen.send_signal(signal.SIGTERM)
+            until(lambda: " moved to " in first.text, 60)
+            second.popen.send_signal(signal.SIGTERM)
+            found.read(lines)
+            beside.read(others)
+        assert (first.end(60), second.end(60)) == (0, 0)
+    finally:
+        for process in (first, second):
+            if process is not None:
+                process.popen.kill()
+                process.popen.wait()
+    assert (found.text, found.offsets, found.done) == (expected.text, expected.offsets, True)
+    assert (beside.text, beside.offsets, beside.done) == (expected.text, expected.offsets, True)
+    assert "2 of 2 requests moved" in first.text
+    assert all("Traceback" not in process.text for process in (first, second))
 
 
 def test_target_is_killed(urls: tuple[str, str]) -> None:
