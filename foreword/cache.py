@@ -3,7 +3,7 @@
 The engine's thread asks and goes on; threads of this module do the waiting. Three promises hold whatever a store does:
 
 - a step is never held up: saving copies blocks into a staging arena and returns, and when the arena is full the oldest
-  blocks that nobody writes yet are dropped;
+  blocks that nobody writes yet are dropped (`write_behind.py`);
 - a request waits no longer than loading can save: `worth_loading` compares each tier's measured bandwidth with the engine's own
   prefill speed, and a load that turns out slower is cut off where it stands;
 - nothing is written into a block that the engine has taken back: `Ticket.close` and the copy into the device exclude
@@ -13,6 +13,7 @@ The engine's thread asks and goes on; threads of this module do the waiting. Thr
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 import time
@@ -42,13 +43,17 @@ class CacheStatus:
 
     Attributes:
         queued, dropped: blocks that wait to be written, and that never will be because the queue was full.
+        dropped_promotions: blocks from a slower tier that were not written into the faster ones: loads needed the room.
+        saved, failed: blocks that were written and are in at least one tier, and those that no tier kept.
         loaded, cut, stopped: blocks loaded; loads that brought less than they set out for, and those of them that were
             cut off because computing was sooner.
     """
 
     queued: int = 0
     dropped: int = 0
+    dropped_promotions: int = 0
     saved: int = 0
+    failed: int = 0
     loaded: int = 0
     cut: int = 0
     stopped: int = 0
@@ -150,7 +155,7 @@ class BlockCache:
         half = staging.slots // 2
         self._saving_slots = Slots(range(half))
         self._loading_slots = Slots(range(half, staging.slots))
-        self._writes = WriteBehind(store, staging, self._saving_slots)
+        self._writes = WriteBehind(store, staging)
         self._lookup_timeout = lookup_timeout
         self._load_timeout = load_timeout
         self._finders = ThreadPoolExecutor(loaders, "foreword-find")
@@ -232,7 +237,7 @@ class BlockCache:
             count = min(max(size // frame_bytes, 1), ticket.asked - done, self._staging.slots // 4 or 1)
             patience = max(_PATIENCE * compute, _SHORTEST_PATIENCE)
             deadline = ticket.deadline if done else min(ticket.deadline, time.monotonic() + patience)
-            slots = self._loading_slots.wait_for(count, deadline)
+            slots = self._room(self._loading_slots, count) or self._loading_slots.wait_for(count, deadline)
             if slots is None:
                 return
             brought = self._load_group(ticket, done, slots, deadline)
@@ -248,9 +253,11 @@ class BlockCache:
         return bool(self.store.tiers[ticket.places[number]].read_rate.value)
 
     def _load_group(self, ticket: Ticket, done: int, slots: list[int], deadline: float) -> int:
-        """Load as many blocks as there are slots; returns how many came, without a gap. Keeps the slots only for promotion."""
+        """Load as many blocks as there are slots; returns how many came, without a gap. What came from a slower tier keeps its
+        slots until it is written into the faster ones."""
         first = ticket.skip + done
         names = ticket.names[first : first + len(slots)]
+        promoted = 0
         try:
             found = self.store.fetch(names, [self._staging.buffer(slot) for slot in slots], deadline=deadline)
             whole: list[Found] = []
@@ -263,10 +270,18 @@ class BlockCache:
             tiers = [one.tier for one in whole]
             if not count or not ticket.fill(count, tiers, lambda: self._staging.scatter(slots[:count], targets)):
                 return 0
-            self.store.promote(whole, deadline=time.monotonic() + WRITE_WITHIN)
+            promoted = count
+            self._promote(whole, slots[:count])
             return count
         finally:
-            self._loading_slots.give(slots)
+            self._loading_slots.give(slots[promoted:])
+
+    def _promote(self, found: Sequence[Found], slots: Sequence[int]) -> None:
+        """Hand loaded blocks and their slots on to the threads that write, a tier's at a time."""
+        for tier, some in itertools.groupby(zip(found, slots, strict=True), key=lambda pair: pair[0].tier):
+            pairs = list(some)
+            headers = [one.frame.header for one, _ in pairs]
+            self._writes.promote(headers, [slot for _, slot in pairs], self._loading_slots, self.store.above(tier))
 
     def _fits(self, found: Found) -> bool:
         header = found.frame.header
@@ -302,7 +317,7 @@ class BlockCache:
         step = max(min(WRITE_BLOCKS, self._staging.slots // 4), 1)
         for low in range(0, len(keys), step):
             some = keys[low : low + step]
-            slots = self._room(len(some))
+            slots = self._room(self._saving_slots, len(some))
             if slots is None:
                 self._dropped += len(keys) - low
                 return
@@ -312,14 +327,15 @@ class BlockCache:
                 self._header(key, above, depth + low + i)
                 for i, (key, above) in enumerate(zip(some, before, strict=True))
             ]
-            self._writes.add(headers, slots, self.store.written)
+            self._writes.add(headers, slots, self._saving_slots, self.store.written)
 
-    def _room(self, count: int) -> list[int] | None:
-        slots = self._saving_slots.take(count)
+    def _room(self, home: Slots, count: int) -> list[int] | None:
+        """`count` slots, if need be in place of blocks that wait to be written; None if there are too few even so."""
+        slots = home.take(count)
         while slots is None:
-            if not self._writes.make_room():
+            if not self._writes.make_room(home):
                 return None
-            slots = self._saving_slots.take(count)
+            slots = home.take(count)
         return slots
 
     def _header(self, key: bytes, parent: bytes, depth: int) -> Header:
@@ -357,7 +373,9 @@ class BlockCache:
         return CacheStatus(
             queued=self._writes.queued,
             dropped=self._dropped + self._writes.dropped,
+            dropped_promotions=self._writes.dropped_promotions,
             saved=self._writes.saved,
+            failed=self._writes.failed,
             **self._counts,
         )
 

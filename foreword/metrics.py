@@ -202,8 +202,14 @@ def _store_metrics(model: str, cache: BlockCache) -> Iterator[Metric]:
     yield from _tier_gauges(model, tiers)
     status = cache.status()
     for name, text, count in (
-        ("store_saved_blocks", "Blocks that were written behind, once for all tiers.", status.saved),
+        ("store_saved_blocks", "Blocks that were written behind and that at least one tier keeps.", status.saved),
+        ("store_failed_blocks", "Blocks that were written behind and that no tier kept.", status.failed),
         ("store_dropped_blocks", "Blocks that were not written because the queue was full.", status.dropped),
+        (
+            "store_dropped_promotions",
+            "Blocks from a slower tier that were not written into the faster ones, because loads needed the room.",
+            status.dropped_promotions,
+        ),
         ("store_loaded_blocks", "Blocks that were loaded to the device.", status.loaded),
         ("store_cut_loads", "Loads that brought less than was found.", status.cut),
         ("store_stopped_loads", "Loads that were stopped because computing was sooner.", status.stopped),
@@ -298,8 +304,10 @@ class _Series:
             registry=registry,
         )
         self.finished = {reason: finished.labels(info.name, reason) for reason in _FINISH_REASONS}
-        self.stored = counter("foreword:blocks_stored", "Blocks that became visible to lookups.")
-        self.removed = counter("foreword:blocks_removed", "Blocks that were evicted or withdrawn.")
+        self.stored = counter(
+            "foreword:blocks_stored", "Blocks that were filled and became visible to lookups, copies too."
+        )
+        self.removed = counter("foreword:blocks_removed", "Keys that no block holds any more: evicted or withdrawn.")
         self.first = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
         self.first_by_cached = Histogram(
             "foreword:time_to_first_token_by_cached_seconds",

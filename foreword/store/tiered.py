@@ -301,12 +301,9 @@ class TieredStore:
         """Into every tier that takes writes; returns the most that one of them kept."""
         return max((self.tiers[number].put(frames, deadline) for number in self.written), default=0)
 
-    def promote(self, found: Sequence[Found], *, deadline: float) -> None:
-        """Blocks that came from a slower tier also go into the faster ones."""
-        for number in self.written:
-            frames = [one.frame for one in found if one.tier > number]
-            if frames:
-                self.tiers[number].put(frames, deadline)
+    def above(self, tier: int) -> tuple[int, ...]:
+        """Tiers that a block from this one goes up into: those before it that take writes."""
+        return tuple(number for number in self.written if number < tier)
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
         return max(self.forget(names, deadline=deadline).values(), default=0)

@@ -81,8 +81,7 @@ def test_each_block_from_the_fastest_tier(tiers: Tiers) -> None:
     buffers = [memoryview(bytearray(2000)) for _ in frames]
     found = tiers.store.fetch(names, buffers, deadline=soon())
     assert [None if one is None else one.tier for one in found] == [0, 0, 0, 0, 1, 1, 1, 0, None]
-    tiers.store.promote([one for one in found if one is not None], deadline=soon())
-    assert tiers.fast.inner.lookup(names, deadline=soon()) == 8
+    assert [tiers.store.above(number) for number in (0, 1)] == [(), (0,)]
 
 
 @pytest.mark.parametrize("damage", ["corrupt_reads", "truncate_reads", "swap_reads"])

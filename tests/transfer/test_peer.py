@@ -291,7 +291,8 @@ def test_a_tier_that_is_never_written_to(serve: Serve, reader: Open) -> None:
     memory = MemoryStore(1 << 20)
     tiers = TieredStore([memory, reader(place.address)], written=[0])
     found = tiers.fetch(names_of(frames[:4]), [memoryview(bytearray(1000)) for _ in range(4)], deadline=soon())
-    tiers.promote([one for one in found if one is not None], deadline=soon())
+    assert tiers.above(1) == (0,) and tiers.above(0) == ()
+    assert tiers.put([one.frame for one in found if one is not None], deadline=soon()) == 4
     assert tiers.put(frames[4:], deadline=soon()) == 4
     assert read(memory, frames) == whole(frames)
     assert tiers.pin(names_of(frames), deadline=soon()) == 8
