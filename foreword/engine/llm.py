@@ -10,15 +10,14 @@ from typing import Any, Self, cast
 
 from tqdm import tqdm
 
-from foreword.blocks.keys import Scope, chain_keys
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, build
 from foreword.engine.assembly import assemble
-from foreword.engine.prefix_registry import prefix_tokens, prefixed_chat, prefixed_prompt
+from foreword.engine.prefix_tokens import prefix_tokens, prefixed_chat, prefixed_prompt
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
 from foreword.engine.scheduler import Sequence as Running
+from foreword.engine.stored_prefixes import StoredPrefixes
 from foreword.errors import BadRequest, EngineFailed
 from foreword.events import Observer
-from foreword.prefix_records import PrefixRecords
 from foreword.prefixes import Message, NamedPrefix
 
 Prompt = str | Sequence[int]
@@ -55,7 +54,7 @@ class LLM:
         self._core = assembly.core
         self._book = assembly.prefixes
         self._ids = itertools.count()
-        self._records = self._stored_prefixes()
+        self._stored = self._stored_prefixes()
 
     def generate(
         self,
@@ -121,36 +120,28 @@ class LLM:
             if not kept:
                 self._core.abort(request.id)
                 self._book.break_promise(size)
-        if self._records is not None and self.off_device is not None:
-            keys = self._keys(tokens)
-            self._records.put(kept[0], keys[-1] if keys else b"", b"")
-            self.off_device.pin(keys)
+        if self._stored is not None:
+            self._stored.put(kept[0], b"")
         return kept[0]
 
-    def _stored_prefixes(self) -> PrefixRecords | None:
+    def _stored_prefixes(self) -> StoredPrefixes | None:
         """Know the prefixes that an earlier process registered; they are computed or loaded when they are used."""
         if self.off_device is None:
             return None
-        records = PrefixRecords(self.off_device.store, self.info.fingerprint, self.info.name, self.info.block_size)
-        for record in records.all(b"") or ():
-            text = record.content if isinstance(record.content, str) else None
-            messages = None if isinstance(record.content, str) else record.content
-            kind, content, tokens = prefix_tokens(self.tokenizer, text, messages)
-            self._book.adopt(NamedPrefix(record.name, record.version, kind, content, tokens, record.created), salt=b"")
-        return records
-
-    def _keys(self, tokens: Sequence[int]) -> list[bytes]:
-        root = Scope(bytes.fromhex(self.info.fingerprint), self.info.block_size).root()
-        return chain_keys(root, tokens, self.info.block_size)
+        stored = StoredPrefixes(self.off_device, self.info, self.tokenizer)
+        for record in stored.records.all(b"") or ():
+            prefix = stored.adopted(record)
+            if prefix is not None:
+                self._book.adopt(prefix, salt=b"")
+        return stored
 
     def list_prefixes(self) -> list[NamedPrefix]:
         return self._book.list()
 
     def remove_prefix(self, name: str) -> NamedPrefix:
         prefix = self._book.get(name)
-        if self._records is not None and self.off_device is not None:
-            self._records.remove(name, b"")
-            self.off_device.pin(self._keys(prefix.tokens), pinned=False)
+        if self._stored is not None:
+            self._stored.remove(prefix, b"")
         return self._book.remove(name)
 
     def flush(self, timeout: float = 30.0) -> bool:

@@ -10,13 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from foreword.blocks.keys import Scope, chain_keys
 from foreword.cache import BlockCache
+from foreword.engine.prefix_tokens import prefix_tokens, prefixed_chat, prefixed_prompt
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Sequence as Running
-from foreword.engine.tokenizer import Tokenizer
-from foreword.errors import BadRequest, ForewordError, ShuttingDown, UnknownPrefix
-from foreword.prefix_records import PrefixRecord, PrefixRecords
+from foreword.engine.stored_prefixes import StoredPrefixes
+from foreword.errors import ForewordError, ShuttingDown, UnknownPrefix
+from foreword.prefix_records import PrefixRecord
 from foreword.prefixes import Message, NamedPrefix, PrefixBook
 
 if TYPE_CHECKING:
@@ -40,14 +40,10 @@ class PrefixRegistry:
     def __init__(self, engine: AsyncEngine, book: PrefixBook, off_device: BlockCache | None = None) -> None:
         self._engine = engine
         self._book = book
-        self._off = off_device
         self._counter = 0
         self._looked: dict[bytes, float] = {}
         self._warming: set[asyncio.Task[None]] = set()
-        self._records: PrefixRecords | None = None
-        if off_device is not None:
-            info = engine.info
-            self._records = PrefixRecords(off_device.store, info.fingerprint, info.name, info.block_size)
+        self._stored = StoredPrefixes(off_device, engine.info, engine.tokenizer) if off_device is not None else None
 
     @property
     def budget_bytes(self) -> int:
@@ -70,12 +66,10 @@ class PrefixRegistry:
         if no store took it."""
         kind, held, tokens = prefix_tokens(self._engine.tokenizer, content, messages)
         await self.refresh(salt, name)
-        stored = self._book.version(name, salt=salt)
-        kept = await self._compute(name, kind, held, tokens, salt, replace=replace, stored_version=stored)
-        if self._records is not None:
-            records, last_key = self._records, self._keys(tokens, salt)[-1:]
-            await asyncio.to_thread(records.put, kept, last_key[0] if last_key else b"", salt)
-            self._pin_stored(tokens, salt)
+        version = self._book.version(name, salt=salt)
+        kept = await self._compute(name, kind, held, tokens, salt, replace=replace, stored_version=version)
+        if self._stored is not None:
+            await asyncio.to_thread(self._stored.put, kept, salt)
         return kept
 
     async def _compute(
@@ -125,20 +119,11 @@ class PrefixRegistry:
             raise ShuttingDown(f"the engine ended before the prefix {name!r} was computed")
         return kept[0]
 
-    def _keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        info = self._engine.info
-        root = Scope(bytes.fromhex(info.fingerprint), info.block_size, salt).root()
-        return chain_keys(root, tokens, info.block_size)
-
-    def _pin_stored(self, tokens: Sequence[int], salt: bytes, *, pinned: bool = True) -> None:
-        if self._off is not None:
-            self._off.pin(self._keys(tokens, salt), pinned=pinned)
-
     async def refresh(self, salt: bytes = b"", name: str | None = None) -> None:
         """Learn what the store knows, if that was not asked within the last seconds; at once for a name unknown here."""
-        records = self._records
-        if records is None:
+        if self._stored is None:
             return
+        records = self._stored.records
         unknown = name is not None and not self._book.version(name, salt=salt)
         age = time.monotonic() - self._looked.get(salt, -math.inf)
         if age < (_UNKNOWN_SECONDS if unknown else _REFRESH_SECONDS):
@@ -155,20 +140,17 @@ class PrefixRegistry:
         for record in found:
             if record.version > self._book.version(record.name, salt=salt):
                 await self._adopt(record, salt)
-        stored = {record.name for record in found}
+        there = {record.name for record in found}
         for prefix in self._book.list(salt=salt):
-            if prefix.name not in stored and time.time() - prefix.created > _SETTLED_SECONDS:
+            if prefix.name not in there and time.time() - prefix.created > _SETTLED_SECONDS:
                 with contextlib.suppress(UnknownPrefix):
                     await self._engine._call(functools.partial(self._book.remove, prefix.name, salt=salt))
 
     async def _adopt(self, record: PrefixRecord, salt: bytes) -> None:
-        content = record.content if isinstance(record.content, str) else None
-        messages = None if isinstance(record.content, str) else record.content
-        try:
-            kind, held, tokens = prefix_tokens(self._engine.tokenizer, content, messages)
-        except BadRequest:
-            return  # its content does not suit this model's template
-        prefix = NamedPrefix(record.name, record.version, kind, held, tokens, record.created)
+        assert self._stored is not None
+        prefix = self._stored.adopted(record)
+        if prefix is None:
+            return
         await self._engine._call(lambda: self._book.adopt(prefix, salt=salt))
         task = asyncio.create_task(self._warm(prefix, salt))
         self._warming.add(task)
@@ -188,9 +170,8 @@ class PrefixRegistry:
         """Here and in the store. Raises UnknownPrefix, or StoreError if a store cannot be told."""
         await self.refresh(salt, name)
         prefix = self._book.get(name, salt=salt)
-        if self._records is not None:
-            await asyncio.to_thread(self._records.remove, name, salt)
-            self._pin_stored(prefix.tokens, salt, pinned=False)
+        if self._stored is not None:
+            await asyncio.to_thread(self._stored.remove, prefix, salt)
         return await self._engine._call(lambda: self._book.remove(name, salt=salt))
 
     def prompt(self, name: str, text_or_tokens: str | Sequence[int], *, salt: bytes = b"") -> list[int]:
@@ -207,32 +188,3 @@ class PrefixRegistry:
     def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
         """By name."""
         return self._book.list(salt=salt)
-
-
-def prefix_tokens(
-    tokenizer: Tokenizer, content: str | None, messages: Sequence[Message] | None
-) -> tuple[Literal["text", "messages"], str | tuple[Message, ...], tuple[int, ...]]:
-    """Kind, content and tokens of a prefix to be registered. Raises BadRequest unless exactly one form is given."""
-    if (content is None) == (messages is None):
-        raise BadRequest("give either 'content' (text) or 'messages' (a chat's beginning)", param="content")
-    if content is not None:
-        return "text", content, tuple(tokenizer.encode(content))
-    assert messages is not None
-    return "messages", tuple(messages), tuple(tokenizer.render_chat(messages, add_generation_prompt=False))
-
-
-def prefixed_prompt(
-    book: PrefixBook, tokenizer: Tokenizer, name: str, text_or_tokens: str | Sequence[int], salt: bytes
-) -> list[int]:
-    prefix = book.use(name, "text", salt=salt)
-    if isinstance(text_or_tokens, str):
-        text_or_tokens = tokenizer.encode(text_or_tokens, add_special_tokens=False)
-    return [*prefix.tokens, *text_or_tokens]
-
-
-def prefixed_chat(
-    book: PrefixBook, tokenizer: Tokenizer, name: str, messages: Sequence[Message], salt: bytes
-) -> list[int]:
-    prefix = book.use(name, "messages", salt=salt)
-    assert not isinstance(prefix.content, str)
-    return tokenizer.render_chat([*prefix.content, *messages], add_generation_prompt=True)

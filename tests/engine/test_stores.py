@@ -394,3 +394,23 @@ def test_the_store_is_unavailable_at_start(engine: Make, tmp_path: Path) -> None
     (tmp_path / "file").write_text("in the way")
     with pytest.raises((StoreUnavailable, StoreConfigError), match="file"):
         engine("llama", store=f"disk://{tmp_path}/file/store?size=1MiB")
+
+
+def test_prefixes_of_an_earlier_process(engine: Make, llama: Path, reference: Find, tmp_path: Path) -> None:
+    """Named prefixes that an earlier process registered are known and serve; one that this model's tokenizer cannot render is
+    left out, and nothing else suffers."""
+    with engine("llama", store=disk(tmp_path)) as llm:
+        made = llm.add_prefix("rules", "Be brief. " * 8)
+        llm.add_prefix("persona", messages=[{"role": "system", "content": "Be kind."}])
+    bare = tmp_path / "bare"
+    shutil.copytree(llama, bare)
+    (bare / "chat_template.jinja").unlink()
+    with LLM(str(bare), dtype="float32", kv_memory="1024 tokens", block_size=4, store=disk(tmp_path)) as llm:
+        [known] = llm.list_prefixes()
+        assert (known.name, known.version, known.tokens) == ("rules", made.version, made.tokens)
+        [output] = llm.generate(["Why?"], greedy(3), prefix="rules")
+        assert output.cached_tokens >= len(made.tokens) // 4 * 4
+        reference("llama").check(list(output.prompt_tokens), output.outputs[0], 3)
+        llm.remove_prefix("rules")
+    with engine("llama", store=disk(tmp_path)) as llm:
+        assert [prefix.name for prefix in llm.list_prefixes()] == ["persona"]
