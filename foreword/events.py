@@ -14,6 +14,9 @@ from typing import Protocol
 class BlocksStored:
     """Blocks became visible to lookups, in chain order, maybe a step before they are computed.
 
+    A key comes again when a second copy of its block is filled (docs/decisions/0003), in the same place of the same chain;
+    `BlocksRemoved` tells of the last copy only. So an observer keeps a set of keys, and never counts events up and down.
+
     Attributes:
         parent: the key before the first of them.
         tokens: what they hold.

@@ -2,7 +2,8 @@
 
 A PUB socket sends `[topic, number (8 bytes, big-endian), MessagePack of [time, events, rank]]`; a ROUTER socket answers a
 number with all messages from that one on that are still kept, and an end mark. Differences to vLLM's own publisher: a block is
-told of when the step that computes it has ended, a removal when no copy of the block is left, and hashes are Foreword's keys.
+told of when the step that computes it has ended, a removal when no copy of the block is left (so a key that is told of again
+is no second block to count), and hashes are Foreword's keys.
 """
 
 from __future__ import annotations
