@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from foreword.engine import wire
 from foreword.engine.loop import EngineCore
@@ -103,13 +103,14 @@ class Plan:
 
 @dataclass(slots=True, eq=False)
 class Arriving:
-    """A request that comes. `blocks` are its own, as they were when it was accepted."""
+    """A request that comes. `blocks` are its own, as they were when it was accepted; `mark` is of that moment."""
 
     moving: wire.Moving
     port: Port
     moves: Moves
     sequence: Running | None = None
     blocks: tuple[int, ...] = ()
+    mark: Any = None
     size: int = 0
     parts: int = 0
     started: float = 0.0
@@ -119,7 +120,7 @@ class Arriving:
             last = part.first_block + part.blocks
             if last > len(self.blocks):
                 raise TransferError("a part for blocks that were not promised", reason=str(Reason.CONTENT))
-            self.port.write(part, self.blocks[part.first_block : last], view)
+            self.port.write(part, self.blocks[part.first_block : last], view, self.mark)
             self.size += len(view)
         self.parts += 1
 
@@ -356,6 +357,7 @@ class Moves:
             _refuse(destination, Reason.FULL, "no blocks, or no place in the batch, are free for it")
             return
         arriving.sequence, arriving.blocks = sequence, tuple(sequence.table.blocks)
+        arriving.mark = self._port.mark()
         try:
             destination.accept(have)
         except TransferError:  # it ended before it was looked at

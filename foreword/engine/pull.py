@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from foreword.engine import wire
 from foreword.engine.outgoing import Port
@@ -66,6 +66,7 @@ class Pull:
         self._length = len(task.tokens) // 4
         self._held = 0
         self._blocks: list[int] = []
+        self._mark: Any = None
         self._layers: list[int] = []
         self._all = (1 << port.last_layer + 1) - 1
 
@@ -89,6 +90,8 @@ class Pull:
         self.started = time.monotonic()
         self._held, self._blocks = held, list(blocks)
         self._layers = [0] * len(blocks)
+        # The engine may still be at work on what these blocks were before.
+        self._mark = self._port.mark()
         self._background(lambda: self._ask(list(keys)))
 
     def _ask(self, keys: list[bytes]) -> None:
@@ -109,7 +112,7 @@ class Pull:
         with payload as view:
             if first < 0 or first + part.blocks > len(self._blocks):
                 raise TransferError("a part for blocks that were not asked for", reason=str(Reason.CONTENT))
-            self._port.write(part, self._blocks[first : first + part.blocks], view)
+            self._port.write(part, self._blocks[first : first + part.blocks], view, self._mark)
             self.bytes += len(view)
         self.parts += 1
         bits = (1 << part.layers) - 1 << part.first_layer

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -154,6 +155,52 @@ def test_field_without_endpoint(door: Door) -> None:
     assert httpx.post(f"{door.url}/v1/completions", json=body).status_code == 200
     wrong = httpx.post(f"{door.url}/v1/completions", json={**body, "kv_transfer_params": {"prefill": 5}})
     assert wrong.status_code == 400
+
+
+def test_addresses_of_strangers(urls: tuple[str, str], start: Callable[..., Process]) -> None:
+    """A client cannot send a server to another host: 403, with a sentence that names the setting; what is no address is 400; a
+    server whose operator allows the host tries it, and computes the prompt itself if nothing comes of that."""
+    prefill, decode = urls
+
+    def ask(url: str, address: str) -> httpx.Response:
+        body = {"prompt": LINE * 3, "max_tokens": 1, "kv_transfer_params": {"prefill": address}}
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+    refused = ask(decode, "10.255.0.1:9100")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+    assert "--peer 10.255.0.1" in refused.json()["error"]["message"]
+    assert ask(decode, "metadata.internal:80").status_code == 403
+    assert ask(decode, "nonsense").status_code == 400
+    assert ask(prefill, "10.255.0.1:9100").status_code == 200  # it computes its prompts itself, whatever is asked
+    drained = httpx.post(f"{prefill}/v1/drain", json={"to": ["http://10.255.0.1:8000"]})
+    assert drained.status_code == 403 and httpx.get(f"{prefill}/ready").status_code == 200
+    allowing = start("--role", "decode", *FLAGS, "--peer", "10.255.0.0/16", "--peer", "*.internal").wait_ready()
+    assert ask(allowing, "10.255.0.1:9100").status_code == 200
+    assert transfers(allowing, "destination", "failed") == 1  # no secret for other hosts
+    assert ask(allowing, "10.254.0.1:9100").status_code == 403
+
+
+def test_clients_that_leave_are_counted(urls: tuple[str, str]) -> None:
+    """A prompt whose client goes away while it travels is counted as cancelled on both sides, and everything comes back."""
+    prefill, decode = urls
+    forget(*urls)
+    address = instance(prefill)["transfer"]
+    before = [transfers(url, side, "cancelled") for url, side in ((prefill, "source"), (decode, "destination"))]
+    came = metric(decode, "foreword:transfer_link_bytes_total", direction="received")
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(timeout=120) as client:
+            body = long_body(kv_transfer_params={"prefill": address})
+            task = asyncio.create_task(client.post(f"{decode}/v1/completions", json=body))
+            while metric(decode, "foreword:transfer_link_bytes_total", direction="received") == came:
+                await asyncio.sleep(0.01)
+                assert not task.done()
+            task.cancel()
+
+    asyncio.run(leave())
+    until(lambda: transfers(decode, "destination", "cancelled") == before[1] + 1)
+    until(lambda: transfers(prefill, "source", "cancelled") == before[0] + 1)
+    until(lambda: free(prefill) and free(decode))
 
 
 def test_twenty_at_once(urls: tuple[str, str]) -> None:
