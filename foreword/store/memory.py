@@ -11,26 +11,17 @@ one process; after a fork the child has a copy of it.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 
 from foreword.errors import StoreConfigError, StoreFull, StoreTimeout, StoreUnavailable
-from foreword.store.background import step_back
 from foreword.store.base import Entry, Name, StoreStatus, check_record, check_word, time_left
-from foreword.store.chains import Chains
 from foreword.store.frame import Frame
+from foreword.store.memory_arena import Arena, Pages, populate
+from foreword.store.memory_slots import Slots
 
-_UNLOCKED_BYTES = 64 << 10  # copies from here on let other threads run meanwhile
-_POPULATE_BYTES = 16 << 20
-_AHEAD_BYTES = 256 << 20
-_POPULATE_PAUSE = 0.03  # seconds after each piece: half a gigabyte per second at most
-_POPULATE_NICE = 10
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap does not name it
 _SCAN_SLOTS = 4096
 
 
@@ -65,16 +56,16 @@ class MemoryStore:
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
         self._closed = False
-        self._arena: _Arena | None = _Arena(size)
-        self._slots: _Slots | None = None if slot_bytes is None else _Slots(size, slot_bytes)
+        self._arena: Arena | None = Arena(size)
+        self._slots: Slots | None = None if slot_bytes is None else Slots(size, slot_bytes)
         self._records: dict[str, bytes] = {}
         self._evictions = 0
         self._refused = 0
         self.on_evicted: Callable[[Name], None] | None = None
-        self._pages = _Pages()
+        self._pages = Pages()
         weakref.finalize(self, self._pages.stop)
         threading.Thread(
-            target=_populate, args=(self._arena, self._pages), name=f"foreword-{label}-pages", daemon=True
+            target=populate, args=(self._arena, self._pages), name=f"foreword-{label}-pages", daemon=True
         ).start()
 
     @property
@@ -231,18 +222,18 @@ class MemoryStore:
             if self._slots is not None:
                 self._slots.chains.check()
 
-    def _open(self) -> _Arena:
+    def _open(self) -> Arena:
         if self._arena is None:
             raise StoreUnavailable(f"the store {self.label!r} is closed")
         return self._arena
 
-    def _divide(self, frames: Sequence[Frame]) -> _Slots | None:
+    def _divide(self, frames: Sequence[Frame]) -> Slots | None:
         """Slots as long as the longest of the first frames that fits at all."""
         fitting = [len(one.data) for one in frames if len(one.data) <= self.size]
         if not fitting:
             self._refused += len(frames)
             return None
-        return _Slots(self.size, max(fitting))
+        return Slots(self.size, max(fitting))
 
     def _there(self, names: Sequence[Name]) -> list[int]:
         """Slots of those of the names that are there, each once."""
@@ -253,7 +244,7 @@ class MemoryStore:
         return [slot for slot in found if slot is not None and slot not in slots.writing]
 
     def _reserve(
-        self, slots: _Slots, frames: Sequence[Frame]
+        self, slots: Slots, frames: Sequence[Frame]
     ) -> tuple[list[tuple[int, Frame]], list[tuple[int, Name]], int, bool]:
         """Slots for what is new, held and not yet visible; what other threads are writing; how many are there already (names
         that come twice included); and whether there was too little room. Evicts nothing that was used in this call."""
@@ -286,7 +277,7 @@ class MemoryStore:
             mine.append((slot, one))
         return mine, theirs, kept, no_room
 
-    def _room(self, slots: _Slots, now: int) -> int | None:
+    def _room(self, slots: Slots, now: int) -> int | None:
         slot = slots.chains.take()
         if slot is None:
             slot = slots.chains.evict(now)
@@ -297,7 +288,7 @@ class MemoryStore:
                     self.on_evicted(slots.chains.evicted)
         return slot
 
-    def _wait(self, slots: _Slots, theirs: Sequence[tuple[int, Name]], deadline: float) -> int:
+    def _wait(self, slots: Slots, theirs: Sequence[tuple[int, Name]], deadline: float) -> int:
         """Wait for what other threads are writing; how many of them are there then."""
         if not theirs:
             return 0
@@ -323,212 +314,3 @@ class MemoryStore:
                 entries = slots.entries(start, start + _SCAN_SLOTS)
             yield from entries
             start += _SCAN_SLOTS
-
-
-class _Slots:
-    """What lies in the slots of an arena. Every method is called under the store's lock."""
-
-    def __init__(self, size: int, slot_bytes: int) -> None:
-        count = size // slot_bytes
-        self.slot_bytes = slot_bytes
-        self.chains = Chains(count)
-        self.writing: set[int] = set()
-        self.bytes = 0
-        self.pinned_bytes = 0
-        self._pins = 0
-        self._lengths = array("Q", bytes(8 * count))
-        self._hits = array("I", bytes(4 * count))
-        self._stored_at = array("d", bytes(8 * count))
-        self._used_at = array("d", bytes(8 * count))
-        self._leaving: set[int] = set()  # deleted while somebody read them
-
-    def hold(self, names: Sequence[Name], buffers: Sequence[memoryview]) -> list[tuple[int, int]]:
-        """Slot and length of each name, held and noted as used; length 0 for what is missing or does not fit."""
-        chains, lengths, writing = self.chains, self._lengths, self.writing
-        find, held = chains.index.get, chains.held
-        now, clock = chains.tick(), time.time()
-        found = []
-        for name, buffer in zip(names, buffers, strict=True):
-            slot = find(name)
-            if slot is None or slot in writing or lengths[slot] > buffer.nbytes:
-                found.append((0, 0))
-                continue
-            held[slot] += 1
-            chains.touch(slot, now)
-            self._hits[slot] += 1
-            self._used_at[slot] = clock
-            found.append((slot, lengths[slot]))
-        return found
-
-    def let_go(self, slot: int) -> None:
-        held = self.chains.held
-        held[slot] -= 1
-        if not held[slot] and slot in self._leaving:
-            self._leaving.discard(slot)
-            self.chains.give_back(slot)
-
-    def touch(self, frames: Sequence[Frame], now: int) -> None:
-        """What is there of frames that come, and what they hang on, is in use."""
-        find = self.chains.index.get
-        for one in frames:
-            header = one.header
-            for slot in (find(one.name), find(header.layout + header.parent)):
-                if slot is not None:
-                    self.chains.touch(slot, now)
-
-    def begin(self, slot: int, one: Frame, now: int) -> None:
-        """A slot that was taken gets a block that is about to be written."""
-        header = one.header
-        self.chains.add(slot, one.name, header.layout + header.parent, header.depth, now)
-        self.chains.held[slot] = 1
-        self.writing.add(slot)
-        self._lengths[slot] = len(one.data)
-        self._hits[slot] = 0
-        self._stored_at[slot] = self._used_at[slot] = time.time()
-        self.bytes += len(one.data)
-
-    def publish(self, slot: int) -> None:
-        """The block is whole."""
-        self.writing.discard(slot)
-        self.chains.held[slot] = 0
-
-    def abandon(self, slot: int) -> None:
-        """The block will not be written."""
-        self.publish(slot)
-        self.remove(slot)
-
-    def remove(self, slot: int) -> None:
-        """Forget a block; its slot is free once nobody reads it."""
-        self._unpin(slot)
-        self.chains.remove(slot)
-        self.forget(slot)
-        if self.chains.held[slot]:
-            self._leaving.add(slot)
-        else:
-            self.chains.give_back(slot)
-
-    def forget(self, slot: int) -> None:
-        """The block that was evicted from a slot no longer counts."""
-        self.bytes -= self._lengths[slot]
-
-    def pin(self, slot: int, pinned: bool, limit: int) -> bool:
-        """Whether it is as wanted now; no more than `limit` are pinned."""
-        if not pinned:
-            self._unpin(slot)
-            return True
-        if self.chains.pinned[slot]:
-            return True
-        if self._pins >= limit:
-            return False
-        self.chains.pin(slot, True)
-        self._pins += 1
-        self.pinned_bytes += self._lengths[slot]
-        return True
-
-    def _unpin(self, slot: int) -> None:
-        if self.chains.pinned[slot]:
-            self.chains.pin(slot, False)
-            self._pins -= 1
-            self.pinned_bytes -= self._lengths[slot]
-
-    def entries(self, start: int, stop: int) -> list[Entry]:
-        """The blocks in a range of slots."""
-        chains = self.chains
-        return [
-            Entry(
-                name,
-                parent=(chains.parents[slot] or b"")[-32:],
-                depth=chains.depths[slot],
-                size=self._lengths[slot],
-                stored_at=self._stored_at[slot],
-                used_at=self._used_at[slot],
-                hits=self._hits[slot],
-                pinned=bool(chains.pinned[slot]),
-            )
-            for slot, name in chains.blocks(start, stop)
-            if slot not in self.writing
-        ]
-
-
-class _Arena:
-    """Anonymous private memory, freed with the last reference to this object."""
-
-    def __init__(self, size: int) -> None:
-        try:
-            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError, OverflowError) as error:
-            raise StoreUnavailable(f"the system does not give {size} bytes of memory: {error}") from error
-        self.size = size
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._advise(mmap.MADV_HUGEPAGE)
-        self.view = memoryview(self._map)
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def _advise(self, advice: int) -> None:
-        try:
-            self._map.madvise(advice)
-        except OSError:  # a kernel without it: slower, nothing else
-            return
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Copy `data` to `offset`."""
-        size = data.nbytes
-        if size >= _UNLOCKED_BYTES and not data.readonly:
-            ctypes.memmove(self._base + offset, ctypes.addressof(ctypes.c_char.from_buffer(data)), size)
-        else:
-            self.view[offset : offset + size] = data if data.format == "B" else data.cast("B")
-
-    def read(self, offset: int, size: int, buffer: memoryview) -> None:
-        """Copy `size` bytes from `offset` to the beginning of `buffer`."""
-        if size >= _UNLOCKED_BYTES:
-            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), self._base + offset, size)
-        else:
-            target = buffer if buffer.format == "B" else buffer.cast("B")
-            target[:size] = self.view[offset : offset + size]
-
-    def populate(self, offset: int, size: int) -> bool:
-        """Give pages to a range, whatever lies there staying as it is; False where the kernel cannot. Other threads run."""
-        libc = ctypes.CDLL(None)
-        return bool(
-            libc.madvise(ctypes.c_void_p(self._base + offset), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0
-        )
-
-
-class _Pages:
-    """How far an arena is in use, for the thread that touches its pages."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._used = 0
-        self._stopped = False
-
-    def used(self, end: int) -> None:
-        """Bytes up to `end` are in use, or about to be."""
-        if end > self._used:
-            with self._changed:
-                self._used = max(self._used, end)
-                self._changed.notify()
-
-    def stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-
-    def wait_for(self, offset: int) -> bool:
-        """Sleep until the page at `offset` will soon be used; False if the store is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or offset < self._used + _AHEAD_BYTES)
-            return not self._stopped
-
-    def pause(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped, _POPULATE_PAUSE)
-
-
-def _populate(arena: _Arena, pages: _Pages) -> None:
-    """Touch the arena's pages from its beginning on, in pieces, a little ahead of those that are used."""
-    step_back(_POPULATE_NICE)
-    for offset in range(0, arena.size, _POPULATE_BYTES):
-        if not pages.wait_for(offset) or not arena.populate(offset, min(_POPULATE_BYTES, arena.size - offset)):
-            return
-        pages.pause()
