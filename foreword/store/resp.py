@@ -83,8 +83,40 @@ class Command:
 
 
 def encode(*words: bytes) -> bytes:
-    """A command of small words."""
+    """Words in the form in which they are sent."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+def words(key: bytes, *each: bytes) -> Command:
+    """A command of small words, for the node that has `key`."""
+    return Command(key, (encode(*each),))
+
+
+def as_number(reply: Reply) -> int:
+    """The number that was answered. Raises StoreError for a refusal or anything else."""
+    if isinstance(reply, Refusal):
+        raise reply.error()
+    if not isinstance(reply, int):
+        raise StoreUnavailable("Redis answered something else than a number")
+    return reply
+
+
+def as_value(reply: Reply) -> bytes:
+    """The value that was answered. Raises StoreError."""
+    if isinstance(reply, Refusal):
+        raise reply.error()
+    if not isinstance(reply, bytes):
+        raise StoreUnavailable("Redis answered something else than a value")
+    return reply
+
+
+def as_values(reply: Reply) -> list[bytes]:
+    """The list of values that was answered. Raises StoreError."""
+    if isinstance(reply, Refusal):
+        raise reply.error()
+    if not isinstance(reply, list):
+        raise StoreUnavailable("Redis answered something else than a list")
+    return [as_value(element) for element in reply]
 
 
 class Wire:
