@@ -57,6 +57,8 @@ class EngineConfig:
         threads: CPU threads for computation; None takes the number of cores.
         linear_memory: CPU without bfloat16 units: bytes for float32 copies of the weights that make batches fast
             (`auto`: as much as is needed if it is at most half of what is free; `0` for none).
+        kernels: on CPUs, `native` (compiled from C++ at first start), `torch` (PyTorch's operators), or `auto`: native ones
+            where there is a C++ compiler.
         self_check: compare with the model's own forward pass at start, and refuse a model that differs.
         trust_remote_code: let a checkpoint bring its own code.
         seed: seed for requests that name none; None draws one.
@@ -80,6 +82,7 @@ class EngineConfig:
     shared_prefix_attention: bool = True
     threads: int | None = None
     linear_memory: str = "auto"
+    kernels: str = "auto"
     self_check: bool = True
     trust_remote_code: bool = False
     seed: int | None = None
@@ -100,6 +103,8 @@ class EngineConfig:
             raise ConfigError(f"engine.reserve is a share of the blocks, from 0 to below 1, not {self.reserve}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"engine.dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
+        if self.kernels not in ("auto", "native", "torch"):
+            raise ConfigError(f"engine.kernels must be auto, native or torch, not {self.kernels!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +223,10 @@ class TransferConfig:
         advertise: the address under which others reach this instance, and only this one; None for the one bound.
         secret: shared by all instances, 16 characters or more. None: only peers on this host are served.
         secret_file: a file with the secret instead.
-        links: what may carry payloads; the first that both sides can do does.
+        links: what may carry payloads, of shm, nixl and tcp; the first that both sides can do does, in the order of the side
+            that connects. tcp must be among them and nothing after it is used. nixl needs the package of that name.
         ring: bytes per connection and direction that are under way and not read yet; also the longest part (half of it in
-            shared memory).
+            shared memory and with NIXL).
         queue: bytes per connection that may wait to be sent.
         connect_timeout: seconds for a connection to come about.
         answer_timeout: seconds for a yes or no to a transfer.
@@ -252,8 +258,8 @@ class TransferConfig:
             raise ConfigError("give transfer.secret or transfer.secret_file, not both")
         if self.secret is not None and len(self.secret) < 16:
             raise ConfigError("transfer.secret has at least 16 characters; `openssl rand -hex 32` makes a good one")
-        if "tcp" not in self.links or not set(self.links) <= {"tcp", "shm"}:
-            raise ConfigError(f"transfer.links are tcp and, if wanted, shm, not {', '.join(self.links)}")
+        if "tcp" not in self.links or not set(self.links) <= {"tcp", "shm", "nixl"}:
+            raise ConfigError(f"transfer.links are tcp and, if wanted, shm and nixl, not {', '.join(self.links)}")
         if parse_bytes(self.ring) < 1 << 16 or parse_bytes(self.queue) < 1:
             raise ConfigError("transfer.ring is at least 64KiB and transfer.queue at least one byte")
         for name in ("connect_timeout", "answer_timeout", "progress_timeout", "lease_seconds", "beat_seconds"):

@@ -94,7 +94,12 @@ def assemble(
     num_blocks = models.kv_blocks(config, loaded)
     progress(f"taking {num_blocks} blocks of {config.block_size} tokens")
     runner = TorchRunner(
-        loaded.model, loaded.shapes, num_blocks, config.block_size, share_prefixes=config.shared_prefix_attention
+        loaded.model,
+        loaded.shapes,
+        num_blocks,
+        config.block_size,
+        share_prefixes=config.shared_prefix_attention,
+        kernels=loaded.kernels,
     )
     watchers = tuple(observers)
     if transfer is not None:

@@ -6,16 +6,21 @@ A processor without bfloat16 units is a case of its own. There a bfloat16 matrix
 because half as many bytes are read, but with more than a few rows the same operator falls to a fraction of what float32
 reaches; so a bfloat16 layer keeps a packed float32 copy for batches and prompts, and its own weight for single rows. A
 product of bfloat16 numbers is exact in float32, so both sum the same products in float32.
+
+Where the compiled kernels multiply faster than oneDNN (kernels/product.h), the packed copy is theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from foreword.engine.kernels.native import Kernels, PackedProduct
 
 GEMV_ROWS = 2
 
@@ -82,11 +87,38 @@ def _fits(first: nn.Linear, other: nn.Linear) -> bool:
     return first.weight.dtype == other.weight.dtype and (first.bias is None) == (other.bias is None)
 
 
-def pack(model: nn.Module, budget: int, siblings: Sequence[Sequence[nn.Linear]] = ()) -> int:
+class Patch:
+    """A replacement of `forward` of one instance of a module."""
+
+    __slots__ = ()
+
+
+@contextmanager
+def unpatched(model: nn.Module) -> Iterator[None]:
+    """Within, all modules of the model compute as they came."""
+    held = [(module, module.__dict__.pop("forward")) for module in model.modules() if is_patched(module)]
+    try:
+        yield
+    finally:
+        for module, forward in held:
+            module.__dict__["forward"] = forward
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether its `forward` is a replacement."""
+    return isinstance(module.__dict__.get("forward"), Patch)
+
+
+def pack(
+    model: nn.Module,
+    budget: int,
+    siblings: Sequence[Sequence[nn.Linear]] = (),
+    kernels: Kernels | None = None,
+) -> int:
     """Give linear layers a packed copy, in order, until `budget` bytes are used; returns the bytes used.
 
     Only `forward` of the layer's instance is replaced; its parameters stay as they are, so tied weights stay tied.
-    `siblings` share one packed copy (`find_siblings`).
+    `siblings` share one packed copy (`find_siblings`). `kernels` multiply where they are faster than oneDNN.
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return 0
@@ -100,17 +132,49 @@ def pack(model: nn.Module, budget: int, siblings: Sequence[Sequence[nn.Linear]] 
         size = sum(map(_packed_size, group))
         done.update(group)
         if used + size <= budget:
-            product = _Product(group)
+            product = product_of(group, kernels)
             for place, layer in enumerate(group):
-                setattr(layer, "forward", _PackedForward(layer, product, place))  # noqa: B010 - a method is replaced
+                setattr(layer, "forward", PackedForward(layer, product, place))  # noqa: B010 - a method is replaced
             used += size
     return used
 
 
-class _Product:
-    """The product of one input with the weights of one or more layers: `[..., in] -> [..., out]` for each."""
+def product_of(layers: Sequence[nn.Linear], kernels: Kernels | None) -> Shared:
+    """The product of one input with the weights of these layers."""
+    first = layers[0].weight
+    # A word of the kernels holds two numbers of bfloat16.
+    if kernels is not None and kernels.multiplies(first.dtype) and first.shape[1] % 2 == 0:
+        return Shared(layers, NativeProduct(layers, kernels))
+    return Shared(layers, _OneDnnProduct(layers))
 
-    __slots__ = ("_bias", "_input", "_outputs", "_packed", "_sizes", "wider")
+
+class _Multiplies(Protocol):
+    """A product with packed weights. `wider`: they are of a wider dtype than the layers' own."""
+
+    wider: bool
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class NativeProduct:
+    """The product by the compiled kernels."""
+
+    __slots__ = ("_kernels", "packed", "wider")
+
+    def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels) -> None:
+        self.wider = False
+        self._kernels = kernels
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.packed: PackedProduct = kernels.pack([layer.weight for layer in layers], biases)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._kernels.multiply(self.packed, x)
+
+
+class _OneDnnProduct:
+    """The product by oneDNN."""
+
+    __slots__ = ("_bias", "_packed", "wider")
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         kind = packed_dtype(layers[0].weight.dtype)
@@ -119,6 +183,22 @@ class _Product:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         biases = [layer.bias.detach().to(kind) for layer in layers if layer.bias is not None]
         self._bias = torch.cat(biases) if biases else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float() if self.wider else x
+        product = torch.ops.mkldnn._linear_pointwise(wide, self._packed, self._bias, "none", [], "")
+        assert isinstance(product, Tensor)
+        return product.to(x.dtype) if self.wider else product
+
+
+class Shared:
+    """The product of one input with the weights of one or more layers: `[..., in] -> [..., out]` for each."""
+
+    __slots__ = ("_input", "_outputs", "_sizes", "layers", "multiply")
+
+    def __init__(self, layers: Sequence[nn.Linear], multiply: _Multiplies) -> None:
+        self.layers = list(layers)
+        self.multiply = multiply
         self._sizes = [layer.weight.shape[0] for layer in layers]
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
@@ -126,10 +206,10 @@ class _Product:
     def of(self, x: Tensor, place: int) -> Tensor:
         """The output of layer number `place`. The first to come with an input computes it for all; each takes its own once."""
         if len(self._sizes) == 1:
-            return self._multiply(x)
+            return self.multiply(x)
         if x is not self._input or self._outputs[place] is None:
             self._input = x
-            self._outputs = list(torch.split(self._multiply(x), self._sizes, dim=-1))
+            self._outputs = list(torch.split(self.multiply(x), self._sizes, dim=-1))
         output = self._outputs[place]
         assert output is not None
         self._outputs[place] = None
@@ -137,24 +217,18 @@ class _Product:
             self._input = None
         return output
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        wide = x.float() if self.wider else x
-        product = torch.ops.mkldnn._linear_pointwise(wide, self._packed, self._bias, "none", [], "")
-        assert isinstance(product, Tensor)
-        return product.to(x.dtype) if self.wider else product
 
-
-class _PackedForward:
+class PackedForward(Patch):
     """`forward` of one linear layer: `[..., in] -> [..., out]` in the input's dtype."""
 
-    __slots__ = ("_linear", "_place", "_product")
+    __slots__ = ("_linear", "_place", "product")
 
-    def __init__(self, linear: nn.Linear, product: _Product, place: int) -> None:
+    def __init__(self, linear: nn.Linear, product: Shared, place: int) -> None:
         self._linear = linear
-        self._product = product
+        self.product = product
         self._place = place
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._product.wider and x.numel() <= GEMV_ROWS * x.shape[-1]:
+        if self.product.multiply.wider and x.numel() <= GEMV_ROWS * x.shape[-1]:
             return functional.linear(x, self._linear.weight, self._linear.bias)
-        return self._product.of(x, self._place)
+        return self.product.of(x, self._place)

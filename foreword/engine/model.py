@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +22,15 @@ from foreword.blocks import PrefixCache
 from foreword.config import EngineConfig, parse_bytes
 from foreword.engine import attention, linear
 from foreword.engine.attention import LayerShape, Recorder
+from foreword.engine.kernels import native
+from foreword.engine.kernels.build import CannotBuild
+from foreword.engine.kernels.native import Kernels
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler, Sequence
 from foreword.engine.torch_runner import TorchRunner, record_layers
 from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported
+
+log = logging.getLogger(__name__)
 
 EMBEDDED = "stdlib-nano"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,6 +52,7 @@ class LoadedModel:
         fingerprint: SHA-256 over configuration and weights (not their path); part of every block's key.
         shapes: what each layer keeps per token.
         end_tokens: tokens that end a text, from the generation configuration.
+        kernels: the compiled kernels; None where PyTorch's operators compute.
     """
 
     model: Any
@@ -59,6 +66,7 @@ class LoadedModel:
     device: torch.device
     parameters: int
     end_tokens: tuple[int, ...]
+    kernels: Kernels | None = None
 
 
 def embedded_model() -> Path:
@@ -82,7 +90,8 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     fingerprint = fingerprint_model(model)
     model = model.to(device)
     layers = _layers(model, settings)
-    _pack(model, config, device, progress)
+    kernels = open_kernels(config, dtype, device, progress)
+    _pack(model, config, device, kernels, progress)
     text = settings.get_text_config()
     return LoadedModel(
         model=model,
@@ -96,6 +105,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
         device=device,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         end_tokens=_end_tokens(model),
+        kernels=kernels,
     )
 
 
@@ -219,7 +229,38 @@ def _layers(model: Any, settings: Any) -> Recorder:
     return recorder
 
 
-def _pack(model: Any, config: EngineConfig, device: torch.device, progress: Callable[[str], None]) -> None:
+def open_kernels(
+    config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Callable[[str], None] = lambda _: None
+) -> Kernels | None:
+    """The compiled kernels, if they are wanted and can be had; the log says why not. Raises ConfigError if `native` is asked
+    for and they cannot be had."""
+    if config.kernels == "torch":
+        return None
+    reason = None
+    if device.type != "cpu":
+        reason = f"they are for CPUs, and the model is on {device.type}"
+    elif dtype not in native.TYPES:
+        reason = f"they compute in float32 and bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
+    else:
+        progress("compiling the kernels, if that was not done before")
+        try:
+            return native.load()
+        except CannotBuild as error:
+            reason = str(error)
+    if config.kernels == "native":
+        raise ConfigError(f"engine.kernels is native, but there can be no native kernels here: {reason}")
+    if device.type == "cpu":
+        log.warning("the native kernels are not in use (PyTorch's operators compute instead, slower): %s", reason)
+    return None
+
+
+def _pack(
+    model: Any,
+    config: EngineConfig,
+    device: torch.device,
+    kernels: Kernels | None,
+    progress: Callable[[str], None],
+) -> None:
     if device.type != "cpu":
         return
     needed = linear.packed_bytes(model)
@@ -230,7 +271,7 @@ def _pack(model: Any, config: EngineConfig, device: torch.device, progress: Call
     if needed and budget:
         progress("packing the weights")
         siblings = linear.find_siblings(model, lambda: record_layers(model))
-        linear.pack(model, budget, siblings)
+        linear.pack(model, budget, siblings, kernels)
 
 
 def _model_length(text: Any, windows: Mapping[int, int | None], config: EngineConfig) -> int:
@@ -336,7 +377,7 @@ def _own_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
     model = loaded.model
     model.set_attn_implementation("eager")
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), linear.unpatched(model):
             output = model(input_ids=torch.tensor([tokens], device=loaded.device), use_cache=False)
     finally:
         model.set_attn_implementation(attention.NAME)
@@ -347,7 +388,7 @@ def _own_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
 def _engine_logits(loaded: LoadedModel, tokens: list[int], block_size: int) -> list[tuple[int, Tensor]]:
     """(position, logits) of the same tokens through the paged engine: chunks, a decode step, and a prefix hit."""
     blocks = 3 * (len(tokens) // block_size + 2)
-    runner = TorchRunner(loaded.model, loaded.shapes, blocks, block_size)
+    runner = TorchRunner(loaded.model, loaded.shapes, blocks, block_size, kernels=loaded.kernels)
     cache = PrefixCache(blocks, block_size)
     found: list[tuple[int, Tensor]] = []
     for chunk_size in (block_size + 1, len(tokens)):

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from foreword.blocks import Copy
 from foreword.engine.attention import LayerShape, PagedLayer, Recorder, StepAttention, active
+from foreword.engine.attention_native import NativeAttention
+from foreword.engine.kernels.native import Kernels
 from foreword.engine.sampling import Draw, Sampled, sample
 from foreword.engine.scheduler import Step
 
@@ -22,6 +24,7 @@ class TorchRunner:
         shapes: what each layer keeps per token (`record_layers`).
         num_blocks, block_size: the pool; every layer gets tensors of that many blocks.
         share_prefixes: read a prefix that decoding sequences share once per batch.
+        kernels: the compiled kernels, if they are to be used.
 
     `on_written`, where it is set, is called with each layer whose K and V a step has written, while it goes on.
     """
@@ -34,6 +37,7 @@ class TorchRunner:
         block_size: int,
         *,
         share_prefixes: bool = True,
+        kernels: Kernels | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.bytes_per_block = block_size * sum(shape.bytes_per_token for shape in shapes.values())
@@ -45,6 +49,7 @@ class TorchRunner:
         self.layers = {
             layer: PagedLayer(shape, num_blocks, block_size, self._device) for layer, shape in shapes.items()
         }
+        self._native = None if kernels is None else NativeAttention(kernels, self.layers, block_size)
 
     @torch.inference_mode()
     def run(self, step: Step, draws: Mapping[int, Draw]) -> dict[int, Sampled]:
@@ -80,7 +85,13 @@ class TorchRunner:
             tokens += chunk.sequence.table.chain.tokens[chunk.start : end]
             positions += range(chunk.start, end)
         attention = StepAttention(
-            step, self.layers, self._block_size, self._device, share=self._share, on_written=self.on_written
+            step,
+            self.layers,
+            self._block_size,
+            self._device,
+            share=self._share,
+            on_written=self.on_written,
+            native=self._native,
         )
         with active(attention):
             output = self._model(

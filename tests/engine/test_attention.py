@@ -18,8 +18,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreword.blocks import BlockTable, PrefixCache
-from foreword.engine import attention
-from foreword.engine.attention import LayerShape, PagedLayer, StepAttention, locate, merge, shared_tokens
+from foreword.engine import attention_plan
+from foreword.engine.attention import LayerShape, PagedLayer, StepAttention
+from foreword.engine.attention_native import NativeAttention
+from foreword.engine.attention_plan import locate, shared_tokens
+from foreword.engine.attention_torch import merge
+from foreword.engine.kernels import native
 from foreword.engine.llm import LLM
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Chunk, Sequence, Step
@@ -113,7 +117,8 @@ class Case:
         return tuple(torch.cat(rows).transpose(0, 1).unsqueeze(0) for rows in (self.queries, k, v))  # type: ignore[return-value]
 
     def compute(self, paged: PagedLayer, **options: Any) -> Tensor:
-        step = StepAttention(self.step(), {0: paged}, self.block_size, CPU, **({"share": self.share} | options))
+        options = {"share": self.share, "native": kernels({0: paged}, self.block_size)} | options
+        step = StepAttention(self.step(), {0: paged}, self.block_size, CPU, **options)
         return step.attend(0, *self.packed(), self.scale, self.window, self.softcap, self.sink_values)[0]
 
     def expected(self) -> Tensor:
@@ -137,12 +142,20 @@ class Case:
         return torch.stack(rows)
 
 
-def check(case: Case, long_run: int = attention.LONG_RUN) -> None:
-    """`long_run`: how long a run must be to be read in place beside others."""
+def kernels(layers: dict[int, PagedLayer], block_size: int) -> NativeAttention:
+    """The compiled kernels over some layers."""
+    return NativeAttention(native.load(), layers, block_size)
+
+
+def check(case: Case, long_run: int = attention_plan.LONG_RUN) -> None:
+    """PyTorch's operators and the kernels; `long_run`: how long a run must be to be read in place beside others."""
+    expected = case.expected()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "LONG_RUN", long_run)
-        found = case.compute(case.layer())
-    assert torch.allclose(found.double(), case.expected(), **EXACT), (found - case.expected()).abs().max()
+        patch.setattr(attention_plan, "LONG_RUN", long_run)
+        found = case.compute(case.layer(), native=None)
+    assert torch.allclose(found.double(), expected, **EXACT), (found - expected).abs().max()
+    found = case.compute(case.layer())
+    assert torch.allclose(found.double(), expected, **EXACT), (found - expected).abs().max()
 
 
 chunk = st.one_of(
@@ -152,7 +165,7 @@ chunk = st.one_of(
 )
 
 
-long_runs = st.sampled_from([attention.LONG_RUN, 1, 7])
+long_runs = st.sampled_from([attention_plan.LONG_RUN, 1, 7])
 
 
 @settings(max_examples=250, deadline=None)
@@ -199,8 +212,9 @@ def test_shared_prefix(
     chunks = [(shared + length, 1) for length in own] + [(shared + start, count) for start, count in others]
     case = Case(chunks=chunks, shared=shared, **options)
     check(case, long_run)
-    together, alone = case.compute(case.layer(), share=True), case.compute(case.layer(), share=False)
-    assert torch.allclose(together, alone, **EXACT)
+    for used in ({"native": None}, {}):
+        together, alone = (case.compute(case.layer(), share=share, **used) for share in (True, False))
+        assert torch.allclose(together, alone, **EXACT)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -254,7 +268,7 @@ def test_locate(blocks: list[int], block_size: int, long_run: int, data: st.Data
     stop = data.draw(st.integers(1, len(blocks) * block_size))
     start = data.draw(st.integers(0, stop - 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "LONG_RUN", long_run)
+        patch.setattr(attention_plan, "LONG_RUN", long_run)
         keys = locate(blocks, start, stop, block_size, CPU)
         in_order = locate(blocks, start, stop, block_size, CPU, ordered=True)
     slots = [blocks[p // block_size] * block_size + p % block_size for p in range(start, stop)]
@@ -302,7 +316,7 @@ class Reads(TorchDispatchMode):
 def reads(case: Case) -> Reads:
     paged = case.layer()
     with Reads(paged) as counter:
-        case.compute(paged)
+        case.compute(paged, native=None)
     return counter
 
 

@@ -1,0 +1,105 @@
+"""Compiles the kernels with the system's C++ compiler, once per user, source, compiler and processor."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+SOURCES = ("kernels.cpp", "decoder.h", "attention.h", "product.h", "threads.h", "vectors.h")
+FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-w")
+COMPILERS = ("c++", "g++", "clang++")
+_SECONDS = 300
+
+
+class CannotBuild(Exception):
+    """The kernels cannot be had here; the message says why, and what would help."""
+
+
+def library() -> Path:
+    """The compiled kernels, compiled now if they are not there yet. Raises CannotBuild."""
+    compiler = _compiler()
+    sources = {name: (files("foreword.engine.kernels") / name).read_bytes() for name in SOURCES}
+    path = cache_folder() / f"kernels-{_digest(compiler, sources)}.so"
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+            for name, source in sources.items():
+                (Path(folder) / name).write_bytes(source)
+            made = Path(folder) / "kernels.so"
+            _compile([*compiler, *FLAGS, "-o", str(made), str(Path(folder) / SOURCES[0])])
+            # Whoever else builds it at the same time makes the same file; the last rename wins.
+            made.replace(path)
+    except OSError as error:
+        raise CannotBuild(
+            f"cannot write to {path.parent} ({error.strerror}); set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+    return path
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: `$XDG_CACHE_HOME/foreword`, by default `~/.cache/foreword`."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        base = Path(named) if Path(named).is_absolute() else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise CannotBuild("there is no home directory to keep them in; set XDG_CACHE_HOME") from error
+    return base / "foreword"
+
+
+def _compiler() -> list[str]:
+    """`$CXX`, or the first of the usual names that there is. Raises CannotBuild."""
+    wanted = os.environ.get("CXX", "").split()
+    if wanted:
+        found = shutil.which(wanted[0])
+        if found is None:
+            raise CannotBuild(f"CXX names {wanted[0]}, which is not there")
+        return [found, *wanted[1:]]
+    for name in COMPILERS:
+        found = shutil.which(name)
+        if found is not None:
+            return [found]
+    raise CannotBuild("there is no C++ compiler (looked for c++, g++ and clang++); install one, such as g++")
+
+
+def _digest(compiler: list[str], sources: dict[str, bytes]) -> str:
+    """What the compiled file depends on: two machines that share a home directory keep one each."""
+    parts = [" ".join([*compiler, *FLAGS]).encode(), _run([*compiler, "--version"]).encode(), _processor().encode()]
+    digest = hashlib.sha256()
+    for part in [*parts, *sources.values()]:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> str:
+    """Architecture and instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
+    named = sorted({line for line in lines if line.split("\t")[0].strip(" :") in wanted})
+    return "\n".join([platform.machine(), platform.processor(), *named])
+
+
+def _compile(command: list[str]) -> None:
+    _run(command)
+
+
+def _run(command: list[str]) -> str:
+    """Standard output. Raises CannotBuild with the first line of what the compiler says."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotBuild(f"{command[0]} does not run: {error}") from error
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+        raise CannotBuild(f"{command[0]} cannot compile them: {said.strip() or f'exit status {done.returncode}'}")
+    return done.stdout

@@ -1,0 +1,119 @@
+// A whole decoder layer of Llama's kind, from the products and the attention above: norm, query/key/value, rotary embedding, attention,
+// output, norm, gated feed-forward, both with their residuals. Between two operations numbers are rounded to the model's dtype, as a model that
+// runs operator by operator rounds them.
+#pragma once
+
+#include "attention.h"
+#include "product.h"
+
+struct Decoder {
+    Layer layer;
+    Product qkv, output, gate_up, down;
+    const void *input_norm, *output_norm;  // weights, `[hidden]`
+    const void *query_norm, *key_norm;     // `[key_dim]`, or null
+    float input_epsilon, output_epsilon, query_epsilon, key_epsilon;
+    int64_t hidden, inner, rotated;  // `rotated`: dimensions that the rotary embedding turns
+};
+
+struct Step {
+    const Plan* plan;
+    const int64_t* slots;
+    const void *cosines, *sines;  // `[tokens, rotated]`
+    int64_t tokens;
+    const void* x;  // `[tokens, hidden]`
+    void *normed, *qkv, *attended, *between, *gate_up, *inner, *out;
+};
+
+// Root mean square norm of one row. Sums are kept in four vectors, so that they do not wait for each other.
+template <class T>
+static void norm(const void* x, const void* weight, float epsilon, int64_t size, void* out) {
+    const typename T::Element *from = at<T>(x, 0), *weights = at<T>(weight, 0);
+    typename T::Element* to = at<T>(out, 0);
+    Floats sums{}, more{};
+    int64_t i = 0;
+    for (; i + 2 * LANES <= size; i += 2 * LANES) {
+        const Floats a = T::read(from + i), b = T::read(from + i + LANES);
+        sums += a * a;
+        more += b * b;
+    }
+    float sum = sum_of(sums + more);
+    for (; i < size; i++) sum += T::to_float(from[i]) * T::to_float(from[i]);
+    const float factor = 1.0f / sqrtf(sum / (float)size + epsilon);
+    for (i = 0; i + LANES <= size; i += LANES) T::write(to + i, T::rounded(T::read(from + i) * factor) * T::read(weights + i));
+    for (; i < size; i++) to[i] = T::of(T::to_float(T::of(T::to_float(from[i]) * factor)) * T::to_float(weights[i]));
+}
+
+// silu(gate) * up of some columns of one row.
+template <class T>
+static void gate(const void* gates, const void* ups, void* out, int64_t size) {
+    const typename T::Element *one = at<T>(gates, 0), *two = at<T>(ups, 0);
+    typename T::Element* to = at<T>(out, 0);
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        const Floats x = T::read(one + i);
+        T::write(to + i, T::rounded(x / (1.0f + exp_of(-x))) * T::read(two + i));
+    }
+    for (; i < size; i++) {
+        const float x = T::to_float(one[i]);
+        to[i] = T::of(T::to_float(T::of(x / (1.0f + expf(-x)))) * T::to_float(two[i]));
+    }
+}
+
+// The first `rotated` dimensions of a head, turned in place: dimension i together with i + rotated / 2.
+template <class T>
+INLINE void rotate(typename T::Element* head, const typename T::Element* cosines, const typename T::Element* sines, int64_t rotated) {
+    const int64_t half = rotated / 2;
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        const Floats a = T::read(head + i), b = T::read(head + half + i);
+        T::write(head + i, T::rounded(a * T::read(cosines + i)) - T::rounded(b * T::read(sines + i)));
+        T::write(head + half + i, T::rounded(b * T::read(cosines + half + i)) + T::rounded(a * T::read(sines + half + i)));
+    }
+    for (; i < half; i++) {
+        const float a = T::to_float(head[i]), b = T::to_float(head[half + i]);
+        auto times = [](float x, typename T::Element y) { return T::to_float(T::of(x * T::to_float(y))); };
+        head[i] = T::of(times(a, cosines[i]) - times(b, sines[i]));
+        head[half + i] = T::of(times(b, cosines[half + i]) + times(a, sines[half + i]));
+    }
+}
+
+// Norms and rotary embedding of one token's queries and keys, in place, and its K and V into their slot.
+template <class T>
+static void prepare(const Decoder& decoder, const Step& step, int64_t token) {
+    const Layer& layer = decoder.layer;
+    const int64_t heads = layer.kv_heads * layer.group, dim = layer.key_dim, all_heads = heads + layer.kv_heads;
+    typename T::Element* row = at<T>(step.qkv, token * decoder.qkv.outputs);
+    for (int64_t head = 0; head < all_heads; head++) {
+        typename T::Element* one = row + head * dim;
+        const bool query = head < heads;
+        const void* weight = query ? decoder.query_norm : decoder.key_norm;
+        if (weight != nullptr) norm<T>(one, weight, query ? decoder.query_epsilon : decoder.key_epsilon, dim, one);
+        if (decoder.rotated > 0) rotate<T>(one, at<T>(step.cosines, token * decoder.rotated), at<T>(step.sines, token * decoder.rotated), decoder.rotated);
+    }
+    write<T>(layer, step.slots + token, 1, row + heads * dim, 0, dim, row + all_heads * dim, 0, layer.value_dim);
+}
+
+// Rows at a time that are worth another thread's while.
+constexpr int64_t SOME_ROWS = 4;
+
+template <class F>
+static void for_rows(int threads, int64_t rows, const F& work) {
+    parallel(threads, (rows + SOME_ROWS - 1) / SOME_ROWS, [&](int64_t item) {
+        for (int64_t row = item * SOME_ROWS; row < least(rows, (item + 1) * SOME_ROWS); row++) work(row);
+    });
+}
+
+template <class T>
+static void decode(const Decoder& decoder, const Step& step, int threads) {
+    const int64_t tokens = step.tokens, hidden = decoder.hidden, inner = decoder.inner, width = decoder.qkv.outputs;
+    const Layer& layer = decoder.layer;
+    for_rows(threads, tokens, [&](int64_t row) { norm<T>(at<T>(step.x, row * hidden), decoder.input_norm, decoder.input_epsilon, hidden, at<T>(step.normed, row * hidden)); });
+    multiply_packed<T>(decoder.qkv, step.normed, hidden, tokens, nullptr, step.qkv, width, threads);
+    for_rows(threads, tokens, [&](int64_t row) { prepare<T>(decoder, step, row); });
+    attend<T>(*step.plan, layer, Rows{step.qkv, step.attended, width, layer.key_dim}, threads);
+    multiply_packed<T>(decoder.output, step.attended, layer.kv_heads * layer.group * layer.value_dim, tokens, step.x, step.between, hidden, threads);
+    for_rows(threads, tokens, [&](int64_t row) { norm<T>(at<T>(step.between, row * hidden), decoder.output_norm, decoder.output_epsilon, hidden, at<T>(step.normed, row * hidden)); });
+    multiply_packed<T>(decoder.gate_up, step.normed, hidden, tokens, nullptr, step.gate_up, 2 * inner, threads);
+    for_rows(threads, tokens, [&](int64_t row) { gate<T>(at<T>(step.gate_up, row * 2 * inner), at<T>(step.gate_up, (row * 2 + 1) * inner), at<T>(step.inner, row * inner), inner); });
+    multiply_packed<T>(decoder.down, step.inner, inner, tokens, step.between, step.out, hidden, threads);
+}

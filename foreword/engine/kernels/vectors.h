@@ -1,0 +1,234 @@
+// Vectors of the widest registers that the compiler was told of, and the two kinds of numbers that are multiplied.
+//
+// Matrices are read in words of 32 bits: one float, or a pair of bfloat16 numbers that lie side by side. A dot product over words is the
+// same loop for both: `Number::multiply_add(sum, words, words)`. Sums are float.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+// Registers that hold sums in the middle of a product: ROWS x COLUMNS vectors, beside COLUMNS + 1 for what is multiplied.
+constexpr int PANEL_VECTORS = 2;
+constexpr int TILE_ROWS = LANES == 16 ? 12 : 5;
+constexpr int KEY_VECTORS = LANES == 16 ? 4 : 2;
+constexpr int QUERY_ROWS = LANES == 16 ? 6 : 4;
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Words __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+constexpr float LOG2E = 1.4426950408889634f;
+
+template <class V>
+INLINE V load(const void* from) {
+    V found;
+    __builtin_memcpy(&found, from, sizeof found);
+    return found;
+}
+
+template <class V>
+INLINE void store(void* to, V value) {
+    __builtin_memcpy(to, &value, sizeof value);
+}
+
+INLINE Floats all(float value) { return Floats{} + value; }
+INLINE Words all(int32_t value) { return Words{} + value; }
+INLINE Floats choose(Words where, Floats a, Floats b) { return where ? a : b; }
+INLINE Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+
+INLINE float sum_of(Floats v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += v[i];
+    return sum;
+#endif
+}
+
+INLINE float largest_of(Floats v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float found = v[0];
+    for (int i = 1; i < LANES; i++) found = v[i] > found ? v[i] : found;
+    return found;
+#endif
+}
+
+// 2^x by a polynomial on [-1/2, 1/2]; of degree 4 it errs by 4e-5, of degree 6 by 1e-7. 0 for minus infinity.
+template <int DEGREE>
+INLINE Floats exp2_of(Floats x) {
+#if defined(__AVX512F__)
+    const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const Floats bounded = larger(x, all(-150.0f));
+    const Floats whole = (bounded + 12582912.0f) - 12582912.0f;
+#endif
+#if defined(__AVX512F__)
+    const Floats part = (Floats)_mm512_maskz_sub_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)all(-150.0f), _CMP_NLT_UQ), (__m512)x, (__m512)whole);
+#else
+    const Floats part = bounded - whole;
+#endif
+    Floats y = DEGREE >= 6 ? part * 1.5403530e-4f + 1.3333558e-3f : all(9.6181291e-3f);
+    if (DEGREE >= 6) y = y * part + 9.6181291e-3f;
+    y = y * part + 5.5504109e-2f;
+    y = y * part + 2.4022651e-1f;
+    y = y * part + 6.9314718e-1f;
+    y = y * part + 1.0f;
+#if defined(__AVX512F__)
+    return (Floats)_mm512_scalef_ps((__m512)y, (__m512)whole);
+#else
+    const Words power = __builtin_convertvector(whole, Words);
+    const Words held = power < -126 ? all(int32_t(-126)) : (power > 127 ? all(int32_t(127)) : power);
+    const Floats scaled = y * (Floats)((held + 127) << 23);
+    const Floats beyond = choose(whole > 127.0f, all(INFINITE), scaled);
+    return choose(x == x, choose(whole < -126.0f, all(0.0f), beyond), x);
+#endif
+}
+
+INLINE Floats exp_of(Floats x) { return exp2_of<6>(x * LOG2E); }
+INLINE Floats tanh_of(Floats x) {
+    const Floats held = choose(x > 15.0f, all(15.0f), choose(x < -15.0f, all(-15.0f), x));
+    return 1.0f - 2.0f / (exp_of(2.0f * held) + 1.0f);
+}
+
+struct Float32 {
+    typedef float Element;
+    static constexpr int PER_WORD = 1;
+    static constexpr int EXP_DEGREE = 6;
+
+    INLINE Floats multiply_add(Floats sum, Words a, Words b) { return sum + (Floats)a * (Floats)b; }
+    INLINE Floats read(const Element* from) { return load<Floats>(from); }
+    INLINE void write(Element* to, Floats value) { store(to, value); }
+    INLINE float to_float(Element value) { return value; }
+    INLINE Element of(float value) { return value; }
+    INLINE Floats rounded(Floats value) { return value; }
+    // Words of two rows of values that follow each other, to be multiplied by a word of two weights; of one here.
+    INLINE Words pair(const Element* first, const Element*) { return load<Words>(first); }
+};
+
+struct BFloat16 {
+    typedef uint16_t Element;
+    static constexpr int PER_WORD = 2;
+    static constexpr int EXP_DEGREE = 4;
+
+    INLINE Floats multiply_add(Floats sum, Words a, Words b) {
+#if defined(__AVX512BF16__)
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+        const int32_t high = (int32_t)0xffff0000;
+        sum += (Floats)(a << 16) * (Floats)(b << 16);
+        return sum + (Floats)(a & high) * (Floats)(b & high);
+#endif
+    }
+    INLINE Floats read(const Element* from) { return (Floats)(__builtin_convertvector(load<Halves>(from), Bits) << 16); }
+    INLINE Halves halves(Floats value) {
+#if defined(__AVX512BF16__)
+        return (Halves)_mm512_cvtneps_pbh((__m512)value);
+#else
+        const Bits bits = (Bits)value;
+        const Bits nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        return __builtin_convertvector(value == value ? nearest : (Bits{} + 0x7fc0u), Halves);
+#endif
+    }
+    INLINE void write(Element* to, Floats value) { store(to, halves(value)); }
+    INLINE float to_float(Element value) {
+        const uint32_t bits = (uint32_t)value << 16;
+        float found;
+        memcpy(&found, &bits, 4);
+        return found;
+    }
+    INLINE Element of(float value) { return halves(all(value))[0]; }
+    INLINE Floats rounded(Floats value) { return (Floats)(__builtin_convertvector(halves(value), Bits) << 16); }
+    INLINE Words pair(const Element* first, const Element* second) {
+        const Bits low = __builtin_convertvector(load<Halves>(first), Bits);
+        const Bits high = __builtin_convertvector(load<Halves>(second), Bits);
+        return (Words)(low | (high << 16));
+    }
+};
+
+// LANES vectors of LANES words each, transposed: log2(LANES) rounds of interleaving row i with row i + LANES / 2.
+INLINE void transpose(Words rows[LANES]) {
+#if defined(__AVX512F__)
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#endif
+#pragma GCC unroll 4
+    for (int round = 1; round < LANES; round *= 2) {
+        Words made[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            const Words a = rows[i], b = rows[i + LANES / 2];
+#if defined(__AVX512F__)
+            made[2 * i] = (Words)_mm512_permutex2var_epi32((__m512i)a, low, (__m512i)b);
+            made[2 * i + 1] = (Words)_mm512_permutex2var_epi32((__m512i)a, high, (__m512i)b);
+#elif defined(__AVX2__)
+            made[2 * i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+            made[2 * i + 1] = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+            made[2 * i] = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+            made[2 * i + 1] = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+#endif
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) rows[i] = made[i];
+    }
+}
+
+template <class T>
+INLINE typename T::Element* at(void* base, int64_t elements) { return (typename T::Element*)base + elements; }
+template <class T>
+INLINE const typename T::Element* at(const void* base, int64_t elements) { return (const typename T::Element*)base + elements; }
+
+INLINE int64_t up_to(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// sums[row][column] += the words of ROWS rows of `a`, multiplied by COLUMNS vectors of columns of `b`, over `steps` words. `b` is
+// `[steps][stride]` words. What lies at `ahead`, LINES cache lines for a step, is wanted next.
+template <class T, int ROWS, int COLUMNS, int LINES>
+INLINE void multiply(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, int64_t a_stride, const int32_t* b, int64_t stride, int64_t steps, const char* ahead) {
+    for (int64_t step = 0; step < steps; step++) {
+        Words columns[COLUMNS];
+#pragma GCC unroll 4
+        for (int c = 0; c < COLUMNS; c++) columns[c] = load<Words>(b + c * LANES);
+        if (LINES > 0) {
+            __builtin_prefetch(ahead, 0, 2);
+            if (LINES > 1) __builtin_prefetch(ahead + 64, 0, 2);
+            ahead += 64 * LINES;
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            const Words word = all(a[r * a_stride]);
+#pragma GCC unroll 4
+            for (int c = 0; c < COLUMNS; c++) sums[r][c] = T::multiply_add(sums[r][c], word, columns[c]);
+        }
+        a++;
+        b += stride;
+    }
+}

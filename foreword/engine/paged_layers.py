@@ -1,0 +1,40 @@
+"""What attention keeps: K and V of every layer, in blocks, token-major."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps per token: K is `[kv_heads, key_dim]`, V is `[kv_heads, value_dim]`."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class PagedLayer:
+    """K and V of one layer for all blocks, token-major: slot `block * block_size + offset` is row `slot`.
+
+    `k` and `v` are `[slots, kv_heads, dim]`; `k_heads` and `v_heads` are the same memory as `[1, kv_heads, slots, dim]`,
+    `k_blocks` and `v_blocks` as `[num_blocks, block_size, kv_heads, dim]`.
+    """
+
+    __slots__ = ("k", "k_blocks", "k_heads", "v", "v_blocks", "v_heads")
+
+    def __init__(self, shape: LayerShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+        heads = (num_blocks, block_size, shape.kv_heads)
+        self.k_blocks = torch.empty(*heads, shape.key_dim, dtype=shape.dtype, device=device)
+        self.v_blocks = torch.empty(*heads, shape.value_dim, dtype=shape.dtype, device=device)
+        self.k = self.k_blocks.flatten(0, 1)
+        self.v = self.v_blocks.flatten(0, 1)
+        self.k_heads = self.k.transpose(0, 1).unsqueeze(0)
+        self.v_heads = self.v.transpose(0, 1).unsqueeze(0)
