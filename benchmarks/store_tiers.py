@@ -29,7 +29,8 @@ from timing import machine, median, set_up, table, version_of
 
 from foreword.store.base import Store
 from foreword.store.disk import DiskStore
-from foreword.store.disk_index import Index, block_id
+from foreword.store.disk_index import Index
+from foreword.store.disk_rows import block_id
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check, seal
 from foreword.store.memory import MemoryStore
 

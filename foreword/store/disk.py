@@ -36,7 +36,8 @@ from foreword.store.disk_files import (
     remove_file,
     remove_presence,
 )
-from foreword.store.disk_index import BrokenIndex, Index, Pending, Row, Transaction, block_id, held, parent_id
+from foreword.store.disk_index import Index, held
+from foreword.store.disk_rows import BrokenIndex, Pending, Row, Transaction, block_id, parent_id
 from foreword.store.frame import Frame
 
 _GROUP_FRAMES: Final = 64  # what one transaction admits: others wait while it unlinks
