@@ -21,6 +21,7 @@ from foreword.transfer.fetch import Fetches, locate, read_frames
 from foreword.transfer.link import Link, Received
 from foreword.transfer.messages import (
     ID_BYTES,
+    Agent,
     Answer,
     Beat,
     Buffer,
@@ -272,7 +273,7 @@ class Connection:
                     self.post(Refuse(Reason.FULL, "too many requests at once"), transfer)
             case Located() | Frames():
                 self._fetches.got(received)
-            case Introduce() | Segment() | Chosen():
+            case Introduce() | Segment() | Agent() | Chosen():
                 raise ProtocolViolation(f"a {type(message).__name__} after the connection was agreed upon")
             case _:
                 self._about(received, transfer)

@@ -25,8 +25,9 @@ from foreword.config import TransferConfig, parse_bytes
 from foreword.errors import ConfigError, PeerGone, PeerRejected, TransferError, TransferUnavailable
 from foreword.transfer import fetch
 from foreword.transfer.connection import Connection, Side
-from foreword.transfer.handshake import Identity, agree
+from foreword.transfer.handshake import LINKS, Identity, agree
 from foreword.transfer.messages import Get, Locate, Query
+from foreword.transfer.nixl_agent import missing
 from foreword.transfer.protocol import Event, Outcome, State, Timings
 from foreword.transfer.service import Idle, Service
 from foreword.transfer.shm import remove_stale
@@ -104,6 +105,7 @@ class Endpoint:
         self.timings = Timings(config.answer_timeout, config.progress_timeout, config.lease_seconds)
         self.instance = secrets.token_bytes(16)
         self._bind = _bind_address(config)
+        self._links = _links(config)
         self._queue = parse_bytes(config.queue)
         self._ring = parse_bytes(config.ring)
         self._lock = threading.Lock()
@@ -114,7 +116,7 @@ class Endpoint:
         self._dialling: dict[str, threading.Lock] = {}
         self._counts: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
-        self._traffic = {name: Traffic() for name in ("tcp", "shm")}
+        self._traffic = {name: Traffic() for name in LINKS}
         self._workers = ThreadPoolExecutor(_WORKERS, "foreword-transfer")
         self._places = threading.BoundedSemaphore(_WAITING)
         self._greeting = threading.BoundedSemaphore(config.max_connections)
@@ -175,7 +177,7 @@ class Endpoint:
     def _open(self, stream: Stream, *, client: bool, deadline: float) -> Connection:
         config, layout = self.config, self.service.layout
         identity = Identity(
-            self.instance, config.secret or "", config.links, layout, self.address, config.beat_seconds, self._ring
+            self.instance, config.secret or "", self._links, layout, self.address, config.beat_seconds, self._ring
         )
         link, peer = agree(stream, identity, client=client, deadline=deadline)
         traffic = self._traffic[link.capabilities.name]
@@ -388,3 +390,12 @@ def _bind_address(config: TransferConfig) -> Address:
             "same on all instances), or bind 127.0.0.1"
         )
     return address
+
+
+def _links(config: TransferConfig) -> tuple[str, ...]:
+    """Those that are configured and can be used here."""
+    reason = missing() if "nixl" in config.links else ""
+    if not reason:
+        return config.links
+    log.warning("transfer.links names nixl, but %s; going on without it", reason)
+    return tuple(name for name in config.links if name != "nixl")

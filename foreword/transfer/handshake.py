@@ -7,7 +7,8 @@
    openings, so nobody between them can talk them down. Without a secret the same is done under an empty
    one, between local peers only.
 3. Each sends `Introduce`; layouts must be the same, unless one side has none.
-4. If both have shared memory, each opens a segment of the other's; if that works both ways, payloads go through them.
+4. Of the links that both have the client tries its own in their order; one that works both ways carries the payloads. For
+   shared memory each opens a segment of the other's, for NIXL each reads a few bytes of the other's memory. TCP always works.
 
 The proof is of the beginning only. What follows is neither encrypted nor signed: between hosts use a network of
 your own.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import os
 import secrets
 import socket
@@ -34,6 +36,7 @@ from foreword.transfer.link import Link
 from foreword.transfer.messages import (
     HEAD_BYTES,
     VERSION,
+    Agent,
     Bye,
     Chosen,
     Introduce,
@@ -43,20 +46,25 @@ from foreword.transfer.messages import (
     encode,
     read_head,
 )
+from foreword.transfer.nixl import NixlLink
+from foreword.transfer.nixl_agent import NixlAgent, nap
 from foreword.transfer.shm import OwnSegment, ShmLink, open_peers
 from foreword.transfer.shm import Segment as Mapped
 from foreword.transfer.sockets import Stream, peer_is_local
 from foreword.transfer.tcp import TcpLink
 
+log = logging.getLogger("foreword.transfer")
+
 _MAGIC: Final = b"FWTH"
 _OPENING: Final = struct.Struct("<4sHBB4x32s")
 _SECRET: Final = 1
-_BITS: Final = {"tcp": 1, "shm": 2}
+_BITS: Final = {"tcp": 1, "shm": 2, "nixl": 4}
 LINKS: Final = tuple(_BITS)
 _PROOF_BYTES: Final = 32
 _MOST_INTRODUCTION: Final = 2 << 20
 _YES: Final = b"\x01"
 _NO: Final = b"\x00"
+_TRIED: Final[tuple[type[Message], ...]] = (Segment, Agent)
 Kind = TypeVar("Kind", bound=Message)
 
 
@@ -66,8 +74,8 @@ class Identity:
 
     Attributes:
         secret: shared by all instances; empty only among local peers.
-        links: names of those it can do; `tcp` always.
-        ring: bytes of a shared-memory ring, and of received payloads over TCP that are not released.
+        links: names of those it can do, the best one first; `tcp` always, and nothing after it is used.
+        ring: bytes of a ring of shared memory or of memory that NIXL reads, and of received payloads that are not released.
     """
 
     instance: bytes
@@ -77,6 +85,11 @@ class Identity:
     address: str
     beat: float
     ring: int
+
+    @property
+    def usable(self) -> tuple[str, ...]:
+        """Up to `tcp`, which always works."""
+        return self.links[: self.links.index("tcp") + 1]
 
     def introduction(self, largest: int) -> Introduce:
         layout = "" if self.layout is None else json.dumps(self.layout.describe(), sort_keys=True)
@@ -93,7 +106,7 @@ class _Talk:
     def send(self, message: Message) -> None:
         self.stream.send([encode(message)], self.deadline)
 
-    def receive(self, kind: type[Kind]) -> Kind:
+    def receive(self, *kinds: type[Kind]) -> Kind:
         head = self.stream.read(HEAD_BYTES, self.deadline)
         length = read_head(head).metadata
         if length > _MOST_INTRODUCTION:
@@ -101,8 +114,8 @@ class _Talk:
         message = decode(head, self.stream.read(length, self.deadline))[1]
         if isinstance(message, Bye):
             raise PeerRejected(message.message or "the peer refused")
-        if not isinstance(message, kind):
-            raise ProtocolViolation(f"a {type(message).__name__} instead of a {kind.__name__}")
+        if not isinstance(message, kinds):
+            raise ProtocolViolation(f"a {type(message).__name__} instead of a {kinds[0].__name__}")
         return message
 
     def send_fd(self, fd: int) -> None:
@@ -157,11 +170,11 @@ def _authenticate(stream: Stream, identity: Identity, client: bool, deadline: fl
         raise PeerRejected("the peer repeats what it is sent")
     opening = mine + theirs if client else theirs + mine
     _prove(stream, identity.secret, opening, client, deadline)
-    return tuple(name for name in identity.links if bits & _BITS[name])
+    return tuple(name for name in identity.usable if bits & _BITS[name])
 
 
 def _opening(identity: Identity) -> bytes:
-    bits = sum(_BITS[name] for name in identity.links)
+    bits = sum(_BITS[name] for name in identity.usable)
     flags = _SECRET if identity.secret else 0
     return _OPENING.pack(_MAGIC, VERSION, bits, flags, secrets.token_bytes(32))
 
@@ -233,11 +246,28 @@ def _field(name: str, ours: object, theirs: object) -> str:
 
 
 def _choose(talk: _Talk, identity: Identity, links: Sequence[str], client: bool) -> Link:
-    local = peer_is_local(talk.stream.sock)
-    link: Link | None = None
-    if "shm" in links:
-        link = (_propose if client else _consider)(talk, identity)
-    return link or TcpLink(talk.stream, arena=identity.ring, same_host=local)
+    """Try what both have, in the client's order."""
+    for name in links:
+        if name == "tcp":
+            continue
+        link = _propose(talk, identity, name) if client else _consider(talk, identity)
+        if link is not None:
+            return link
+    return TcpLink(talk.stream, arena=identity.ring, same_host=peer_is_local(talk.stream.sock))
+
+
+def _propose(talk: _Talk, identity: Identity, name: str) -> Link | None:
+    """The client's half."""
+    return _propose_nixl(talk, identity) if name == "nixl" else _propose_shm(talk, identity)
+
+
+def _consider(talk: _Talk, identity: Identity) -> Link | None:
+    """The server's half; the client's first message says which link it tries."""
+    theirs = talk.receive(*_TRIED)
+    if isinstance(theirs, Agent):
+        return _consider_nixl(talk, identity, theirs)
+    assert isinstance(theirs, Segment)
+    return _consider_shm(talk, identity, theirs)
 
 
 def _own(talk: _Talk, identity: Identity) -> OwnSegment | None:
@@ -257,9 +287,8 @@ def _show(talk: _Talk, own: OwnSegment | None) -> None:
         talk.send_fd(own.fd)
 
 
-def _look(talk: _Talk) -> Mapped | None:
+def _look(talk: _Talk, theirs: Segment) -> Mapped | None:
     """Open the segment that the peer has shown."""
-    theirs = talk.receive(Segment)
     if not theirs.size:
         return None
     passed = talk.receive_fd() if talk.stream.sock.family == socket.AF_UNIX else None
@@ -272,21 +301,20 @@ def _look(talk: _Talk) -> Mapped | None:
             os.close(passed)
 
 
-def _propose(talk: _Talk, identity: Identity) -> Link | None:
-    """The client's half."""
+def _propose_shm(talk: _Talk, identity: Identity) -> Link | None:
     own = _own(talk, identity)
     with closing(_Forgotten(own)):
         _show(talk, own)
-        theirs = _look(talk)
+        theirs = _look(talk, talk.receive(Segment))
         works = own is not None and theirs is not None
         talk.send(Chosen(works))
         works = talk.receive(Chosen).works and works
     return ShmLink(talk.stream, own.segment, theirs) if works and own is not None and theirs is not None else None
 
 
-def _consider(talk: _Talk, identity: Identity) -> Link | None:
-    """The server's half: a segment of its own only if it can open the client's."""
-    theirs = _look(talk)
+def _consider_shm(talk: _Talk, identity: Identity, shown: Segment) -> Link | None:
+    """A segment of its own only if it can open the client's."""
+    theirs = _look(talk, shown)
     own = _own(talk, identity) if theirs is not None else None
     with closing(_Forgotten(own)):
         _show(talk, own)
@@ -300,3 +328,60 @@ class _Forgotten:
 
     def __init__(self, own: OwnSegment | None) -> None:
         self.close: Callable[[], None] = own.forget if own is not None else lambda: None
+
+
+_NONE: Final = Agent("", b"", 0, 0, b"")
+_TRIAL: Final = 2.0
+
+
+def _propose_nixl(talk: _Talk, identity: Identity) -> Link | None:
+    agent = _agent(talk, identity)
+    talk.send(agent.announce() if agent is not None else _NONE)
+    return _try_nixl(talk, agent, talk.receive(Agent))
+
+
+def _consider_nixl(talk: _Talk, identity: Identity, theirs: Agent) -> Link | None:
+    """An agent of its own only if the client has one."""
+    agent = _agent(talk, identity) if theirs.size else None
+    talk.send(agent.announce() if agent is not None else _NONE)
+    return _try_nixl(talk, agent, theirs)
+
+
+def _agent(talk: _Talk, identity: Identity) -> NixlAgent | None:
+    try:
+        return NixlAgent(identity.ring, talk.stream.sock)
+    except TransferError as error:
+        log.warning("%s", error)
+        return None
+
+
+def _try_nixl(talk: _Talk, agent: NixlAgent | None, theirs: Agent) -> Link | None:
+    """Both read from each other; each goes on to make progress until it has heard how the other fared."""
+    works = False
+    try:
+        if agent is not None and theirs.size:
+            works = _reaches(agent, theirs, talk.deadline)
+        talk.send(Chosen(works))
+        turn = 0
+        while agent is not None and not talk.stream.ready() and time.monotonic() < talk.deadline:
+            agent.pump()
+            nap(turn)
+            turn += 1
+        works = talk.receive(Chosen).works and works
+        if works and agent is not None:
+            local = peer_is_local(talk.stream.sock)
+            link, agent = NixlLink(talk.stream, agent, theirs.size, same_host=local), None
+            return link
+        return None
+    finally:
+        if agent is not None:
+            agent.close()
+
+
+def _reaches(agent: NixlAgent, theirs: Agent, deadline: float) -> bool:
+    try:
+        agent.meet(theirs)
+        return agent.reaches(min(time.monotonic() + _TRIAL, deadline))
+    except TransferError as error:
+        log.warning("NIXL does not reach the peer: %s", error)
+        return False

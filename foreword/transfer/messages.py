@@ -50,6 +50,7 @@ Large = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
 Word = Annotated[str, msgspec.Meta(max_length=100)]
 Document = Annotated[str, msgspec.Meta(max_length=1 << 20)]
+Blob = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Buffer = bytes | bytearray | memoryview
 
@@ -243,6 +244,18 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Agent:
+    """A NIXL agent of the sender's: its name, its metadata (opaque here, read by NIXL), where its memory begins in its process,
+    how long its ring is, and what stands at the beginning."""
+
+    name: Word
+    metadata: Blob
+    base: Large
+    size: Large
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """Whether the proposed link works on this side."""
 
@@ -279,6 +292,7 @@ Message = (
     | Frames
     | Introduce
     | Segment
+    | Agent
     | Chosen
     | Beat
     | Bye
@@ -306,13 +320,14 @@ _KINDS: Final[dict[int, type[Message]]] = {
     42: Chosen,
     43: Beat,
     44: Bye,
+    45: Agent,
 }
 _NUMBERS: Final = {kind: number for number, kind in _KINDS.items()}
 _DECODERS: Final = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
 _ENCODER: Final = msgspec.msgpack.Encoder()
 # Only these may be followed by a payload, only these belong to no transfer.
 _WITH_PAYLOAD: Final = (Part, Frames)
-_OF_CONNECTION: Final = (Introduce, Segment, Chosen, Beat, Bye)
+_OF_CONNECTION: Final = (Introduce, Segment, Agent, Chosen, Beat, Bye)
 
 
 class Head(NamedTuple):

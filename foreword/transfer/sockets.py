@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import ipaddress
 import os
+import select
 import socket
 import stat
 import struct
@@ -28,6 +30,7 @@ _AHEAD: Final = 4096
 _ONE_PIECE: Final = 256 << 10
 _BACKLOG: Final = 64
 _UNIX: Final = "unix:"
+_SIOCGIFADDR: Final = 0x8915
 _GONE: Final = frozenset({errno.ECONNREFUSED, errno.ENOENT})
 
 
@@ -146,6 +149,29 @@ def peer_is_local(sock: socket.socket) -> bool:
     return bool((mapped or found).is_loopback)
 
 
+def interface_of(sock: socket.socket) -> str:
+    """The network interface that a connected socket's packets go through, by its own address; "" if that cannot be said."""
+    if peer_is_local(sock):
+        return "lo"
+    try:
+        host = str(sock.getsockname()[0])
+        return next((name for _, name in socket.if_nameindex() if _has(name, host, sock.family)), "")
+    except OSError:
+        return ""
+
+
+def _has(name: str, host: str, family: int) -> bool:
+    if family == socket.AF_INET6:
+        wanted = ipaddress.ip_address(host.partition("%")[0]).packed.hex()
+        with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:
+            return any(line.split()[0] == wanted and line.split()[-1] == name for line in lines)
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(name[:15])))
+        return socket.inet_ntoa(found[20:24]) == host
+    return False
+
+
 def tune(sock: socket.socket) -> socket.socket:
     """No delay, keep-alive, and system calls that return within a quarter of a second."""
     sock.settimeout(None)
@@ -227,6 +253,13 @@ class Stream:
         if len(view) > _ONE_PIECE:
             return self.sock.recv_into(view, 0, socket.MSG_WAITALL)
         return self.sock.recvmsg_into([view, self._ahead])[0]
+
+    def ready(self) -> bool:
+        """Whether bytes, or the end, are there already."""
+        try:
+            return bool(self._spare) or bool(select.select([self.sock], [], [], 0)[0])
+        except (OSError, ValueError):
+            return True  # closed: the next call says so
 
     def read(self, size: int, deadline: float) -> bytes:
         """Exactly `size` bytes, and nothing of what comes after them. Raises TransferTimeout, TransferUnavailable."""

@@ -9,6 +9,7 @@ from hashlib import sha256
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.pool import BlockPool
 from foreword.config import TransferConfig
+from foreword.errors import TransferError
 from foreword.transfer.link import Payload
 from foreword.transfer.messages import Buffer, Part, Reason
 from foreword.transfer.parts import payload_bytes, split
@@ -86,19 +87,31 @@ class Prefill(Recorder):
     """Computes what is wanted: `request` is `seed tokens`; sends it and `result seed`.
 
     Attributes:
-        before: called with the source at `accept`, `part`, `finish`; what stands in `stop` is not done.
+        stop: `asked`, `refused` or `sending`: goes no further than that.
+        cut_off: the sources whose transfers ended while they were being computed, as a real engine's may at any time.
     """
 
     def __init__(self, stop: str = "", tell: Callable[[str], None] = lambda what: None) -> None:
         super().__init__()
         self.stop = stop
         self.tell = tell
+        self.cut_off: list[Source] = []
 
     def wanted(self, source: Source) -> None:
         self.heard.put(("wanted", source))
         threading.Thread(target=self.compute, args=(source,), daemon=True).start()
 
     def compute(self, source: Source) -> None:
+        """On a thread of its own, where the end of the transfer is an event like any other; an error while it lives is one."""
+        try:
+            self._compute(source)
+        except TransferError:
+            if source.wait(PATIENCE) is None:
+                raise
+            with self.lock:
+                self.cut_off.append(source)
+
+    def _compute(self, source: Source) -> None:
         seed, tokens = map(int, source.request.split())
         if self.stop == "asked":
             return self.tell("asked")

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from actors import LAYOUT, PATIENCE, Decode, Prefill, Recorder, config, keys_of, parts_of
+from networks import over_each_link
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.config import TransferConfig
@@ -368,7 +369,7 @@ def settled(endpoint: Endpoint) -> bool:
     return not status.transfers and not status.connections and not status.queued_bytes
 
 
-@pytest.mark.parametrize("links", [("tcp",), ("shm", "tcp")], ids=["tcp", "shm"])
+@over_each_link
 @pytest.mark.parametrize("state", ["asked", "sending", "delivered"])
 def test_a_killed_source_of_a_pull(state: str, links: tuple[str, ...]) -> None:
     """Killed in any state, the source leaves a destination that ends, gives its blocks back, or has everything already."""
@@ -392,7 +393,7 @@ def test_a_killed_source_of_a_pull(state: str, links: tuple[str, ...]) -> None:
         calling.close()
 
 
-@pytest.mark.parametrize("links", [("tcp",), ("shm", "tcp")], ids=["tcp", "shm"])
+@over_each_link
 @pytest.mark.parametrize("state", ["considered", "receiving", "complete"])
 def test_a_killed_destination_of_a_push(state: str, links: tuple[str, ...]) -> None:
     """Killed in any state before it took the request, the destination leaves a source that has it again, with every buffer."""
@@ -475,7 +476,7 @@ def calling_process(
     os.close(tell)
 
 
-@pytest.mark.parametrize("links", [("tcp",), ("shm", "tcp")], ids=["tcp", "shm"])
+@over_each_link
 @pytest.mark.parametrize(("stop", "until_word"), [("asked", "wanted"), ("sending", "receiving"), ("", "complete")])
 def test_a_killed_destination_of_a_pull(stop: str, until_word: str, links: tuple[str, ...]) -> None:
     """Killed in any state, the destination leaves a source whose lease ends at once."""
@@ -491,7 +492,7 @@ def test_a_killed_destination_of_a_pull(stop: str, until_word: str, links: tuple
         assert prefill.ends == {source.id: 1}
 
 
-@pytest.mark.parametrize("links", [("tcp",), ("shm", "tcp")], ids=["tcp", "shm"])
+@over_each_link
 @pytest.mark.parametrize("state", ["offered", "sending", "delivered"])
 def test_a_killed_source_of_a_push(state: str, links: tuple[str, ...]) -> None:
     """Killed in any state, the source leaves a destination that gives its blocks back, or has taken the request already."""

@@ -74,6 +74,16 @@ class TestShmOverUnix(_Contract):
     links_of = ("shm", "tcp")
 
 
+class TestNixl(_Contract):
+    """In a private network (conftest.py)."""
+
+    links_of = ("nixl", "tcp")
+
+
+class TestNixlOverUnix(TestNixl):
+    where = "unix:{}/s"
+
+
 class TestTcp6(_Contract):
     where = "[::1]:0"
 

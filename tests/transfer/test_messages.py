@@ -14,6 +14,7 @@ from foreword.transfer.messages import (
     MAX_METADATA,
     MAX_PAYLOAD,
     Accept,
+    Agent,
     Answer,
     Beat,
     Bye,
@@ -70,6 +71,7 @@ OF_TRANSFER = st.one_of(
 OF_CONNECTION = st.one_of(
     st.builds(Introduce, st.binary(), text, text, seconds, large),
     st.builds(Segment, text, large, st.binary()),
+    st.builds(Agent, st.text(max_size=100), st.binary(), large, large, st.binary()),
     st.builds(Chosen, st.booleans()),
     st.just(Beat()),
     st.builds(Bye, text),
@@ -99,7 +101,7 @@ def test_messages_of_connections_come_back(message: Message) -> None:
 def test_every_kind_is_tried() -> None:
     """The strategies above leave no kind of message out."""
     kinds = {Want, Offer, Accept, Refuse, Part, Working, Finished, Taken, Cancel, Query, Answer, Locate, Located, Get}
-    kinds |= {Frames, Introduce, Segment, Chosen, Beat, Bye}
+    kinds |= {Frames, Introduce, Segment, Agent, Chosen, Beat, Bye}
     assert kinds == set(messages._NUMBERS)
     assert all(dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen for kind in kinds)
 

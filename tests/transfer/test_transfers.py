@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 from actors import LAYOUT, PATIENCE, Decode, Library, Prefill, Recorder, config, content, keys_of, parts_of
+from networks import LINKS
 
 from foreword.blocks.layout import Layout
 from foreword.errors import (
@@ -24,8 +25,6 @@ from foreword.transfer.messages import Buffer, Part, Reason, Taken
 from foreword.transfer.protocol import Outcome, Role, State
 from foreword.transfer.service import Idle, Service
 from foreword.transfer.transfers import Destination, Source
-
-LINKS = {"tcp": ("tcp",), "shm": ("shm", "tcp")}
 
 
 @contextmanager
@@ -141,6 +140,7 @@ def test_a_hundred_at_once(link: str) -> None:
         assert {f"result {n}".encode() for n in range(100) if n % 10} <= set(decode.results)
         until(lambda: listening.status().transfers == {})
         assert set(prefill.ends.values()) <= {1}
+        assert all(int(source.request.split()[0]) % 10 == 0 for source in prefill.cut_off), "only cancelled ones are"
         decode.check()
 
 
