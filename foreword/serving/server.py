@@ -29,6 +29,7 @@ from foreword.serving.app import create_app
 from foreword.serving.backend import Engine
 from foreword.serving.gate import Gate
 from foreword.serving.listener import bind
+from foreword.transfer.sockets import parse_address
 
 if TYPE_CHECKING:
     from foreword.serving.kv_events import KvEvents
@@ -104,6 +105,11 @@ def check_transfer(config: Config) -> None:
     if config.role is not None and transfer.advertise is None and transfer.bind.startswith(("0.0.0.0:", "[::]:", ":")):
         raise ConfigError(
             f"others cannot reach this instance at {transfer.bind}; give --transfer-advertise, its address as they see it"
+        )
+    if config.role is not None and transfer.secret is None and not parse_address(transfer.bind).is_local:
+        raise ConfigError(
+            f"other hosts can reach {transfer.bind} (--transfer-bind): give --transfer-secret-file, a file with 16 characters or "
+            "more (`openssl rand -hex 32`), the same on all instances, or bind 127.0.0.1"
         )
 
 
