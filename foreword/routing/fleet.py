@@ -209,6 +209,7 @@ class Fleet:
             size,
             excluded,
             work.pairs,
+            load.recent_tokens(now),
         )
 
     def sent(self, request: str, query: Query, decision: Decision, now: float) -> None:

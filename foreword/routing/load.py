@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -9,6 +10,7 @@ from foreword.routing.costs import ReplicaCosts, pairs
 
 _WEIGHT: Final = 0.1
 _NEVER: Final = -1.0
+_RECENT_SECONDS: Final = 180.0
 
 
 class Work(NamedTuple):
@@ -62,6 +64,8 @@ class Load:
     _waiting_tokens: int = 0
     _waiting_pairs: float = 0.0
     _since: float = 0.0
+    _recent: float = 0.0
+    _recent_at: float = 0.0
 
     def queued(self, now: float, costs: ReplicaCosts) -> Work:
         """Prompts that are not computed yet. The first in the queue has been computed since it became the first."""
@@ -71,6 +75,10 @@ class Load:
         done = min(max(now - self._since, 0.0) / head.seconds(costs), 1.0)
         tokens = self._waiting_tokens - done * head.tokens
         return Work(tokens, max(self._waiting_pairs - done * head.pairs, 0.0))
+
+    def recent_tokens(self, now: float) -> float:
+        """Of prompts that were sent there, each counting less the longer ago it was: in three minutes to 1/e."""
+        return self._recent * math.exp(-max(now - self._recent_at, 0.0) / _RECENT_SECONDS)
 
     def memory_wait(self, needed: int, capacity: int | None) -> float:
         """Seconds until `needed` tokens have room, if requests go on leaving as they did (Little's law)."""
@@ -86,6 +94,7 @@ class Load:
         self._waiting_tokens += sent.computed
         self._waiting_pairs += sent.work.pairs
         self.resident += sent.resident
+        self._recent, self._recent_at = self.recent_tokens(now) + sent.tokens, now
 
     def first_token(self, request: str, now: float) -> Sent | None:
         """None if the request is unknown or has begun already."""

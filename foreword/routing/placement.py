@@ -9,10 +9,16 @@ For each candidate
     decode   what the sequences that decode there add
     first    what every request takes there
 
-A session stays where it was unless that costs too much more than the cheapest (`Stickiness`). Candidates whose costs are
-nearly equal are taken in the order of a hash of the prompt's own prefix and the replica's name (rendezvous hashing), so that
-prompts that nobody has spread, and come back to the same place. A prefix that everyone has draws no one: it makes all
-cheaper by the same.
+A session stays where it was if its home saves it what that costs more than the cheapest (`Stickiness`).
+
+A prefix that everyone has draws no one: it makes all cheaper by the same. One that only some have draws whoever has little
+of his own (a question about a document). It must not draw what is mostly new, such as the first request of a session behind a
+system prompt that all sessions share: the others would have that beginning, too, after one such request, and the session
+stays for many. So where no candidate has half of a prompt, all are compared as if they had what one of them has. Preble
+(Srivatsa et al., 2024) draws the line between going to the prefix and going to where there is least to do at the same place.
+
+Among candidates whose costs are nearly equal decides what was sent there of late, and then a hash of the prompt's own prefix
+and the replica's name (rendezvous hashing).
 """
 
 from __future__ import annotations
@@ -65,6 +71,7 @@ class Candidate:
         memory_wait: seconds until there is room for the prompt.
         block_size: tokens per block of `reach`, where it differs from the query's.
         excluded: why it takes no requests; empty if it does.
+        recent_tokens: of prompts that were sent there in the last minutes, whether they were cached or not.
     """
 
     name: str
@@ -77,6 +84,7 @@ class Candidate:
     block_size: int | None = None
     excluded: str = ""
     queued_pairs: float = 0.0
+    recent_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,11 @@ class Price:
     def total(self) -> float:
         return self.queue + self.memory + self.load + self.compute + self.decode + self.first + self.transfer
 
+    @property
+    def prefill(self) -> float:
+        """Seconds of its own: computing and loading."""
+        return self.load + self.compute
+
     def in_words(self) -> str:
         """Such as `0.42 s (0.10 queued, 0.30 computing 1536 of 9728 tokens, 0.02 loading 8192 from disk)`."""
         if self.excluded:
@@ -131,8 +144,8 @@ class Decision:
     Attributes:
         replica: its name; None if no candidate takes requests.
         prices: of every candidate that was considered, in the order given.
-        reason: one word: `cheapest`, `session` (stayed), `moved` (left its session's replica), `only`, `none`, or the name of
-            another policy.
+        reason: one word: `cheapest`, `session` (stayed), `moved` (left its session's replica), `spread` (where least was
+            sent of late, though others have its beginning), `only`, `none`, or the name of another policy.
         prefill: the replica that computes the prompt, where that is another one.
         home: the replica where the session was.
     """
@@ -171,6 +184,7 @@ _REASONS: Final = {
     "cheapest": "soonest first token",
     "session": "its session is there",
     "moved": "its session was elsewhere, where waiting costs too much",
+    "spread": "least was sent there of late, and what others have of it is too little to draw it",
     "only": "the only one that takes requests",
 }
 
@@ -186,7 +200,11 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stickiness:
-    """How much more a session may pay to stay: `ratio` times the cheapest and `seconds` on top.
+    """How much more than the cheapest a session may pay to stay: what its home saves it, and never more than `ratio` times the
+    cheapest and `seconds` on top.
+
+    What it saves is in the price already. So a session that stays pays up to twice: for work that its replicas are spared,
+    which would hold up others, and for memory that a second copy of it would take.
 
     Raises ConfigError if `ratio` is below 1 or `seconds` below 0.
     """
@@ -201,8 +219,9 @@ class Stickiness:
                 f"not {self.ratio} and {self.seconds}"
             )
 
-    def stays(self, price: float, cheapest: float) -> bool:
-        return price <= cheapest * self.ratio + self.seconds
+    def limit(self, cheapest: float, saved: float) -> float:
+        """Up to what price a session stays, if its home saves it `saved` seconds of computing and loading."""
+        return cheapest + min(max(saved, 0.0), cheapest * (self.ratio - 1) + self.seconds)
 
 
 class CheapestFirstToken:
@@ -221,21 +240,45 @@ class CheapestFirstToken:
 
     def choose(self, query: Query, candidates: Sequence[Candidate], home: str | None = None) -> Decision:
         prices = tuple(price(query, candidate) for candidate in candidates)
-        usable = [one for one in prices if not one.excluded]
+        usable = {one.replica: (one, found) for one, found in zip(prices, candidates, strict=True) if not one.excluded}
         if not usable:
             return Decision(None, prices, "none", home=home)
-        cheapest = min(one.total for one in usable)
-        at_home = next((one for one in usable if one.replica == home), None)
-        if at_home is not None and self.stickiness.stays(at_home.total, cheapest):
-            return Decision(home, prices, "session", home=home)
-        limit = cheapest * (1 + self.tie) + _TIE_SECONDS
-        equals = [one for one in usable if one.total <= limit]
-        chosen = rendezvous(affinity(query, candidates), [one.replica for one in equals])
-        reason = "only" if len(usable) == 1 else "moved" if at_home is not None else "cheapest"
+        cheapest = min((one for one, _ in usable.values()), key=lambda one: one.total)
+        if home in usable:
+            at_home = usable[home][0]
+            limit = self.stickiness.limit(cheapest.total, cheapest.prefill - at_home.prefill)
+            if at_home.total <= max(limit, self._nearly(cheapest.total)):
+                return Decision(home, prices, "session", home=home)
+        chosen = rendezvous(affinity(query, candidates), least_work(self._equals(query, [*usable.values()])))
+        dearer = usable[chosen][0].total > self._nearly(cheapest.total)
+        reason = "only" if len(usable) == 1 else "moved" if home in usable else "spread" if dearer else "cheapest"
         return Decision(chosen, prices, reason, home=home)
+
+    def _equals(self, query: Query, usable: Sequence[tuple[Price, Candidate]]) -> list[tuple[Price, Candidate]]:
+        """Those that are nearly as cheap as the cheapest. Of a prompt that is mostly new, what somebody has counts for all."""
+        most = max(one.reused for one, _ in usable)
+        is_new = 2 * most < query.tokens
+        totals = [one.total - (missing(one, found, most) if is_new else 0.0) for one, found in usable]
+        limit = self._nearly(min(totals))
+        return [pair for pair, total in zip(usable, totals, strict=True) if total <= limit]
+
+    def _nearly(self, cheapest: float) -> float:
+        return cheapest * (1 + self.tie) + _TIE_SECONDS
 
 
 _TIE_SECONDS: Final = 0.005
+
+
+def missing(one: Price, candidate: Candidate, tokens: int) -> float:
+    """Seconds that this candidate would save if it had the first `tokens` tokens of the prompt on its device."""
+    length = one.reused + one.computed
+    return max(one.prefill - candidate.costs.compute(length - tokens, tokens), 0.0)
+
+
+def least_work(equals: Sequence[tuple[Price, Candidate]]) -> list[str]:
+    """Where what was sent of late and this prompt together take the least time to compute."""
+    work = [found.recent_tokens * found.costs.prefill + one.prefill for one, found in equals]
+    return [one.replica for (one, _), seconds in zip(equals, work, strict=True) if seconds == min(work)]
 
 
 def price(query: Query, candidate: Candidate) -> Price:
