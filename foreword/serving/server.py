@@ -108,8 +108,8 @@ def check_transfer(config: Config) -> None:
         )
     if config.role is not None and transfer.secret is None and not parse_address(transfer.bind).is_local:
         raise ConfigError(
-            f"other hosts can reach {transfer.bind} (--transfer-bind): give --transfer-secret-file, a file with 16 characters or "
-            "more (`openssl rand -hex 32`), the same on all instances, or bind 127.0.0.1"
+            f"other hosts can reach {transfer.bind} (--transfer-bind): give --transfer-secret-file, a file with 16 characters "
+            "or more (`openssl rand -hex 32`), the same on all instances, or bind 127.0.0.1"
         )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pair import Answer, Node, ask, node, request, until
@@ -280,6 +281,41 @@ def test_target_dies(folder: Callable[[str], Path], nodes: tuple[Node, Node]) ->
         asyncio.run(main())
     finally:
         doomed.engine.close()
+
+
+def test_target_is_told_to_stop(nodes: tuple[Node, Node]) -> None:
+    """A target that begins to drain while a request is on its way there does not take it, because whoever drains it has looked
+    at what is there already. It goes on where it was."""
+    here, there = nodes
+    instance = there.engine.instance
+    assert instance is not None
+    take = instance.moves.take
+
+    def too_late(*arguments: Any) -> None:
+        instance.draining = True
+        take(*arguments)
+
+    async def main() -> None:
+        tokens = prompt(100, 9)
+        expected = await alone(nodes, tokens, GREEDY)
+        follower = Follower(here, tokens, GREEDY)
+        await follower.read(5)
+        here.valve.pace = 0.01
+        instance.moves.take = too_late  # type: ignore[method-assign]
+        with pytest.raises(CannotMove) as caught:
+            await here.engine.migrate(follower.name, there.address)
+        assert caught.value.reason == "draining"
+        here.valve.pace = 0.0
+        assert (await follower.end()).same(expected)
+        assert await there.engine.unfetched() == []
+        for each in nodes:
+            await each.whole()
+
+    try:
+        asyncio.run(main())
+    finally:
+        instance.moves.take = take  # type: ignore[method-assign]
+        instance.draining = False
 
 
 def test_client_leaves(nodes: tuple[Node, Node]) -> None:
