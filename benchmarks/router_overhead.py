@@ -1,404 +1,309 @@
 """What the router costs: the same streaming load sent straight to a server, through nginx, and through the router.
 
-    python benchmarks/router_overhead.py [--rounds 5] [--streams 1000]
+    python benchmarks/router_overhead.py [--rounds 4] [--streams 1000,2000,4000]
 
-The server behind is a small one that answers at once with fixed events, so that all that is seen is the way. The proxy has one
-core, server and clients another. All contenders take turns within one run. nginx (if it is installed) is a plain reverse proxy:
-it neither reads the prompt nor remembers the answer. The router is measured three times: in front of plain OpenAI servers
-(prompts compared as text), of vLLM servers with the tokenizer in the router, and with the servers' own /tokenize. Every prompt
-is new, of about 1 kB.
+The server behind is a small one that sends fixed events (`router_wire.py`), so that all that is seen is the way. The proxy has
+one core; server and clients share another, and what that core costs is seen in the straight way's figures. All contenders take
+turns, in short slices. nginx (if it is installed) is a plain reverse proxy: it neither reads the prompt nor remembers the
+answer. The router is measured three times: in front of plain OpenAI servers (prompts compared as text), of vLLM servers with
+the tokenizer in the router, and with the servers' own /tokenize. Every prompt is new, of about 1 kB.
+
+Four parts: requests one by one; a steady rate (open loop, exponential pauses); as many as it can; and so many slow streams
+side by side, each with an event every --pause seconds. Every event is numbered and carries the time it was sent: one that is
+missing, doubled or out of order is a failure. About three minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
-import json
-import multiprocessing
 import os
-import shutil
-import socket
-import subprocess
+import random
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
+import uvloop
+from router_wire import (
+    EVENTS,
+    REST_CORE,
+    Broken,
+    Client,
+    Contender,
+    Seen,
+    Servers,
+    connected,
+    many_files,
+    nginx_version,
+    settle_memory,
+    start,
+    wait_for,
+)
 from timing import machine, median, set_up, table, version_of
 
-EVENTS = 16
-PROXY_CORE, REST_CORE = 0, 1
-numbers = itertools.count()
-
-
-# The server behind
-
-
-class Behind(asyncio.Protocol):
-    """Just enough HTTP/1.1 to answer what a router asks, on connections that are kept."""
-
-    kind = "vllm"
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self.data = b""
-
-    def data_received(self, data: bytes) -> None:
-        self.data += data
-        while b"\r\n\r\n" in self.data:
-            head, _, rest = self.data.partition(b"\r\n\r\n")
-            length = next(
-                (int(line[15:]) for line in head.split(b"\r\n") if line[:15].lower() == b"content-length:"), 0
-            )
-            if len(rest) < length:
-                return
-            body, self.data = rest[:length], rest[length:]
-            self.answer(head.split(b" ", 2)[1].decode(), body)
-
-    def answer(self, path: str, body: bytes) -> None:
-        if path.startswith("/v1/completions"):
-            asked = json.loads(body)
-            answer = self.stream(asked.get("max_tokens", EVENTS), asked.get("pause", 0.0))
-            self.answering = asyncio.ensure_future(answer)
-        elif path == "/v1/models":
-            card = {"id": "m", "object": "model", "owned_by": self.kind, "max_model_len": 100_000}
-            self.whole({"object": "list", "data": [card]})
-        elif path == "/tokenize":
-            self.whole({"tokens": list(json.loads(body)["prompt"].encode()[::4]), "count": 0})
-        elif path == "/health":
-            self.whole({})
-        else:
-            self.whole({}, b"404 Not Found")
-
-    def whole(self, found: dict[str, Any], status: bytes = b"200 OK") -> None:
-        data = json.dumps(found).encode()
-        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(data))
-        self.transport.write(head + data)
-
-    async def stream(self, count: int, pause: float) -> None:
-        self.transport.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-        )
-        for number in range(count):
-            if pause:
-                await asyncio.sleep(pause)
-            self.transport.write(piece(number, number == count - 1, self.kind))
-        self.transport.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
-
-
-def piece(number: int, last: bool, kind: str) -> bytes:
-    """One event as vLLM writes it, with the time it was sent."""
-    choice: dict[str, Any] = {"index": 0, "text": f" {time.monotonic():.6f}", "logprobs": None}
-    choice["finish_reason"] = "length" if last else None
-    if kind == "vllm":
-        choice["token_ids"] = [number]
-        if not number:
-            choice["prompt_token_ids"] = list(range(250))
-    head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
-    return chunk(b"data: " + json.dumps(head).encode() + b"\n\n")
-
-
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-def serve(kind: str, port: Connection) -> None:
-    """The server's process."""
-    os.sched_setaffinity(0, {REST_CORE})
-
-    async def run() -> None:
-        Behind.kind = kind
-        server = await asyncio.get_running_loop().create_server(Behind, "127.0.0.1", 0, backlog=4096)
-        port.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
-
-    asyncio.run(run())
-
-
-# The clients
+# Streams that begin per second: less than any contender manages.
+STARTS = 400
+PATIENCE = 60.0
+# Those that hold thousands of streams; the others would tell the same again.
+SIDE_BY_SIDE = ("straight", "nginx", "router, vLLM, own tokenizer")
 
 
 @dataclass
-class Seen:
-    """Seconds of one request: to its first event, to its end, and from sending to arrival of its events."""
+class Figures:
+    """What was seen of one contender."""
 
-    first: float
-    end: float
-    late: list[float] = field(default_factory=list)
-
-
-class Client(asyncio.Protocol):
-    """One connection that is kept, one request at a time."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self.seen: asyncio.Future[Seen] | None = None
-
-    def ask(self, port: int, pause: float) -> asyncio.Future[Seen]:
-        prompt = f"{next(numbers)} " + "Tell me about reverse proxies and prefix caches. " * 20
-        asked = {"model": "m", "prompt": prompt, "max_tokens": EVENTS, "stream": True}
-        if pause:
-            asked["pause"] = pause
-        body = json.dumps(asked).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-        self.got, self.first, self.late = b"", 0.0, list[float]()
-        self.seen = asyncio.get_running_loop().create_future()
-        self.began = time.monotonic()
-        self.transport.write(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
-        return self.seen
-
-    def data_received(self, data: bytes) -> None:
-        now = time.monotonic()
-        self.got += data
-        if not self.first and b"data: " in self.got:
-            self.first = now
-        for part in data.split(b'"text":')[1:]:
-            text = part.lstrip(b' "').split(b'"', 1)[0]
-            if len(text) > 10:
-                self.late.append(now - float(text))
-        if self.got.endswith(b"0\r\n\r\n") and self.seen is not None and not self.seen.done():
-            if b"[DONE]" not in self.got or b"error" in self.got:
-                self.seen.set_exception(RuntimeError(self.got[-400:].decode()))
-            else:
-                self.seen.set_result(Seen(self.first - self.began, now - self.began, self.late))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self.seen is not None and not self.seen.done():
-            self.seen.set_exception(ConnectionError(f"closed after {self.got[-200:]!r}"))
+    alone: list[Seen] = field(default_factory=list)
+    steady: list[Seen] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    cost: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
-async def connected(port: int, count: int) -> list[Client]:
-    loop = asyncio.get_running_loop()
-    made = []
-    for _ in range(count):
-        _, client = await loop.create_connection(Client, "127.0.0.1", port)
-        made.append(client)
-    return made
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4, help="of each contender, in turn")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each contender in a round, in each part")
+    parser.add_argument("--rate", type=float, default=200.0, help="requests per second, steady")
+    parser.add_argument("--clients", type=int, default=32, help="when they send as many as they can")
+    parser.add_argument("--streams", default="1000,2000,4000", help="slow streams side by side; empty for none")
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds between a slow stream's events")
+    parser.add_argument("--window", type=float, default=5.0, help="seconds that slow streams are looked at")
+    parser.add_argument("--only", default="", help="contenders whose name contains this, and the straight way")
+    given = parser.parse_args()
+    given.streams = [int(one) for one in given.streams.split(",") if one]
+    return given
 
 
-async def one_by_one(port: int, count: int) -> list[Seen]:
-    """Requests one after the other: what the way takes when nothing else goes on."""
-    (client,) = await connected(port, 1)
-    seen = [await client.ask(port, 0.0) for _ in range(count)]
-    client.transport.close()
-    return seen
+def main() -> int:
+    given = read_arguments()
+    os.sched_setaffinity(0, {REST_CORE})
+    many_files()
+    began = time.monotonic()
+    versions = {"aiohttp": version_of("aiohttp"), "uvloop": version_of("uvloop"), "nginx": nginx_version()}
+    print(set_up(machine() | versions), flush=True)
+    servers = Servers()
+    with ExitStack() as stack:
+        contenders = [one for one in start(stack, servers) if given.only in one.name or one.pid is None]
+        failed = uvloop.run(measure(contenders, servers, given))
+    print(f"\nAll of it took {time.monotonic() - began:.0f} s.")
+    return int(failed > 0)
 
 
-async def at_full_load(port: int, seconds: float, clients: int) -> float:
-    """Requests per second when each client sends the next as soon as the last has ended."""
-    made, ended = await connected(port, clients), 0
+async def measure(contenders: list[Contender], servers: Servers, given: argparse.Namespace) -> int:
+    settle_memory()
+    found = {one.name: Figures() for one in contenders}
+    for one in contenders:
+        await wait_for(one.port)
+        await one_by_one(one, found[one.name], 0.5)
+        found[one.name] = Figures()
+    for part, say in ((one_by_one, tell_alone), (steady, tell_steady), (full, tell_full)):
+        for number in range(given.rounds):
+            for one in contenders[number % 2 :] + contenders[: number % 2]:
+                await part(one, found[one.name], given.seconds, given)
+        say(found, given)
+    failed = [f"{name}: {why}" for name, one in found.items() for why in one.failures]
+    for why in failed[:10]:
+        print(f"failed: {why}")
+    held = [one for one in contenders if one.name in SIDE_BY_SIDE or given.only]
+    return len(failed) + await side_by_side(held, servers, given)
+
+
+async def one_by_one(one: Contender, figures: Figures, seconds: float, given: argparse.Namespace | None = None) -> None:
+    """What the way takes when nothing else goes on."""
+    [client] = await connected(one.port, 1)
     until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        figures.alone.append(await client.ask(one.port))
+    client.transport.close()
+
+
+async def steady(one: Contender, figures: Figures, seconds: float, given: argparse.Namespace) -> None:
+    """Requests at a rate that does not wait for answers."""
+    free = await connected(one.port, 8)
+    rng, until, when = random.Random(7), time.monotonic() + 2 * seconds, time.monotonic()
+    under_way: list[asyncio.Task[None]] = []
+
+    async def send() -> None:
+        client = free.pop() if free else (await connected(one.port, 1))[0]
+        try:
+            figures.steady.append(await client.ask(one.port))
+            free.append(client)
+        except Broken as error:
+            figures.failures.append(str(error))
+
+    while when < until:
+        await asyncio.sleep(max(when - time.monotonic(), 0))
+        under_way.append(asyncio.ensure_future(send()))
+        when += rng.expovariate(given.rate)
+    await asyncio.gather(*under_way)
+    for client in free:
+        client.transport.close()
+
+
+async def full(one: Contender, figures: Figures, seconds: float, given: argparse.Namespace) -> None:
+    """Each client sends the next as soon as the last has ended."""
+    clients, ended = await connected(one.port, given.clients), 0
+    began, busy = time.monotonic(), one.cpu_seconds()
 
     async def go_on(client: Client) -> None:
         nonlocal ended
-        while time.monotonic() < until:
-            await client.ask(port, 0.0)
-            ended += 1
-
-    began = time.monotonic()
-    await asyncio.gather(*map(go_on, made))
-    took = time.monotonic() - began
-    for client in made:
-        client.transport.close()
-    return ended / took
-
-
-async def side_by_side(port: int, streams: int, pause: float) -> list[float]:
-    """So many streams at once, each with an event every `pause` seconds: from sending an event to its arrival."""
-    made = await connected(port, streams)
-    waiting = []
-    for client in made:
-        waiting.append(client.ask(port, pause))
-        await asyncio.sleep(pause * EVENTS / streams / 2)
-    seen = await asyncio.gather(*waiting)
-    for client in made:
-        client.transport.close()
-    return [late for one in seen for late in one.late]
-
-
-# Contenders
-
-
-def nginx(ports: list[int], folder: Path) -> tuple[subprocess.Popen[bytes], int]:
-    port = free_port()
-    servers = " ".join(f"server 127.0.0.1:{one};" for one in ports)
-    (folder / "nginx.conf").write_text(
-        f"""daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/error.log;
-        events {{ worker_connections 8192; }}
-        http {{ access_log off; client_body_temp_path {folder}; proxy_temp_path {folder}; fastcgi_temp_path {folder};
-          uwsgi_temp_path {folder}; scgi_temp_path {folder}; keepalive_requests 1000000;
-          upstream behind {{ {servers} keepalive 4096; keepalive_requests 1000000; }}
-          server {{ listen 127.0.0.1:{port} backlog=4096; location / {{ proxy_pass http://behind; proxy_http_version 1.1;
-            proxy_set_header Connection ""; proxy_buffering off; }} }} }}""",
-        encoding="utf-8",
-    )
-    return pinned(["nginx", "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]), port
-
-
-def router(ports: list[int], *flags: str) -> tuple[subprocess.Popen[bytes], int]:
-    port = free_port()
-    named = [word for one in ports for word in ("--replica", f"http://127.0.0.1:{one}")]
-    limits = ["--max-waiting", "100000", "--max-in-flight", "100000", "--log-level", "warning"]
-    command = [sys.executable, "-m", "foreword", "route", "--port", str(port), *named, *limits, *flags]
-    return pinned(command), port
-
-
-def pinned(command: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, {PROXY_CORE}))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def worker(process: subprocess.Popen[bytes]) -> int:
-    """nginx works in a child."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return int(children[0]) if children else process.pid
-
-
-async def wait_for(port: int) -> None:
-    for _ in range(200):
         try:
-            await one_by_one(port, 1)
-            return
-        except (OSError, RuntimeError):
-            await asyncio.sleep(0.1)
-    raise SystemExit(f"nothing answers on port {port}")
+            while time.monotonic() < began + seconds:
+                await client.ask(one.port)
+                ended += 1
+        except Broken as error:
+            figures.failures.append(str(error))
+
+    await asyncio.gather(*map(go_on, clients))
+    took = time.monotonic() - began
+    figures.rates.append(ended / took)
+    busy = one.cpu_seconds() - busy
+    figures.busy.append(busy / took)
+    figures.cost.append(busy / max(ended, 1))
+    for client in clients:
+        client.transport.close()
 
 
-def start(stack: ExitStack) -> dict[str, tuple[int, int | None]]:
-    """All contenders: port, and the process whose time counts."""
-    found: dict[str, tuple[int, int | None]] = {}
-    behind: dict[str, list[int]] = {}
-    for kind in ("vllm", "somebody"):
-        for _ in range(2):
-            ours, theirs = multiprocessing.Pipe()
-            process = multiprocessing.Process(target=serve, args=(kind, theirs), daemon=True)
-            process.start()
-            behind.setdefault(kind, []).append(ours.recv())
-    found["straight"] = behind["vllm"][0], None
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    if shutil.which("nginx"):
-        process_, port = nginx(behind["vllm"], folder)
-        stack.callback(process_.terminate)
-        time.sleep(1)
-        found["nginx"] = port, worker(process_)
-    tokenizer = str(Path(__file__).parents[1] / "foreword" / "models" / "stdlib-nano")
-    for name, kind, flags in (
-        ("router, plain servers", "somebody", []),
-        ("router, vLLM, own tokenizer", "vllm", ["--tokenizer", tokenizer]),
-        ("router, vLLM, /tokenize", "vllm", []),
-    ):
-        routed, port = router(behind[kind], *flags)
-        stack.callback(routed.terminate)
-        found[name] = port, routed.pid
-    return found
+# Slow streams
+
+
+async def side_by_side(contenders: list[Contender], servers: Servers, given: argparse.Namespace) -> int:
+    """Holds so many streams through each, one after the other. Returns the number of failures."""
+    head = [
+        "",
+        "streams",
+        "events/s",
+        "p50",
+        "p99",
+        "added p50",
+        "added p99",
+        "of a core",
+        "ends",
+        "KiB/stream",
+        "failed",
+    ]
+    if not given.streams:
+        return 0
+    print(
+        f"\nSlow streams side by side, an event every {1e3 * given.pause:.0f} ms each: milliseconds from sending an event"
+    )
+    print("to its arrival; `of a core`: of the proxy's, `ends`: what server and clients took of theirs", flush=True)
+    rows, failed = [], 0
+    for streams in given.streams:
+        straight: tuple[float, ...] = ()
+        for one in contenders:
+            held = await hold(one, streams, servers, given)
+            straight = straight or held.late
+            added = [f"{1e3 * (ours - theirs):.2f}" for ours, theirs in zip(held.late, straight, strict=True)]
+            late = [f"{1e3 * value:.2f}" for value in held.late]
+            proxy = [f"{held.busy:.0%}", f"{held.ends:.0%}", f"{held.memory / 1024:.1f}"]
+            if one.pid is None:
+                added, proxy[0], proxy[2] = ["", ""], "", ""
+            rows.append([one.name, str(streams), f"{held.events:.0f}", *late, *added, *proxy, str(len(held.failures))])
+            failed += len(held.failures)
+            print(
+                f"{' '.join(f'{a}: {b};' for a, b in zip(head[1:], rows[-1][1:], strict=True))} {one.name}", flush=True
+            )
+            for why in held.failures[:3]:
+                print(f"failed: {why}")
+    print(f"\n{table(head, rows)}")
+    return failed
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What was seen while streams were held: events delivered per second, how late (p50, p99), shares of the cores, bytes of
+    the proxy's memory per stream."""
+
+    events: float
+    late: tuple[float, ...]
+    busy: float
+    ends: float
+    memory: float
+    failures: list[str]
+
+
+async def hold(one: Contender, streams: int, servers: Servers, given: argparse.Namespace) -> Held:
+    before, began = one.memory(), time.monotonic()
+    clients, waiting = [], []
+    for number in range(streams):
+        [client] = await connected(one.port, 1)
+        clients.append(client)
+        waiting.append(client.ask(one.port, pause=given.pause))
+        await asyncio.sleep(max(began + number / STARTS - time.monotonic(), 0))
+    async with asyncio.timeout(PATIENCE):
+        while not all(client.number for client in clients):
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(1.0)
+    opened, busy, ends = time.monotonic(), one.cpu_seconds(), servers.cpu_seconds() + time.process_time()
+    await asyncio.sleep(given.window)
+    closed, memory = time.monotonic(), one.memory()
+    took = closed - opened
+    busy, ends = one.cpu_seconds() - busy, servers.cpu_seconds() + time.process_time() - ends
+    await servers.end_streams()
+    done = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), PATIENCE)
+    failures = [str(error) for error in done if isinstance(error, BaseException)]
+    late = [late for client in clients for at, late in client.late if opened <= at < closed]
+    for client in clients:
+        client.transport.close()
+    return Held(
+        len(late) / took,
+        (quantile(late, 0.5), quantile(late, 0.99)),
+        busy / took,
+        ends / took,
+        max(memory - before, 0) / streams,
+        failures,
+    )
+
+
+# What is said
 
 
 def quantile(values: list[float], share: float) -> float:
-    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)] if values else float("nan")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=200, help="one by one, per round")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of full load, per round")
-    parser.add_argument("--clients", type=int, default=64, help="at full load")
-    parser.add_argument("--streams", type=int, default=1000, help="side by side")
-    parser.add_argument("--pause", type=float, default=0.2, help="seconds between a stream's events")
-    given = parser.parse_args()
-    os.sched_setaffinity(0, {REST_CORE})
+def latencies(name: str, seen: list[Seen], straight: list[Seen]) -> list[str]:
+    firsts, ends = [one.first for one in seen], [one.end for one in seen]
+    theirs = [one.end for one in straight]
+    cells = [1e3 * quantile(values, share) for values in (firsts, ends) for share in (0.5, 0.99)]
+    cells += [1e3 * (quantile(ends, share) - quantile(theirs, share)) for share in (0.5, 0.99)]
+    return [name, str(len(seen)), *(f"{cell:.2f}" for cell in cells), f"{1e3 * max(ends):.1f}"]
+
+
+LATENCY_HEAD = ["", "requests", "first p50", "first p99", "end p50", "end p99", "added p50", "added p99", "longest"]
+
+
+def tell_alone(found: dict[str, Figures], given: argparse.Namespace) -> None:
     print(
-        set_up(machine() | {"aiohttp": version_of("aiohttp"), "uvloop": version_of("uvloop"), "nginx": nginx_version()})
+        f"\nOne by one, {EVENTS} events: milliseconds to the first event and the end, and what the way adds to the end"
     )
-    with ExitStack() as stack:
-        contenders = start(stack)
-        asyncio.run(measure(contenders, given))
+    rows = [latencies(name, one.alone, found["straight"].alone) for name, one in found.items()]
+    print(table(LATENCY_HEAD, rows), flush=True)
 
 
-def nginx_version() -> str:
-    found = shutil.which("nginx")
-    return subprocess.run([found, "-v"], capture_output=True, text=True).stderr.strip() if found else "absent"
+def tell_steady(found: dict[str, Figures], given: argparse.Namespace) -> None:
+    print(f"\n{given.rate:g} requests/s, sent without waiting for answers: the same")
+    rows = [latencies(name, one.steady, found["straight"].steady) for name, one in found.items()]
+    print(table(LATENCY_HEAD, rows), flush=True)
 
 
-async def measure(contenders: dict[str, tuple[int, int | None]], given: argparse.Namespace) -> None:
-    for port, _ in contenders.values():
-        await wait_for(port)
-        await one_by_one(port, 50)
-    firsts: dict[str, list[float]] = {name: [] for name in contenders}
-    ends: dict[str, list[float]] = {name: [] for name in contenders}
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
-    lates: dict[str, list[float]] = {name: [] for name in contenders}
-    busy: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(given.rounds):
-        for name, (port, _) in contenders.items():
-            seen = await one_by_one(port, given.requests)
-            firsts[name] += [one.first for one in seen]
-            ends[name] += [one.end for one in seen]
-    for _ in range(given.rounds):
-        for name, (port, _) in contenders.items():
-            rates[name].append(await at_full_load(port, given.seconds, given.clients))
-    for _ in range(max(given.rounds // 2, 1)):
-        for name, (port, pid) in contenders.items():
-            before, began = cpu_seconds(pid) if pid else 0.0, time.monotonic()
-            lates[name] += await side_by_side(port, given.streams, given.pause)
-            if pid:
-                busy[name].append((cpu_seconds(pid) - before) / (time.monotonic() - began))
-    report(contenders, firsts, ends, rates, lates, busy, given)
-
-
-def report(
-    contenders: dict[str, tuple[int, int | None]],
-    firsts: dict[str, list[float]],
-    ends: dict[str, list[float]],
-    rates: dict[str, list[float]],
-    lates: dict[str, list[float]],
-    busy: dict[str, list[float]],
-    given: argparse.Namespace,
-) -> None:
-    count = given.requests * given.rounds
-    print(f"\nOne by one, {count} requests each, {EVENTS} events: milliseconds, and what the way adds")
-    rows = []
-    for name in contenders:
-        added = [1e3 * (quantile(firsts[name], q) - quantile(firsts["straight"], q)) for q in (0.5, 0.99)]
-        cells = [1e3 * quantile(values[name], share) for values in (firsts, ends) for share in (0.5, 0.99)]
-        rows.append([name, *(f"{cell:.2f}" for cell in cells), *(f"{cell:.2f}" for cell in added)])
-    print(table(["", "first p50", "first p99", "end p50", "end p99", "added p50", "added p99"], rows))
-    print(
-        f"\nFull load, {given.clients} clients, {given.seconds:g} s a round: requests per second (the proxy has one core)"
-    )
-    print(
-        table(
-            ["", "median", "all rounds"],
-            [[n, f"{median(v):.0f}", " ".join(f"{x:.0f}" for x in v)] for n, v in rates.items()],
-        )
-    )
-    events = given.streams / given.pause
-    print(
-        f"\n{given.streams} streams side by side, {events:.0f} events/s in all: "
-        "milliseconds from sending an event to its arrival"
-    )
-    rows = []
-    for name in contenders:
-        share = f"{100 * median(busy[name]):.0f} %" if busy[name] else ""
-        rows.append([name, *(f"{1e3 * quantile(lates[name], q):.2f}" for q in (0.5, 0.99)), share])
-    print(table(["", "p50", "p99", "of a core"], rows))
+def tell_full(found: dict[str, Figures], given: argparse.Namespace) -> None:
+    print(f"\n{given.clients} clients, each sends the next when one has ended: requests/s (the proxy has one core)")
+    rows = [
+        [
+            name,
+            f"{median(one.rates):.0f}",
+            " ".join(f"{rate:.0f}" for rate in one.rates),
+            f"{median(one.busy):.0%}",
+            f"{1e3 * median(one.cost):.2f}",
+        ]
+        for name, one in found.items()
+    ]
+    print(table(["", "median", "all rounds", "of a core", "CPU ms each"], rows), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -36,6 +38,9 @@ class Scripted:
         self.gate = asyncio.Event()
         self.gate.set()
         self.open = 0
+        self.probes = 0
+        self.probe_gate = asyncio.Event()
+        self.probe_gate.set()
         self._loop = loop
         self.url = loop.call(self._start)
 
@@ -59,6 +64,8 @@ class Scripted:
         self._loop.call(self.gate.set)
 
     async def _health(self, request: web.Request) -> web.Response:
+        self.probes += 1
+        await self.probe_gate.wait()
         if self.behaviour == "frozen":
             await asyncio.sleep(60)
         return web.Response(status=500 if self.behaviour == "ill" else 200)
@@ -205,6 +212,24 @@ def test_a_replica_that_freezes(loop: Loop, streams: bool) -> None:
             answer = post(router, stream=streams)
             assert (said(answer) if streams else answer.json()["choices"][0]["text"]) == "one two three"
         until(lambda: router.metric("foreword:router_replica_up", replica=odd.url) == 0)
+
+
+def test_a_router_that_was_held_up(loop: Loop) -> None:
+    """What a router missed because it did not run itself is no replica's fault: none is left alone, and streams go on."""
+    scripted = Scripted(loop)
+    with routed(*named(scripted), "--health-timeout", "0.5", "--failures", "1", replicas=1) as router:
+        for _ in range(3):
+            loop.call(scripted.probe_gate.clear)
+            probes = scripted.probes
+            until(lambda probes=probes: scripted.probes > probes)  # type: ignore[misc]
+            # The probe is answered, but the router does not run until its time is over.
+            router.popen.send_signal(signal.SIGSTOP)
+            loop.call(scripted.probe_gate.set)
+            time.sleep(1)
+            router.popen.send_signal(signal.SIGCONT)
+            until(lambda probes=probes: scripted.probes > probes + 1)  # type: ignore[misc]
+            assert said(post(router, stream=True)) == "one two three"
+        assert router.metric("foreword:router_breaker_opened_total") == 0
 
 
 def test_a_mistake_of_one_request_is_not_the_replicas(loop: Loop) -> None:

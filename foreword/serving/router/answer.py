@@ -7,6 +7,7 @@ sent, and the usage is that of the whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -17,9 +18,13 @@ from foreword.serving.router.seam import Known, Seam
 from foreword.serving.router.sse import DONE, Event
 
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
+_TOKEN_IDS: Final = ("token_ids", "prompt_token_ids")
+_NOTHING: Final[Mapping[str, Any]] = {}
 _PLAIN_DELTA: Final = frozenset(("role", "content", "refusal"))
 # Errors in a stream that another replica may not have.
 _CLIENT_ERRORS: Final = range(400, 500)
+_decode: Final[Callable[[bytes], Any]] = msgspec.json.Decoder().decode
+_encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
 
 
 class Answer:
@@ -90,7 +95,7 @@ class Answer:
         if not event.data:
             return event.raw + b"\n\n" if event.raw.startswith(b":") else None
         try:
-            chunk = msgspec.json.decode(event.data)
+            chunk = _decode(event.data)
         except msgspec.DecodeError as error:
             raise ReplicaFailed(f"the replica sent an event that is not JSON: {error}") from None
         if not isinstance(chunk, dict):
@@ -128,7 +133,7 @@ class Answer:
 
     def encode(self, chunk: dict[str, Any]) -> bytes:
         """A chunk of this answer: with its id, time and model."""
-        return b"data: " + msgspec.json.encode({**self.head, **chunk}) + b"\n\n"
+        return b"data: " + _encode({**self.head, **chunk}) + b"\n\n"
 
     def sent_text(self) -> str:
         """All text that the client has."""
@@ -173,16 +178,17 @@ class Answer:
         elif text:
             self.exact = False
             self.begun = True
-        self.entries = max(self.entries, len(self.tokens))
+        if len(self.tokens) > self.entries:
+            self.entries = len(self.tokens)
         if text:
             self.text.append(text)
         if ids or text:
             # A chunk of one token that has text holds nothing back: if it had, the text would be that of earlier tokens.
             self.settled = bool(text) and ids is not None and len(ids) == 1
-        delta = choice.get("delta")
-        if delta and any(value for name, value in delta.items() if name not in _PLAIN_DELTA):
-            self.plain = False
-            self.begun = True
+        for name, value in (choice.get("delta") or _NOTHING).items():
+            if value and name not in _PLAIN_DELTA:
+                self.plain = False
+                self.begun = True
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
     def _shown(self, event: Event, chunk: dict[str, Any], choice: dict[str, Any]) -> bytes | None:
@@ -194,17 +200,17 @@ class Answer:
             chunk.update(self.head)
         if not self.asked.wants_token_ids:
             for place in (choice, chunk):
-                for name in ("token_ids", "prompt_token_ids"):
+                for name in _TOKEN_IDS:
                     if name in place:
                         del place[name]
                         changed = True
-            if changed and _says_nothing(choice) and self.opened:
+            if changed and self.opened and _says_nothing(choice):
                 return None
         self.opened = True
         if not self.asked.wants_usage and chunk.get("usage", 0) is None:
             del chunk["usage"]
             changed = True
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n" if changed else event.raw + b"\n\n"
+        return b"data: " + _encode(chunk) + b"\n\n" if changed else event.raw + b"\n\n"
 
     def _without_usage(self, event: Event, chunk: dict[str, Any]) -> bytes:
         for choice in chunk["choices"]:
@@ -212,7 +218,7 @@ class Answer:
         if self.asked.wants_usage or chunk.get("usage", 0) is not None:
             return event.raw + b"\n\n"
         del chunk["usage"]
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        return b"data: " + _encode(chunk) + b"\n\n"
 
     def _continued(self, chunk: dict[str, Any], choice: dict[str, Any]) -> bytes | None:
         """A chunk of the continuing replica: a completion, whatever the client asked for."""
@@ -263,4 +269,4 @@ def _says_nothing(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta")
     if isinstance(delta, dict) and any(delta.values()):
         return False
-    return not choice.get("text") and not choice.get("logprobs") and choice.get("finish_reason") is None
+    return not (choice.get("text") or choice.get("logprobs")) and choice.get("finish_reason") is None

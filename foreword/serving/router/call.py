@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -20,7 +20,7 @@ from foreword.serving.router.decisions import header
 from foreword.serving.router.pool import Pool, Ticket
 from foreword.serving.router.prompts import Prompt
 from foreword.serving.router.replicas import Live, Upstream, clock
-from foreword.serving.router.service import Router
+from foreword.serving.router.service import HELD_UP_TIMES, Router
 from foreword.serving.tenants import Tenant
 
 logger = logging.getLogger(__name__)
@@ -86,8 +86,8 @@ class Call:
         """The response's head. Raises what aiohttp raises, and ReplicaFailed if the replica is found dead meanwhile."""
         upstream = ticket.upstream
         url, headers = upstream.url + (path or self.asked.path), self.headers(upstream)
-        return await _while_alive(
-            upstream, self.router.session.post(url, data=body, headers=headers, allow_redirects=False)
+        return await self._sent(
+            upstream, lambda: self.router.session.post(url, data=body, headers=headers, allow_redirects=False)
         )
 
     async def fetch(self, upstream: Upstream, body: bytes) -> tuple[aiohttp.ClientResponse, bytes]:
@@ -100,6 +100,17 @@ class Call:
             ) as response:
                 return response, await response.read()
 
+        return await self._sent(upstream, work)
+
+    async def _sent(self, upstream: Upstream, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """A connection that was not there in time only because the router was held up is tried again: nothing was sent yet."""
+        for _ in range(HELD_UP_TIMES):
+            began = clock()
+            try:
+                return await _while_alive(upstream, work())
+            except aiohttp.ConnectionTimeoutError:
+                if not await self.router.was_held_up(began):
+                    raise
         return await _while_alive(upstream, work())
 
     def lost(self, ticket: Ticket, reason: str, *, certain: bool = False, at: Upstream | None = None) -> None:

@@ -29,7 +29,13 @@ logger = logging.getLogger(__name__)
 # Seconds; longer than clients keep idle connections.
 _KEEP_ALIVE = 75.0
 _FLUSH = 2.0
-_COLLECT_AFTER = 20_000
+# Objects after which the youngest are looked at, and how often the older ones are: a look at a few thousand takes less than a
+# millisecond, one at all of them tens of milliseconds, with all streams waiting.
+_COLLECT_AFTER = (5_000, 10, 100)
+# Seconds that a thread that tokenizes may keep the interpreter from the loop.
+_SWITCH = 0.0005
+# Two connections for each stream.
+_FEW_FILES = 4096
 
 
 def run(config: Config) -> int:
@@ -46,9 +52,9 @@ def run(config: Config) -> int:
     policy_named(config.router.policy)
     Callers(config)  # complains now, not on the loop
     listener = bind(config.server)
-    # What is loaded by now stays: a collection that looks at all of it takes tens of milliseconds, with all streams waiting.
-    gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER, 20, 50)
+    _open_more_files()
+    gc.set_threshold(*_COLLECT_AFTER)
+    sys.setswitchinterval(_SWITCH)
     with _runner() as runner:
         return runner.run(_serve(config, listener, specs))
 
@@ -59,6 +65,23 @@ def _runner() -> asyncio.Runner:
     except ImportError:  # not on every platform
         return asyncio.Runner()
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+def _open_more_files() -> None:
+    """As many as the system allows: every stream has a connection to the client and one to the replica."""
+    try:
+        import resource
+    except ImportError:  # not on every platform
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (ValueError, OSError) as error:
+            logger.warning("the limit of open files stays at %d: %s", soft, error)
+    if 0 <= soft < _FEW_FILES:
+        logger.warning("%d open files are enough for %d streams; for more, raise ulimit -n", soft, soft // 2)
 
 
 async def _serve(config: Config, listener: socket.socket, specs: list[Spec]) -> int:
@@ -85,6 +108,9 @@ async def _serve(config: Config, listener: socket.socket, specs: list[Spec]) -> 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     site = web.SockSite(runner, listener)
+    # What is loaded by now stays, the tokenizer's libraries too, and no collection looks at it again.
+    gc.collect()
+    gc.freeze()
     await site.start()
     membership.start(specs)
     host, port = listener.getsockname()[:2]

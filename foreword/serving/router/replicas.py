@@ -168,11 +168,13 @@ class Live:
 
 
 class Health(NamedTuple):
-    """What a probe found: what is wrong, if anything, whether that leaves no doubt, and whether streams from there are dead."""
+    """What a probe found: what is wrong, if anything, whether that leaves no doubt, and whether streams from there are dead.
+    `late`: no answer came in time."""
 
     problem: str | None = None
     certain: bool = False
     dead: bool = False
+    late: bool = False
 
 
 WELL: Final = Health()
@@ -201,7 +203,7 @@ class Probe:
         except aiohttp.ClientConnectorError as error:
             return Health(f"cannot connect: {error.strerror or error}", certain=True, dead=True)
         except TimeoutError:
-            return Health(f"no answer within {self._config.health_timeout:g} s", dead=True)
+            return Health(f"no answer within {self._config.health_timeout:g} s", dead=True, late=True)
         except LOST as error:
             return Health(f"the connection broke: {type(error).__name__}", dead=True)
         return WELL

@@ -34,6 +34,10 @@ _QUIET_SECONDS: Final = 2.0
 # Less than servers keep an idle connection (uvicorn, and so vLLM: 5 s): who sends next must be the one who closes.
 _IDLE_SECONDS: Final = 4.0
 _TICK_SECONDS: Final = 0.5
+# The loop itself was held up if it came so much later to something than it should have.
+_HELD_UP_SECONDS: Final = 0.1
+# In a row; after that it counts anyway.
+HELD_UP_TIMES: Final = 5
 _SCRUBBED: Final = 256
 
 
@@ -51,6 +55,7 @@ class Router:
         self.recorder = recorder_of(config.server)
         self.draining = False
         self.inside = 0
+        self._held_up = 0.0
         self._numbers = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
         self._going: set[asyncio.Task[None]] = set()
@@ -189,12 +194,15 @@ class Router:
     # Watching
 
     async def _watch(self, upstream: Upstream) -> None:
-        looked = 0.0
+        looked, excused = 0.0, 0
         while True:
             now = clock()
             if upstream.breaker.due(now):
                 was_open = upstream.breaker.state == "open"
                 health = await self.probe.health(upstream)
+                if health.late and await self.was_held_up(now) and (excused := excused + 1) <= HELD_UP_TIMES:
+                    continue
+                excused = 0
                 self._note_health(upstream, health)
                 if health.problem is None and (upstream.facts is None or was_open):
                     await self._learn(upstream)
@@ -202,6 +210,12 @@ class Router:
                     looked = now
                     await self._note_load(upstream)
             await asyncio.sleep(self._pause(upstream))
+
+    async def was_held_up(self, since: float) -> bool:
+        """Whether this process had too much to do, or too little of a core: then an answer that did not come in time says
+        nothing of the replica."""
+        await asyncio.sleep(_HELD_UP_SECONDS)  # a tick that was due by now has come
+        return self._held_up >= since
 
     def _pause(self, upstream: Upstream) -> float:
         return min(self.config.health_interval, 0.5) if upstream.facts is None else self.config.health_interval
@@ -299,8 +313,11 @@ class Router:
     async def _tick(self) -> None:
         """Streams that stand still, and what is left of replicas that are gone."""
         while True:
+            due = clock() + _TICK_SECONDS
             await asyncio.sleep(_TICK_SECONDS)
             now = clock()
+            if now > due + _HELD_UP_SECONDS:
+                self._held_up = now
             for upstream in list(self.upstreams.values()):
                 limit = self.config.stall_timeout
                 dead = upstream.dead and upstream.breaker.state == "open"

@@ -29,10 +29,11 @@ class Events:
 
     def feed(self, piece: bytes) -> list[Event]:
         """The events that this piece completes. Raises ReplicaFailed for one without end."""
-        data = self._rest + piece
+        data = self._rest + piece if self._rest else piece
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
-        *whole, self._rest = data.split(b"\n\n")
+        whole = data.split(b"\n\n")
+        self._rest = whole.pop()
         if len(self._rest) > _LONGEST:
             raise ReplicaFailed("the replica sent an event without end")
         return [_event(raw) for raw in whole if raw]

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from typing import Final
 from urllib.parse import quote
 
@@ -127,61 +126,62 @@ class _Stream:
 
     async def _relay(self, ticket: Ticket, response: aiohttp.ClientResponse) -> None:
         """Events from the replica to the client, to the end. Raises what a lost replica raises, or ClientGone."""
-        async with aclosing(self._events(ticket, response)) as events:
-            async for batch in events:
-                answer = self.answer
-                pieces: list[bytes] = []
-                try:
-                    for event in batch:
-                        if (piece := answer.take(event)) is not None:
-                            pieces.append(piece)
-                finally:
-                    # Also what came before an event that ends it: it counts as sent.
-                    if answer.begun and not ticket.begun:
-                        self._begin(ticket)
-                    if pieces:
-                        await self._write(response, b"".join(pieces))
-                if answer.cut:
-                    break
-                if answer.done:
-                    await _read_to_end(events)
-                    return
+        while (moved := await self._pass_on(ticket, response)) is not None:
+            response = await self._follow(moved)
         end = self.answer.end()
         if end is not None:
             await self._write(response, end)
 
-    async def _events(self, ticket: Ticket, response: aiohttp.ClientResponse) -> AsyncGenerator[list[Event], None]:
-        """What a replica sends, and what the server sends to which it moves the answer."""
-        while True:
-            moved: Event | None = None
-            live, upstream = Live(response.close, clock(), self.answer.begun), self._at or ticket.upstream
-            upstream.lives.add(live)
-            try:
-                parser = Events()
-                async for piece in response.content.iter_any():
-                    live.last = clock()
-                    batch = parser.feed(piece)
-                    moved = next((event for event in batch if event.name == MOVED), None)
-                    if moved is not None:
-                        batch = batch[: batch.index(moved)]
-                    if batch:
-                        yield batch
-                        live.begun = self.answer.begun
-                    if moved is not None:
-                        break
-                if live.aborted:
-                    raise ReplicaFailed(live.aborted)
-            except LOST as error:
-                raise ReplicaFailed(live.aborted or sentence(error)) from error
-            finally:
-                upstream.lives.discard(live)
-                if self.answer.done and moved is None:
-                    response.release()
-                else:
-                    response.close()
-            if moved is None:
-                return
-            response = await self._follow(moved)
+    async def _pass_on(self, ticket: Ticket, response: aiohttp.ClientResponse) -> Event | None:
+        """One server's events. Returns the one by which it moves the answer, if it does. Raises ReplicaFailed or ClientGone.
+
+        A coroutine and not a generator, with little between reading and writing: this is what every token costs.
+        """
+        answer, upstream = self.answer, self._at or ticket.upstream
+        live = Live(response.close, clock(), answer.begun)
+        upstream.lives.add(live)
+        events, read, moved = Events(), response.content.readany, None
+        try:
+            while not (answer.done or answer.cut or moved):
+                try:
+                    piece = await read()
+                except LOST as error:
+                    raise ReplicaFailed(live.aborted or sentence(error)) from error
+                if not piece:
+                    if live.aborted:
+                        raise ReplicaFailed(live.aborted)
+                    return None
+                live.last = clock()
+                moved = await self._take(ticket, response, events.feed(piece))
+                live.begun = answer.begun
+            if answer.done and moved is None:
+                await _read_to_end(response)
+        finally:
+            upstream.lives.discard(live)
+            if answer.done and moved is None:
+                response.release()
+            else:
+                response.close()
+        return moved
+
+    async def _take(self, ticket: Ticket, response: aiohttp.ClientResponse, batch: list[Event]) -> Event | None:
+        """What came at once, to the client at once. Returns the event by which the answer moves; nothing follows it."""
+        answer, pieces = self.answer, list[bytes]()
+        try:
+            for event in batch:
+                if event.name == MOVED:
+                    return event
+                if (piece := answer.take(event)) is not None:
+                    pieces.append(piece)
+                if answer.done or answer.cut:
+                    break
+        finally:
+            # Also what came before an event that ends it: it counts as sent.
+            if answer.begun and not ticket.begun:
+                self._begin(ticket)
+            if pieces:
+                await self._write(response, pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        return None
 
     async def _follow(self, moved: Event) -> aiohttp.ClientResponse:
         """Go on reading where the answer went. Raises ReplicaFailed."""
@@ -327,9 +327,9 @@ class _Stream:
         await self._close()
 
 
-async def _read_to_end(events: AsyncGenerator[list[Event], None]) -> None:
+async def _read_to_end(response: aiohttp.ClientResponse) -> None:
     """The end of the response follows the last event; a connection that has seen it can be used again."""
-    with contextlib.suppress(ReplicaFailed, TimeoutError):
+    with contextlib.suppress(*LOST):
         async with asyncio.timeout(_END_SECONDS):
-            async for _ in events:
+            while await response.content.readany():
                 pass
