@@ -17,31 +17,28 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from foreword.store.base import Entry, Name, StoreStatus, time_left
 from foreword.store.disk_files import (
     Files,
-    Found,
     Presence,
     Records,
-    boot_of_host,
     folder_lock,
     header_of,
     is_alive,
     is_name,
     make_folder,
-    remove_file,
-    remove_presence,
+    make_or_leave,
 )
 from foreword.store.disk_index import Index, held
-from foreword.store.disk_rows import BrokenIndex, Pending, Row, Transaction, block_id, parent_id
+from foreword.store.disk_recovery import set_aside, take_over
+from foreword.store.disk_room import Group, Room, in_groups
+from foreword.store.disk_rows import BrokenIndex, Transaction, block_id
+from foreword.store.disk_untold import Untold
 from foreword.store.frame import Frame
 
-_GROUP_FRAMES: Final = 64  # what one transaction admits: others wait while it unlinks
-_GROUP_BYTES: Final = 64 << 20
 _FLUSH_SECONDS: Final = 5.0
 _FLUSH_WAIT_SECONDS: Final = 0.02
 _OPEN_SECONDS: Final = 120.0
@@ -50,16 +47,6 @@ _CLOSE_SECONDS: Final = 1.0
 _SCAN_ROWS: Final = 1024
 
 _stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
-
-
-@dataclass(slots=True)
-class _Group:
-    """Frames admitted by one transaction, by number, and their rows. `kept`: how many others were there already."""
-
-    frames: dict[int, Frame] = field(default_factory=dict)
-    rows: list[Pending] = field(default_factory=list)
-    kept: int = 0
-    full: bool = False
 
 
 class DiskStore:
@@ -72,9 +59,6 @@ class DiskStore:
         journal: "delete" on network file systems, where SQLite's write-ahead log does not work across hosts.
 
     A call to a file system that hangs (a network mount whose server is gone) cannot be ended by a deadline.
-
-    Attributes:
-        on_evicted: called with each block that this process removes to make room, in a transaction: it must be quick.
 
     Raises:
         StoreConfigError: a size or share that makes no sense.
@@ -98,7 +82,7 @@ class DiskStore:
         self.size = size
         self.path = os.path.abspath(path)
         if not read_only:
-            _make_or_leave(self.path)
+            make_or_leave(self.path)
         self.read_only = read_only or not os.access(self.path, os.W_OK | os.X_OK)
         self._pin_limit = int(size * pin_share)
         self._files = Files(self.path)
@@ -106,8 +90,7 @@ class DiskStore:
         self._index = Index(f"{self.path}/index.sqlite", journal=journal, read_only=self.read_only)
         self._closed = False
         self._notes: Counter[str] = Counter(missing=0, buried=0, rebuilt=0)
-        self._evictions = 0
-        self.on_evicted: Callable[[Name], None] | None = None
+        self._room = Room(self._files, size, self._notes)
         self._last = StoreStatus(budget=size)
         self._presence: Presence | None = None
         self._clear()
@@ -121,11 +104,17 @@ class DiskStore:
         self._failure: StoreError | None = None
         self._lock = threading.Lock()
         self._writer = 0  # our number in the index as it is now, 0 before the first write
-        self._uses: dict[int, tuple[int, int, float]] = {}  # number -> order, hits, time, not yet in the index
-        self._order = 0
+        self._untold = Untold()
         self._flushed = time.monotonic()
-        self._written: list[Pending] = []  # whole, but the index does not know yet
-        self._dropped: list[Pending] = []  # given up, but the index does not know yet
+
+    @property
+    def on_evicted(self) -> Callable[[Name], None] | None:
+        """Called with each block that this process removes to make room, in a transaction: it must be quick."""
+        return self._room.on_evicted
+
+    @on_evicted.setter
+    def on_evicted(self, call: Callable[[Name], None] | None) -> None:
+        self._room.on_evicted = call
 
     def after_fork(self) -> None:
         """In the child: the connections, the presence and everything under way are the parent's."""
@@ -153,7 +142,7 @@ class DiskStore:
                 missing.append(name)
             lengths.append(length or 0)
         if indexed and not self.read_only:
-            self._note([name for name, length in zip(names, lengths, strict=True) if length])
+            self._untold.note([name for name, length in zip(names, lengths, strict=True) if length])
             if missing or time.monotonic() - self._flushed > _FLUSH_SECONDS:
                 self._flush(missing, min(deadline, time.monotonic() + _FLUSH_WAIT_SECONDS))
         return lengths
@@ -162,7 +151,7 @@ class DiskStore:
         """As the contract says. A block that another process or thread is writing at this moment is not counted."""
         self._ready_to_write(deadline)
         kept, full, now = 0, False, 0
-        for part in _in_groups(frames):
+        for part in in_groups(frames):
             if full:  # what is new would only make a gap
                 there = self._index.ready([block_id(one.name) for one in part], deadline)
                 kept += sum(block_id(one.name) in there for one in part)
@@ -254,7 +243,7 @@ class DiskStore:
         try:
             if not self._closed and self._index.usable():
                 blocks, size, pinned = self._index.totals(soon)
-                self._last = StoreStatus(blocks, size, self.size, pinned, self._evictions, dict(self._notes))
+                self._last = StoreStatus(blocks, size, self.size, pinned, self._room.evictions, dict(self._notes))
         except StoreError:
             return self._last
         return self._last
@@ -316,10 +305,11 @@ class DiskStore:
                 return
             self._writer = 0
             try:
-                self._take_over(deadline)
+                self._notes["buried"] += take_over(self._index, self._files, deadline)
             except BrokenIndex:
-                self._set_aside()
-                self._take_over(deadline)
+                self._notes["rebuilt"] += 1
+                set_aside(self._index.file)
+                self._notes["buried"] += take_over(self._index, self._files, deadline)
         with self._lock:
             if self._presence is not None and not self._presence.is_there():
                 self._presence.leave()
@@ -352,122 +342,20 @@ class DiskStore:
         with contextlib.suppress(StoreUnavailable):  # without an index the files speak for themselves
             self._index.open(deadline)
 
-    def _set_aside(self) -> None:
-        """A broken index, for who wants to know why; the blocks tell what was in it. Its log goes first: a new index beside an
-        old log would be given what that says."""
-        self._notes["rebuilt"] += 1
-        file = self._index.file
-        for end in ("-wal", "-shm", "-journal"):
-            remove_file(file + end)
-        try:
-            os.replace(file, file + ".broken")
-        except OSError as error:
-            raise StoreUnavailable(f"the index is broken and cannot be set aside: {error}") from error
-
-    def _take_over(self, deadline: float) -> None:
-        """Open the index, and bring it and the files together, as far as somebody may have left them apart."""
-        self._index.open(deadline)
-        host, boot = boot_of_host()
-        with self._index.write(deadline) as transaction:
-            boots = transaction.boots()
-            if boots.get(host, boot) != boot:  # the machine crashed, perhaps, and SQLite's last transactions are lost
-                transaction.check()
-                self._compare(transaction)
-            elif not boots:  # it is new, or whoever made it did not live to do this
-                self._compare(transaction)
-            transaction.note_boot(host, boot)
-            self._bury(transaction)
-
-    def _compare(self, transaction: Transaction) -> None:
-        """Look at every file: adopt sound blocks that have no row, remove other files, forget rows without a file."""
-        rows = transaction.all()
-        pending = {row.name for writer in transaction.writers() for row in transaction.unfinished(writer)}
-        whole: set[Name] = set()
-        adopted: list[Found] = []
-        for found in self._files.walk():
-            row = rows.get(found.name)
-            if found.token is not None:
-                if not is_alive(self.path, found.token):
-                    remove_file(found.path)
-            elif row is None and found.name not in pending:
-                adopted.append(found)
-            elif row is None or row.size == found.size:
-                whole.add(found.name)
-            else:
-                remove_file(found.path)
-        for row in rows.values():
-            if row.name not in whole:
-                transaction.remove(row)
-        self._adopt(transaction, adopted)
-        transaction.recount()
-
-    def _adopt(self, transaction: Transaction, files: list[Found]) -> None:
-        """Rows for files, the latest written used last."""
-        for found in sorted(files, key=lambda found: found.modified):
-            header = header_of(found)
-            if header is None or not transaction.adopt(header, found.size, transaction.tick(), found.modified):
-                remove_file(found.path)
-
-    def _bury(self, transaction: Transaction) -> None:
-        """Finish or take back what dead processes were writing."""
-        for writer, token in transaction.writers().items():
-            if writer == self._writer or is_alive(self.path, token):
-                continue
-            rows = transaction.unfinished(writer)
-            for row in rows:
-                self._files.remove(row.name, token)
-                if self._files.size(row.name) != row.size:
-                    self._files.remove(row.name)
-            transaction.finish(row for row in rows if self._files.size(row.name) == row.size)
-            transaction.drop(row for row in rows if self._files.size(row.name) != row.size)
-            self._notes["buried"] += len(rows)
-            transaction.unregister(writer)
-            remove_presence(self.path, token)
-
     # Writing
 
     @contextlib.contextmanager
     def _transaction(self, deadline: float) -> Iterator[Transaction]:
         """A transaction that begins with what the index does not know yet; if it fails, the next one begins with that."""
-        with self._lock:
-            uses, written, dropped = self._uses, self._written, self._dropped
-            self._uses, self._written, self._dropped, self._order = {}, [], [], 0
+        told = self._untold.take()
         try:
             with self._index.write(deadline) as transaction:
-                self._tell(transaction, uses, written, dropped)
+                told.tell(transaction, self._files, lambda: transaction.is_registered(self._writer, self._token()))
                 yield transaction
         except BaseException:
-            with self._lock:
-                self._written += written
-                self._dropped += dropped
+            self._untold.ended(told.written, told.dropped)
             raise
         self._flushed = time.monotonic()
-
-    def _tell(
-        self,
-        transaction: Transaction,
-        uses: dict[int, tuple[int, int, float]],
-        written: list[Pending],
-        dropped: list[Pending],
-    ) -> None:
-        if uses:
-            clock = transaction.clock
-            transaction.note((clock + order, hits, at, number) for number, (order, hits, at) in uses.items())
-            transaction.clock += max(order for order, _, _ in uses.values())
-        if not written and not dropped:
-            return
-        if transaction.is_registered(self._writer, self._token()):
-            if written:
-                transaction.finish(written)
-            if dropped:
-                transaction.drop(dropped)
-            return
-        # The index was made anew meanwhile. It found what was whole by then; other files it does not count, and they must go.
-        numbers = [row.id for row in written]
-        there = transaction.find(numbers).keys() | transaction.find_pending(numbers).keys()
-        for row in written:
-            if row.id not in there:
-                self._files.remove(row.name)
 
     def _token(self) -> str:
         with self._lock:
@@ -484,78 +372,21 @@ class DiskStore:
                 self._writer = number
             return self._writer
 
-    def _admit(self, frames: Sequence[Frame], now: int, deadline: float) -> tuple[_Group, int]:
+    def _admit(self, frames: Sequence[Frame], now: int, deadline: float) -> tuple[Group, int]:
         """Choose what of `frames` is to be written, and make room for it. `now` is the time of the whole put, 0 if it has none
         yet: nothing that was used since then is evicted."""
         token = self._token()
         writer = self._register(token, deadline)
-        group = _Group()
         with self._transaction(deadline) as transaction:
             if not transaction.is_registered(writer, token):
                 raise StoreUnavailable("the index was made anew at this moment")
             now = now or transaction.tick()
-            new = self._sort_out(transaction, frames, group, now)
-            need = 0
-            for number, one in new.items():
-                if not self._make_room(transaction, need + len(one.data), now):
-                    group.full = True
-                    break
-                need += len(one.data)
-                group.frames[number] = one
+            group = self._room.choose(transaction, frames, now, writer)
             if group.frames:
                 group.rows = transaction.add(group.frames, now, writer, time.time())
         return group, now
 
-    def _sort_out(self, transaction: Transaction, frames: Sequence[Frame], group: _Group, now: int) -> dict[int, Frame]:
-        """The frames that have to be written, by number. What is there is counted and noted as used, and so is what the others
-        hang on."""
-        numbers = [block_id(one.name) for one in frames]
-        pending = transaction.find_pending(numbers)
-        if any(row.writer != self._writer for row in pending.values()):
-            self._bury(transaction)
-            pending = transaction.find_pending(numbers)
-        rows = transaction.find(numbers)
-        new: dict[int, Frame] = {}
-        for number, one in zip(numbers, frames, strict=True):
-            row = rows.get(number)
-            if row is not None and self._files.size(row.name) == row.size:
-                group.kept += row.name == one.name
-                continue
-            if row is not None:
-                self._discard(transaction, row)
-                del rows[number]
-            if number in new:
-                group.kept += new[number].name == one.name
-            elif number not in pending and len(one.data) <= self.size and is_name(one.name):
-                new[number] = one
-        transaction.touch(rows.keys() | {parent_id(one) for one in new.values()} - new.keys(), now)
-        return new
-
-    def _discard(self, transaction: Transaction, row: Row) -> None:
-        """A row whose file is gone, or not as long as it was."""
-        self._files.remove(row.name)
-        transaction.remove(row)
-        self._notes["missing"] += 1
-
-    def _make_room(self, transaction: Transaction, need: int, now: int) -> bool:
-        """Evict until `need` more bytes keep to the budget; False if that cannot be."""
-        searched = False
-        while transaction.bytes + need > self.size:
-            row = transaction.victim(now)
-            if row is not None:
-                self._files.remove(row.name)
-                transaction.remove(row)
-                self._evictions += 1
-                if self.on_evicted is not None:
-                    self.on_evicted(row.name)
-            elif searched:
-                return False
-            else:
-                self._bury(transaction)
-                searched = True
-        return True
-
-    def _write(self, group: _Group, deadline: float) -> int:
+    def _write(self, group: Group, deadline: float) -> int:
         """Write files and make them visible. Returns how many."""
         if not group.rows:
             return 0
@@ -567,26 +398,12 @@ class DiskStore:
                 self._files.write(row.name, one.data, token)
                 written += 1
         finally:
-            with self._lock:
-                self._written += group.rows[:written]
-                self._dropped += group.rows[written:]
+            self._untold.ended(group.rows[:written], group.rows[written:])
             with self._transaction(max(deadline, time.monotonic() + _SETTLE_SECONDS)):
                 pass
         return written
 
     # Reading
-
-    def _note(self, names: Sequence[Name]) -> None:
-        """Remember uses; the next transaction tells the index."""
-        if not names:
-            return
-        clock = time.time()
-        with self._lock:
-            self._order += 1
-            for name in names:
-                number = block_id(name)
-                _, hits, _ = self._uses.get(number, (0, 0, 0.0))
-                self._uses[number] = (self._order, hits + 1, clock)
 
     def _flush(self, missing: Sequence[Name], deadline: float) -> None:
         """Forget blocks whose file was found missing, and tell the index of uses if that was long ago. Nobody waits for it: it
@@ -600,29 +417,7 @@ class DiskStore:
             with self._transaction(deadline) as transaction:
                 for row in transaction.find(listed).values():
                     if self._files.size(row.name) < 0:
-                        self._discard(transaction, row)
-
-
-def _in_groups(frames: Sequence[Frame]) -> Iterator[list[Frame]]:
-    """Runs of frames, none longer than one transaction should admit."""
-    group: list[Frame] = []
-    size = 0
-    for one in frames:
-        if group and (len(group) == _GROUP_FRAMES or size + len(one.data) > _GROUP_BYTES):
-            yield group
-            group, size = [], 0
-        group.append(one)
-        size += len(one.data)
-    if group:
-        yield group
-
-
-def _make_or_leave(path: str) -> None:
-    """Make the folder; one that is there already may be one that cannot be written. Raises StoreUnavailable."""
-    try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise StoreUnavailable(f"the folder {path} cannot be made: {error}") from error
+                        self._room.discard(transaction, row)
 
 
 def _after_fork() -> None:

@@ -186,6 +186,14 @@ def header_of(found: Found) -> Header | None:
     return header if header.name == found.name and HEADER_BYTES + header.length == found.size else None
 
 
+def make_or_leave(path: str) -> None:
+    """Make the folder; one that is there already may be one that cannot be written. Raises StoreUnavailable."""
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StoreUnavailable(f"the folder {path} cannot be made: {error}") from error
+
+
 def make_folder(path: str) -> None:
     """With its parents. Raises StoreError."""
     try:

@@ -21,7 +21,7 @@ import pytest
 from processes import go_on, in_child, kill, pause, start, wait
 
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
-from foreword.store import disk
+from foreword.store import disk_recovery
 from foreword.store.disk import DiskStore
 from foreword.store.frame import HEADER_BYTES, Frame, check
 from foreword.testing import (
@@ -115,9 +115,14 @@ def test_killed_beside_another_process(tmp_path: Path) -> None:
     chains = branches(4)
     draw = random.Random(2)
     with closing(DiskStore(tmp_path, BUDGET)) as store:
-        for number in range(60):
-            child = start(lambda number=number: write_for_ever(tmp_path, chains, number))
-            time.sleep(draw.uniform(0.002, 0.03))
+        rounds = 0
+        while (
+            rounds < 60 or not store.status().notes["buried"]
+        ):  # on a busy machine the first ones die before they write
+            rounds += 1
+            assert rounds < 1000
+            child = start(lambda number=rounds: write_for_ever(tmp_path, chains, number))
+            time.sleep(draw.uniform(0.002, 0.03) * max(1.0, rounds / 60))
             assert kill(child) == -signal.SIGKILL
             assert sum(on_disk(tmp_path).values()) <= BUDGET
             chain = draw.choice(chains)
@@ -125,7 +130,6 @@ def test_killed_beside_another_process(tmp_path: Path) -> None:
             assert read(store, chain) == whole(chain)
         assert store.put(make_frames(700, 10, PAYLOAD), deadline=soon()) == 10
         assert_sound(store, tmp_path, [*chains, make_frames(700, 10, PAYLOAD)])
-        assert store.status().notes["buried"] > 0
 
 
 @pytest.mark.parametrize("call", ["open", "write", "rename", "unlink", "stat"])
@@ -606,10 +610,10 @@ def test_after_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.Monkey
     file_of(tmp_path, frames[39]).unlink()
     half = file_of(tmp_path, frames[5]).with_name(frames[5].header.key.hex() + ".host-1-abc")
     half.write_bytes(b"half")
-    monkeypatch.setattr(disk, "boot_of_host", lambda: ("this host", "first"))
+    monkeypatch.setattr(disk_recovery, "boot_of_host", lambda: ("this host", "first"))
     DiskStore(tmp_path, 1 << 20).close()
     assert half.exists(), "without a crash no folder is searched"
-    monkeypatch.setattr(disk, "boot_of_host", lambda: ("this host", "second"))
+    monkeypatch.setattr(disk_recovery, "boot_of_host", lambda: ("this host", "second"))
     with closing(DiskStore(tmp_path, 1 << 20)) as store:
         assert present(store, lost) == [True, True, False]
         assert [number for number, held in enumerate(present(store, frames)) if not held] == [7, 39]
