@@ -7,16 +7,17 @@ runs of keys are cut where there would be too few items for the threads.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from foreword.engine.attention_plan import group_decodes
-from foreword.engine.kernels.native import TYPES, Kernels, Layer, Plan
+from foreword.engine.kernels.native import TYPES, Decoder, Kernels, Layer, Plan, Step
 from foreword.engine.paged_layers import PagedLayer
 from foreword.engine.sequence import Chunk
 
@@ -96,6 +97,7 @@ class NativeAttention:
         self.block_size = block_size
         self._layers = layers
         self._structs: dict[tuple[int, int], Layer] = {}
+        self._decoders: dict[int, Decoder] = {}
 
     def takes(self, paged: PagedLayer, query: Tensor) -> bool:
         """Whether the kernels know its dtype and sizes: bfloat16 keys come in pairs."""
@@ -122,6 +124,17 @@ class NativeAttention:
         struct.softcap = softcap or 0.0
         return struct
 
+    def decoder(self, number: int, heads: int, make: Callable[[Layer], Decoder]) -> Decoder:
+        """The decoder layer over these paged tensors, made when it is first asked for."""
+        struct = self._decoders.get(number)
+        if struct is None:
+            struct = self._decoders[number] = make(self.layer(number, heads, 1.0, None))
+        return struct
+
+    def forget(self, number: int) -> None:
+        """Make the decoder layer anew when it is next asked for."""
+        self._decoders.pop(number, None)
+
 
 class NativeStep:
     """The attention of one step. `slots` are where its tokens' K and V go, -1 for those that lie there already."""
@@ -135,7 +148,9 @@ class NativeStep:
         *,
         share: bool,
     ) -> None:
-        self._native = native
+        self.native = native
+        self._steps: dict[tuple[int, ...], Step] = {}
+        self._buffers: list[Tensor] = []
         self._prefills = prefills
         self._decodes = decodes
         self._share = share
@@ -166,7 +181,7 @@ class NativeStep:
         sinks: Tensor | None,
     ) -> Tensor:
         """As `StepAttention.attend`, after the step's K and V were written; the result is `[T, heads, value_dim]`."""
-        native = self._native
+        native = self.native
         heads = query.shape[1]
         layer = native.layer(number, heads, scale, softcap)
         value_dim = int(layer.value_dim)
@@ -184,8 +199,37 @@ class NativeStep:
             key = key.contiguous()
         if value.stride(3) != 1:
             value = value.contiguous()
-        native = self._native
+        native = self.native
         native.kernels.write(native.layer(number, heads, 1.0, None), self.slots, key, value)
+
+    def decode(self, decoder: Decoder, x: Tensor, cosines: Tensor, sines: Tensor, window: int | None) -> Tensor:
+        """A whole decoder layer: `x` `[1, T, hidden]` to the same shape; K and V go into their slots."""
+        widths = (decoder.hidden, decoder.qkv.outputs, decoder.output.inputs, decoder.gate_up.outputs)
+        step = self._steps.get(widths)
+        if step is None:
+            step = self._steps[widths] = self._make_step(decoder, x)
+        step.plan = ctypes.pointer(self.plan(window, decoder.layer).struct)
+        out = torch.empty_like(x)
+        step.cosines, step.sines = cosines.data_ptr(), sines.data_ptr()
+        step.x, step.out = x.data_ptr(), out.data_ptr()
+        self.native.kernels.decode(TYPES[x.dtype], decoder, step)
+        return out
+
+    def _make_step(self, decoder: Decoder, x: Tensor) -> Step:
+        """Memory for what a layer computes on its way; the same for all layers of one size."""
+        tokens, hidden = x.shape[1:]
+        widths = {
+            "normed": hidden,
+            "qkv": decoder.qkv.outputs,
+            "attended": decoder.output.inputs,
+            "between": hidden,
+            "gate_up": decoder.gate_up.outputs,
+            "inner": decoder.inner,
+        }
+        buffers = [x.new_empty(tokens * width) for width in widths.values()]
+        places = dict(zip(widths, (buffer.data_ptr() for buffer in buffers), strict=True))
+        self._buffers += buffers
+        return Step(slots=self.slots, tokens=tokens, **places)
 
     def plan(self, window: int | None, layer: Layer) -> StepPlan:
         """The tasks of layers with this window and these heads."""
@@ -197,7 +241,7 @@ class NativeStep:
             # The longest first: the last ones to be taken are short.
             tasks.sort(key=lambda task: -task.cost)
             floats = layer.kv_heads * layer.group * (layer.value_dim + 1)
-            found = self._plans[key] = StepPlan(tasks, self._tables, window, self._native.block_size, floats)
+            found = self._plans[key] = StepPlan(tasks, self._tables, window, self.native.block_size, floats)
         return found
 
     def _prefill_tasks(self, window: int | None, group: int) -> list[_Task]:
@@ -215,7 +259,7 @@ class NativeStep:
 
     def _decode_tasks(self, window: int | None) -> list[_Task]:
         tasks = []
-        for group in group_decodes(self._decodes, window, self._native.block_size, share=self._share):
+        for group in group_decodes(self._decodes, window, self.native.block_size, share=self._share):
             if group.shared:
                 tasks.append(_Task(group.rows, self._starts[id(group.chunks[0])], 0, group.shared, -1, whole=False))
             for row, chunk in zip(group.rows, group.chunks, strict=True):

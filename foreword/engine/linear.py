@@ -23,6 +23,8 @@ from torch.nn import functional
 from foreword.engine.kernels.native import Kernels, PackedProduct
 
 GEMV_ROWS = 2
+# Of the length of a product's rows.
+_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 def has_bfloat16_units() -> bool:
@@ -144,7 +146,9 @@ def product_of(layers: Sequence[nn.Linear], kernels: Kernels | None) -> Shared:
     first = layers[0].weight
     # A word of the kernels holds two numbers of bfloat16.
     if kernels is not None and kernels.multiplies(first.dtype) and first.shape[1] % 2 == 0:
-        return Shared(layers, NativeProduct(layers, kernels))
+        product = NativeProduct(layers, kernels)
+        if _is_product(product, layers):
+            return Shared(layers, product)
     return Shared(layers, _OneDnnProduct(layers))
 
 
@@ -169,6 +173,17 @@ class NativeProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._kernels.multiply(self.packed, x)
+
+
+@torch.inference_mode()
+def _is_product(product: NativeProduct, layers: Sequence[nn.Linear]) -> bool:
+    """Whether random rows times the packed weights are what the layers make of them: the engine's check of the whole model
+    compares two passes that both multiply by packed weights."""
+    first = layers[0].weight
+    x = torch.randn(2, first.shape[1], generator=torch.Generator().manual_seed(0)).to(first.dtype)
+    expected = torch.cat([functional.linear(x, layer.weight, layer.bias) for layer in layers], dim=-1).float()
+    error = torch.linalg.vector_norm(product(x).float() - expected)
+    return bool(error <= _ROUNDING[first.dtype] * torch.linalg.vector_norm(expected))
 
 
 class _OneDnnProduct:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from foreword.blocks import PrefixCache
 from foreword.config import EngineConfig, parse_bytes
-from foreword.engine import attention, linear
+from foreword.engine import attention, decoder, linear
 from foreword.engine.attention import LayerShape, Recorder
 from foreword.engine.kernels import native
 from foreword.engine.kernels.build import CannotBuild
@@ -92,6 +92,8 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     layers = _layers(model, settings)
     kernels = open_kernels(config, dtype, device, progress)
     _pack(model, config, device, kernels, progress)
+    if kernels is not None:
+        decoder.fuse(model, layers, kernels, int(model.get_output_embeddings().weight.shape[0]))
     text = settings.get_text_config()
     return LoadedModel(
         model=model,
@@ -377,7 +379,7 @@ def _own_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
     model = loaded.model
     model.set_attn_implementation("eager")
     try:
-        with torch.inference_mode(), linear.unpatched(model):
+        with torch.inference_mode():
             output = model(input_ids=torch.tensor([tokens], device=loaded.device), use_cache=False)
     finally:
         model.set_attn_implementation(attention.NAME)

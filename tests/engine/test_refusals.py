@@ -159,7 +159,8 @@ FAULTS: dict[str, tuple[str, dict[str, Callable[[Any], Any]]]] = {
 def test_self_check(fault: str, dtype: str, folder: Callable[[str], Path], crooked: Callable[..., None]) -> None:
     """The comparison at start catches attention that is a little wrong, and passes the right one."""
     family, wrong = FAULTS[fault]
-    loaded = load_model(EngineConfig(model=str(folder(family)), dtype=dtype))
+    # With PyTorch's operators, since layers that the kernels compute whole do not come to the interface.
+    loaded = load_model(EngineConfig(model=str(folder(family)), dtype=dtype, kernels="torch"))
     assert self_check(loaded, 4) < (1e-4 if dtype == "float32" else 0.1)
     if dtype == "bfloat16" and fault == "scale":
         return  # as large as bfloat16's rounding in a model with such sharp attention
