@@ -25,6 +25,7 @@ from typing import Final
 from foreword.blocks.layout import Layout
 from foreword.errors import StoreError
 from foreword.staging import Slots, Staging
+from foreword.store.background import spread
 from foreword.store.base import Name
 from foreword.store.frame import RAW, Header
 from foreword.store.tiered import Found, Rate, TieredStore
@@ -32,8 +33,8 @@ from foreword.write_behind import WRITE_BLOCKS, WRITE_WITHIN, WriteBehind
 
 _GROUP_BYTES: Final = 8 << 20
 _PROBE_BYTES: Final = 1 << 20
-# Of the time that computing would take, the part that the first bytes of an unknown store may take.
-_PATIENCE: Final = 0.1
+# Of the time that computing would take, the part that a search, and the first bytes of an unknown store, may take.
+PATIENCE: Final = 0.1
 _SHORTEST_PATIENCE: Final = 0.05
 
 
@@ -130,7 +131,8 @@ class BlockCache:
         store: the tiers.
         staging: at least four slots. Half of them are the queue of writes, half are for loads.
         layout: of the engine's blocks.
-        lookup_timeout: seconds that a request may wait for the search.
+        lookup_timeout: seconds that a request may wait for the search, or a tenth of what computing the blocks takes, if
+            that is more.
         load_timeout: seconds that a load may take, if computing takes longer still.
         on_change: called from other threads when a ticket changed: wakes the engine.
     """
@@ -158,9 +160,9 @@ class BlockCache:
         self._writes = WriteBehind(store, staging)
         self._lookup_timeout = lookup_timeout
         self._load_timeout = load_timeout
-        self._finders = ThreadPoolExecutor(loaders, "foreword-find")
-        self._loaders = ThreadPoolExecutor(loaders, "foreword-load")
-        self._control = ThreadPoolExecutor(1, "foreword-control")
+        self._finders = ThreadPoolExecutor(loaders, "foreword-find", spread)
+        self._loaders = ThreadPoolExecutor(loaders, "foreword-load", spread)
+        self._control = ThreadPoolExecutor(1, "foreword-control", spread)
         self._changed = threading.Condition()
         self.changes = 0
         self._dropped = 0
@@ -171,7 +173,9 @@ class BlockCache:
 
     def find(self, keys: Sequence[bytes]) -> Ticket:
         """Search the store for a chain's blocks; the ticket's `places` is set when that is known, or at its deadline."""
-        ticket = Ticket([self._fingerprint + key for key in keys], time.monotonic() + self._lookup_timeout)
+        compute = (self._seconds_per_token() or 0.0) * len(keys) * self.layout.block_size
+        patience = max(self._lookup_timeout, PATIENCE * compute)
+        ticket = Ticket([self._fingerprint + key for key in keys], time.monotonic() + patience)
 
         def search() -> None:
             ticket.places = self.store.locate(ticket.names, deadline=ticket.deadline)
@@ -235,7 +239,7 @@ class BlockCache:
             known = done > 0 or self._rate_known(ticket, ticket.skip)
             size = _GROUP_BYTES if known else _PROBE_BYTES
             count = min(max(size // frame_bytes, 1), ticket.asked - done, self._staging.slots // 4 or 1)
-            patience = max(_PATIENCE * compute, _SHORTEST_PATIENCE)
+            patience = max(PATIENCE * compute, _SHORTEST_PATIENCE)
             deadline = ticket.deadline if done else min(ticket.deadline, time.monotonic() + patience)
             slots = self._room(self._loading_slots, count) or self._loading_slots.wait_for(count, deadline)
             if slots is None:

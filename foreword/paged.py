@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +48,9 @@ class Staging:
     is not the CPU.
 
     Copies by whole runs: blocks in a row that go to slots in a row are one copy per tensor. Two threads may copy at once,
-    for different blocks and slots.
+    for different blocks and slots. On a CPU the calling thread copies alone, by numpy: torch would give each thread that
+    copies a team of OpenMP threads of its own, which take the cores from the team that computes, and the copy is bound by
+    memory anyway.
 
     Args:
         tensors: `[num_blocks, ...]` each, contiguous; a payload is their bytes of one block, in this order.
@@ -63,7 +66,11 @@ class Staging:
         arena = torch.empty(slots, stride, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
         self._bytes = memoryview(cast(Any, arena.numpy())).cast("B")
         self._stride = stride
-        self._parts = list(_pair(tensors, arena))
+        self._parts: list[tuple[Any, Any]] = list(_pair(tensors, arena))
+        self._copy: Callable[[Any, Any], object] = _copy_on_device
+        if self.device.type == "cpu":
+            self._parts = [(paged.numpy(), staged.numpy()) for paged, staged in self._parts]
+            self._copy = np.copyto
 
     def buffer(self, slot: int) -> memoryview:
         """The slot's memory, `frame_bytes` long."""
@@ -75,7 +82,7 @@ class Staging:
         """Copy device blocks into the payloads of slots. When it returns, the blocks may change."""
         for block, slot, count in _runs(blocks, slots):
             for paged, staged in self._parts:
-                staged[slot : slot + count].copy_(paged[block : block + count], non_blocking=True)
+                self._copy(staged[slot : slot + count], paged[block : block + count])
         self._settle()
 
     @torch.inference_mode()
@@ -83,12 +90,16 @@ class Staging:
         """Copy payloads into device blocks. When it returns, the blocks hold them."""
         for block, slot, count in _runs(blocks, slots):
             for paged, staged in self._parts:
-                paged[block : block + count].copy_(staged[slot : slot + count], non_blocking=True)
+                self._copy(paged[block : block + count], staged[slot : slot + count])
         self._settle()
 
     def _settle(self) -> None:
         if self.device.type == "cuda":  # pragma: no cover - needs a GPU
             torch.cuda.current_stream(self.device).synchronize()
+
+
+def _copy_on_device(into: Tensor, source: Tensor) -> None:
+    into.copy_(source, non_blocking=True)
 
 
 def _pair(tensors: Sequence[Tensor], arena: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

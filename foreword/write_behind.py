@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from foreword.staging import Slots, Staging
-from foreword.store.background import step_back
+from foreword.store.background import spread, step_back
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.tiered import TieredStore
 
@@ -148,6 +148,7 @@ class WriteBehind:
             thread.join(0.5)
 
     def _run(self, tier: int) -> None:
+        spread()
         step_back(_WRITE_NICE)
         while (taken := self._take(tier)) is not None:
             frames = [frame for _, batch in taken for frame in self._sealed(batch)]

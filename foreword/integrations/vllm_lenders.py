@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from foreword.errors import ConfigError, TransferError, TransferTimeout
 from foreword.integrations.vllm_peers import Unwritten
 from foreword.integrations.vllm_plan import Lender
+from foreword.store.background import spread
 from foreword.store.base import Name
 from foreword.store.tiered import Tier
 from foreword.transfer.connection import Connection
@@ -68,7 +69,7 @@ class Lenders(Unwritten):
         self._lock = threading.Lock()
         self._loans: dict[Name, list[Loan]] = {}
         self._tiers: OrderedDict[str, Tier] = OrderedDict()
-        self._pool = ThreadPoolExecutor(_OPENERS, "foreword-lenders")
+        self._pool = ThreadPoolExecutor(_OPENERS, "foreword-lenders", spread)
 
     def open(self, lender: Lender, names: Sequence[Name], then: Callable[[], None]) -> Loan:
         """Begin to borrow; `then` is called, from another thread, when what can be read can be read, be it nothing."""

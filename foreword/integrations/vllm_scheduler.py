@@ -17,7 +17,7 @@ from foreword.integrations.vllm_facts import NULL_BLOCK, Facts, Settings
 from foreword.integrations.vllm_handover import Handover
 from foreword.integrations.vllm_plan import Load, Save, StepPlan, WorkerAddress, WorkerNews
 from foreword.integrations.vllm_search import Search
-from foreword.integrations.vllm_worker import LENDERS, WorkerSide, worker_of
+from foreword.integrations.vllm_worker import LENDERS, MEASURED_TOKENS, WorkerSide, worker_of
 from foreword.store.urls import parse
 
 _SALT = b"vllm\x00"
@@ -58,6 +58,7 @@ class SchedulerSide:
         self._loading: dict[str, Load] = {}
         self._epoch = b""
         self._news_until = 0.0
+        self._step = (0, 0.0)  # tokens of the last one, and when it was planned
         self._worker: WorkerSide | None = worker_of(engine)
         self._own = None if self._worker is not None else Search(facts, settings)
         cache = self._worker.cache if self._worker is not None else None
@@ -189,6 +190,7 @@ class SchedulerSide:
         """What the workers are to do in this step."""
         loads, self._to_load = self._to_load, []
         plan = StepPlan(loads, [], output.total_num_scheduled_tokens)
+        self._step = (plan.tokens, time.monotonic())
         state = output.kv_connector_block_state
         self._handover.withdraw(output.preempted_req_ids or ())
         for request_id, count in output.num_scheduled_tokens.items():
@@ -228,6 +230,9 @@ class SchedulerSide:
 
         vLLM computes what did not come, so it has to be saved; and it may ask again, for what will not come this time either.
         """
+        tokens, began = self._step
+        if self._own is not None and tokens >= MEASURED_TOKENS:
+            self._own.prefill_seconds.note(tokens, time.monotonic() - began)
         invalid, failed = output.invalid_block_ids or set(), getattr(output, "failed_recving", None) or set()
         for request_id, load in self._loading.items() if invalid or failed else ():
             lost = [i for i, block in enumerate(load.blocks) if block in invalid]

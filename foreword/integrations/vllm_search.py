@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
-from foreword.cache import Ticket
+from foreword.cache import PATIENCE, Ticket
 from foreword.config import TransferConfig
 from foreword.integrations.vllm_facts import Facts, Settings
 from foreword.integrations.vllm_peers import ByRank, open_tiers, searched_peers, worker_memory
 from foreword.store.base import Store
+from foreword.store.tiered import Rate
 from foreword.store.urls import StoreUrl
 
 
@@ -27,6 +28,8 @@ class Search:
         above = {"memory": self._open_memory, "peer": searched_peers(transfer, layouts)}
         self.store = open_tiers(settings.store.urls, None, above)
         self._timeout = settings.store.lookup_timeout
+        self._block_size = facts.block_size
+        self.prefill_seconds = Rate()
         self._finders = ThreadPoolExecutor(4, "foreword-find")
 
     def _open_memory(self, place: StoreUrl, _: Layout | None) -> Store:
@@ -44,7 +47,8 @@ class Search:
             )
 
     def find(self, keys: Sequence[bytes]) -> Ticket:
-        ticket = Ticket([self._fingerprints[0] + key for key in keys], time.monotonic() + self._timeout)
+        names = [self._fingerprints[0] + key for key in keys]
+        ticket = Ticket(names, time.monotonic() + self._patience(len(keys)))
 
         def search() -> None:
             found: list[list[int]] = []
@@ -55,6 +59,11 @@ class Search:
 
         self._finders.submit(search)
         return ticket
+
+    def _patience(self, blocks: int) -> float:
+        """Seconds that a search may take: as `BlockCache` has it."""
+        speed = self.prefill_seconds.value
+        return max(self._timeout, PATIENCE * blocks * self._block_size / speed) if speed else self._timeout
 
     def worth_loading(self, ticket: Ticket, skip: int, tokens: int) -> int:
         """All that was found: how fast the tiers are is known to the workers only."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -23,6 +27,7 @@ from foreword.integrations.vllm_peers import open_tiers, peers_of
 from foreword.integrations.vllm_plan import Load, StepPlan, WorkerAddress, WorkerNews
 from foreword.integrations.vllm_transfer import PeersDoor, SchedulersDoor, address_of, for_rank
 from foreword.paged import Staging
+from foreword.store.background import spread, spread_over
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.tiered import Tier, TieredStore
@@ -31,7 +36,8 @@ from foreword.store.urls import parse
 logger = logging.getLogger(__name__)
 
 _FEWEST_SLOTS = 16
-_MEASURED_TOKENS = 64
+# Steps of fewer tokens tell little of how fast vLLM computes prompts.
+MEASURED_TOKENS = 64
 _REST_SECONDS = 0.005
 # While nothing is loaded and blocks are only kept for others; a request that comes meanwhile waits as long at most.
 _LONGEST_REST = 0.025
@@ -72,6 +78,14 @@ class WorkerSide:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """vLLM's tensors are there: open the stores. Raises ModelUnsupported for an arrangement that is not known."""
+        if all(cache.device.type == "cpu" for cache in kv_caches.values()):
+            spread_over(_cores_of_parent())
+        with ThreadPoolExecutor(
+            1, "foreword-open", spread
+        ) as opener:  # threads that are started there inherit its cores
+            opener.submit(self._open, kv_caches).result()
+
+    def _open(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         rank = get_tensor_model_parallel_rank() if self._facts.ranks > 1 else 0
@@ -188,7 +202,7 @@ class WorkerSide:
         assert self.cache is not None
         if plan.tokens:
             self._rests = 0
-        if plan.tokens >= _MEASURED_TOKENS:
+        if plan.tokens >= MEASURED_TOKENS:
             self.cache.prefill_seconds.note(plan.tokens, time.monotonic() - self.step_began)
         for save in plan.saves:
             self.cache.save(save.keys, save.parent, save.depth, save.blocks)
@@ -244,6 +258,20 @@ class WorkerSide:
             with _workers_lock:
                 _workers.pop(self._engine, None)
             self.cache.close(self._settings.store.flush_seconds)
+
+
+def _cores_of_parent() -> set[int]:
+    """Where the process may run that started this one, as vLLM's engine starts its workers; none if this is no such process.
+
+    On CPUs vLLM binds each thread of a worker that computes to a core, the worker's first thread among them.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None or sys.platform != "linux":
+        return set()
+    try:
+        return os.sched_getaffinity(parent.pid) | os.sched_getaffinity(0)
+    except OSError:
+        return set()
 
 
 def _label(word: str, store: TieredStore) -> str:

@@ -6,6 +6,9 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterable
+
+_cores: frozenset[int] = frozenset()
 
 
 def step_back(nice: int) -> None:
@@ -17,3 +20,21 @@ def step_back(nice: int) -> None:
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
+
+
+def spread_over(cores: Iterable[int]) -> None:
+    """Cores for those of this process's background threads that begin from now on (`spread`).
+
+    For processes whose computing thread is bound to a core, as OpenMP binds it under vLLM: threads inherit the binding of the
+    thread that starts them, and would take turns with it there.
+    """
+    global _cores
+    _cores = frozenset(cores)
+
+
+def spread() -> None:
+    """Let the calling thread run on the cores of `spread_over`; nothing happens if none were given, or not on Linux. Threads
+    that it starts inherit it."""
+    if _cores and sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, _cores)

@@ -80,7 +80,14 @@ def test_small_memory_and_many_prompts(model: Path, tmp_path: Path) -> None:
     store as it does alone; answers are kept too."""
     asked = prompts(5, [180, 170, 160, 150, 140, 130])
     alone = vllm(model, None, [asked, asked], max_tokens=40)["rounds"]
-    found = vllm(model, ["memory://?size=64MiB", disk(tmp_path)], [asked, asked], max_tokens=40, kv_bytes=3 << 19)
+    found = vllm(
+        model,
+        ["memory://?size=64MiB", disk(tmp_path)],
+        [asked, asked],
+        max_tokens=40,
+        kv_bytes=3 << 19,
+        connector="ForewordConnector",
+    )
     for mine, theirs in zip(found["rounds"], alone, strict=True):
         assert answers(mine) == answers(theirs)
     assert found["status"]["loaded"] > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_process import BLOCK, answers, disk, make_model, needs_vllm, prompts, run
+from vllm_process import BLOCK, Told, answers, disk, make_model, needs_vllm, prompts, run
 
 from foreword.store.frame import Header, read_header
 from foreword.store.urls import open_store
@@ -16,9 +16,10 @@ from foreword.testing import soon
 pytestmark = needs_vllm
 
 ASKED = prompts(31, [100, 200, 256])
+OTHERS = prompts(32, [128, 210])
 BLOCKS = sum(len(prompt) // BLOCK for prompt in ASKED)
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-PATIENT = {"lookup_timeout": 5.0}  # a loaded machine
+COUNTED = {**RANKS, "disable_log_stats": False}
 CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 HITS = [len(prompt) // BLOCK * BLOCK for prompt in ASKED]
 
@@ -29,7 +30,6 @@ def two_ranks(model: Path, store: list[str] | None, folder: Path, rounds: int) -
         "store": store,
         "rounds": [ASKED] * rounds,
         "llm": RANKS,
-        "extra": PATIENT,
         "files": str(folder),
         "counts": [2 * BLOCKS] * rounds,
     }
@@ -85,12 +85,33 @@ def test_two_ranks(model: Path, tmp_path: Path) -> None:
     assert [one["cached"] for one in second] == [BLOCK, BLOCK, HITS[2]]
 
 
-def test_memory_of_two_ranks(model: Path, tmp_path: Path) -> None:
-    """Each rank has a memory tier of its own, which the scheduler, in another process, finds: what vLLM forgot is loaded."""
+def test_memory_and_handing_over(model: Path, tmp_path: Path) -> None:
+    """Each rank has a memory tier of its own, which the scheduler, in another process, finds: what vLLM forgot is loaded. What
+    it computes for another vLLM of two ranks, each rank reads from its like, and the leases end on both; the answers are
+    the same."""
     tiers = ["memory://?size=64MiB", disk(tmp_path)]
-    job: dict[str, Any] = {"model": str(model), "store": tiers, "rounds": [ASKED] * 2, "extra": PATIENT}
-    job["llm"] = {**RANKS, "disable_log_stats": False}
-    found = run("vllm_script.py", {**job, "files": str(tmp_path), "counts": [2 * BLOCKS] * 2}, **CORES)
-    assert answers(found["rounds"][1]) == answers(found["rounds"][0])
-    assert [one["cached"] for one in found["rounds"][1]] == HITS
-    assert found["loaded"] == {"memory": 2 * BLOCKS}
+    both = Told(tmp_path / "both.log", CORES, model, tiers, extra={"transfer": {}}, llm=COUNTED)
+    second = Told(tmp_path / "second.log", CORES, model, [], role="kv_consumer", llm=COUNTED)
+    try:
+        both.ready()
+        computed = [both.ask(prompt)["tokens"] for prompt in ASKED]
+        both.tell("forget_written", folder=str(tmp_path), count=2 * BLOCKS)
+        again = [both.ask(prompt) for prompt in ASKED]
+        assert [one["tokens"] for one in again] == computed and [one["cached"] for one in again] == HITS
+        assert both.tell("state")["loaded"] == {"memory": 2 * BLOCKS}
+        second.ready()
+        free = both.tell("state")["free"]
+        for prompt in OTHERS:
+            params = both.prefill(prompt)
+            assert len(params["foreword"]["addresses"]) == 2
+            tokens = second.ask(prompt, params)["tokens"]
+            assert both.tell("idle")["free"] == free
+            second.tell("forget")
+            assert second.ask(prompt)["tokens"] == tokens
+        found = both.tell("state")
+        assert (found["leases"], found["leases_unread"]) == (2 * len(OTHERS), 0)
+        assert found["lent_blocks"] + found["shared_blocks"] == 2 * sum(len(prompt) // BLOCK for prompt in OTHERS)
+        assert second.tell("state")["loaded"] == {"prefill": found["lent_blocks"] + found["shared_blocks"]}
+    finally:
+        both.end()
+        second.end()

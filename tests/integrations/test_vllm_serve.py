@@ -154,10 +154,10 @@ def start(model: Path, folder: Path, core: int, key: str | None) -> Server:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     transfer = {
-        "kv_connector": "ForewordConnector",
-        "kv_connector_module_path": "foreword.integrations.vllm",
+        "kv_connector": "PatientConnector",
+        "kv_connector_module_path": "vllm_patient",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"store": [f"disk://{folder}/kv?size=256MiB"], "lookup_timeout": 5.0},
+        "kv_connector_extra_config": {"store": [f"disk://{folder}/kv?size=256MiB"], "lookup_timeout": 60.0},
     }
     command = [
         PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny",
@@ -168,7 +168,7 @@ def start(model: Path, folder: Path, core: int, key: str | None) -> Server:
     ]  # fmt: skip
     environment = {
         **os.environ,
-        "PYTHONPATH": str(CHECKOUT),
+        "PYTHONPATH": f"{CHECKOUT}:{Path(__file__).parent}",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
         "VLLM_NO_USAGE_STATS": "1",

@@ -3,96 +3,27 @@ FOREWORD_VLLM_PYTHON, as test_vllm.py does; skipped without. Starting one takes 
 
 from __future__ import annotations
 
-import contextlib
 import glob
-import json
 import math
 import os
-import queue
-import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_process import BLOCK, CHECKOUT, PYTHON, make_model, needs_vllm, prompts, vllm
+from vllm_process import BLOCK, Told, make_model, needs_vllm, prompts, vllm
 
 pytestmark = needs_vllm
 
 SECRET = "a secret of the right length for tests"
 ENVIRONMENT = {"FOREWORD_TEST_SECRET": SECRET, "FOREWORD_OTHER_SECRET": SECRET[::-1]}
 TRANSFER = {"secret_env": "FOREWORD_TEST_SECRET"}
-PREFILL = {"do_remote_decode": True}
-WITHIN = 240.0
 PROMPTS = prompts(71, [200, 20, 128, 140, 170, 180, 150, 160])
 LONG, SHORT, EXACT, AGAIN, REFUSED, OTHER, DYING, DEAD = PROMPTS
 
 
-class Vllm:
-    """A script beside this file (`vllm_told.py`) in a process of its own."""
-
-    def __init__(self, log: Path, model: Path, store: list[str], **job: Any) -> None:
-        given = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", **ENVIRONMENT}
-        command = [
-            PYTHON,
-            str(Path(__file__).parent / "vllm_told.py"),
-            json.dumps({"model": str(model), "store": store, **job}),
-        ]
-        self._log = log
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("wb"), text=True, env=given
-        )
-        self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-        self.pid = 0
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if "told> " in line:
-                self._lines.put(line.partition("told> ")[2])
-        self._lines.put("")
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def answer(self) -> dict[str, Any]:
-        line = self._lines.get(timeout=WITHIN)
-        assert line, self.log[-3000:]
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def ready(self) -> Vllm:
-        self.pid = self.answer()["ready"]
-        return self
-
-    def tell(self, do: str, **more: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
-        self._process.stdin.flush()
-        return self.answer()
-
-    def ask(self, prompt: list[int], params: dict[str, Any] | None = None, count: int = 8) -> dict[str, Any]:
-        return self.tell("ask", prompt=prompt, params=params, count=count)
-
-    def prefill(self, prompt: list[int]) -> dict[str, Any]:
-        """What the answer of a prefill request says for the decode instance."""
-        found: dict[str, Any] = self.ask(prompt, PREFILL, 1)["params"]
-        return found
-
-    def end(self) -> None:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process.wait(20)
-        self._process.kill()
-        self._process.wait(20)
-
-
-Start = Callable[..., Vllm]
+Start = Callable[..., Told]
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +34,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Begins to start one; wait for `ready()`."""
-    folder, running = tmp_path_factory.mktemp("logs"), []
+    folder = tmp_path_factory.mktemp("logs")
+    running: list[Told] = []
 
-    def one(store: list[str], **job: Any) -> Vllm:
-        running.append(Vllm(folder / f"{len(running)}.log", model, store, **job))
+    def one(store: list[str], **job: Any) -> Told:
+        running.append(Told(folder / f"{len(running)}.log", ENVIRONMENT, model, store, **job))
         return running[-1]
 
     yield one
@@ -122,14 +54,14 @@ def alone(model: Path) -> dict[int, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def pair(start: Start) -> tuple[Vllm, Vllm]:
+def pair(start: Start) -> tuple[Told, Told]:
     """One that only prefills, without stores, and one that only decodes, with a memory tier."""
     first = start([], role="kv_producer", extra={"transfer": {**TRANSFER, "lease_seconds": 3}})
     second = start(["memory://?size=64MiB"], role="kv_consumer", extra={"transfer": TRANSFER})
     return first.ready(), second.ready()
 
 
-def test_prefill_here_decode_there(pair: tuple[Vllm, Vllm], alone: dict[int, list[int]]) -> None:
+def test_prefill_here_decode_there(pair: tuple[Told, Told], alone: dict[int, list[int]]) -> None:
     """The decode side loads all whole blocks of the prompt and computes the rest, at most one block; the tokens are those of
     one vLLM alone. The prefill side has its blocks back as soon as they were read. What came is in the decode side's store."""
     producer, consumer = pair
@@ -149,7 +81,7 @@ def test_prefill_here_decode_there(pair: tuple[Vllm, Vllm], alone: dict[int, lis
     assert consumer.tell("state")["read"][0] == len(LONG) // BLOCK
 
 
-def test_only_what_is_missing_travels(pair: tuple[Vllm, Vllm], alone: dict[int, list[int]]) -> None:
+def test_only_what_is_missing_travels(pair: tuple[Told, Told], alone: dict[int, list[int]]) -> None:
     """Of a prompt whose first blocks the decode side has, on its device or in its store, only the others come; where it has
     them all, none comes, and the prefill side is told so. A prompt shorter than a block is not handed over at all."""
     producer, consumer = pair
@@ -164,11 +96,11 @@ def test_only_what_is_missing_travels(pair: tuple[Vllm, Vllm], alone: dict[int, 
         assert producer.tell("idle")["lent"] - lent == 4 - here
         assert consumer.tell("state")["read"][1] - read == 4 - here
     assert producer.tell("state")["leases_unread"] == 0
-    params = producer.ask(SHORT, PREFILL, 1)["params"]
+    params = producer.ask(SHORT, {"do_remote_decode": True}, 1)["params"]
     assert params is None and consumer.ask(SHORT, params)["tokens"] == alone[len(SHORT)]
 
 
-def test_what_is_refused(pair: tuple[Vllm, Vllm], start: Start, alone: dict[int, list[int]]) -> None:
+def test_what_is_refused(pair: tuple[Told, Told], start: Start, alone: dict[int, list[int]]) -> None:
     """Words that somebody changed, another prompt, nonsense, another connector's words, a side with other blocks: the prompt is
     computed, and the log says why in a sentence. A lease that nobody comes for ends by itself."""
     producer, consumer = pair
@@ -194,7 +126,7 @@ def test_what_is_refused(pair: tuple[Vllm, Vllm], start: Start, alone: dict[int,
     assert before["free"] < free == after["free"] and after["leases_unread"] == before["leases_unread"] + 1
 
 
-def test_memory_where_the_worker_is_apart(pair: tuple[Vllm, Vllm], start: Start, alone: dict[int, list[int]]) -> None:
+def test_memory_where_the_worker_is_apart(pair: tuple[Told, Told], start: Start, alone: dict[int, list[int]]) -> None:
     """With the engine, its scheduler and its worker in processes of their own, as under `vllm serve`: blocks are read from the
     memory tier of another vLLM (`peer://`); what vLLM forgot is found in its worker's memory; with another secret nothing is
     taken over. The socket at which the worker's memory is looked for is in a folder that only this user may enter, and goes
@@ -219,7 +151,7 @@ def test_memory_where_the_worker_is_apart(pair: tuple[Vllm, Vllm], start: Start,
     assert folder not in sockets()
 
 
-def test_a_prefill_side_that_dies(pair: tuple[Vllm, Vllm], alone: dict[int, list[int]]) -> None:
+def test_a_prefill_side_that_dies(pair: tuple[Told, Told], alone: dict[int, list[int]]) -> None:
     """Killed while its blocks are read, or before, it costs the decode side a computation and nothing else."""
     producer, consumer = pair
     free = consumer.tell("state")["free"]

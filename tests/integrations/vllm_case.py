@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.update(
@@ -20,16 +22,17 @@ WITHIN = 60.0
 
 
 def make_llm(job: dict[str, Any]) -> Any:
-    """`job`: model, store (None for no connector), role, extra, kv_bytes, llm."""
+    """`job`: model, store (None for no connector), connector, role, extra, kv_bytes, llm."""
     from vllm import LLM
 
     transfer = None
     if job["store"] is not None:
+        name = job.get("connector", "PatientConnector")
         transfer = {
-            "kv_connector": "ForewordConnector",
-            "kv_connector_module_path": "foreword.integrations.vllm",
+            "kv_connector": name,
+            "kv_connector_module_path": "vllm_patient" if name == "PatientConnector" else "foreword.integrations.vllm",
             "kv_role": job.get("role", "kv_both"),
-            "kv_connector_extra_config": {"store": job["store"], **job.get("extra", {})},
+            "kv_connector_extra_config": {"store": job["store"], "lookup_timeout": WITHIN, **job.get("extra", {})},
         }
     given = {
         "dtype": "float32",
@@ -54,6 +57,24 @@ def worker_of(llm: Any) -> Any:
     from foreword.integrations.vllm_worker import worker_of
 
     return worker_of(str(llm.llm_engine.vllm_config.kv_transfer_config.engine_id))
+
+
+def wait_for_files(folder: str, count: int) -> None:
+    """Until workers in other processes have written as many blocks."""
+    deadline = time.monotonic() + WITHIN
+    while sum(path.is_file() and path.read_bytes()[:4] == b"FWKV" for path in Path(folder).rglob("*")) < count:
+        assert time.monotonic() < deadline, "blocks were not written"
+        time.sleep(0.05)
+
+
+def loaded(llm: Any) -> dict[str, float]:
+    """Blocks by the tier that they came from, as vLLM's metrics have them."""
+    return {one.labels["tier"]: one.value for one in metrics(llm, "loaded_blocks") if one.value}
+
+
+def metrics(llm: Any, name: str) -> list[Any]:
+    """The connector's series of that name; vLLM must have been started with its statistics."""
+    return [one for one in llm.get_metrics() if one.name == f"vllm:foreword_{name}"]
 
 
 def finish(found: dict[str, Any]) -> None:

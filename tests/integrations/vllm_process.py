@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import random
 import subprocess
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import transformers
 PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
 CHECKOUT = Path(__file__).parent.parent.parent
 BLOCK = 32
+_WITHIN = 240.0
 
 needs_vllm = [
     pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"),
@@ -67,3 +72,67 @@ def answers(found: list[dict[str, Any]]) -> list[list[int]]:
 
 def disk(folder: Path) -> str:
     return f"disk://{folder}/kv?size=256MiB"
+
+
+class Told:
+    """A script beside this file (`vllm_told.py`) in a process of its own."""
+
+    def __init__(
+        self, log: Path, environment: Mapping[str, str], model: Path, store: list[str] | None, **job: Any
+    ) -> None:
+        given = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", **environment}
+        command = [
+            PYTHON,
+            str(Path(__file__).parent / "vllm_told.py"),
+            json.dumps({"model": str(model), "store": store, **job}),
+        ]
+        self._log = log
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("wb"), text=True, env=given
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.pid = 0
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if "told> " in line:
+                self._lines.put(line.partition("told> ")[2])
+        self._lines.put("")
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def answer(self) -> dict[str, Any]:
+        line = self._lines.get(timeout=_WITHIN)
+        assert line, self.log[-3000:]
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ready(self) -> Told:
+        self.pid = self.answer()["ready"]
+        return self
+
+    def tell(self, do: str, **more: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def ask(self, prompt: list[int], params: dict[str, Any] | None = None, count: int = 8) -> dict[str, Any]:
+        return self.tell("ask", prompt=prompt, params=params, count=count)
+
+    def prefill(self, prompt: list[int]) -> dict[str, Any]:
+        """What the answer of a prefill request says for the decode instance."""
+        found: dict[str, Any] = self.ask(prompt, {"do_remote_decode": True}, 1)["params"]
+        return found
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait(20)
+        self._process.kill()
+        self._process.wait(20)

@@ -22,24 +22,12 @@ def gate(engine: Engine, kind: str) -> Gate:
     cache = worker_of(engine.llm).cache
     found = Gate(cache.store.tiers[0].store, kind)
     cache.store.tiers[0].store = found
-    forget_speeds(engine)
     return found
 
 
 def ungate(engine: Engine, placed: Gate) -> None:
     placed.open()
     worker_of(engine.llm).cache.store.tiers[0].store = placed._store
-    forget_speeds(engine)
-
-
-def forget_speeds(engine: Engine) -> None:
-    """Neither is the store known to be slow nor computing to be sooner than loading: what is found is loaded."""
-    from foreword.store.tiered import Rate
-
-    cache = worker_of(engine.llm).cache
-    cache.prefill_seconds = Rate()
-    for tier in cache.store.tiers:
-        tier.read_rate = Rate()
 
 
 def saved(engine: Engine, prompts: Prompts) -> None:
@@ -92,7 +80,6 @@ def abort_while_loading(engine: Engine, prompts: Prompts) -> dict[str, Any]:
 
 def abort_while_searching(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     """A request is aborted while the stores are searched for it; another goes on."""
-    worker_of(engine.llm).cache._lookup_timeout = WITHIN
     free = engine.free_blocks
     placed = gate(engine, "lookup")
     placed.shut()
@@ -126,7 +113,6 @@ def finish_while_saving(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     ungate(engine, placed)
     engine.settle()
     for number, prompt in enumerate(prompts):
-        forget_speeds(engine)
         engine.add(f"again-{number}", prompt)
         engine.run()
     return {
@@ -150,7 +136,6 @@ def preempt(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     answers = [engine.tokens[f"one-{number}"] for number in range(len(prompts))]
     engine.settle()
     for number, prompt in enumerate(prompts):
-        forget_speeds(engine)
         engine.add(f"two-{number}", prompt + answers[number][:60], 8)
         engine.run()
     return {
@@ -175,7 +160,6 @@ def broken_in_the_middle(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     cut = worker_of(engine.llm).cache.status().cut - before
     worker_of(engine.llm).cache.store.delete(_names(engine, prompts[0])[3:], deadline=_soon())
     engine.settle()
-    forget_speeds(engine)
     engine.add("mended", prompts[0])
     engine.run()
     ungate(engine, placed)
@@ -251,7 +235,6 @@ def session(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     feed([1], False)
     engine.until(lambda: "session" not in scheduler.requests)
     engine.settle()
-    forget_speeds(engine)
     engine.add("same", whole)
     engine.run()
     return {
@@ -268,7 +251,6 @@ def left_alone(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
 
     saved(engine, prompts)
-    forget_speeds(engine)
     scheduler = scheduler_of(engine.llm)
     found = {}
     for kind in ("plain", "lora", "image", "embeddings"):

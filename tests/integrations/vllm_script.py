@@ -11,24 +11,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from vllm_case import WITHIN, finish, make_llm, worker_of
-
-
-def wait_for_files(folder: str, count: int) -> None:
-    """Until workers in other processes have written as many blocks."""
-    deadline = time.monotonic() + WITHIN
-    while sum(path.is_file() and path.read_bytes()[:4] == b"FWKV" for path in Path(folder).rglob("*")) < count:
-        assert time.monotonic() < deadline, "blocks were not written"
-        time.sleep(0.05)
-
-
-def loaded(llm: Any) -> dict[str, float]:
-    """Blocks by the tier that they came from, as vLLM's metrics have them."""
-    metrics = [one for one in llm.get_metrics() if one.name.startswith("vllm:foreword_loaded_blocks")]
-    return {one.labels["tier"]: one.value for one in metrics if one.value}
+from vllm_case import finish, loaded, make_llm, wait_for_files, worker_of
 
 
 def main() -> None:

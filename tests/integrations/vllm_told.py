@@ -16,9 +16,10 @@ import sys
 import threading
 from typing import Any
 
-from vllm_case import WITHIN, Engine, Gate, make_llm, scheduler_of, worker_of
+from vllm_case import WITHIN, Engine, Gate, loaded, make_llm, metrics, scheduler_of, wait_for_files, worker_of
 
 MARK = "told> "
+_COUNTS = ("leases", "leases_unread", "lent_blocks", "shared_blocks")
 
 
 class Words(logging.Handler):
@@ -52,7 +53,6 @@ class Told:
         """Generate greedily; `params` are vLLM's `kv_transfer_params`."""
         from vllm import SamplingParams
 
-        self._forget_speeds()
         extra = {"kv_transfer_params": params} if params is not None else None
         sampling = SamplingParams(
             max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra
@@ -63,15 +63,6 @@ class Told:
             "cached": output.num_cached_tokens,
             "params": output.kv_transfer_params,
         }
-
-    def _forget_speeds(self) -> None:
-        """What is found is loaded, however slow this machine is just now."""
-        if self.worker is not None:
-            from foreword.store.tiered import Rate
-
-            self.worker.cache.prefill_seconds = Rate()
-            for tier in self.worker.cache.store.tiers:
-                tier.read_rate = Rate()
 
     def ask_and_kill(self, prompt: list[int], params: dict[str, Any], victim: int) -> dict[str, Any]:
         """The lender dies when its blocks are about to be read."""
@@ -98,6 +89,11 @@ class Told:
             assert self.worker.cache.flush(WITHIN)
         return {"forgotten": self.llm.reset_prefix_cache()}
 
+    def forget_written(self, folder: str, count: int) -> dict[str, Any]:
+        """The same where workers in other processes write as many blocks into a folder."""
+        wait_for_files(folder, count)
+        return {"forgotten": self.llm.reset_prefix_cache()}
+
     def idle(self) -> dict[str, Any]:
         """Step until vLLM has nothing left to wait for."""
         Engine(self.llm).until(lambda: not scheduler_of(self.llm).has_requests(), 200000)
@@ -105,12 +101,18 @@ class Told:
 
     def state(self) -> dict[str, Any]:
         """Free blocks, leases, and blocks that were read by others and from lenders."""
-        found: dict[str, Any] = {"free": Engine(self.llm).free_blocks, "address": self.worker.address.peers}
+        found: dict[str, Any] = {"free": Engine(self.llm).free_blocks}
+        if self.worker is None:
+            return {**found, "loaded": loaded(self.llm), **{name: self._sum(name) for name in _COUNTS}}
+        found["address"] = self.worker.address.peers
         leases = self.worker._peers.leases
         if leases is not None:
             found.update(leases.counts, lent=leases.status().device, shared=leases.status().memory)
         tiers = self.worker.cache.store.tiers
         return {**found, "read": [tier.counters.hit_blocks for tier in tiers]}
+
+    def _sum(self, name: str) -> float:
+        return sum(float(one.value) for one in metrics(self.llm, name))
 
 
 def main() -> None:

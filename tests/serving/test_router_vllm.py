@@ -95,8 +95,8 @@ def start(model: Path, folder: Path, core: int) -> Server:
         "replay_endpoint": f"tcp://*:{port()}",
     }
     connector = {
-        "kv_connector": "ForewordConnector",
-        "kv_connector_module_path": "foreword.integrations.vllm",
+        "kv_connector": "PatientConnector",
+        "kv_connector_module_path": "vllm_patient",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"transfer": {"secret_env": "FOREWORD_TEST_SECRET"}},
     }
@@ -109,7 +109,7 @@ def start(model: Path, folder: Path, core: int) -> Server:
     ]  # fmt: skip
     environment = {
         **os.environ,
-        "PYTHONPATH": str(CHECKOUT),
+        "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT}/tests/integrations",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
         "VLLM_NO_USAGE_STATS": "1",
