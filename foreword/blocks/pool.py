@@ -140,10 +140,7 @@ class BlockPool:
             self._keys[block] = None
             if self._index[key] != block:
                 self._drop_copy(key, block)
-            elif key in self._copies:
-                self._promote(key)
-            else:
-                del self._index[key]
+            elif self._lose(key):
                 removed.append(key)
         if removed and self._on_removed is not None:
             self._on_removed(removed)
@@ -196,6 +193,14 @@ class BlockPool:
         if not others:
             del self._copies[key]
 
+    def _lose(self, key: bytes) -> bool:
+        """The block that the index names has lost its key. True if no other block has it."""
+        if key in self._copies:
+            self._promote(key)
+            return False
+        del self._index[key]
+        return True
+
     def clear(self) -> int:
         """Forget all cached blocks that are free; returns how many. Blocks in use keep their keys."""
         dropped = [block for block in self._free if self._keys[block] is not None]
@@ -204,10 +209,7 @@ class BlockPool:
             key = self._keys[block]
             assert key is not None
             self._keys[block] = None
-            if key in self._copies:
-                self._promote(key)
-            else:
-                del self._index[key]
+            if self._lose(key):
                 removed.append(key)
         if removed and self._on_removed is not None:
             self._on_removed(removed)

@@ -8,7 +8,7 @@ import functools
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from foreword.cache import BlockCache
 from foreword.engine.prefix_tokens import prefix_tokens, prefixed_chat, prefixed_prompt
@@ -66,44 +66,35 @@ class PrefixRegistry:
         if no store took it."""
         kind, held, tokens = prefix_tokens(self._engine.tokenizer, content, messages)
         await self.refresh(salt, name)
-        version = self._book.version(name, salt=salt)
-        kept = await self._compute(name, kind, held, tokens, salt, replace=replace, stored_version=version)
+        wanted = NamedPrefix(name, self._book.version(name, salt=salt), kind, held, tokens, time.time())
+        kept = await self._compute(wanted, salt, replace=replace)
         if self._stored is not None:
             await asyncio.to_thread(self._stored.put, kept, salt)
         return kept
 
-    async def _compute(
-        self,
-        name: str,
-        kind: Literal["text", "messages"],
-        held: str | tuple[Message, ...],
-        tokens: tuple[int, ...],
-        salt: bytes,
-        *,
-        replace: bool,
-        stored_version: int = 0,
-        adopted: NamedPrefix | None = None,
-    ) -> NamedPrefix:
-        engine = self._engine
+    async def _compute(self, wanted: NamedPrefix, salt: bytes, *, replace: bool, adopted: bool = False) -> NamedPrefix:
+        """Compute a prefix and pin it: the version after the one that is `wanted`, or, if it was `adopted`, that one."""
+        engine, book, name, tokens = self._engine, self._book, wanted.name, wanted.tokens
         promised: list[int] = []
         kept: list[NamedPrefix] = []
 
         def promise() -> None:
-            promised.append(self._book.promise(name, tokens, salt=salt, replacing=replace))
+            promised.append(book.promise(name, tokens, salt=salt, replacing=replace))
 
         def keep(sequence: Running) -> None:
-            if adopted is not None and self._book.version(name, salt=salt) != adopted.version:
+            if adopted and book.version(name, salt=salt) != wanted.version:
                 return  # removed or replaced while it was loaded
             blocks = engine._core.cache.pin(sequence.table, len(tokens) // engine.info.block_size)
+            before, same = (0, wanted) if adopted else (wanted.version, None)
             kept.append(
-                self._book.keep(
-                    name, kind, held, tokens, blocks, salt=salt, stored_version=stored_version, adopted=adopted
+                book.keep(
+                    name, wanted.kind, wanted.content, tokens, blocks, salt=salt, stored_version=before, adopted=same
                 )
             )
 
         def settle() -> None:
             if promised and not kept:
-                self._book.break_promise(promised[0])
+                book.break_promise(promised[0])
 
         self._counter += 1
         request = Request(f"prefix-{self._counter}-{name}", tokens, SamplingParams(max_tokens=0), salt=salt)
@@ -159,9 +150,7 @@ class PrefixRegistry:
     async def _warm(self, prefix: NamedPrefix, salt: bytes) -> None:
         """Bring an adopted prefix to the device and pin it; without room it is used like any other text."""
         with contextlib.suppress(ForewordError):
-            await self._compute(
-                prefix.name, prefix.kind, prefix.content, prefix.tokens, salt, replace=True, adopted=prefix
-            )
+            await self._compute(prefix, salt, replace=True, adopted=True)
 
     def get(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
         return self._book.get(name, salt=salt)

@@ -100,18 +100,7 @@ class Files:
     def write(self, name: Name, data: memoryview, token: str) -> None:
         """Make the file whole, or not at all. Raises StoreError."""
         path = self.path(name)
-        unfinished = f"{path}.{token}"
-        try:
-            handle = _create(unfinished)
-            try:
-                _write_all(handle, data)
-            finally:
-                os.close(handle)
-            os.rename(unfinished, path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
-            raise store_error(error) from error
+        _write_whole(path, f"{path}.{token}", data)
 
     def size(self, name: Name) -> int:
         """Length of a block's file, -1 if there is none."""
@@ -218,10 +207,21 @@ def _create(path: str) -> int:
         return os.open(path, _WRITE, 0o600)
 
 
-def _write_all(handle: int, data: memoryview) -> None:
-    written = os.write(handle, data)
-    while written < len(data):
-        written += os.write(handle, data[written:])
+def _write_whole(path: str, unfinished: str, data: memoryview) -> None:
+    """A file of these bytes, or none: it is written as `unfinished` and renamed. Raises StoreError."""
+    try:
+        handle = _create(unfinished)
+        try:
+            written = os.write(handle, data)
+            while written < len(data):
+                written += os.write(handle, data[written:])
+        finally:
+            os.close(handle)
+        os.rename(unfinished, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise store_error(error) from error
 
 
 def _read_all(handle: int, buffer: memoryview, size: int) -> int:
@@ -248,18 +248,7 @@ class Records:
     def put(self, word: str, data: bytes, token: str) -> None:
         path = self._path(word)
         check_record(data)
-        unfinished = f"{path}{token}.{secrets.token_hex(4)}"
-        try:
-            handle = _create(unfinished)
-            try:
-                _write_all(handle, memoryview(data))
-            finally:
-                os.close(handle)
-            os.rename(unfinished, path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
-            raise store_error(error) from error
+        _write_whole(path, f"{path}{token}.{secrets.token_hex(4)}", memoryview(data))
 
     def get(self, word: str) -> bytes | None:
         try:
