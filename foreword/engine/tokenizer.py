@@ -73,6 +73,12 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[int]:
         """Token ids of a conversation. Raises BadRequest if the model has no chat template or it rejects the messages."""
+        return self.encode(
+            self.chat_text(messages, add_generation_prompt=add_generation_prompt), add_special_tokens=False
+        )
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        """A conversation as the template writes it, to be encoded without special tokens. Raises what `render_chat` raises."""
         if not self.has_chat_template:
             raise BadRequest("this model has no chat template; use /v1/completions", param="messages")
         try:
@@ -81,7 +87,23 @@ class Tokenizer:
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise BadRequest(f"the chat template rejects these messages: {error}", param="messages") from error
-        return self.encode(text, add_special_tokens=False)
+        return str(text)
+
+    def cuts(self) -> list[str]:
+        """Special tokens before which a text may be cut: its parts, encoded without special tokens each for itself, are the
+        whole's tokens.
+
+        Added tokens are found before anything else, the leftmost and there the longest, and what lies between them is
+        normalised and split apart from the rest. So this holds for one that neither looks at its neighbours (`lstrip`,
+        `single_word`, `normalized`) nor is hidden by another that overlaps it.
+        """
+        backend = self._backend
+        if backend.truncation is not None or backend.padding is not None or backend.encode_special_tokens:
+            return []
+        added = list(backend.get_added_tokens_decoder().values())
+        texts = {one.content for one in added}
+        alone = (one for one in added if not (one.lstrip or one.single_word or one.normalized) and one.content)
+        return [one.content for one in alone if not any(_hides(other, one.content) for other in texts)]
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
         return TextStream(self, self._backend, prompt)
@@ -110,6 +132,13 @@ class TextStream:
         """What the last tokens stand for although it is not complete (U+FFFD for half a character)."""
         held, self._held = self._held, []
         return self._tokenizer.decode(held) if held else ""
+
+
+def _hides(other: str, token: str) -> bool:
+    """Whether there are texts in which `token` is not found because `other` is: it contains it, or ends as it begins."""
+    if other != token and token in other:
+        return True
+    return any(token.startswith(other[-length:]) for length in range(1, min(len(other), len(token))))
 
 
 def _byte_alphabet() -> dict[str, int]:

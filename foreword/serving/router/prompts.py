@@ -21,11 +21,14 @@ import msgspec
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.serving.router.asked import Asked
 from foreword.serving.router.replicas import LOST, Upstream
+from foreword.serving.router.turns import Turns
 
 if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer
 
 _CACHED_TOKENS: Final = 8_000_000
+# Bytes of a prompt that is tokenized on the loop: that takes less than half a millisecond, and a thread would take as much.
+_AT_ONCE: Final = 1500
 _TEMPLATE_FIELDS: Final = (
     "add_generation_prompt",
     "continue_final_message",
@@ -35,6 +38,7 @@ _TEMPLATE_FIELDS: Final = (
     "tools",
     "documents",
 )
+_TEMPLATES_OWN: Final = ("continue_final_message", "chat_template", "chat_template_kwargs", "tools", "documents")
 _PROMPT_FIELDS: Final = ("add_special_tokens",)
 # Tokens before the answer on which the text of its first ones may depend.
 _CONTEXT: Final = 8
@@ -76,6 +80,7 @@ class Prompts:
         self._timeout = aiohttp.ClientTimeout(total=timeout)
         self._thread = ThreadPoolExecutor(1, "tokenizing")
         self._tokenizer: Tokenizer | None = None
+        self._turns: Turns | None = None
         self._known: OrderedDict[bytes, array[int]] = OrderedDict()
         self._known_tokens = 0
         self._asking: dict[bytes, asyncio.Future[array[int] | None]] = {}
@@ -85,6 +90,7 @@ class Prompts:
         from foreword.engine.tokenizer import Tokenizer  # takes its time
 
         self._tokenizer = await asyncio.get_running_loop().run_in_executor(self._thread, Tokenizer.load, source)
+        self._turns = Turns(self._tokenizer)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -99,10 +105,15 @@ class Prompts:
         question = _question(asked, prompt)
         if question is None:
             return Prompt(as_text(asked), "text")
-        name = blake2b(msgspec.json.encode(question), digest_size=16).digest()
+        data = msgspec.json.encode(question)
+        name = blake2b(data, digest_size=16).digest()
         tokens = self._look(name)
-        source = "tokenizer" if self._tokenizer is not None else "replica"
-        if tokens is None:
+        own = self._can(question)
+        source = "tokenizer" if own else "replica"
+        if tokens is None and own and len(data) <= _AT_ONCE:
+            tokens = self._tokenize(question)
+            self._keep(name, tokens)
+        elif tokens is None:
             tokens = await self._ask(name, question, able)
         return Prompt(tokens, source) if tokens is not None else Prompt(as_text(asked), "text")
 
@@ -149,17 +160,12 @@ class Prompts:
             tokens = await waiting
         finally:
             self._asking.pop(name, None)
-        if tokens is not None:
-            self._keep(name, tokens)
+        self._keep(name, tokens)
         return tokens
 
     async def _tokens(self, question: Mapping[str, Any], able: Able) -> array[int] | None:
-        if self._tokenizer is not None:
-            work = _tokens_by(self._tokenizer, question)
-            try:
-                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-            except BadRequest:  # the replica will say so in its own words
-                return None
+        if self._can(question):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._tokenize, question)
         for upstream in able()[:_ASKED]:
             assert upstream.facts is not None and upstream.facts.tokenize is not None
             try:
@@ -168,6 +174,23 @@ class Prompts:
             except (*LOST, ReplicaFailed, KeyError, TypeError, ValueError, OverflowError):
                 continue
         return None
+
+    def _can(self, question: Mapping[str, Any]) -> bool:
+        """Whether the router's own tokenizer makes the replica's tokens of it. What changes the template is the replica's."""
+        return self._tokenizer is not None and not any(name in question for name in _TEMPLATES_OWN)
+
+    def _tokenize(self, question: Mapping[str, Any]) -> array[int] | None:
+        """By the router's own tokenizer, on any thread. None if it cannot: the replica will say so in its own words."""
+        assert self._tokenizer is not None and self._turns is not None
+        if "prompt" in question:
+            special = question.get("add_special_tokens", True) is not False
+            return array("I", self._tokenizer.encode(question["prompt"], add_special_tokens=special))
+        messages = [_plain(message) for message in question["messages"]]
+        opened = question.get("add_generation_prompt", True) is not False
+        try:
+            return self._turns.tokens(messages, add_generation_prompt=opened)
+        except BadRequest:
+            return None
 
     async def _detokenize(self, upstream: Upstream, tokens: Sequence[int]) -> str:
         assert upstream.facts is not None and upstream.facts.tokenize is not None
@@ -201,8 +224,8 @@ class Prompts:
             self._known.move_to_end(name)
         return found
 
-    def _keep(self, name: bytes, tokens: array[int]) -> None:
-        if name in self._known or len(tokens) > _CACHED_TOKENS:
+    def _keep(self, name: bytes, tokens: array[int] | None) -> None:
+        if tokens is None or name in self._known or len(tokens) > _CACHED_TOKENS:
             return
         self._known[name] = tokens
         self._known_tokens += len(tokens)
@@ -251,18 +274,6 @@ def _question(asked: Asked, prompt: object) -> dict[str, Any] | None:
 def _given(asked: Asked, names: Sequence[str]) -> dict[str, Any]:
     found = {name: asked.body[name] for name in names if asked.body.get(name) is not None}
     return found | ({"model": asked.model} if asked.model else {})
-
-
-def _tokens_by(tokenizer: Tokenizer, question: Mapping[str, Any]) -> Callable[[], array[int]]:
-    def work() -> array[int]:
-        if "prompt" in question:
-            special = question.get("add_special_tokens", True) is not False
-            return array("I", tokenizer.encode(question["prompt"], add_special_tokens=special))
-        messages = [_plain(message) for message in question["messages"]]
-        opened = question.get("add_generation_prompt", True) is not False
-        return array("I", tokenizer.render_chat(messages, add_generation_prompt=opened))
-
-    return work
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

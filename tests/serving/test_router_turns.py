@@ -1,0 +1,103 @@
+"""Conversations are tokenized message by message: the tokens are those of the whole text, whatever the tokenizer is like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from foreword.engine.tokenizer import Tokenizer as Foreword
+from foreword.serving.router.turns import Turns
+
+TEXT = ["the cat sat on the mat", "a dog and a cat", "no mat no cat", " two  spaces ", "<b> <bc> <c> [x] aa aaa"]
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}{{ message['content'] }}{% endfor %}"
+
+
+def tokenizer(pre: Any, normalizer: Any, *added: AddedToken) -> Foreword:
+    """A small one, trained here, whose template writes role and content one after the other."""
+    made = Tokenizer(models.BPE(unk_token="[unk]"))
+    made.pre_tokenizer, made.normalizer, made.decoder = pre, normalizer, decoders.ByteLevel()
+    made.train_from_iterator(
+        TEXT * 4, trainers.BpeTrainer(vocab_size=120, special_tokens=["[unk]"], show_progress=False)
+    )
+    made.add_tokens(list(added))
+    return Foreword(PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE))
+
+
+def special(content: str, **more: bool) -> AddedToken:
+    return AddedToken(content, special=True, **{"normalized": False, **more})
+
+
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=True)
+FIRST = pre_tokenizers.Metaspace(prepend_scheme="first")
+LIKE_LLAMA = normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
+KINDS: dict[str, tuple[Any, ...]] = {
+    "bytes": (BYTES, None, special("<b>"), special("<c>")),
+    "metaspace": (FIRST, None, special("<b>"), special("<c>")),
+    "prepended": (None, LIKE_LLAMA, special("<b>"), special("<c>", rstrip=True)),
+    "some that look around": (
+        FIRST,
+        None,
+        special("<b>", lstrip=True),
+        special("<c>"),
+        special("aa", single_word=True),
+    ),
+    "some that hide others": (
+        BYTES,
+        normalizers.Lowercase(),
+        special("<b>"),
+        special("<b> <c"),
+        special("<c>"),
+        special("[x]"),
+    ),
+    "one found after normalising": (BYTES, normalizers.Lowercase(), special("<B>", normalized=True), special("<c>")),
+}
+PIECES = st.lists(
+    st.sampled_from(
+        ["<b>", "<c>", "<bc>", "[x]", "<B>", " ", "  ", "a", "aa", "aaa", "cat", "The mat", "<", ">", "\n", "<b", "é"]
+    )
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_tokens_as_of_the_whole(kind: str) -> None:
+    """Whatever stands in the messages, the tokens are those of the conversation tokenized as a whole, and the second turn
+    tokenizes only what is new."""
+    made = tokenizer(*KINDS[kind])
+    turns = Turns(made)
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.lists(PIECES, min_size=1, max_size=4))
+    def check(texts: list[str]) -> None:
+        messages = [{"role": "<c>", "content": text} for text in texts]
+        for end in range(1, len(messages) + 1):
+            whole = made.render_chat(messages[:end], add_generation_prompt=False)
+            assert list(turns.tokens(messages[:end], add_generation_prompt=False)) == whole
+
+    check()
+    assert turns.held > 0, "it never cut"
+
+
+def test_a_tokenizer_that_cannot_be_cut() -> None:
+    """Where every special token looks at its neighbours or is hidden by another, texts are tokenized as a whole."""
+    made = tokenizer(FIRST, None, special("<b>", lstrip=True), special("aa"), special("a<c"), special("<c>"))
+    assert made.cuts() == ["[unk]"]
+    turns = Turns(made)
+    messages = [{"role": "<c>", "content": " aaa<c> <b>"}]
+    whole = made.render_chat(messages, add_generation_prompt=False)
+    assert list(turns.tokens(messages, add_generation_prompt=False)) == whole
+
+
+def test_bounded() -> None:
+    """What is kept stays within its bound, whatever comes."""
+    made = tokenizer(BYTES, None, special("<c>"))
+    turns = Turns(made, 2000)
+    for number in range(200):
+        messages = [{"role": "<c>", "content": f"cat {number} " * (number % 50)}]
+        whole = made.render_chat(messages, add_generation_prompt=False)
+        assert list(turns.tokens(messages, add_generation_prompt=False)) == whole
+        assert turns.held <= 2000
