@@ -23,6 +23,10 @@ from foreword.routing.directory import NUM_TIERS, Reach, Tier
 _KEPT: Final = 48
 _REFIT_EVERY: Final = 8
 _FEWEST: Final = 6
+# Fewer samples of first tokens tell how much slower or quicker all is, not which part of it.
+_FITTED: Final = 24
+# As many samples as this count what was believed before.
+_BELIEF: Final = 2
 _QUICKEST: Final = 1e-12
 _QUICKEST_PAIR: Final = 1e-11
 # Prompts of fewer tokens tell nothing of what a token takes; contexts that differ by less, nothing of what context takes.
@@ -66,7 +70,11 @@ class ReplicaCosts:
 
     def compute(self, tokens: float, before: float) -> float:
         """Seconds to compute `tokens` tokens of a prompt behind the first `before`."""
-        return self.prefill * tokens + self.attention * pairs(tokens, before)
+        return self.compute_pairs(tokens, pairs(tokens, before))
+
+    def compute_pairs(self, tokens: float, pairs: float) -> float:
+        """Seconds to compute tokens that make so many pairs with tokens before them."""
+        return self.prefill * tokens + self.attention * pairs
 
     def load(self, tier: Tier) -> LoadCost:
         return self.loads[tier - 1]
@@ -160,18 +168,26 @@ class Line:
 class Prefill:
     """y = first + prefill * tokens + attention * pairs through recent samples, robustly.
 
-    Where contexts differ, what a token takes is a line over how much stands before it, on average, and `first` is what remains
-    of the short prompts. Else it is a line over the number of tokens, and `attention` stays what it was.
+    The first samples scale what was believed, by their median ratio to it and with more weight the more there are: a few
+    requests that waited for each other must not make a replica look so slow that it gets no others. Then, where contexts
+    differ, what a token takes is a line over how much stands before it, on average, and `first` is what remains of the short
+    prompts. Else it is a line over the number of tokens, and `attention` stays what it was.
     """
 
-    __slots__ = ("_context", "_fresh", "_samples", "_tokens", "attention", "first", "prefill")
+    __slots__ = ("_belief", "_context", "_fresh", "_samples", "_tokens", "attention", "first", "prefill")
 
     def __init__(self, costs: ReplicaCosts) -> None:
-        self.first, self.prefill, self.attention = costs.first, costs.prefill, costs.attention
-        self._tokens = Line(costs.first, costs.prefill)
-        self._context = Line(costs.prefill, costs.attention)
         self._samples: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)
         self._fresh = 0
+        self.believe(costs)
+
+    def believe(self, costs: ReplicaCosts) -> None:
+        """Begin with these costs, and forget the samples."""
+        self.first, self.prefill, self.attention = costs.first, costs.prefill, costs.attention
+        self._belief = costs
+        self._tokens = Line(costs.first, costs.prefill)
+        self._context = Line(costs.prefill, costs.attention)
+        self._samples.clear()
 
     def note(self, tokens: float, pairs: float, seconds: float) -> bool:
         """One more sample; True if the lines were drawn anew. What is not a finite number of at least 0 is ignored."""
@@ -179,12 +195,23 @@ class Prefill:
             return False
         self._samples.append((tokens, pairs, seconds))
         self._fresh += 1
-        if len(self._samples) < _FEWEST or (self._fresh < _REFIT_EVERY and len(self._samples) > _FEWEST):
+        if len(self._samples) < _FITTED:
+            self._scale()
+            return True
+        if self._fresh < _REFIT_EVERY and len(self._samples) > _FITTED:
             return False
         self._fresh = 0
         if not self._fit_context():
             self._fit_tokens()
         return True
+
+    def _scale(self) -> None:
+        told, count = self._belief, len(self._samples)
+        ratio = median(
+            y / max(told.first + told.compute_pairs(tokens, pairs), _QUICKEST) for tokens, pairs, y in self._samples
+        )
+        scale = max(ratio, _QUICKEST) ** (count / (count + _BELIEF))
+        self.first, self.prefill, self.attention = told.first * scale, told.prefill * scale, told.attention * scale
 
     def _fit_context(self) -> bool:
         """False if the samples do not tell what context costs."""
@@ -209,9 +236,14 @@ class Prefill:
 
 
 class Learner:
-    """One replica's costs, corrected by what is seen. Memory: a few hundred numbers."""
+    """One replica's costs, corrected by what is seen. Memory: a few hundred numbers.
+
+    Attributes:
+        is_guess: nobody told the costs, and nothing was learned of what computing a prompt takes.
+    """
 
     def __init__(self, prior: ReplicaCosts | None = None) -> None:
+        self.is_guess = prior is None
         self.costs = prior or ReplicaCosts()
         self._first = Prefill(self.costs)
         self._decode = Line(self.costs.decode_base, self.costs.decode_each)
@@ -227,7 +259,13 @@ class Learner:
         others = self.costs.interference(computed_tokens, running) + loading
         learned = self._first
         if learned.note(computed_tokens, pairs, max(seconds - others, seconds * _LEAST_SHARE)):
+            self.is_guess = False
             self.costs = replace(self.costs, first=learned.first, prefill=learned.prefill, attention=learned.attention)
+
+    def believe(self, costs: ReplicaCosts) -> None:
+        """Take what prompts cost elsewhere for what they cost here, until samples tell more."""
+        self._first.believe(costs)
+        self.costs = replace(self.costs, first=costs.first, prefill=costs.prefill, attention=costs.attention)
 
     def note_decode(self, running: int, seconds: float) -> None:
         """One token of one sequence came `seconds` after the one before, while this many decoded."""

@@ -30,6 +30,8 @@ _UNKNOWN_CAPACITY: Final = 65_536
 _USUAL_OUTPUT: Final = 256
 # Answers shorter than this tell little of the time between tokens.
 _TOLD_TOKENS: Final = 8
+# What was learned of a replica is believed for so long without anything new.
+_STALE_SECONDS: Final = 60.0
 
 
 @dataclass(slots=True)
@@ -42,6 +44,7 @@ class Replica:
         sends_events: what it holds is known from events; else it is estimated.
         capacity_tokens: of its KV memory, None if that is not known.
         reported_tokens, reported_running: what it says itself that it has to do, beyond what was sent from here.
+        learned_at: when something was learned of its costs last.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Replica:
     in_flight: InFlight = field(default_factory=InFlight)
     accuracy: Accuracy = field(default_factory=Accuracy)
     estimate: Estimate | None = None
+    learned_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +197,7 @@ class Fleet:
     def _candidate(
         self, replica: Replica, query: Query, reach: Reach, size: int, now: float, avoided: bool
     ) -> Candidate:
-        load, costs = replica.load, replica.learner.costs
+        load, costs = replica.load, self._costs(replica, now)
         excluded = replica.excluded or ("it failed this request" if avoided else "")
         queued, work = len(load.waiting), load.queued(now, costs)
         if not excluded and replica.max_queued is not None and queued >= replica.max_queued:
@@ -211,6 +215,18 @@ class Fleet:
             work.pairs,
             load.recent_tokens(now),
         )
+
+    def _costs(self, replica: Replica, now: float) -> ReplicaCosts:
+        """What time costs on a replica. One that has served nothing yet, or nothing for a minute while others did, is taken for
+        one like these: else one that looks slow by mistake would be avoided for ever."""
+        if not self._is_stale(replica, now):
+            return replica.learner.costs
+        known = [one.learner.costs for one in self.replicas.values() if not self._is_stale(one, now)]
+        known.sort(key=lambda costs: costs.prefill)
+        return known[(len(known) - 1) // 2] if known else replica.learner.costs
+
+    def _is_stale(self, replica: Replica, now: float) -> bool:
+        return replica.learner.is_guess or now - replica.learned_at > _STALE_SECONDS
 
     def sent(self, request: str, query: Query, decision: Decision, now: float) -> None:
         """A request went where the decision says. Raises ConfigError if a request of that name is in flight, NotFound if the
@@ -284,6 +300,9 @@ class Fleet:
         if cached_tokens is not None:
             sent = replace(sent, computed=max(sent.tokens - cached_tokens, 1))
         own, before = sent.work, sent.queued
+        if self._is_stale(computing, now):
+            computing.learner.believe(self._costs(computing, now))
+        computing.learned_at = now
         computing.learner.note_first_token(
             before.tokens + own.tokens,
             sent.running,

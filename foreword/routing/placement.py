@@ -12,10 +12,14 @@ For each candidate
 A session stays where it was if its home saves it what that costs more than the cheapest (`Stickiness`).
 
 A prefix that everyone has draws no one: it makes all cheaper by the same. One that only some have draws whoever has little
-of his own (a question about a document). It must not draw what is mostly new, such as the first request of a session behind a
-system prompt that all sessions share: the others would have that beginning, too, after one such request, and the session
-stays for many. So where no candidate has half of a prompt, all are compared as if they had what one of them has. Preble
-(Srivatsa et al., 2024) draws the line between going to the prefix and going to where there is least to do at the same place.
+of his own (a question about a document). But there are two cases in which it must not draw, and all candidates are compared
+as if they had what one of them has:
+
+- What is mostly new, such as the first request of a session behind a system prompt that all sessions share: the others would
+  have that beginning, too, after one such request, and the session stays for many. Preble (Srivatsa et al., 2024) draws the
+  line between going to the prefix and going to where there is least to do at the same place: half of the prompt.
+- What is common to so many prompts that it should lie on more replicas than it does: a beginning that two thirds of the
+  prompts have, on two of three (`Beginnings`). Else all would queue for the first that had it.
 
 Among candidates whose costs are nearly equal decides what was sent there of late, and then a hash of the prompt's own prefix
 and the replica's name (rendezvous hashing).
@@ -23,12 +27,14 @@ and the replica's name (rendezvous hashing).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, Protocol
 
 from foreword.errors import ConfigError
+from foreword.routing.beginnings import Beginnings
 from foreword.routing.costs import ReplicaCosts
 from foreword.routing.directory import NOTHING, Reach, Tier
 
@@ -184,7 +190,7 @@ _REASONS: Final = {
     "cheapest": "soonest first token",
     "session": "its session is there",
     "moved": "its session was elsewhere, where waiting costs too much",
-    "spread": "least was sent there of late, and what others have of it is too little to draw it",
+    "spread": "least was sent there of late, and what others have of it does not draw it",
     "only": "the only one that takes requests",
 }
 
@@ -237,6 +243,7 @@ class CheapestFirstToken:
     def __init__(self, stickiness: Stickiness | None = None, *, tie: float = 0.05) -> None:
         self.stickiness = stickiness or Stickiness()
         self.tie = tie
+        self._beginnings = Beginnings()
 
     def choose(self, query: Query, candidates: Sequence[Candidate], home: str | None = None) -> Decision:
         prices = tuple(price(query, candidate) for candidate in candidates)
@@ -249,24 +256,33 @@ class CheapestFirstToken:
             limit = self.stickiness.limit(cheapest.total, cheapest.prefill - at_home.prefill)
             if at_home.total <= max(limit, self._nearly(cheapest.total)):
                 return Decision(home, prices, "session", home=home)
-        chosen = rendezvous(affinity(query, candidates), least_work(self._equals(query, [*usable.values()])))
+        # A session that is somewhere says nothing about what prompts begin with.
+        equals = self._equals(query, [*usable.values()], count=home is None)
+        chosen = rendezvous(affinity(query, candidates), least_work(equals))
         dearer = usable[chosen][0].total > self._nearly(cheapest.total)
         reason = "only" if len(usable) == 1 else "moved" if home in usable else "spread" if dearer else "cheapest"
         return Decision(chosen, prices, reason, home=home)
 
-    def _equals(self, query: Query, usable: Sequence[tuple[Price, Candidate]]) -> list[tuple[Price, Candidate]]:
-        """Those that are nearly as cheap as the cheapest. Of a prompt that is mostly new, what somebody has counts for all."""
+    def _equals(self, query: Query, usable: Sequence[_Usable], *, count: bool) -> list[_Usable]:
+        """Those that are nearly as cheap as the cheapest."""
         most = max(one.reused for one, _ in usable)
-        is_new = 2 * most < query.tokens
-        totals = [one.total - (missing(one, found, most) if is_new else 0.0) for one, found in usable]
+        spreads = (count and self._is_scarce(query, usable, most)) or 2 * most < query.tokens
+        totals = [one.total - (missing(one, found, most) if spreads else 0.0) for one, found in usable]
         limit = self._nearly(min(totals))
         return [pair for pair, total in zip(usable, totals, strict=True) if total <= limit]
+
+    def _is_scarce(self, query: Query, usable: Sequence[_Usable], most: int) -> bool:
+        """Whether the first `most` tokens are common to a larger share of the prompts than of the candidates."""
+        known = min(-(-most // query.block_size), len(query.keys))
+        share = self._beginnings.share(query.keys[known - 1] if known else None)
+        return sum(one.reused >= most for one, _ in usable) < math.ceil(share * len(usable))
 
     def _nearly(self, cheapest: float) -> float:
         return cheapest * (1 + self.tie) + _TIE_SECONDS
 
 
 _TIE_SECONDS: Final = 0.005
+_Usable = tuple[Price, Candidate]
 
 
 def missing(one: Price, candidate: Candidate, tokens: int) -> float:
@@ -275,7 +291,7 @@ def missing(one: Price, candidate: Candidate, tokens: int) -> float:
     return max(one.prefill - candidate.costs.compute(length - tokens, tokens), 0.0)
 
 
-def least_work(equals: Sequence[tuple[Price, Candidate]]) -> list[str]:
+def least_work(equals: Sequence[_Usable]) -> list[str]:
     """Where what was sent of late and this prompt together take the least time to compute."""
     work = [found.recent_tokens * found.costs.prefill + one.prefill for one, found in equals]
     return [one.replica for (one, _), seconds in zip(equals, work, strict=True) if seconds == min(work)]

@@ -403,3 +403,43 @@ def test_sessions_are_bounded_and_forgotten() -> None:
     assert len(sessions) == 0
     with pytest.raises(ConfigError):
         Sessions(size=0)
+
+
+def test_a_new_replica_is_taken_for_one_like_the_others() -> None:
+    """The others turned out to be a hundred times quicker than was assumed. One that comes is reckoned with their costs, not
+    with what is assumed of strangers: what is new goes there."""
+    fleet = Fleet()
+    for name in ("a", "b"):
+        fleet.add(name, sends_events=True)
+    for number in range(12):
+        asked = query(text(number, 1600))
+        decision = fleet.place(asked, float(number))
+        fleet.sent(str(number), asked, decision, float(number))
+        fleet.first_token(str(number), number + 0.004)
+        fleet.finished(str(number), number + 0.01, cached_tokens=0, output_tokens=2)
+    fleet.add("c", sends_events=True)
+    decision = fleet.place(query(text(99, 1600)), 20.0)
+    assert decision.replica == "c"
+    assert decision.price is not None and decision.price.total < 0.05
+
+
+def test_a_replica_that_looked_slow_gets_another_chance() -> None:
+    """Its first requests took a hundred times as long as those of the others. After a minute in which it got none it is
+    reckoned with as one of these, and what it takes then counts from the first request on."""
+    fleet = Fleet()
+    for name in ("a", "b", "c"):
+        fleet.add(name, sends_events=True)
+
+    def ask(number: int, now: float, seconds: dict[str, float]) -> str | None:
+        asked = query(text(number, 1600))
+        decision = fleet.place(asked, now)
+        assert decision.replica is not None
+        fleet.sent(str(number), asked, decision, now)
+        fleet.first_token(str(number), now + seconds[decision.replica])
+        fleet.finished(str(number), now + seconds[decision.replica], cached_tokens=0, output_tokens=1)
+        return decision.replica
+
+    slow = [ask(number, number * 5.0, {"a": 0.1, "b": 0.1, "c": 10.0}) for number in range(40)]
+    assert 1 <= slow.count("c") <= 6
+    even = [ask(number, number * 5.0, {"a": 0.1, "b": 0.1, "c": 0.1}) for number in range(40, 80)]
+    assert even.count("c") >= 10
