@@ -11,6 +11,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
@@ -214,24 +215,29 @@ class Connection:
     def _write(self) -> None:
         try:
             while not self._outbox.closed:
-                item = self._outbox.take(self._beat)
-                if item is not None:
-                    self._send(item)
+                items = self._outbox.take(self._beat)
+                if items:
+                    self._send(items)
                 elif not self._outbox.closed:
-                    self._deliver(Item(Beat(), bytes(ID_BYTES)))
+                    self._deliver(Item(Beat(), bytes(ID_BYTES)), more=False)
         except TransferError as error:
             self.fail(error)
 
-    def _send(self, item: Item) -> None:
+    def _send(self, items: Sequence[Item]) -> None:
+        """Each is let go of once, whatever becomes of it."""
+        left = deque(items)
         try:
-            self._deliver(item)
+            while left:
+                self._deliver(left[0], more=len(left) > 1)
+                self._outbox.release(left.popleft())
         finally:
-            self._outbox.release(item)
+            for item in left:
+                self._outbox.release(item)
 
-    def _deliver(self, item: Item) -> None:
+    def _deliver(self, item: Item, *, more: bool) -> None:
         started = time.monotonic()
         deadline = started + self.host.timings.progress
-        self.link.send(item.message, item.transfer, item.buffers, deadline=deadline, checksum=item.checksum)
+        self.link.send(item.message, item.transfer, item.buffers, deadline=deadline, checksum=item.checksum, more=more)
         self._traffic.note_sent(item.size, time.monotonic() - started)
 
     # Receiving

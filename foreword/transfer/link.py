@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from foreword.transfer.messages import NO_TRANSFER, Buffer, Head, Message, payload_checksum
+
+# Payloads up to about this length together are worth one wake-up of the peer.
+TOGETHER: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +101,13 @@ class Link(Protocol):
         *,
         deadline: float,
         checksum: bool = True,
+        more: bool = False,
     ) -> None:
         """Send a message and, as its payload, the bytes of `buffers` (contiguous, in units of a byte) in a row. When it
         returns, they may change.
+
+        Args:
+            more: another call follows at once, so this message may wait for it; the peer is then woken for both together.
 
         The deadline is for the next sign that bytes move: a long payload on a slow link does not fail while it goes on.
         """

@@ -15,7 +15,7 @@ from collections.abc import Generator, Sequence
 from typing import Final
 
 from foreword.errors import BadMessage, TransferError, TransferTimeout, TransferUnavailable
-from foreword.transfer.link import Capabilities, Payload, Received
+from foreword.transfer.link import TOGETHER, Capabilities, Payload, Received
 from foreword.transfer.messages import (
     MAX_PAYLOAD,
     NO_TRANSFER,
@@ -36,7 +36,7 @@ _IDLE: Final = 1.0
 _LINGER: Final = 2.0
 _STALLED: Final = 30.0
 _MOST_AHEAD: Final = 64
-_TOGETHER: Final = 1 << 20
+_ONE_READ: Final = 1 << 20
 
 
 class _Waiting:
@@ -65,6 +65,8 @@ class NixlLink:
         # What the peer may still read.
         self._out, self._ring, self._unread = agent.outgoing, Ring(agent.size), Order()
         self._places: dict[int, list[int]] = {}
+        self._heads: list[bytes] = []
+        self._unsaid = 0
         self._moved = threading.Condition()
         # What was received and is not released.
         self._in, self._slots, self._held = agent.incoming, Ring(agent.size), Order()
@@ -89,6 +91,7 @@ class NixlLink:
         *,
         deadline: float,
         checksum: bool = True,
+        more: bool = False,
     ) -> None:
         size = sum(map(len, buffers))
         place, summed = 0, None
@@ -102,19 +105,35 @@ class NixlLink:
             with self._moved:
                 self._places[place] = self._unread.add(place, size)
                 self._moved.notify_all()
-        head = encode(message, transfer, payload=size, payload_sum=summed, place=place)
-        self._stream.send([head], deadline)
+        self._heads.append(encode(message, transfer, payload=size, payload_sum=summed, place=place))
+        self._unsaid += size
+        if not more or self._unsaid >= TOGETHER:
+            self._say(deadline)
+
+    def _say(self, deadline: float) -> None:
+        """Send the messages whose payloads can be read: the peer reads them with one request."""
+        heads, self._heads, self._unsaid = self._heads, [], 0
+        if heads:
+            self._stream.send([b"".join(heads)], deadline)
 
     def _room(self, size: int, deadline: float) -> int:
         if size > self.capabilities.largest:
             raise TransferError(f"a payload of {size} bytes is longer than this link carries")
-        with self._moved:
-            while (place := self._ring.take(size)) is None:
+        place = self._take(size)
+        while place is None:
+            self._say(deadline)
+            with self._moved:
                 if self._closed:
                     raise TransferUnavailable("the connection is closed")
-                if not self._moved.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                if time.monotonic() >= deadline:
                     raise TransferTimeout("the peer reads nothing")
-            return place
+                self._moved.wait(min(_TICK, max(deadline - time.monotonic(), 0)))
+            place = self._take(size)
+        return place
+
+    def _take(self, size: int) -> int | None:
+        with self._moved:
+            return self._ring.take(size)
 
     def _pump(self) -> None:
         """While the peer has something to read: make progress, and free what it has read."""
@@ -159,8 +178,16 @@ class NixlLink:
     def receive(self, *, deadline: float) -> Received:
         turn = 0
         while True:
-            self._take_in(deadline)
-            if (received := self._arrived()) is not None:
+            try:
+                self._take_in(deadline)
+                received = self._arrived()
+            except TransferTimeout:
+                raise
+            except TransferError as error:
+                self._waiting.clear()  # what was not read whole is nobody's
+                self._end = error
+                raise
+            if received is not None:
                 return received
             if time.monotonic() >= deadline:
                 raise TransferTimeout("no message came")
@@ -181,7 +208,7 @@ class NixlLink:
                 break
             except TransferError as error:
                 self._end = error  # after what came before it
-            if sum(span.length for span in self._spans) >= _TOGETHER:
+            if sum(span.length for span in self._spans) >= _ONE_READ:
                 self._begin()
         self._begin()
         if self._end is not None and not self._waiting:

@@ -44,6 +44,10 @@ _BACKEND: Final = "UCX"
 _RDMA: Final = Path("/sys/class/infiniband")
 _NAPS: Final = (0.0, 0.0, 0.0, 0.0, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6)
 _making = threading.Lock()
+# A forked child shares UCX's descriptors with its parent: were an inherited agent to end there, the parent's would break.
+_live: set[Any] = set()
+_inherited: list[Any] = []
+os.register_at_fork(after_in_child=lambda: _inherited.extend(_live))
 
 
 def missing() -> str:
@@ -93,7 +97,7 @@ class Span:
 
 
 class Reading:
-    """A read under way. `done` and `failed` are looked at after `NixlAgent.look`."""
+    """A read under way, or done."""
 
     __slots__ = ("began", "done", "handle")
 
@@ -101,6 +105,12 @@ class Reading:
         self.handle = handle
         self.began = time.monotonic()
         self.done = False
+
+    def release(self) -> None:
+        """The library's part of it, which keeps the agent alive."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.release()
 
 
 class NixlAgent:
@@ -120,6 +130,7 @@ class NixlAgent:
         self._lock = threading.Lock()
         self._peer = ""
         self._theirs: Announced | None = None
+        self._under_way: set[Reading] = set()
         try:
             self._memory = mmap.mmap(-1, CONTROL_BYTES + 2 * self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._memory[:TOKEN_BYTES] = self.token
@@ -127,7 +138,6 @@ class NixlAgent:
             self._agent: Any = self._make(sock)
         except Exception as error:  # the edge of a C++ library: whatever it raises means that it cannot be used here
             raise TransferError(f"no NIXL agent: {type(error).__name__}: {error}") from error
-        self.closed = False
 
     def _make(self, sock: socket.socket) -> Any:
         library = _library()
@@ -136,6 +146,7 @@ class NixlAgent:
             agent = library.nixl_agent(self.name, config)
             agent.create_backend(_BACKEND, _parameters(sock))
             agent.register_memory([(self._base, len(self._memory), 0, "")], "DRAM", backends=[_BACKEND])
+            _live.add(agent)
         return agent
 
     @property
@@ -192,6 +203,7 @@ class NixlAgent:
 
         handle, state = self._call(begin)
         reading = Reading(handle)
+        self._under_way.add(reading)
         self._note(reading, state)
         return reading
 
@@ -206,8 +218,8 @@ class NixlAgent:
             raise TransferUnavailable("the peer's memory cannot be read any more")
         if state == "DONE":
             reading.done = True
-            handle, reading.handle = reading.handle, None
-            self._call(lambda agent: agent.release_xfer_handle(handle))
+            self._under_way.discard(reading)
+            self._call(lambda _: reading.release())
 
     def pump(self) -> list[bytes]:
         """Make progress for whoever reads here; returns what readers have noted. Raises TransferUnavailable."""
@@ -221,18 +233,25 @@ class NixlAgent:
                 raise TransferUnavailable("the connection is closed")
             try:
                 return what(self._agent)
-            except Exception as error:  # the edge of a C++ library, whose errors are of many types
-                raise TransferUnavailable(f"NIXL failed: {type(error).__name__}: {error}") from error
+            except Exception as error:  # noqa: BLE001 - the edge of a C++ library, whose errors are of many types
+                # Without its traceback, whose frames would keep the agent alive.
+                failed = f"NIXL failed: {type(error).__name__}: {error}"
+            raise TransferUnavailable(failed)
 
     def close(self) -> None:
         """End the agent, and with it everything that is under way; only then may its memory go. May be called twice."""
         with self._lock:
             agent, self._agent = self._agent, None
-            self.closed = True
-            if agent is not None and self._peer:
+            if agent is None:
+                return
+            while self._under_way:
+                with contextlib.suppress(Exception):  # what cannot be called off ends with the agent
+                    self._under_way.pop().release()
+            if self._peer:
                 with contextlib.suppress(Exception):  # a peer that is gone cannot be left
                     agent.remove_remote_agent(self._peer)
-            del agent
+            _live.discard(agent)
+            del agent  # the last reference: the agent ends here, on this thread
 
 
 def _parameters(sock: socket.socket) -> dict[str, str]:

@@ -7,9 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from foreword.errors import TransferUnavailable
+from foreword.transfer.link import TOGETHER
 from foreword.transfer.messages import Buffer, Message
+
+_MOST: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +77,32 @@ class Outbox:
             self._changed.notify_all()
             return True
 
-    def take(self, timeout: float) -> Item | None:
-        """The next message; None if there is none within `timeout` seconds, or ever again (`closed`). A payload counts until
-        `release`."""
+    def take(self, timeout: float) -> list[Item]:
+        """The next messages that go together: one, and small ones that wait behind it. None come if there is none within
+        `timeout` seconds, or ever again (`closed`). A payload counts until `release`."""
         ends = time.monotonic() + timeout
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._items or self._closed, max(ends - time.monotonic(), 0))
                 if not self._items:
-                    return None
-                item = self._items.popleft()
-            if not _useless(item):
-                return item
-            self.release(item)
+                    return []
+                taken = self._some()
+            useful: list[Item] = []
+            for item in taken:
+                if _useless(item):
+                    self.release(item)
+                else:
+                    useful.append(item)
+            if useful:
+                return useful
+
+    def _some(self) -> list[Item]:
+        taken = [self._items.popleft()]
+        size = taken[0].size
+        while self._items and len(taken) < _MOST and size + self._items[0].size <= TOGETHER:
+            taken.append(self._items.popleft())
+            size += taken[-1].size
+        return taken
 
     def release(self, item: Item) -> None:
         """The message was sent, or will not be."""

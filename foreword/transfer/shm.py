@@ -25,13 +25,13 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from foreword.errors import BadMessage, TransferError, TransferTimeout, TransferUnavailable
-from foreword.transfer.link import Capabilities, Payload, Received
+from foreword.transfer.link import TOGETHER, Capabilities, Payload, Received
 from foreword.transfer.messages import (
     MAX_PAYLOAD,
     NO_TRANSFER,
@@ -51,34 +51,64 @@ _READ_AT: Final = 64
 _ALIGNMENT: Final = 64
 _NAME: Final = re.compile(r"foreword-[0-9a-f]{32}")
 _STALE: Final = 300.0
+_WARM: Final = 1 << 20
 _FIRST_NAP: Final = 50e-6
 _LONGEST_NAP: Final = 2e-3
 
 
 class Ring:
-    """Which bytes of a ring are taken: in order on one side, released up to a place on the other. No I/O."""
+    """Which bytes of a ring are taken: in order on one side, released up to a place on the other. No I/O.
+
+    It goes round as soon as its beginning is free, not when its end is reached: while the other side keeps up, only the first
+    few hundred kilobytes are used, which stay in the processor's cache. What is taken are a few runs, oldest first; a new
+    piece goes behind the newest one, to the beginning, or behind all of them.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.taken = 0
         self.released = 0
+        self._runs: deque[list[int]] = deque()  # [begin, end], disjoint
+        self._pieces: deque[tuple[int, int]] = deque()  # (place of the end, length), in the order of taking
 
     def take(self, length: int) -> int | None:
-        """The place of `length` bytes in one piece; None while there is no room."""
-        place = self.taken
-        if place % self.size + length > self.size:
-            place += self.size - place % self.size
-        end = place + -(-length // _ALIGNMENT) * _ALIGNMENT
-        if end - self.released > self.size:
+        """The place of `length` bytes in one piece, at `place % size`; None while there is no room."""
+        need = -(-length // _ALIGNMENT) * _ALIGNMENT
+        newest = self._runs[-1][1] if self._runs else 0
+        fits = next((at for at in self._candidates(newest, need) if self._free(at, need)), None)
+        if fits is None:
             return None
-        self.taken = end
+        if self._runs and fits == newest:
+            self._runs[-1][1] += need
+        else:
+            self._runs.append([fits, fits + need])
+        last = self.taken % self.size or (self.size if self.taken else 0)
+        place = self.taken - last + fits + (0 if fits >= last else self.size)
+        self.taken = place + need
+        self._pieces.append((self.taken, need))
         return place
+
+    def _candidates(self, newest: int, need: int) -> Iterator[int]:
+        if newest + need <= _WARM:
+            yield newest
+        yield 0
+        yield newest
+        yield max((end for _, end in self._runs), default=0)
+
+    def _free(self, begin: int, need: int) -> bool:
+        end = begin + need
+        return end <= self.size and all(end <= low or high <= begin for low, high in self._runs)
 
     def release(self, upto: int) -> None:
         """The other side says so. Raises BadMessage if that cannot be."""
         if not self.released <= upto <= self.taken:
             raise BadMessage(f"the peer has released up to {upto} of {self.taken} bytes, after {self.released}")
         self.released = upto
+        while self._pieces and self._pieces[0][0] <= upto:
+            run = self._runs[0]
+            run[0] += self._pieces.popleft()[1]
+            if run[0] == run[1]:
+                self._runs.popleft()
 
 
 class Order:
@@ -216,6 +246,8 @@ class ShmLink:
         self._order = Order()
         self._lock = threading.Lock()
         self._expected = 0
+        self._heads: list[bytes] = []
+        self._unsaid = 0
         self._closed = False
         self._reader = SocketReader(stream, self._payload)
 
@@ -231,6 +263,7 @@ class ShmLink:
         *,
         deadline: float,
         checksum: bool = True,
+        more: bool = False,
     ) -> None:
         size = sum(map(len, buffers))
         place, summed = 0, None
@@ -242,14 +275,23 @@ class ShmLink:
                 at += len(buffer)
             # Of the copy, while it is in the processor's cache, and in one piece.
             summed = payload_checksum([self._out[start:at]]) if checksum else None
-        head = encode(message, transfer, payload=size, payload_sum=summed, place=place)
-        self._stream.send([head], deadline)
+        self._heads.append(encode(message, transfer, payload=size, payload_sum=summed, place=place))
+        self._unsaid += size
+        if not more or self._unsaid >= TOGETHER:
+            self._say(deadline)
+
+    def _say(self, deadline: float) -> None:
+        """Send the messages whose payloads are in the ring: the peer is woken once for all of them."""
+        heads, self._heads, self._unsaid = self._heads, [], 0
+        if heads:
+            self._stream.send([b"".join(heads)], deadline)
 
     def _room(self, size: int, deadline: float) -> int:
         if size > self.capabilities.largest:
             raise TransferError(f"a payload of {size} bytes is longer than this link carries")
         nap = _FIRST_NAP
         while (place := self._ring.take(size)) is None:
+            self._say(deadline)
             before = self._ring.released
             self._ring.release(self._peer_read[0])
             if self._ring.released != before:

@@ -140,6 +140,7 @@ class TcpLink:
         *,
         deadline: float,
         checksum: bool = True,
+        more: bool = False,
     ) -> None:
         size = sum(map(len, buffers))
         summed = payload_checksum(buffers) if size and checksum else None

@@ -132,6 +132,29 @@ class LinkContract:
                 assert message == Frames(number, ()) and got == data
             sending.result(PATIENCE)
 
+    def test_messages_that_go_together(self, links: tuple[Link, Link]) -> None:
+        """Messages that may wait for the next one arrive with it, in order and whole, also when they are more than the link
+        holds; one that nothing follows goes at once."""
+        near, far = links
+        size = near.capabilities.largest // 5
+        data = random.Random(10).randbytes(size)
+
+        def send() -> None:
+            for number in range(40):
+                near.send(Part(number, 1, 0, 1, 1), ID, [data], deadline=soon(), more=number % 10 != 9)
+                near.send(Taken(), ID, deadline=soon(), more=number % 10 != 9)
+
+        with ThreadPoolExecutor(1) as threads:
+            sending = threads.submit(send)
+            for number in range(40):
+                message, got = take(far)
+                assert message == Part(number, 1, 0, 1, 1) and got == data
+                assert take(far) == (Taken(), b"")
+            sending.result(PATIENCE)
+        near.send(Taken(), ID, deadline=soon(), more=True)
+        near.send(Beat(), deadline=soon())
+        assert [take(far)[0], take(far)[0]] == [Taken(), Beat()]
+
     def test_both_ways_at_once(self, links: tuple[Link, Link]) -> None:
         """Each side sends a lot while it receives a lot."""
         data = random.Random(7).randbytes(300_000)
