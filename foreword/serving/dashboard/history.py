@@ -78,7 +78,10 @@ class MetricsHistory:
             loop.call_later(EVERY_SECONDS, self._sample, loop)
             self.take()
         else:
-            taken = loop.run_in_executor(None, self.take)
+            try:
+                taken = loop.run_in_executor(None, self.take)
+            except RuntimeError:  # the loop is about to end, and its threads have
+                return
             taken.add_done_callback(lambda _: loop.call_later(EVERY_SECONDS, self._sample, loop))
 
     def plain(self) -> dict[str, Any]:
