@@ -105,24 +105,24 @@ async def drain(front: Front, targets: Sequence[str], seconds: float = 60.0) -> 
             order = [targets[(start + i) % len(targets)] for i in range(len(targets))]
             return await _move_somewhere(name, work, order, deadline)
 
-    waiting: Sequence[Adopted] = ()
-    with contextlib.suppress(EngineFailed, ShuttingDown):
-        # From here on none is added: what arrives while the server drains is not taken.
-        waiting = await engine.unfetched()
-    # Who fetches one is in flight before it is an adopted one no more, so this order misses none.
-    movable: dict[str, Callable[[str], Awaitable[object]]] = {
-        adopted.request.id: partial(_move_adopted, front, adopted) for adopted in waiting if adopted.goes_on
-    }
-    movable |= {
-        running.request.id: partial(move, front, running)
-        for running in front.in_flight.all()
-        if running.departure is None
-    }
+    movable = await _movable(front, engine)
     results = await asyncio.gather(*(one(*item) for item in movable.items())) if targets else []
     moved = sum(results)
     if movable:
         logger.info("draining: %d of %d requests moved", moved, len(movable))
     return {"requests": len(movable), "moved": moved}
+
+
+async def _movable(front: Front, engine: Engine) -> dict[str, Callable[[str], Awaitable[object]]]:
+    """What moves each request, by its id."""
+    waiting: Sequence[Adopted] = ()
+    with contextlib.suppress(EngineFailed, ShuttingDown):
+        # From here on none is added: what arrives while the server drains is not taken.
+        waiting = await engine.unfetched()
+    adopted = {one.request.id: partial(_move_adopted, front, one) for one in waiting if one.goes_on}
+    # After that: whoever fetches a request is in flight before it is an adopted one no more.
+    running = [one for one in front.in_flight.all() if one.departure is None]
+    return adopted | {one.request.id: partial(move, front, one) for one in running}
 
 
 async def _move_adopted(front: Front, adopted: Adopted, to: str) -> dict[str, Any]:

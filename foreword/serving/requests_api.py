@@ -78,7 +78,7 @@ def router(front: Front, config: ServerConfig) -> APIRouter:
         """Let nobody in any more and move all requests to the servers in `to`. The server then waits to be stopped."""
         if not _is_operator(request, config):
             tenant = front.tenant(request)
-            if tenant.source == "key" or config.admin_key is not None:
+            if tenant.source != "none" or config.admin_key is not None:
                 raise Forbidden("draining a server takes the key of its operator (--admin-key)")
         body = await front.body(request, DrainBody)
         for url in body.to:

@@ -233,6 +233,39 @@ def test_refused(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> Non
             other.engine.close()
 
 
+def test_target_without_memory(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
+    """A target whose blocks others hold refuses a request, which goes on where it was; what runs at the target goes on there;
+    and once there is room the request can move."""
+    here = nodes[0]
+    small = node(folder("llama"), "both", kv_memory="256 tokens")
+
+    async def main() -> None:
+        tokens, long = prompt(60, 14), dataclasses.replace(GREEDY, max_tokens=190)
+        expected = await alone(nodes, tokens, long)
+        small.valve.pace = here.valve.pace = 0.01
+        other = request(prompt(150, 15), dataclasses.replace(GREEDY, max_tokens=100))
+        busy = small.engine.generate(other)
+        await anext(busy)
+        follower = Follower(here, tokens, long)
+        await follower.read(5)
+        with pytest.raises(CannotMove) as caught:
+            await here.engine.migrate(follower.name, small.address)
+        assert caught.value.reason == "full"
+        assert (await anext(busy)).tokens
+        await busy.aclose()
+        await small.whole()
+        await follower.move(small)
+        small.valve.pace = here.valve.pace = 0.0
+        assert (await follower.end()).same(expected)
+        await here.whole()
+        await small.whole()
+
+    try:
+        asyncio.run(main())
+    finally:
+        small.engine.close()
+
+
 def test_what_cannot_move(nodes: tuple[Node, Node]) -> None:
     """A request that does not run, one with several sequences, and one that is moving already are refused with a sentence."""
     here, there = nodes

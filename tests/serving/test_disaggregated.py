@@ -14,8 +14,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from doors import Door, until
+from doors import ENGINE, PREFIXES, Door, Doors, until
 from server_process import Process
+
+from foreword.config import Config, ServerConfig
+from foreword.metrics import PrometheusObserver
+from foreword.serving.app import create_app
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -201,6 +205,28 @@ def test_clients_that_leave_are_counted(urls: tuple[str, str]) -> None:
     until(lambda: transfers(decode, "destination", "cancelled") == before[1] + 1)
     until(lambda: transfers(prefill, "source", "cancelled") == before[0] + 1)
     until(lambda: free(prefill) and free(decode))
+
+
+def test_tenants_do_not_drain(doors: Doors) -> None:
+    """Where anybody is told from anybody else, by keys or by a router, draining takes the operator's key, and there is none to
+    be had without --admin-key."""
+    settings = {
+        "routers": ServerConfig(router_key="routers"),
+        "alices": ServerConfig(api_keys=("alice=alices",), tenant_secret="s"),
+        "": ServerConfig(admin_key="operators"),
+    }
+
+    async def drain(key: str, config: ServerConfig) -> int:
+        app = create_app(doors.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
+        headers = {"authorization": f"Bearer {key}", "x-foreword-salt": "ca"} if key else {}
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers) as client:
+            status = (await client.post("/v1/drain", json={})).status_code
+            assert (await client.get("/ready")).status_code == 200
+        return status
+
+    for key, config in settings.items():
+        assert asyncio.run(drain(key, config)) == 403
 
 
 def test_twenty_at_once(urls: tuple[str, str]) -> None:
