@@ -25,6 +25,8 @@ from foreword.engine.sequence import Chunk
 TILE_ROWS = 192
 # Keys are not cut shorter than this.
 MIN_KEYS = 256
+# As in kernels/attention.h.
+ROWS_TOGETHER = 256
 # Items of work per thread, so that threads end at about the same time.
 _ITEMS_PER_THREAD = 4
 
@@ -43,6 +45,11 @@ class _Task:
     @property
     def cost(self) -> int:
         return len(self.rows) * (self.high - self.low)
+
+    def items(self, heads: tuple[int, int]) -> int:
+        """What the kernel makes of it; `heads` are KV heads, and query heads of each."""
+        kv_heads, group = heads
+        return 1 if len(self.rows) * kv_heads * group <= ROWS_TOGETHER else kv_heads
 
 
 class StepPlan:
@@ -237,7 +244,7 @@ class NativeStep:
         found = self._plans.get(key)
         if found is None:
             tasks = [*self._prefill_tasks(window, layer.group), *self._decode_tasks(window)]
-            tasks = _cut(tasks, layer.kv_heads, torch.get_num_threads())
+            tasks = _cut(tasks, (layer.kv_heads, layer.group), torch.get_num_threads())
             # The longest first: the last ones to be taken are short.
             tasks.sort(key=lambda task: -task.cost)
             floats = layer.kv_heads * layer.group * (layer.value_dim + 1)
@@ -269,12 +276,13 @@ class NativeStep:
         return tasks
 
 
-def _cut(tasks: list[_Task], kv_heads: int, threads: int) -> list[_Task]:
-    """Cut the keys of long tasks until there are enough items for the threads (flash decoding, Dao et al. 2023)."""
+def _cut(tasks: list[_Task], heads: tuple[int, int], threads: int) -> list[_Task]:
+    """Cut the keys of long tasks until there are enough items for the threads (flash decoding, Dao et al. 2023). `heads` are KV
+    heads, and query heads of each."""
     wanted = _ITEMS_PER_THREAD * threads
-    if threads < 2 or len(tasks) * kv_heads >= wanted:
+    if threads < 2 or sum(task.items(heads) for task in tasks) >= wanted:
         return tasks
-    share = max(sum(task.cost for task in tasks) * kv_heads // wanted, 1)
+    share = max(sum(task.cost for task in tasks) // wanted, 1)
     cut: list[_Task] = []
     for task in tasks:
         keys = task.high - task.low

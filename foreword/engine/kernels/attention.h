@@ -7,6 +7,9 @@
 // from each part's output and log-sum-exp.
 #pragma once
 
+#include <utility>
+#include <vector>
+
 #include "threads.h"
 #include "vectors.h"
 
@@ -55,28 +58,52 @@ struct Tile {
     const Plan& plan;
     const Layer& layer;
     const Task& task;
-    int64_t count, words, padded_words, width;
+    int64_t count, words, width;
     int32_t* queries;           // [rows][words]
     float *out, *largest, *sums;  // [rows][width], [rows], [rows][LANES]
     int32_t *keys, *values;     // [words][KEYS], [KEYS / PER_WORD][width]
     typename T::Element* weights;  // [QUERY_ROWS][KEYS]
 };
 
-INLINE int64_t slot_of(const Plan& plan, const Task& task, int64_t position) {
-    return plan.tables[task.table_at + position / plan.block_size] * plan.block_size + position % plan.block_size;
+// The slots of keys `[first, first + count)`.
+static void find_slots(const Plan& plan, const Task& task, int64_t first, int64_t count, int64_t* slots) {
+    const int64_t* block = plan.tables + task.table_at + first / plan.block_size;
+    int64_t offset = first % plan.block_size;
+    for (int64_t i = 0; i < count; i++) {
+        slots[i] = *block * plan.block_size + offset;
+        if (++offset == plan.block_size) {
+            offset = 0;
+            block++;
+        }
+    }
 }
 
-// Keys `[first, first + count)` as `[words][KEYS]`, and their values in pairs as `[KEYS / PER_WORD][width]`; zero where there are none.
+// Ask for the keys and values of a head that are wanted next.
 template <class T>
-static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, int64_t first, int64_t count) {
+INLINE void prefetch(const Layer& layer, int64_t head, const int64_t* slots, int64_t count) {
+    const int64_t key_bytes = layer.key_dim * sizeof(typename T::Element), value_bytes = layer.value_dim * sizeof(typename T::Element);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t place = slots[i] * layer.kv_heads + head;
+        const char* key = (const char*)layer.k + place * key_bytes;
+        const char* value = (const char*)layer.v + place * value_bytes;
+        for (int64_t byte = 0; byte < key_bytes; byte += 64) __builtin_prefetch(key + byte, 0, 2);
+        for (int64_t byte = 0; byte < value_bytes; byte += 64) __builtin_prefetch(value + byte, 0, 2);
+    }
+}
+
+// Keys in some slots, while others are asked for that are `wanted` next: as `[words][KEYS]`, and their values in pairs as `[KEYS / PER_WORD][width]`; zero where there are none.
+template <class T>
+static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, const int64_t* slots, int64_t count, const int64_t* wanted, int64_t num_wanted) {
     const Layer& layer = tile.layer;
     const typename T::Element *keys[KEYS], *values[KEYS];
     for (int64_t i = 0; i < count; i++) {
-        const int64_t place = slot_of(tile.plan, tile.task, first + i) * layer.kv_heads + head;
+        const int64_t place = slots[i] * layer.kv_heads + head;
         keys[i] = at<T>((const void*)layer.k, place * layer.key_dim);
         values[i] = at<T>((const void*)layer.v, place * layer.value_dim);
     }
-    for (int64_t i = 0; i < KEYS; i += LANES)
+    for (int64_t i = 0; i < KEYS; i += LANES) {
+        // A few at a time: a processor drops what it cannot note.
+        prefetch<T>(layer, head, wanted + i, least(LANES, num_wanted - i));
         for (int64_t word = 0; word < tile.words; word += LANES) {
             const int64_t left = least(LANES, tile.words - word);
             Words block[LANES];
@@ -94,6 +121,7 @@ static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, 
             transpose(block);
             for (int64_t j = 0; j < left; j++) store(tile.keys + (word + j) * KEYS + i, block[j]);
         }
+    }
     const int64_t dim = layer.value_dim, whole = dim / LANES * LANES;
     typename T::Element first_end[LANES], second_end[LANES];
     const typename T::Element nothing[LANES] = {};
@@ -226,33 +254,53 @@ static void finish(const Tile<T>& tile, int64_t head, const Rows& rows) {
     }
 }
 
+// Heads `[first_head, last_head)` of a task, a block of keys at a time: what lies together in memory is read together.
 template <class T>
-static void attend_task(const Plan& plan, const Layer& layer, const Rows& rows, const Task& task, int64_t head) {
+static void attend_task(const Plan& plan, const Layer& layer, const Rows& rows, const Task& task, int64_t first_head, int64_t last_head) {
     static thread_local Scratch scratch;
     const int64_t count = task.rows * layer.group, words = layer.key_dim / T::PER_WORD, width = up_to(layer.value_dim, LANES);
-    const int64_t sizes[] = {count * words, count * width, count, count * LANES, words * KEYS, KEYS / T::PER_WORD * width, QUERY_ROWS * KEYS};
-    char* places[7];
-    int64_t total = 0;
-    for (int64_t size : sizes) total += up_to(size * 4, 64);
-    char* place = scratch.of(total);
-    for (int i = 0; i < 7; i++) {
-        places[i] = place;
-        place += up_to(sizes[i] * 4, 64);
+    const int64_t own[] = {count * words, count * width, count, count * LANES};
+    const int64_t common[] = {words * KEYS, KEYS / T::PER_WORD * width, QUERY_ROWS * KEYS};
+    int64_t own_bytes = 0, bytes = 0;
+    for (int64_t size : own) own_bytes += up_to(size * 4, 64);
+    for (int64_t size : common) bytes += up_to(size * 4, 64);
+    char* place = scratch.of(bytes + own_bytes * (last_head - first_head));
+    char *places[7], *next = place;
+    for (int i = 0; i < 3; i++) {
+        places[4 + i] = next;
+        next += up_to(common[i] * 4, 64);
     }
-    const Tile<T> tile{plan, layer, task, count, words, 0, width, (int32_t*)places[0], (float*)places[1], (float*)places[2], (float*)places[3], (int32_t*)places[4], (int32_t*)places[5], (typename T::Element*)places[6]};
-    memset(tile.out, 0, count * width * 4);
-    memset(tile.sums, 0, count * LANES * 4);
-    for (int64_t row = 0; row < count; row++) {
-        tile.largest[row] = -INFINITE;
-        const int64_t token = plan.rows[task.rows_at + row / layer.group], query_head = head * layer.group + row % layer.group;
-        memcpy(tile.queries + row * words, at<T>(rows.q, token * rows.q_token + query_head * rows.q_head), words * 4);
+    auto tile_of_head = [&](int64_t head) {
+        char* here = place + bytes + own_bytes * (head - first_head);
+        for (int i = 0; i < 4; i++) {
+            places[i] = here;
+            here += up_to(own[i] * 4, 64);
+        }
+        return Tile<T>{plan, layer, task, count, words, width, (int32_t*)places[0], (float*)places[1], (float*)places[2], (float*)places[3], (int32_t*)places[4], (int32_t*)places[5], (typename T::Element*)places[6]};
+    };
+    for (int64_t head = first_head; head < last_head; head++) {
+        const Tile<T> tile = tile_of_head(head);
+        memset(tile.out, 0, count * width * 4);
+        memset(tile.sums, 0, count * LANES * 4);
+        for (int64_t row = 0; row < count; row++) {
+            tile.largest[row] = -INFINITE;
+            const int64_t token = plan.rows[task.rows_at + row / layer.group], query_head = head * layer.group + row % layer.group;
+            memcpy(tile.queries + row * words, at<T>(rows.q, token * rows.q_token + query_head * rows.q_head), words * 4);
+        }
     }
+    int64_t slots[2 * KEYS], *now = slots, *then = slots + KEYS;
+    find_slots(plan, task, task.low, least(KEYS, task.high - task.low), now);
     for (int64_t first = task.low; first < task.high; first += KEYS) {
-        const int64_t held = least(KEYS, task.high - first);
-        gather(tile, head, first, held);
-        for (int64_t row = 0; row < count; row += QUERY_ROWS) attend_some<T>(least(QUERY_ROWS, count - row), tile, row, first, held);
+        const int64_t held = least(KEYS, task.high - first), wanted = least(KEYS, task.high - first - held);
+        find_slots(plan, task, first + held, wanted, then);
+        for (int64_t head = first_head; head < last_head; head++) {
+            const Tile<T> tile = tile_of_head(head);
+            gather(tile, head, now, held, then, wanted);
+            for (int64_t row = 0; row < count; row += QUERY_ROWS) attend_some<T>(least(QUERY_ROWS, count - row), tile, row, first, held);
+        }
+        std::swap(now, then);
     }
-    finish(tile, head, rows);
+    for (int64_t head = first_head; head < last_head; head++) finish(tile_of_head(head), head, rows);
 }
 
 template <class T>
@@ -273,10 +321,22 @@ static void merge_row(const Plan& plan, const Layer& layer, const Rows& rows, co
     }
 }
 
+// Rows of all heads of a task, up to which the heads are one item of work.
+constexpr int64_t ROWS_TOGETHER = 256;
+
 template <class T>
 static void attend(const Plan& plan, const Layer& layer, const Rows& rows, int threads) {
-    parallel(threads, plan.num_tasks * layer.kv_heads, [&](int64_t item) {
-        attend_task<T>(plan, layer, rows, plan.tasks[item / layer.kv_heads], item % layer.kv_heads);
+    const bool enough = plan.num_tasks >= 2 * threads || threads == 1;
+    auto heads_of = [&](const Task& task) { return enough && task.rows * layer.group * layer.kv_heads <= ROWS_TOGETHER ? layer.kv_heads : 1; };
+    static thread_local std::vector<int64_t> items;
+    items.clear();
+    for (int64_t task = 0; task < plan.num_tasks; task++)
+        for (int64_t head = 0; head < layer.kv_heads; head += heads_of(plan.tasks[task])) items.push_back(task * layer.kv_heads + head);
+    const int64_t* found = items.data();
+    parallel(threads, (int64_t)items.size(), [&](int64_t item) {
+        const Task& task = plan.tasks[found[item] / layer.kv_heads];
+        const int64_t head = found[item] % layer.kv_heads;
+        attend_task<T>(plan, layer, rows, task, head, head + heads_of(task));
     });
     if (plan.num_merges > 0) parallel(threads, plan.num_merges, [&](int64_t item) { merge_row<T>(plan, layer, rows, plan.merges[item]); });
 }
