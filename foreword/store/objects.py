@@ -53,6 +53,10 @@ from foreword.store.redact import redacted, split_url
 
 _PROBES: Final = 16  # names asked for in one round of a lookup
 _CLIENT: Final = {"connect_timeout": "5s", "timeout": "120s"}  # deadlines are shorter; these end what nobody waits for
+_CLIENT_OPTION = re.compile(
+    "allow_http|allow_invalid_certificates|default_content_type|http[12]_.+|pool_.+|proxy_.+|randomize_addresses|root_certificate|"
+    "((connect|read)_)?timeout|user_agent"
+)
 _RETRIES: Final = {
     "max_retries": 2,
     "retry_timeout": timedelta(seconds=10),
@@ -74,8 +78,9 @@ class ObjectStore:
 
     Args:
         url: `s3://bucket[/path]`, `gs://`, `az://account/container` or `file:///folder`. What follows `?` are options of
-            obstore's for that service, such as `endpoint=http://host:9000`, `region=`, `access_key_id=`; what is missing is
-            taken from the environment (`AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`, `GOOGLE_APPLICATION_CREDENTIALS`, ...).
+            obstore's for that service, such as `endpoint=http://host:9000`, `region=`, `access_key_id=`, or for its HTTP
+            client, such as `proxy_url=`; what is missing comes from the environment (`AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`,
+            `GOOGLE_APPLICATION_CREDENTIALS`, ...).
         prefix: a path below the URL's.
         exact_lookup: whether a lookup asks for every block that it promises. Without it a long chain takes three rounds of
             16 requests and may be promised too far where it has a gap; loading then ends at the gap.
@@ -382,13 +387,17 @@ def _open(url: str, options: dict[str, str]) -> Any:
             return from_url(place, mkdir=True)
         config: dict[str, Any] = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
         config |= options
-        return from_url(place, config=config, client_options=_client(config), retry_config=_RETRIES)
+        client = _client(config)
+        return from_url(place, config=config, client_options=client, retry_config=_RETRIES)
     except (BaseError, ValueError, OSError) as error:
         raise StoreConfigError(f"the object store's URL or options are wrong: {_said(error)}") from None
 
 
 def _client(config: dict[str, Any]) -> dict[str, Any]:
-    """Options of the HTTP client. Plain HTTP is spoken where an endpoint asks for it, and nowhere else."""
+    """Options of the HTTP client, those of `config` taken out of it: obstore panics where they stand among the service's. Plain
+    HTTP is spoken where an endpoint asks for it, and nowhere else."""
     endpoints = [value for name, value in config.items() if "endpoint" in name.lower()]
     endpoints += [os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")]
-    return {**_CLIENT, "allow_http": True} if any(place.startswith("http://") for place in endpoints) else dict(_CLIENT)
+    http = {"allow_http": True} if any(place.startswith("http://") for place in endpoints) else {}
+    given = {name: plain for name in config if _CLIENT_OPTION.fullmatch(plain := name.lower().removeprefix("aws_"))}
+    return {**_CLIENT, **http, **{plain: config.pop(name) for name, plain in given.items()}}

@@ -390,17 +390,20 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path):
 
 
 def test_wrong_urls(tmp_path: Path):
-    """A URL that leads nowhere, an unknown option and an odd prefix are refused when the store is made."""
+    """A URL that leads nowhere, an unknown option and an odd prefix are refused when the store is made; options of the HTTP
+    client are not."""
     for url in (
         "redis://x",
         "ftp://x/y",
         "",
         "s3://bucket?no_such_option=1",
         "s3://bucket?region",
+        "s3://bucket?region=x&access_key_id=a&secret_access_key=b&timeout=soon",
         f"file://{tmp_path}?region=x",
     ):
         with pytest.raises(StoreConfigError):
             ObjectStore(url)
+    ObjectStore("s3://bucket?region=x&access_key_id=a&secret_access_key=b&timeout=9s&aws_allow_http=true").close()
     for prefix in ("a b", "../up", "a//b", "ä"):
         with pytest.raises(StoreConfigError):
             ObjectStore(f"file://{tmp_path}", prefix=prefix)

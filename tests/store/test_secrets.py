@@ -60,6 +60,7 @@ def use(url: str) -> None:
         "s3://me:QuietPlease@bucket?parallel=many",
         "s3://bucket?secret_access_key=QuietPlease&no_such_option=1",
         "s3://me:QuietPlease]@[bucket",
+        "s3://bucket?access_key_id=me&secret_access_key=QuietPlease&allow_http=perhaps",
         "az://container?sas_token=QuietPlease",
         "gs://bucket?service_account_key=QuietPlease",
         "file:///tmp?access_key=QuietPlease",
