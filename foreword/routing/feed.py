@@ -181,7 +181,7 @@ class Feed:
 
     def _stored(self, fields: Mapping[str, Any]) -> None:
         names = [_name(one) for one in fields["block_hashes"]]
-        tier = _tier(fields.get("medium"))
+        tier = _tier(fields)
         parent = self._parent(fields)
         if tier is None or parent is None or fields["block_size"] != self._block_size:
             self.counters.skipped_blocks += len(names)
@@ -195,7 +195,7 @@ class Feed:
         self.counters.stored_blocks += len(keys)
 
     def _removed(self, fields: Mapping[str, Any]) -> None:
-        tier = _tier(fields.get("medium"))
+        tier = _tier(fields)
         names = [_name(one) for one in fields["block_hashes"]]
         keys = [key for key in map(self._known.get, names) if key is not None]
         self.counters.skipped_blocks += len(names) - len(keys)
@@ -255,8 +255,11 @@ def _name(found: object) -> bytes:
     raise ValueError("a block's hash is an integer or at least 8 bytes")
 
 
-def _tier(medium: object) -> Tier | None:
-    return Tier.DEVICE if medium is None else MEDIA.get(str(medium).upper())
+def _tier(fields: Mapping[str, Any]) -> Tier | None:
+    """Where an event's blocks lie. Storage that is not the replica's own is what every replica can reach."""
+    medium = fields.get("medium")
+    tier = Tier.DEVICE if medium is None else MEDIA.get(str(medium).upper())
+    return Tier.SHARED if tier == Tier.DISK and fields.get("locality") == "REMOTE" else tier
 
 
 def _named_extras(extras: Sequence[object]) -> bool:

@@ -1,4 +1,4 @@
-"""What the device holds, told to whoever subscribes: vLLM's KV events over ZeroMQ, in the same wire format.
+"""What the device and the tiers below it hold, told to whoever subscribes: vLLM's KV events over ZeroMQ, in its wire format.
 
 A PUB socket sends `[topic, number (8 bytes, big-endian), MessagePack of [time, events, rank]]`; a ROUTER socket answers a
 number with all messages from that one on that are still kept, and an end mark. Differences to vLLM's own publisher: a block is
@@ -8,20 +8,28 @@ is no second block to count), and hashes are Foreword's keys.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import groupby, pairwise
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import zmq
 
+from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Event, StepFinished
+from foreword.store.base import Name
+from foreword.store.tiered import TieredStore
+from foreword.store.urls import parse
+from foreword.store.watch import watch
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +40,11 @@ _KEPT_MESSAGES: Final = 10_000
 _KEPT_BYTES: Final = 64 << 20
 _WAITING: Final = 100_000
 _POLL_SECONDS: Final = 0.05
+# Blocks of which it is remembered what they hold, for when a tier has them: about 400 bytes each where they have 16 tokens.
+_KNOWN_BLOCKS: Final = 1 << 14
+# Changes of tiers that are not told yet; those that do not fit are not told.
+_MOST_CHANGES: Final = 1 << 17
+_OWN: Final = ("memory", "disk")
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
@@ -45,6 +58,8 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
     medium: str | None
     lora_name: str | None
     extra_keys: list[list[str] | None] | None = None
+    locality: str | None = None
+    ownership: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
@@ -52,6 +67,33 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
 
     block_hashes: list[bytes]
     medium: str | None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class Place(NamedTuple):
+    """Where blocks lie, in the words of events."""
+
+    medium: str
+    locality: str | None = None
+    ownership: str | None = None
+
+
+DEVICE: Final = Place(MEDIUM)
+
+
+class _Block(NamedTuple):
+    """One block as it was stored on the device."""
+
+    parent: bytes
+    tokens: Sequence[int]
+    salt: bytes | None
+
+
+class _Change(NamedTuple):
+    place: Place
+    stored: bool
+    key: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +142,10 @@ class KvEvents:
         self._stored: list[BlocksStored] = []
         self._messages: queue.Queue[list[object] | None] = queue.Queue(_WAITING)
         self._lost = 0
+        self._watches = False
+        self._known: OrderedDict[bytes, _Block] = OrderedDict()
+        self._known_lock = threading.Lock()
+        self._changes: deque[_Change] = deque(maxlen=_MOST_CHANGES)
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -111,10 +157,12 @@ class KvEvents:
         """Remember what was stored until its step has ended; pass removals on at once."""
         if type(event) is BlocksStored:
             self._stored.append(event)
+            if self._watches:
+                self._remember(event)
         elif type(event) is BlocksRemoved:
             if self._stored:
                 self._withdraw(set(event.keys))
-            self._send([BlockRemoved(list(event.keys), MEDIUM)])
+            self._send([BlockRemoved(list(event.keys), *DEVICE)])
         elif type(event) is StepFinished and self._stored:
             self._send([self._described(stored) for stored in self._stored])
             self._stored.clear()
@@ -131,14 +179,26 @@ class KvEvents:
                 left.append(BlocksStored(event.parent, event.keys[:good], tokens, event.salt))
         self._stored = left
 
-    def _described(self, event: BlocksStored) -> BlockStored:
+    def _remember(self, event: BlocksStored) -> None:
+        size, above = self._block_size, (event.parent, *event.keys)
+        with self._known_lock:
+            for number, (parent, key) in enumerate(pairwise(above)):
+                tokens = array("I", event.tokens[number * size : (number + 1) * size])
+                self._known[key] = _Block(parent, tokens, event.salt if not number else None)
+                self._known.move_to_end(key)
+            while len(self._known) > _KNOWN_BLOCKS:
+                self._known.popitem(last=False)
+
+    def _described(self, event: BlocksStored, place: Place = DEVICE) -> BlockStored:
         begins = event.salt is not None
         extras: list[list[str] | None] | None = None
         if event.salt:
             extras = [[event.salt.hex()], *[None] * (len(event.keys) - 1)]
         parent = None if begins else event.parent
         tokens = list(event.tokens)
-        return BlockStored(list(event.keys), parent, tokens, self._block_size, None, MEDIUM, None, extras)
+        return BlockStored(
+            list(event.keys), parent, tokens, self._block_size, None, place.medium, None, extras, *place[1:]
+        )
 
     def _send(self, events: Sequence[object]) -> None:
         try:
@@ -146,25 +206,76 @@ class KvEvents:
         except queue.Full:  # the numbers then have a gap that no replay fills, and subscribers start anew
             self._lost += 1
 
+    # On the threads that write to stores
+
+    def watch(self, store: TieredStore, urls: Sequence[str]) -> None:
+        """From now on tell of what these tiers, opened from these URLs, take and lose too."""
+        places = [_place(url) for url in urls]
+        self._watches = True
+
+        def note(tier: int, stored: bool, names: Sequence[Name]) -> None:
+            self._changes.extend(_Change(places[tier], stored, name[FINGERPRINT_BYTES:]) for name in names)
+
+        watch(store, note)
+
     # On its own thread
+
+    def _changed(self) -> list[object]:
+        """What changed in the tiers since this was asked last, as events. A block whose tokens are forgotten is not told of."""
+        changes = [self._changes.popleft() for _ in range(len(self._changes))]
+        events: list[object] = []
+        for (place, stored), some in groupby(changes, key=lambda one: one[:2]):
+            keys = [one.key for one in some]
+            if stored:
+                events += [self._described(run, place) for run in self._runs(keys)]
+            else:
+                events.append(BlockRemoved(keys, *place))
+        return events
+
+    def _runs(self, keys: Sequence[bytes]) -> list[BlocksStored]:
+        """Stretches of chains, as far as it is known what the blocks hold."""
+        with self._known_lock:
+            found = [(key, self._known[key]) for key in keys if key in self._known]
+        runs: list[list[tuple[bytes, _Block]]] = []
+        for key, block in found:
+            if runs and runs[-1][-1][0] == block.parent:
+                runs[-1].append((key, block))
+            else:
+                runs.append([(key, block)])
+        return [
+            BlocksStored(
+                run[0][1].parent,
+                tuple(key for key, _ in run),
+                [token for _, block in run for token in block.tokens],
+                run[0][1].salt,
+            )
+            for run in runs
+        ]
 
     def _run(self) -> None:
         encode, number = msgspec.msgpack.Encoder().encode, 0
         while True:
             while self._router.poll(0):
                 self._replay(self._router.recv_multipart())
-            try:
+            events: list[object] | None = []
+            with contextlib.suppress(queue.Empty):
                 events = self._messages.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                continue
             if events is None:
                 return
-            lost, self._lost = self._lost, 0
-            number += lost
-            payload = encode([time.time(), events, 0])
-            self._pub.send_multipart((b"", number.to_bytes(8, "big"), payload))
-            self._keep(number, payload)
-            number += 1
+            # The device's first: whoever reads them knows what a tier's are about.
+            for some in (events, self._changed()):
+                if some:
+                    number += self._lost_since()
+                    self._publish(number, encode([time.time(), some, 0]))
+                    number += 1
+
+    def _lost_since(self) -> int:
+        lost, self._lost = self._lost, 0
+        return lost
+
+    def _publish(self, number: int, payload: bytes) -> None:
+        self._pub.send_multipart((b"", number.to_bytes(8, "big"), payload))
+        self._keep(number, payload)
 
     def _keep(self, number: int, payload: bytes) -> None:
         self._kept.append((number, payload))
@@ -192,6 +303,12 @@ class KvEvents:
         self._pub.close(linger=200)
         self._router.close(linger=200)
         self._context.term()
+
+
+def _place(url: str) -> Place:
+    parsed = parse(url)
+    medium = "CPU" if parsed.scheme == "memory" else "STORAGE"
+    return Place(medium, "LOCAL" if parsed.scheme in _OWN else "REMOTE", parsed.label)
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:

@@ -227,7 +227,7 @@ class Loader:
 
 
 def load_engine(
-    config: Config, registry: PrometheusObserver, progress: Progress, *, events: Observer | None = None
+    config: Config, registry: PrometheusObserver, progress: Progress, *, events: KvEvents | None = None
 ) -> Engine:
     """Load the real engine; imports torch. Raises ForewordError."""
     from foreword.engine.async_engine import AsyncEngine
@@ -238,7 +238,7 @@ def load_engine(
         recorder = Recorder(Path(config.server.record), salt=config.server.record_salt)
         atexit.register(recorder.close)
         observers.append(EngineRecorder(recorder, config.engine.block_size))
-    return AsyncEngine.from_config(
+    engine = AsyncEngine.from_config(
         config.engine,
         prefixes=config.prefixes,
         store=config.store,
@@ -247,6 +247,9 @@ def load_engine(
         observers=observers,
         progress=progress,
     )
+    if events is not None and engine.off_device is not None:
+        events.watch(engine.off_device.store, config.store.urls)
+    return engine
 
 
 def _describe(engine: Engine) -> str:

@@ -85,6 +85,17 @@ def test_media_are_tiers() -> None:
     assert directory.held(keys_of(TEXT)).of("r") == (2, 2, 10, 10)
 
 
+def test_what_one_wrote_to_a_remote_store_all_can_load() -> None:
+    """Storage that an event calls remote is shared: other replicas find it too, until the event that takes it back."""
+    directory, one = feed()
+    one.receive(0, [stored(TEXT[:8]), stored(TEXT, medium="STORAGE", locality="REMOTE", ownership="redis")])
+    held = directory.held(keys_of(TEXT))
+    assert held.of("r") == (2, 2, 2, 10)
+    assert held.of("another") == (0, 0, 0, 10)
+    one.receive(1, [removed(hashes_of(TEXT)[4:], medium="STORAGE", locality="REMOTE")])
+    assert directory.held(keys_of(TEXT)).of("another") == (0, 0, 0, 4)
+
+
 def test_salts_are_told_apart() -> None:
     """A block that was stored with a salt is not found without it, nor with another; its children follow it."""
     directory, one = feed()

@@ -1,0 +1,98 @@
+"""KV events of tiers: a real router learns from two real servers what their memory and their shared store hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from doors import until, words
+from router_parts import RouterProcess
+from server_process import Process
+
+pytestmark = pytest.mark.timeout(300)
+ADMIN = {"authorization": "Bearer admin-secret"}
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
+    shared: Path = tmp_path_factory.mktemp("shared")
+    events = ["--kv-events", "tcp://127.0.0.1:0", "--no-self-check", "--kv-memory", "1024 tokens"]
+    stores = ["--store", "memory://?size=64MiB", "--store", f"file://{shared}"]
+    started = [Process(*events, *stores) for _ in range(2)]
+    for process in started:
+        process.wait_ready()
+    yield started
+    for process in started:
+        process.popen.kill()
+        process.popen.wait()
+
+
+@pytest.fixture(scope="module")
+def router(servers: list[Process]) -> Iterator[RouterProcess]:
+    named = [argument for process in servers for argument in ("--replica", process.url())]
+    process = RouterProcess(*named, "--admin-key", "admin-secret").wait_for(2)
+    yield process
+    process.kill()
+
+
+def ask(url: str, prompt: str) -> tuple[str, int]:
+    """The route that the router tells, and how many tokens were cached."""
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+    found: dict[str, Any] = answer.json()["usage"]["prompt_tokens_details"]
+    return answer.headers.get("x-foreword-route", ""), found["cached_tokens"]
+
+
+def known(router: RouterProcess, url: str) -> int:
+    listed = httpx.get(f"{router.url}/v1/router/replicas", headers=ADMIN).json()["data"]
+    return next(int(one["known_blocks"]) for one in listed if one["replica"] == url)
+
+
+def shared(router: RouterProcess) -> int:
+    """Blocks in the directory that no replica has of its own."""
+    listed = httpx.get(f"{router.url}/v1/router/replicas", headers=ADMIN).json()["data"]
+    return int(router.metric("foreword:router_directory_blocks")) - sum(int(one["known_blocks"]) for one in listed)
+
+
+def drain(router: RouterProcess, url: str, *, back: bool = False) -> None:
+    word = "undrain" if back else "drain"
+    path = f"{router.url}/v1/router/{word}"
+    httpx.post(path, json={"replica": url}, headers=ADMIN, timeout=30).raise_for_status()
+
+
+def test_what_left_the_device_is_known_in_memory(router: RouterProcess, servers: list[Process]) -> None:
+    """Other prompts push one out of a server's device, which its memory keeps: the router still sends it there, expects to load
+    it from host memory, and that is what happens. When the server forgets all of it, the router knows that too."""
+    url = servers[1].url()
+    prompts = [words(f"memory{number}", 200) for number in range(3)]
+    for prompt in prompts:
+        ask(url, prompt)
+    route, cached = "", 0
+
+    def is_known() -> bool:
+        nonlocal route, cached
+        for prompt in prompts[1:]:
+            ask(url, prompt)
+        route, cached = ask(router.url, prompts[0])
+        return "from host memory" in route
+
+    until(is_known, 60)
+    assert route.startswith(url) and cached > 100
+    httpx.delete(f"{url}/v1/cache", timeout=60).raise_for_status()
+    until(lambda: known(router, url) == 0)
+
+
+def test_what_one_wrote_to_a_shared_store_is_known_of_all(router: RouterProcess, servers: list[Process]) -> None:
+    """A prompt that one server computed is loaded by the other one, which never saw it, and the router expects that."""
+    first, second = (process.url() for process in servers)
+    prompt = words("shared", 200)
+    ask(first, prompt)
+    drain(router, first)
+    until(lambda: shared(router) > 10)
+    route, cached = ask(router.url, prompt)
+    drain(router, first, back=True)
+    assert route.startswith(second) and "from the shared store" in route
+    assert cached > 100
