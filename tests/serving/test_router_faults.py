@@ -23,6 +23,7 @@ from foreword.config import Config, ServerConfig
 from foreword.metrics import PrometheusObserver
 from foreword.serving.app import create_app
 from foreword.serving.listener import bind
+from foreword.serving.router.breaker import Breaker
 
 CHUNK = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
 
@@ -41,6 +42,8 @@ class Scripted:
         self.probes = 0
         self.probe_gate = asyncio.Event()
         self.probe_gate.set()
+        # While it is held: words that may pass.
+        self.words: asyncio.Queue[None] = asyncio.Queue()
         self._loop = loop
         self.url = loop.call(self._start)
 
@@ -104,11 +107,19 @@ class Scripted:
             return web.json_response({**CHUNK, "choices": [choice], "usage": usage})
         return await self._stream(request)
 
+    async def _may_pass(self) -> None:
+        waiting = [asyncio.ensure_future(self.gate.wait()), asyncio.ensure_future(self.words.get())]
+        if self.gate.is_set():
+            waiting.pop().cancel()
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for one in waiting:
+            one.cancel()
+
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         out = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await out.prepare(request)
         for number, word in enumerate(("one", " two", " three")):
-            await self.gate.wait()
+            await self._may_pass()
             choice: dict[str, Any] = {"index": 0, "text": word, "finish_reason": "stop" if number == 2 else None}
             if self.owner == "vllm":
                 choice["token_ids"] = [number + 1]
@@ -289,6 +300,48 @@ def test_breaker_opens_and_closes(loop: Loop) -> None:
         assert [post(router).status_code for _ in range(4)] == [200] * 4
         assert scripted.seen
         assert router.metric("foreword:router_breaker_opened_total", replica=relay.url) == 1
+
+
+def test_one_that_was_away_is_tried_once(loop: Loop) -> None:
+    """A replica that comes back gets one request, and the others as soon as that one has its first token: they wait for it,
+    but not for its end."""
+    scripted = Scripted(loop)
+    relay = Relay(loop, scripted.url)
+    with routed(*named(relay), replicas=1) as router, ThreadPoolExecutor() as threads:
+        up = "foreword:router_replica_up"
+        relay.close()
+        until(lambda: router.metric(up) == 0)
+        relay.open()
+        until(lambda: router.metric(up) == 1)
+        scripted.hold()
+        first = threads.submit(post, router, stream=True)
+        until(lambda: len(scripted.seen) == 1)
+        second = threads.submit(post, router, stream=True)
+        until(lambda: router.metric("foreword:router_queue_length") == 1)
+        loop.call(lambda: scripted.words.put_nowait(None))
+        until(lambda: len(scripted.seen) == 2)
+        assert not first.done()
+        scripted.release()
+        assert [said(one.result(30)) for one in (first, second)] == ["one two three"] * 2
+
+
+def test_what_is_away_long_is_used_at_once() -> None:
+    """However long a replica was away, a probe looks for it again a second later; one that answers probes and fails requests is
+    tried ever less often."""
+    away, odd = Breaker(), Breaker()
+    away.failed(0.0, "gone", certain=True)
+    for second in range(1, 600):
+        assert away.due(float(second))
+        away.probed(float(second), "gone")
+    pauses, now = [], 0.0
+    for _ in range(8):
+        odd.failed(now, "odd", certain=True)
+        began = now
+        while not odd.due(now):
+            now += 0.5
+        pauses.append(now - began)
+        odd.probed(now, None)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
 def test_no_replica_left(loop: Loop) -> None:

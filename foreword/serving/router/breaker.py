@@ -6,12 +6,14 @@ from typing import Final
 
 _FIRST_PAUSE: Final = 1.0
 _LONGEST_PAUSE: Final = 30.0
+_BETWEEN_PROBES: Final = 1.0
 
 
 class Breaker:
     """Closed: requests go there. After `failures` failures in a row, or one that leaves no doubt, it is open: none do. After a
-    pause, which doubles each time, one probe decides; when that is answered it is half-open: one request at a time goes there
-    until one has succeeded."""
+    pause a probe decides, and again a second later if that fails; when one is answered it is half-open: one request at a time
+    goes there until one has succeeded. If that fails, the next pause is twice as long: what answers probes and fails requests
+    is tried ever less often, but what was away and comes back is used at once."""
 
     def __init__(self, failures: int = 3) -> None:
         self.failures = failures
@@ -57,9 +59,7 @@ class Breaker:
                 return False
             return self.failed(now, problem)
         if problem is not None:
-            self.reason = problem
-            self._until = now + self._pause
-            self._pause = min(self._pause * 2, _LONGEST_PAUSE)
+            self.reason, self._until = problem, now + _BETWEEN_PROBES
             return False
         self._until, self._half = None, True
         return False

@@ -145,7 +145,7 @@ class Upstream:
         if self.apart:
             return self.apart
         if self.trying:
-            return "unhealthy until now: one request is tried there"
+            return "overloaded: it was away, and one request is tried there first"
         if self.pause_until > now:
             return f"overloaded: it asked to wait {self.pause_until - now:.1f} s"
         if self.in_flight >= self.most:

@@ -211,6 +211,11 @@ class _Stream:
     def _begin(self, ticket: Ticket) -> None:
         call = self.call
         ticket.begun = True
+        if ticket.upstream.trying and self._at is None:
+            # It is well again; the others need not wait for the end of this answer.
+            ticket.upstream.trying = False
+            call.router.succeeded(ticket.upstream)
+            call.router.refresh(ticket.upstream)
         call.pool.first_token(ticket)
         call.router.metrics.first_token(ticket.upstream.url, clock() - call.arrived)
 
