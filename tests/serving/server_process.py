@@ -41,7 +41,7 @@ class Process:
 
     def wait_ready(self) -> str:
         url = self.url()
-        until(lambda: self.popen.poll() is not None or httpx.get(f"{url}/ready").status_code == 200, 200)
+        until(lambda: self.popen.poll() is not None or httpx.get(f"{url}/ready", timeout=60).status_code == 200, 200)
         assert self.popen.poll() is None, self.text
         return url
 
