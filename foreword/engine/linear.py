@@ -244,6 +244,8 @@ class PackedForward(Patch):
         self._place = place
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != self._linear.weight.dtype:
+            return functional.linear(x, self._linear.weight, self._linear.bias)
         if self.product.multiply.wider and x.numel() <= GEMV_ROWS * x.shape[-1]:
             return functional.linear(x, self._linear.weight, self._linear.bias)
         return self.product.of(x, self._place)

@@ -62,6 +62,7 @@ class Case:
     share: bool = True
     seed: int = 0
     scale: float = 0.4
+    dtype: torch.dtype = torch.float32
     # Made from the above:
     tables: list[list[int]] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)
@@ -87,6 +88,9 @@ class Case:
             self.keys.append(torch.cat([first_k, k[len(first_k) :]]))
             self.values.append(torch.cat([first_v, v[len(first_v) :]]))
         self.queries = [torch.randn(count, heads, self.key_dim, generator=noise) for _, count in self.chunks]
+        self.queries, self.keys, self.values = (
+            [rows.to(self.dtype) for rows in each] for each in (self.queries, self.keys, self.values)
+        )
         self.sink_values = torch.randn(heads, generator=noise) if self.sinks else None
 
     def step(self) -> Step:
@@ -100,7 +104,7 @@ class Case:
 
     def layer(self) -> PagedLayer:
         """The paged tensors before the step. What nobody wrote is NaN: whoever reads it is found out."""
-        shape = LayerShape(self.kv_heads, self.key_dim, self.value_dim, torch.float32)
+        shape = LayerShape(self.kv_heads, self.key_dim, self.value_dim, self.dtype)
         paged = PagedLayer(shape, self.num_blocks, self.block_size, CPU)
         paged.k.fill_(math.nan)
         paged.v.fill_(math.nan)

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -21,11 +22,11 @@ class CannotBuild(Exception):
     """The kernels cannot be had here; the message says why, and what would help."""
 
 
-def library() -> Path:
+def library(flags: Sequence[str] = FLAGS) -> Path:
     """The compiled kernels, compiled now if they are not there yet. Raises CannotBuild."""
     compiler = _compiler()
     sources = {name: (files("foreword.engine.kernels") / name).read_bytes() for name in SOURCES}
-    path = cache_folder() / f"kernels-{_digest(compiler, sources)}.so"
+    path = cache_folder() / f"kernels-{_digest([*compiler, *flags], compiler, sources)}.so"
     if path.exists():
         return path
     try:
@@ -34,7 +35,7 @@ def library() -> Path:
             for name, source in sources.items():
                 (Path(folder) / name).write_bytes(source)
             made = Path(folder) / "kernels.so"
-            _compile([*compiler, *FLAGS, "-o", str(made), str(Path(folder) / SOURCES[0])])
+            _run([*compiler, *flags, "-o", str(made), str(Path(folder) / SOURCES[0])])
             # Whoever else builds it at the same time makes the same file; the last rename wins.
             made.replace(path)
     except OSError as error:
@@ -69,9 +70,9 @@ def _compiler() -> list[str]:
     raise CannotBuild("there is no C++ compiler (looked for c++, g++ and clang++); install one, such as g++")
 
 
-def _digest(compiler: list[str], sources: dict[str, bytes]) -> str:
+def _digest(command: list[str], compiler: list[str], sources: dict[str, bytes]) -> str:
     """What the compiled file depends on: two machines that share a home directory keep one each."""
-    parts = [" ".join([*compiler, *FLAGS]).encode(), _run([*compiler, "--version"]).encode(), _processor().encode()]
+    parts = [" ".join(command).encode(), _run([*compiler, "--version"]).encode(), _processor().encode()]
     digest = hashlib.sha256()
     for part in [*parts, *sources.values()]:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -87,10 +88,6 @@ def _processor() -> str:
     wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
     named = sorted({line for line in lines if line.split("\t")[0].strip(" :") in wanted})
     return "\n".join([platform.machine(), platform.processor(), *named])
-
-
-def _compile(command: list[str]) -> None:
-    _run(command)
 
 
 def _run(command: list[str]) -> str:

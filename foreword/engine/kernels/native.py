@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -160,7 +161,8 @@ class Kernels:
         """`[..., inputs]` to `[..., outputs]`, in the weight's dtype."""
         struct = product.struct
         rows = x.reshape(-1, struct.inputs)
-        if rows.stride(1) != 1:
+        # Rows are read in words of 32 bits.
+        if rows.stride(1) != 1 or rows.stride(0) % 2:
             rows = rows.contiguous()
         out = x.new_empty(*x.shape[:-1], struct.outputs)
         self._lib.fw_multiply(
@@ -219,7 +221,11 @@ class Kernels:
 @cache
 def load() -> Kernels:
     """The kernels, compiled if need be. Raises CannotBuild."""
-    path = build.library()
+    return open_library(build.library())
+
+
+def open_library(path: Path) -> Kernels:
+    """The kernels of a compiled library. Raises CannotBuild."""
     try:
         lib = ctypes.CDLL(str(path))
         lib.fw_lanes.restype = c_int

@@ -1,0 +1,226 @@
+"""The compiled kernels: products, norms and attention against their definitions in float64, on several instruction sets."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_attention import CPU, Case, chunk
+from torch import Tensor
+from torch.nn import functional
+
+from foreword.engine import attention_native
+from foreword.engine.attention import PagedLayer, StepAttention
+from foreword.engine.attention_native import NativeAttention
+from foreword.engine.kernels import build, native
+from foreword.engine.kernels.native import Kernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Of numbers around 1.
+CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 2e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
+HEADS = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (24, 12), (6, 10), (2, 2), (66, 64), (130, 18)]
+# This machine's own instructions, and older ones on the same machine.
+TARGETS = ["native", "x86-64-v3", "x86-64"] if platform.machine() == "x86_64" else ["native"]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The kernels for one instruction set."""
+    if request.param == "native":
+        return native.load()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in build.FLAGS]
+        return native.open_library(build.library(flags))
+
+
+def repeated(**options: Any) -> Any:
+    """Settings of tests that use the fixture above: it may stay from one example to the next."""
+    return settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], **options)
+
+
+def attend(case: Case, kernels: Kernels) -> Tensor:
+    paged = case.layer()
+    mine = NativeAttention(kernels, {0: paged}, case.block_size)
+    return case.compute(paged, native=mine)
+
+
+def check(case: Case, kernels: Kernels) -> None:
+    found, expected = attend(case, kernels), case.expected()
+    assert found.dtype == case.dtype
+    close = CLOSE[case.dtype]
+    assert torch.allclose(found.double(), expected, **close), (found - expected).abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@repeated(max_examples=60)
+@given(
+    chunks=st.lists(chunk, min_size=1, max_size=4),
+    block_size=st.sampled_from([1, 3, 4, 16, 128]),
+    kv_heads=st.integers(1, 3),
+    groups=st.integers(1, 5),
+    dims=st.sampled_from(HEADS),
+    window=st.one_of(st.none(), st.integers(1, 70)),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
+    share=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_attention(dtype: torch.dtype, kernels: Kernels, dims: tuple[int, int], **options: Any) -> None:
+    """For any tables, chunks, heads, head sizes, windows, caps and sinks it is attention by its definition."""
+    check(Case(key_dim=dims[0], value_dim=dims[1], dtype=dtype, scale=dims[0] ** -0.5, **options), kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 100])
+def test_long_texts(dtype: torch.dtype, window: int | None, kernels: Kernels) -> None:
+    """Texts of many blocks of keys, prompts of several tiles: attention as well."""
+    chunks = [(0, 300), (410, 70), (500, 1), (129, 1)]
+    check(Case(chunks=chunks, block_size=16, groups=3, key_dim=32, value_dim=32, window=window, dtype=dtype), kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_odd_head_sizes_in_bfloat16(dtype: torch.dtype, kernels: Kernels) -> None:
+    """Heads of an odd size are computed, by PyTorch's operators if need be."""
+    check(Case(chunks=[(9, 5), (30, 1)], key_dim=7, value_dim=5, dtype=dtype), kernels)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@repeated(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=4),
+    shared=st.sampled_from([0, 64, 160]),
+    prompt=st.sampled_from([None, (200, 3), (0, 40)]),
+    seed=st.integers(0, 1000),
+)
+def test_keys_in_parts(
+    sinks: bool, kernels: Kernels, lengths: list[int], shared: int, prompt: tuple[int, int] | None, seed: int
+) -> None:
+    """Keys that several threads share out among them, and prefixes that sequences share, are put together again exactly."""
+    chunks = [(shared + length, 1) for length in lengths]
+    if prompt is not None:
+        chunks.append((shared + prompt[0], prompt[1]))
+    case = Case(chunks=chunks, shared=shared, block_size=8, sinks=sinks, seed=seed, groups=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_native, "MIN_KEYS", 16)
+        patch.setattr(torch, "get_num_threads", lambda: 2)
+        check(case, kernels)
+
+
+def test_keys_are_cut_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long text gives all threads something to do; many texts are not cut, and nothing is cut for one thread."""
+
+    def tasks(chunks: list[tuple[int, int]]) -> int:
+        case = Case(chunks=chunks, block_size=16)
+        paged = case.layer()
+        mine = NativeAttention(native.load(), {0: paged}, 16)
+        step = StepAttention(case.step(), {0: paged}, 16, CPU, native=mine)
+        assert step.native is not None
+        return int(step.native.plan(None, mine.layer(0, 4, 1.0, None)).struct.num_tasks)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert tasks([(5000, 1)]) >= 8
+    assert tasks([(1000, 1)] * 16) == 16
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert tasks([(5000, 1)]) == 1
+
+
+def test_what_is_not_numbers_stays_outside(kernels: Kernels) -> None:
+    """Slots that nobody wrote hold NaN in these tests; infinities do no harm there either."""
+    case = Case(chunks=[(30, 1), (5, 9), (0, 3)], block_size=16, dtype=torch.bfloat16)
+    paged = case.layer()
+    paged.k.nan_to_num_(nan=torch.inf)
+    paged.v.nan_to_num_(nan=-torch.inf)
+    mine = NativeAttention(kernels, {0: paged}, case.block_size)
+    found = case.compute(paged, native=mine)
+    assert torch.allclose(found.double(), case.expected(), **CLOSE[torch.bfloat16])
+
+
+def test_large_scores(kernels: Kernels) -> None:
+    """Scores of several hundreds, of both signs, neither overflow nor vanish."""
+    for scale in (40.0, -40.0):
+        case = Case(chunks=[(70, 4), (90, 1)], scale=scale, block_size=16)
+        assert torch.isfinite(attend(case, kernels)).all()
+        check(case, kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@repeated(max_examples=60)
+@given(
+    rows=st.integers(0, 40),
+    words=st.integers(1, 80),
+    outputs=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    bias=st.booleans(),
+    strided=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_product(
+    dtype: torch.dtype,
+    kernels: Kernels,
+    rows: int,
+    words: int,
+    outputs: list[int],
+    bias: bool,
+    strided: bool,
+    seed: int,
+) -> None:
+    """Rows times packed weights, one or several, with a bias or without, are the product in float64, for any shape."""
+    noise = torch.Generator().manual_seed(seed)
+    inputs = 2 * words
+    weights = [torch.randn(size, inputs, generator=noise).to(dtype) for size in outputs]
+    biases = [torch.randn(size, generator=noise).to(dtype) for size in outputs] if bias else []
+    x = torch.randn(rows, 3, inputs, generator=noise).to(dtype)[:, 1]
+    x = x if strided else x.contiguous()
+    found = kernels.multiply(kernels.pack(weights, biases), x)
+    expected = functional.linear(x.double(), torch.cat(weights).double(), torch.cat(biases).double() if bias else None)
+    assert found.dtype == dtype
+    assert found.shape == (rows, sum(outputs))
+    rtol, atol = (1e-5, 2e-5) if dtype == torch.float32 else (2**-7, 2**-7)
+    assert torch.allclose(found.double(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 16, 96, 1000])
+def test_norm(dtype: torch.dtype, size: int, kernels: Kernels) -> None:
+    """The root mean square norm, of large rows, small ones, and rows of zeros."""
+    noise = torch.Generator().manual_seed(size)
+    x = (torch.randn(4, size, generator=noise) * torch.tensor([1.0, 1e-3, 50.0, 0.0]).unsqueeze(1)).to(dtype)
+    weight = torch.randn(size, generator=noise).to(dtype)
+    exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    assert torch.allclose(kernels.norm(x, weight, 1e-5).double(), exact, **CLOSE[dtype])
+
+
+def test_the_layer_is_written_in_place(kernels: Kernels) -> None:
+    """K and V of a step's tokens go into their slots, bit for bit, and nothing else changes."""
+    case = Case(chunks=[(11, 1), (6, 5)], dtype=torch.bfloat16)
+    paged = case.layer()
+    before = paged.k.clone()
+    case.compute(paged, native=NativeAttention(kernels, {0: paged}, case.block_size))
+    for (start, count), blocks, k in zip(case.chunks, case.tables, case.keys, strict=True):
+        for position in range(start, start + count):
+            slot = blocks[position // 4] * 4 + position % 4
+            assert torch.equal(paged.k[slot], k[position])
+            before[slot] = k[position]
+    assert torch.equal(paged.k.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+def test_unknown_dtype_is_left_to_torch() -> None:
+    """A layer in float16 is computed by PyTorch's operators."""
+    case = Case(chunks=[(9, 5), (30, 1)], dtype=torch.float16)
+    paged: PagedLayer = case.layer()
+    mine = NativeAttention(native.load(), {0: paged}, case.block_size)
+    assert not mine.takes(paged, torch.empty(1, dtype=torch.float16))
+    found = case.compute(paged, native=mine)
+    assert torch.allclose(found.double(), case.expected(), rtol=2e-2, atol=2e-2)
+
+
+def test_sources_are_shipped() -> None:
+    """Every file that the compiler is given lies in the package."""
+    folder = Path(build.__file__).parent
+    assert all((folder / name).is_file() for name in build.SOURCES)
+    assert {path.name for path in folder.iterdir() if path.suffix in (".h", ".cpp")} == set(build.SOURCES)
