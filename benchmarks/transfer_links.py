@@ -5,13 +5,21 @@
 Each round sends the same blocks once in each way, from one process to another, and ends when the other one says that the last
 has arrived; the order of the ways changes from round to round. `plain socket` is loopback TCP with `sendall` and `recv_into` of
 one block at a time into one buffer. `memcpy` copies each block once within this process, into as much memory as the ring
-has. `summed` is with the checksum of every payload made on one side and checked on the other. `parts` is the whole room: a
-transfer between two endpoints, through queue, writer, reader, ledger and checks, into a service that lets go of each part.
+has, so it is one copy, as the shared-memory link makes one. `summed` is with the checksum of every payload made on one side
+and checked on the other. `parts` is the whole room: a transfer between two endpoints, through queue, writer, reader, ledger
+and checks, into a service that lets go of each part. `nixl bare` is NIXL without us: one side has the blocks registered and
+the other one reads them, eight requests at a time. Where NIXL is installed run it in a network of its own, because it binds
+what it finds:
+
+    unshare --net sh -c 'ip link set lo up; exec python benchmarks/transfer_links.py'
 """
 
 import argparse
 import ctypes
+import importlib
+import importlib.util
 import json
+import mmap
 import multiprocessing
 import os
 import random
@@ -21,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
+from typing import Any
 
 from timing import machine, median, ratio, set_up, table, version_of
 
@@ -30,6 +39,7 @@ from foreword.transfer.endpoint import Endpoint
 from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link, Payload
 from foreword.transfer.messages import Frames, Part, Reason
+from foreword.transfer.nixl_agent import missing
 from foreword.transfer.service import Idle
 from foreword.transfer.sockets import Stream, tune
 from foreword.transfer.transfers import Destination, Source
@@ -39,6 +49,9 @@ RING = 32 << 20
 PATIENCE = 60.0
 ID = bytes([1]) * 16
 ONE = Part(0, 1, 0, 1, 1)
+NAMES = ("tcp", "shm", "nixl") if importlib.util.find_spec("nixl") else ("tcp", "shm")
+AT_A_TIME = 8
+BASES = {"plain": "plain socket", "tcp": "plain socket", "memcpy": "memcpy", "shm": "memcpy", "nixl": "nixl bare"}
 Turn = Callable[[], object]
 
 
@@ -51,9 +64,12 @@ def layout_of(size: int) -> Layout:
     return Layout(b"benchmark", 16, (LayerLayout(1, size // 64, size // 64),), "bfloat16")
 
 
+def links_of(name: str) -> tuple[str, ...]:
+    return ("tcp",) if name == "tcp" else (name, "tcp")
+
+
 def link_on(sock: socket.socket, name: str, *, client: bool) -> Link:
-    links = ("tcp",) if name == "tcp" else (name, "tcp")
-    identity = Identity(os.urandom(16), "", links, None, "", 2.0, RING)
+    identity = Identity(os.urandom(16), "", links_of(name), None, "", 2.0, RING)
     link, _ = agree(Stream(tune(sock)), identity, client=client, deadline=soon())
     if link.capabilities.name != name:
         raise SystemExit(f"no {name} link comes about here")
@@ -84,30 +100,73 @@ class Sender(Idle):
 
 def receive(pipe: Pipe, size: int, count: int, rounds: int) -> None:
     """The other process."""
+    missing()  # the first use of NIXL takes long
     server = socket.create_server(("127.0.0.1", 0))
-    endpoints = {name: Endpoint(TransferConfig(ring=str(RING), links=links), Receiver(layout_of(size)))
-                 for name, links in (("tcp", ("tcp",)), ("shm", ("shm", "tcp")))}  # fmt: skip
+    endpoints = {name: Endpoint(TransferConfig(ring=str(RING), links=links_of(name)), Receiver(layout_of(size)))
+                 for name in NAMES}  # fmt: skip
     pipe.send((server.getsockname()[1], {name: one.listen() for name, one in endpoints.items()}))
     plain = server.accept()[0]
-    links = {name: link_on(server.accept()[0], name, client=False) for name in ("tcp", "shm")}
+    links = {name: link_on(server.accept()[0], name, client=False) for name in NAMES}
+    bare = Bare(pipe, mmap.mmap(-1, RING, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)) if "nixl" in NAMES else None
     buffer = memoryview(bytearray(size))
-    for _ in range(rounds):
-        for _ in range(5):
-            way = pipe.recv()
-            if way == "plain socket":
-                for _ in range(count):
-                    received = 0
-                    while received < size:
-                        received += plain.recv_into(buffer[received:], 0, socket.MSG_WAITALL)
-            else:
-                name, _, summed = way.partition(" ")
-                for _ in range(count):
-                    got = links[name].receive(deadline=soon())
-                    if summed and not (got.head.payload_sum is not None and got.sound()):
-                        raise SystemExit("a payload arrived that does not fit its checksum")
-                    got.payload.release()
-            pipe.send("done")
-    pipe.recv()
+    while (way := pipe.recv()) != "over":
+        if way == "plain socket":
+            for _ in range(count):
+                received = 0
+                while received < size:
+                    received += plain.recv_into(buffer[received:], 0, socket.MSG_WAITALL)
+        elif way == "nixl bare":
+            assert bare is not None
+            bare.read(size, count)
+        else:
+            name, _, summed = way.partition(" ")
+            for _ in range(count):
+                got = links[name].receive(deadline=soon())
+                if summed and not (got.head.payload_sum is not None and got.sound()):
+                    raise SystemExit("a payload arrived that does not fit its checksum")
+                got.payload.release()
+        pipe.send("done")
+
+
+class Bare:
+    """NIXL alone: an agent, `memory` registered once, and the other side's, which it may read."""
+
+    def __init__(self, pipe: Pipe, memory: mmap.mmap) -> None:
+        self.memory, self.pipe = memory, pipe
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        nixl = importlib.import_module("nixl")
+        self.agent: Any = nixl.nixl_agent(
+            f"bare {os.getpid()}", nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
+        )
+        self.agent.create_backend("UCX", {"engine_config": "NET_DEVICES=lo"})
+        self.agent.register_memory([(self.base, len(memory), 0, "")], "DRAM")
+        pipe.send((self.agent.get_agent_metadata(), self.base))
+        metadata, self.theirs = pipe.recv()
+        self.peer = self.agent.add_remote_agent(metadata).decode()
+
+    def read(self, size: int, count: int) -> None:
+        under_way: list[Any] = []
+        for number in range(count + AT_A_TIME):
+            if number >= AT_A_TIME and under_way:
+                handle = under_way.pop(0)
+                while (state := self.agent.check_xfer_state(handle)) == "PROC":
+                    os.sched_yield()
+                if state != "DONE":
+                    raise SystemExit(f"a read by NIXL alone ended as {state}")
+                handle.release()
+            if number < count:
+                here = self.base + number * size % (len(self.memory) - size + 1) // size * size
+                local = self.agent.get_xfer_descs([(here, size, 0)], "DRAM")
+                remote = self.agent.get_xfer_descs([(self.theirs + number * size, size, 0)], "DRAM")
+                handle = self.agent.initialize_xfer("READ", local, remote, self.peer)
+                self.agent.transfer(handle)
+                under_way.append(handle)
+
+    def let_read(self) -> None:
+        """Make progress until the other side says that it is done."""
+        while not self.pipe.poll():
+            self.agent.get_new_notifs()
+            os.sched_yield()
 
 
 class Contest:
@@ -115,36 +174,37 @@ class Contest:
 
     def __init__(self, size: int, volume: int, rounds: int) -> None:
         self.size, self.count = size, max(volume // size, 4)
-        self.blocks = _blocks(size, self.count)
+        self.memory = mmap.mmap(-1, size * self.count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.blocks = _fill(self.memory, size)
         self.pipe, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("fork")
+        context = multiprocessing.get_context("spawn")  # UCX does not survive a fork
         self.process = context.Process(target=receive, args=(theirs, size, self.count, rounds), daemon=True)
         self.process.start()
+        missing()
         port, addresses = self.pipe.recv()
         self.plain = socket.create_connection(("127.0.0.1", port))
         self.plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.links = {
-            name: link_on(socket.create_connection(("127.0.0.1", port)), name, client=True) for name in ("tcp", "shm")
-        }
+        self.links = {name: link_on(socket.create_connection(("127.0.0.1", port)), name, client=True) for name in NAMES}
+        self.bare = Bare(self.pipe, self.memory) if "nixl" in NAMES else None
         self.layout = layout_of(size)
         self.endpoints = {
-            name: Endpoint(TransferConfig(ring=str(RING), links=links), Sender(self.layout))
-            for name, links in (("tcp", ("tcp",)), ("shm", ("shm", "tcp")))
+            name: Endpoint(TransferConfig(ring=str(RING), links=links_of(name)), Sender(self.layout)) for name in NAMES
         }
         self.peers = {name: one.connect(addresses[name]) for name, one in self.endpoints.items()}
         self.ring = bytearray(RING)
 
     def turns(self) -> dict[str, Turn]:
-        return {
+        turns: dict[str, Turn] = {
             "plain socket": lambda: self._told("plain socket", self._plain),
-            "tcp": lambda: self._told("tcp", lambda: self._link("tcp", False)),
-            "tcp summed": lambda: self._told("tcp summed", lambda: self._link("tcp", True)),
-            "tcp parts": lambda: self._parts("tcp"),
             "memcpy": self._memcpy,
-            "shm": lambda: self._told("shm", lambda: self._link("shm", False)),
-            "shm summed": lambda: self._told("shm summed", lambda: self._link("shm", True)),
-            "shm parts": lambda: self._parts("shm"),
         }
+        for name in NAMES:
+            turns[name] = lambda name=name: self._told(name, lambda: self._link(name, False))  # type: ignore[misc]
+            turns[f"{name} summed"] = lambda name=name: self._told(f"{name} summed", lambda: self._link(name, True))  # type: ignore[misc]
+            turns[f"{name} parts"] = lambda name=name: self._parts(name)  # type: ignore[misc]
+        if (bare := self.bare) is not None:
+            turns["nixl bare"] = lambda: self._told("nixl bare", bare.let_read)
+        return turns
 
     def _told(self, way: str, send: Turn) -> None:
         self.pipe.send(way)
@@ -158,8 +218,8 @@ class Contest:
     def _link(self, name: str, summed: bool) -> None:
         link = self.links[name]
         message = ONE if summed else Frames(0, (self.size,))
-        for block in self.blocks:
-            link.send(message, ID, [block], deadline=soon(), checksum=summed)
+        for number, block in enumerate(self.blocks, start=1):
+            link.send(message, ID, [block], deadline=soon(), checksum=summed, more=number < self.count)
 
     def _memcpy(self) -> None:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.ring))
@@ -191,10 +251,13 @@ class Contest:
         self.process.join(PATIENCE)
 
 
-def _blocks(size: int, count: int) -> list[memoryview]:
-    draw = random.Random(size)
-    data = memoryview(bytearray(draw.randbytes(size) * count))
-    return [data[start : start + size] for start in range(0, size * count, size)]
+def _fill(memory: mmap.mmap, size: int) -> list[memoryview]:
+    view = memoryview(memory)
+    data = random.Random(size).randbytes(size)
+    blocks = [view[start : start + size] for start in range(0, len(view), size)]
+    for block in blocks:
+        block[:] = data
+    return blocks
 
 
 def compare(size: int, volume: int, rounds: int) -> dict[str, float]:
@@ -216,8 +279,8 @@ def compare(size: int, volume: int, rounds: int) -> dict[str, float]:
 
 def report(label: str, rates: dict[str, float]) -> Iterator[list[str]]:
     """Rows of the table: each way's rate, and its share of what it is measured against."""
-    for way, rate in rates.items():
-        base = rates["plain socket" if way.startswith(("tcp", "plain")) else "memcpy"]
+    for way, rate in sorted(rates.items(), key=lambda item: BASES[item[0].split()[0]]):
+        base = rates[BASES[way.split()[0]]]
         yield [f"{label}, {way}", f"{rate / 1e9:.2f}", f"{100 * ratio(rate, base):.0f} %"]
 
 
@@ -229,6 +292,7 @@ def main() -> None:
     options = parser.parse_args()
     facts = machine() | {
         "xxhash": version_of("xxhash"),
+        "nixl": version_of("nixl"),
         "work": f"{options.volume} per way and round, median of {options.rounds} rounds, in turns; rings of {RING >> 20} MiB",
     }
     print(set_up(facts), flush=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from networks import over_each_link, private_network
 from pair import Answer, Node, ask, node, request, until
 from tiny import prompt
 
@@ -316,7 +317,17 @@ def test_refusals(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> No
         same.engine.close()
 
 
-@pytest.mark.parametrize("links", [("tcp",), ("shm", "tcp")])
+@pytest.fixture
+def network(links: tuple[str, ...]) -> Iterator[None]:
+    """NIXL binds in a network of its own."""
+    if "nixl" in links:
+        yield from private_network()
+    else:
+        yield
+
+
+@over_each_link
+@pytest.mark.usefixtures("network")
 def test_secret_and_links(
     folder: Callable[[str], Path], nodes: tuple[Node, Node], links: tuple[str, ...], tmp_path: Path
 ) -> None:
