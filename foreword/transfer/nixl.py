@@ -23,10 +23,9 @@ from foreword.transfer.messages import (
     Head,
     Message,
     encode,
-    payload_checksum,
 )
 from foreword.transfer.nixl_agent import NixlAgent, Reading, Span, nap
-from foreword.transfer.shm import Order, Ring
+from foreword.transfer.shm import Order, Ring, copy_in
 from foreword.transfer.sockets import Stream
 from foreword.transfer.tcp import SocketReader
 
@@ -97,11 +96,7 @@ class NixlLink:
         place, summed = 0, None
         if size:
             place = self._room(size, deadline)
-            start = at = place % self._ring.size
-            for buffer in buffers:
-                self._out[at : at + len(buffer)] = buffer
-                at += len(buffer)
-            summed = payload_checksum([self._out[start:at]]) if checksum else None
+            summed = copy_in(self._out, place % self._ring.size, buffers, summed=checksum)
             with self._moved:
                 self._places[place] = self._unread.add(place, size)
                 self._moved.notify_all()

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import xxhash
+
 from foreword.errors import BadMessage, TransferError, TransferTimeout, TransferUnavailable
 from foreword.transfer.link import TOGETHER, Capabilities, Payload, Received
 from foreword.transfer.messages import (
@@ -39,7 +41,6 @@ from foreword.transfer.messages import (
     Head,
     Message,
     encode,
-    payload_checksum,
 )
 from foreword.transfer.sockets import Stream
 from foreword.transfer.tcp import SocketReader
@@ -52,6 +53,7 @@ _ALIGNMENT: Final = 64
 _NAME: Final = re.compile(r"foreword-[0-9a-f]{32}")
 _STALE: Final = 300.0
 _WARM: Final = 1 << 20
+_PIECE: Final = 128 << 10
 _FIRST_NAP: Final = 50e-6
 _LONGEST_NAP: Final = 2e-3
 
@@ -147,6 +149,21 @@ class Segment:
     def read_place(self) -> memoryview:
         """One uint64, written and read as a whole."""
         return memoryview(self.memory)[_READ_AT : _READ_AT + 8].cast("Q")
+
+
+def copy_in(ring: memoryview, at: int, buffers: Sequence[Buffer], *, summed: bool) -> int | None:
+    """Copy the bytes of the buffers in a row to `at`; returns the checksum of the copy if it is wanted, made piece by piece
+    while the piece is in the processor's cache."""
+    state = xxhash.xxh3_64()
+    for buffer in buffers:
+        for low in range(0, len(buffer), _PIECE):
+            piece = buffer if len(buffer) <= _PIECE else memoryview(buffer)[low : low + _PIECE]
+            end = at + len(piece)
+            ring[at:end] = piece
+            if summed:
+                state.update(ring[at:end])
+            at = end
+    return state.intdigest() if summed else None
 
 
 class OwnSegment:
@@ -269,12 +286,7 @@ class ShmLink:
         place, summed = 0, None
         if size:
             place = self._room(size, deadline)
-            start = at = place % self._ring.size
-            for buffer in buffers:
-                self._out[at : at + len(buffer)] = buffer
-                at += len(buffer)
-            # Of the copy, while it is in the processor's cache, and in one piece.
-            summed = payload_checksum([self._out[start:at]]) if checksum else None
+            summed = copy_in(self._out, place % self._ring.size, buffers, summed=checksum)
         self._heads.append(encode(message, transfer, payload=size, payload_sum=summed, place=place))
         self._unsaid += size
         if not more or self._unsaid >= TOGETHER:
