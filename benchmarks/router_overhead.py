@@ -1,6 +1,6 @@
 """What the router costs: the same streaming load sent straight to a server, through nginx, and through the router.
 
-    python benchmarks/router_overhead.py [--rounds 4] [--streams 1000,2000,4000]
+    python benchmarks/router_overhead.py [--rounds 4] [--streams 1000/0.1,2000/0.1,4000/0.2]
 
 The server behind is a small one that sends fixed events (`router_wire.py`), so that all that is seen is the way. The proxy has
 one core; server and clients share another, and what that core costs is seen in the straight way's figures. All contenders take
@@ -8,9 +8,10 @@ turns, in short slices. nginx (if it is installed) is a plain reverse proxy: it 
 answer. The router is measured three times: in front of plain OpenAI servers (prompts compared as text), of vLLM servers with
 the tokenizer in the router, and with the servers' own /tokenize. Every prompt is new, of about 1 kB.
 
-Four parts: requests one by one; a steady rate (open loop, exponential pauses); as many as it can; and so many slow streams
-side by side, each with an event every --pause seconds. Every event is numbered and carries the time it was sent: one that is
-missing, doubled or out of order is a failure. About three minutes.
+Four parts: requests one by one; a steady rate (open loop, exponential pauses); as many as it can; and slow streams side by
+side: 1000/0.1 are 1,000 streams with an event every 0.1 seconds each (much more than 20,000 events per second in all are too
+many for server and clients on one core). Every event is numbered and carries the time it was sent: one that is missing, doubled
+or out of order is a failure. About three minutes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from router_wire import (
 from timing import machine, median, set_up, table, version_of
 
 # Streams that begin per second: less than any contender manages.
-STARTS = 400
+STARTS = 500
 PATIENCE = 60.0
 # Those that hold thousands of streams; the others would tell the same again.
 SIDE_BY_SIDE = ("straight", "nginx", "router, vLLM, own tokenizer")
@@ -64,15 +65,19 @@ class Figures:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4, help="of each contender, in turn")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each contender in a round, in each part")
+    parser.add_argument("--seconds", type=float, default=0.7, help="of each contender in a round, in each part")
     parser.add_argument("--rate", type=float, default=200.0, help="requests per second, steady")
     parser.add_argument("--clients", type=int, default=32, help="when they send as many as they can")
-    parser.add_argument("--streams", default="1000,2000,4000", help="slow streams side by side; empty for none")
-    parser.add_argument("--pause", type=float, default=0.1, help="seconds between a slow stream's events")
-    parser.add_argument("--window", type=float, default=5.0, help="seconds that slow streams are looked at")
+    parser.add_argument(
+        "--streams",
+        default="1000/0.1,2000/0.1,4000/0.2",
+        help="slow streams, and seconds between events; empty for none",
+    )
+    parser.add_argument("--window", type=float, default=4.0, help="seconds that slow streams are looked at")
     parser.add_argument("--only", default="", help="contenders whose name contains this, and the straight way")
     given = parser.parse_args()
-    given.streams = [int(one) for one in given.streams.split(",") if one]
+    pairs = [one.partition("/") for one in given.streams.split(",") if one]
+    given.streams = [(int(streams), float(pause or 0.1)) for streams, _, pause in pairs]
     return given
 
 
@@ -191,17 +196,28 @@ async def side_by_side(contenders: list[Contender], servers: Servers, given: arg
     )
     print("to its arrival; `of a core`: of the proxy's, `ends`: what server and clients took of theirs", flush=True)
     rows, failed = [], 0
-    for streams in given.streams:
+    for streams, pause in given.streams:
         straight: tuple[float, ...] = ()
         for one in contenders:
-            held = await hold(one, streams, servers, given)
+            held = await hold(one, streams, pause, servers, given.window)
             straight = straight or held.late
             added = [f"{1e3 * (ours - theirs):.2f}" for ours, theirs in zip(held.late, straight, strict=True)]
             late = [f"{1e3 * value:.2f}" for value in held.late]
             proxy = [f"{held.busy:.0%}", f"{held.ends:.0%}", f"{held.memory / 1024:.1f}"]
             if one.pid is None:
                 added, proxy[0], proxy[2] = ["", ""], "", ""
-            rows.append([one.name, str(streams), f"{held.events:.0f}", *late, *added, *proxy, str(len(held.failures))])
+            rows.append(
+                [
+                    one.name,
+                    str(streams),
+                    f"{1e3 * pause:.0f}",
+                    f"{held.events:.0f}",
+                    *late,
+                    *added,
+                    *proxy,
+                    str(len(held.failures)),
+                ]
+            )
             failed += len(held.failures)
             print(
                 f"{' '.join(f'{a}: {b};' for a, b in zip(head[1:], rows[-1][1:], strict=True))} {one.name}", flush=True
@@ -225,20 +241,20 @@ class Held:
     failures: list[str]
 
 
-async def hold(one: Contender, streams: int, servers: Servers, given: argparse.Namespace) -> Held:
+async def hold(one: Contender, streams: int, pause: float, servers: Servers, window: float) -> Held:
     before, began = one.memory(), time.monotonic()
     clients, waiting = [], []
     for number in range(streams):
         [client] = await connected(one.port, 1)
         clients.append(client)
-        waiting.append(client.ask(one.port, pause=given.pause))
+        waiting.append(client.ask(one.port, pause=pause))
         await asyncio.sleep(max(began + number / STARTS - time.monotonic(), 0))
     async with asyncio.timeout(PATIENCE):
         while not all(client.number for client in clients):
             await asyncio.sleep(0.05)
     await asyncio.sleep(1.0)
     opened, busy, ends = time.monotonic(), one.cpu_seconds(), servers.cpu_seconds() + time.process_time()
-    await asyncio.sleep(given.window)
+    await asyncio.sleep(window)
     closed, memory = time.monotonic(), one.memory()
     took = closed - opened
     busy, ends = one.cpu_seconds() - busy, servers.cpu_seconds() + time.process_time() - ends

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer
 
 _CACHED_TOKENS: Final = 8_000_000
-# Bytes of a prompt that is tokenized on the loop: that takes less than half a millisecond, and a thread would take as much.
-_AT_ONCE: Final = 1500
+# Bytes of a prompt that is tokenized on the loop: about a tenth of a millisecond, and a thread would cost as much.
+_AT_ONCE: Final = 500
 _TEMPLATE_FIELDS: Final = (
     "add_generation_prompt",
     "continue_final_message",
