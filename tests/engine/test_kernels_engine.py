@@ -1,0 +1,249 @@
+"""The engine with the compiled kernels and without: how they are had, which layers they take, that output stays the same."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+
+from foreword.config import EngineConfig
+from foreword.engine import decoder
+from foreword.engine.decoder import DecoderForward, NormForward
+from foreword.engine.kernels import build, native
+from foreword.engine.kernels.build import CannotBuild
+from foreword.engine.llm import LLM
+from foreword.engine.model import load_model, self_check
+from foreword.errors import ConfigError, ModelUnsupported
+
+Folder = Callable[[str], Path]
+Find = Callable[[str], tiny.Reference]
+Make = Callable[..., LLM]
+PROMPTS = [tiny.prompt(length, seed) for seed, length in enumerate((1, 5, 13, 26, 41))]
+# Layers of these are computed whole, of the others not: other norms, other feed-forwards, other embeddings of positions.
+WHOLE = {"llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3"}
+
+needs_fast_products = pytest.mark.skipif(
+    not native.load().multiplies(torch.float32), reason="decoder layers are only fused where products are native"
+)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without a C++ compiler, on which nothing was compiled before."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    native.load.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Any:
+    """Libraries that a test has loaded are not the next one's."""
+    yield
+    native.load.cache_clear()
+
+
+def compiler(folder: Path, text: str) -> Path:
+    """A compiler that is a shell script."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_same_output(family: str, kernels: str, engine: Make, reference: Find) -> None:
+    """Greedy output is `generate()`'s with the kernels and without, cold and cached."""
+    llm, truth = engine(family, kernels=kernels), reference(family)
+    for _ in range(2):
+        for tokens, output in zip(PROMPTS, llm.generate(PROMPTS, tiny.greedy(16)), strict=True):
+            truth.check(tokens, output.outputs[0], 16)
+    llm.check()
+
+
+def test_two_threads(engine: Make, reference: Find) -> None:
+    """Two threads that share the work compute the same."""
+    llm = engine("llama", threads=2)
+    try:
+        for tokens, output in zip(PROMPTS, llm.generate(PROMPTS, tiny.greedy(8)), strict=True):
+            reference("llama").check(tokens, output.outputs[0], 8)
+    finally:
+        torch.set_num_threads(1)
+
+
+@needs_fast_products
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "smollm3", "gemma2", "olmo2", "mixtral", "gpt2"])
+def test_layers_that_are_fused(family: str, folder: Folder) -> None:
+    """Layers of Llama's kind are computed whole, and no others; the whole model computes as before."""
+    loaded = load_model(EngineConfig(model=str(folder(family)), dtype="float32"))
+    layers = len(list(decoder.replaced(loaded.model)))
+    assert layers == (len(loaded.shapes) if family in WHOLE else 0)
+    assert self_check(loaded, 4) < 1e-4
+
+
+@needs_fast_products
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("change", ["activation", "residual", "epsilon", "order", "none"])
+def test_a_layer_that_differs_is_left_alone(
+    change: str, dtype: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that looks like Llama's and computes something else keeps its own forward."""
+    kinds = transformers.models.llama.modeling_llama
+    layer = kinds.LlamaDecoderLayer
+    honest, norm = layer.forward, kinds.LlamaRMSNorm
+
+    def residual(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return honest(self, hidden_states, *args, **kwargs) + 0.2 * hidden_states
+
+    def order(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)) + honest(
+            self, hidden_states, *args, **kwargs
+        )  # fmt: skip
+
+    if change == "activation":
+        monkeypatch.setattr(
+            kinds.LlamaMLP, "forward", lambda self, x: self.down_proj(self.gate_proj(x).relu() * self.up_proj(x))
+        )
+    elif change == "epsilon":
+        before = norm.forward
+        monkeypatch.setattr(norm, "forward", lambda self, x: before(self, x) * 1.1)
+    elif change != "none":
+        monkeypatch.setattr(layer, "forward", {"residual": residual, "order": order}[change])
+    loaded = load_model(EngineConfig(model=str(folder("llama")), dtype=dtype))
+    assert len(list(decoder.replaced(loaded.model))) == (3 if change == "none" else 0)
+    norms = sum(isinstance(module.__dict__.get("forward"), NormForward) for module in loaded.model.modules())
+    assert norms == (0 if change == "epsilon" else 7)
+    self_check(loaded, 4)
+
+
+@needs_fast_products
+def test_self_check_sees_the_kernels(folder: Folder) -> None:
+    """The comparison at start runs with the kernels: one that computes a little wrong is found."""
+    loaded = load_model(EngineConfig(model=str(folder("llama")), dtype="float32"))
+    forward = next(decoder.replaced(loaded.model)).__dict__["forward"]
+    assert isinstance(forward, DecoderForward)
+    forward._rotated = False
+    with pytest.raises(ModelUnsupported, match="differ from the model's own"):
+        self_check(loaded, 4)
+
+
+@needs_fast_products
+def test_layers_are_announced(engine: Make) -> None:
+    """Each layer whose K and V are written is told of, in order, when the kernels compute it whole too."""
+    llm = engine("llama")
+    runner, told = llm._core._runner, []
+    runner.on_written = told.append
+    llm.generate([PROMPTS[2]], tiny.greedy(3))
+    assert told == [0, 1, 2] * 3
+
+
+def test_parameters_stay(folder: Folder) -> None:
+    """Kernels or not, parameters and fingerprint are the same."""
+    prints = {
+        load_model(EngineConfig(model=str(folder("llama")), dtype="float32", kernels=kernels)).fingerprint
+        for kernels in ("auto", "torch")
+    }
+    assert len(prints) == 1
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_no_compiler(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a compiler the engine runs on PyTorch's operators and says why, once; who insists on kernels gets an error."""
+    with caplog.at_level(logging.WARNING):
+        loaded = load_model(EngineConfig(model=str(llama), dtype="float32"))
+    assert loaded.kernels is None
+    assert self_check(loaded, 4) < 1e-4
+    told = [record.message for record in caplog.records if "native kernels" in record.message]
+    assert len(told) == 1
+    assert "install one" in told[0]
+    with pytest.raises(ConfigError, match="there is no C\\+\\+ compiler"):
+        load_model(EngineConfig(model=str(llama), dtype="float32", kernels="native"))
+
+
+def test_torch_asks_for_no_compiler(llama: Path, no_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Who wants PyTorch's operators hears nothing of kernels."""
+    with caplog.at_level(logging.WARNING):
+        assert load_model(EngineConfig(model=str(llama), dtype="float32", kernels="torch")).kernels is None
+    assert not [record for record in caplog.records if "kernels" in record.message]
+
+
+def test_bad_setting() -> None:
+    """An unknown choice of kernels is an error of the configuration that names the choices."""
+    with pytest.raises(ConfigError, match="must be auto, native or torch, not 'fast'"):
+        EngineConfig(kernels="fast")
+
+
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a compiler says is passed on, and nothing half made stays behind."""
+    script = 'case "$1" in --version) echo 1;; *) echo "fatal error: no such thing" >&2; exit 1;; esac'
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, script)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(CannotBuild, match="fatal error: no such thing"):
+        build.library()
+    assert list((tmp_path / "cache" / "foreword").iterdir()) == []
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    with pytest.raises(CannotBuild, match="CXX names"):
+        build.library()
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where compiled kernels cannot be kept, the reason names the folder and the way out."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(CannotBuild, match="set XDG_CACHE_HOME"):
+        build.library()
+
+
+def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same source, compiler and flags are compiled once, also if several processes come at the same time; other flags make
+    another file."""
+    script = (
+        'case "$1" in --version) echo 1; exit;; esac; '
+        f'echo x >> {tmp_path / "calls"}; while [ "$1" != -o ]; do shift; done; echo made > "$2"'
+    )
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, script)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    calls = tmp_path / "calls"
+    with ThreadPoolExecutor(4) as threads:
+        paths = set(threads.map(lambda _: build.library(), range(4)))
+    (path,) = paths
+    assert path.read_text(encoding="utf-8") == "made\n"
+    before = calls.read_text(encoding="utf-8")
+    assert build.library() == path
+    assert calls.read_text(encoding="utf-8") == before
+    assert build.library((*build.FLAGS, "-DOTHER")) != path
+    assert sorted(entry.suffix for entry in path.parent.iterdir()) == [".so", ".so"]
+
+
+def test_one_openmp_runtime(llama: Path) -> None:
+    """Kernels bring no OpenMP runtime of their own: two pools of threads would wait for the same cores."""
+    script = (
+        "import sys; from foreword.engine.llm import LLM; from foreword import SamplingParams\n"
+        "llm = LLM(sys.argv[1], dtype='float32', kv_memory='256 tokens', threads=2, kernels='native')\n"
+        "llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))\n"
+        "maps = {line.split()[-1] for line in open('/proc/self/maps') if '/' in line}\n"
+        "print(sum('omp' in path.rsplit('/', 1)[-1] for path in maps), sum('kernels-' in path for path in maps))\n"
+    )
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("no /proc here")
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(llama)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env=os.environ,
+    )
+    assert done.stdout.split() == ["1", "1"]
