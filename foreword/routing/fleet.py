@@ -87,7 +87,8 @@ class Ended:
 
 @dataclass(slots=True)
 class _Request:
-    """A request in flight. It keeps its replicas, which may be gone by now, or gone and come back."""
+    """A request in flight. It keeps its replicas, which may be gone by now, or gone and come back. `expected` tokens should be
+    found; `guessed` blocks of them are an answer that is only assumed to stand there."""
 
     replica: Replica
     computes: Replica
@@ -95,6 +96,7 @@ class _Request:
     block_size: int
     expected: int
     session: str | None
+    guessed: int = 0
     in_flight: bool = True
 
 
@@ -244,12 +246,16 @@ class Fleet:
         queued = load.queued(now, computing.learner.costs)
         sent = Sent(query.tokens, chosen.computed, _resident(query), now, queued, len(load.running))
         load.sent(request, sent, now)
+        coming = computing.in_flight.leading(keys)
         computing.in_flight.add(keys)
+        guessed = 0
         if not computing.sends_events:
-            self._estimate(computing, size).sent(keys)
+            estimate = self._estimate(computing, size)
+            guessed = max(chosen.reused // size - max(estimate.known(keys), coming), 0)
+            estimate.sent(keys)
         else:
             self.directory.touched(computing.name, keys[: chosen.reused // size])
-        self._requests[request] = _Request(decoding, computing, keys, size, chosen.reused, query.session)
+        self._requests[request] = _Request(decoding, computing, keys, size, chosen.reused, query.session, guessed)
         self.moved += decision.home is not None and decision.home != decision.replica
         self.sessions.went(query.session, query.keys, decision.replica, now)
 
@@ -290,9 +296,14 @@ class Fleet:
             computing.accuracy.note(known.expected, cached_tokens)
             if computing.estimate is not None:
                 size = known.block_size
-                computing.estimate.answered(known.keys, known.expected // size, -(-cached_tokens // size))
+                expected = known.expected // size
+                computing.estimate.answered(known.keys, expected, -(-cached_tokens // size), expected - known.guessed)
         if sent is None:
             return
+        if decoding.estimate is not None and output_tokens:
+            # The last token of an answer is never computed.
+            filled = (sent.tokens + output_tokens - 1) // known.block_size - len(known.keys)
+            decoding.estimate.ended(known.keys, filled)
         if self.on_finished is not None:
             self.on_finished(_ended(known, sent, now, cached_tokens, output_tokens, guessed))
         if not sent.has_begun or guessed:

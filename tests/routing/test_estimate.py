@@ -54,6 +54,49 @@ def test_an_answer_that_found_less_shrinks_the_belief() -> None:
     assert estimate.limit == 1000 > shrunk
 
 
+def test_a_replica_that_finds_more_has_more_room() -> None:
+    """Whose answers find what should have left the device long ago has tiers below it: more is believed to stay, within bounds,
+    and what is sent from then on is remembered as long."""
+    estimate = Estimate(100)
+    keys = [sha256(i.to_bytes(2, "big")).digest() for i in range(1000)]
+    for _ in range(30):
+        estimate.answered(keys[:10], expected=0, actual=10)
+    assert 1000 < estimate.limit < 2000
+    estimate.sent(keys)
+    assert estimate.leading(keys) == 1000
+    for _ in range(300):
+        estimate.answered([], expected=0, actual=10)
+    assert estimate.limit == 1 << 19
+    before = estimate.limit
+    estimate.answered(keys[:10], expected=10, actual=10)
+    assert estimate.limit == before, "what was learned is not forgotten because it was right"
+
+
+def test_the_next_turn_is_expected_to_find_the_answer() -> None:
+    """A prompt of ten blocks whose answer filled three: the next turn is expected to find 13 of its blocks; another prompt that
+    is shorter or ends elsewhere only what it shares."""
+    estimate = Estimate(1000)
+    keys = [sha256(i.to_bytes(2, "big")).digest() for i in range(20)]
+    others = [sha256(b"other" + bytes([i])).digest() for i in range(20)]
+    estimate.sent(keys[:10])
+    estimate.ended(keys[:10], 3)
+    assert (estimate.leading(keys), estimate.known(keys)) == (13, 10)
+    assert estimate.leading(keys[:11]) == 11
+    assert estimate.leading([*keys[:9], *others]) == 9
+    estimate.sent(keys)
+    assert estimate.leading([*keys[:10], *others]) == 10, "what stands behind the prompt is known now"
+
+
+def test_a_wrong_guess_about_an_answer_is_not_held_against_the_capacity() -> None:
+    """The next turn has something else than the answer: nothing is concluded about how much the replica keeps."""
+    estimate = Estimate(1000)
+    keys = [sha256(i.to_bytes(2, "big")).digest() for i in range(20)]
+    estimate.answered(keys, expected=13, actual=10, known=10)
+    assert estimate.limit == 1000
+    estimate.answered(keys, expected=13, actual=9, known=10)
+    assert estimate.limit < 1000
+
+
 def test_the_belief_has_a_floor() -> None:
     """However wrong it was, an estimate never gives up altogether."""
     estimate = Estimate(160)

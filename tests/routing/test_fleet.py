@@ -443,3 +443,21 @@ def test_a_replica_that_looked_slow_gets_another_chance() -> None:
     assert 1 <= slow.count("c") <= 6
     even = [ask(number, number * 5.0, {"a": 0.1, "b": 0.1, "c": 0.1}) for number in range(40, 80)]
     assert even.count("c") >= 10
+
+
+def test_without_events_the_next_turn_is_expected_whole() -> None:
+    """A chat whose replica sends no events: each turn is expected to find the prompt before it and the answer to that, but for
+    blocks that were not full."""
+    fleet, tokens = fleet_of("a", "b"), text(1, 400)
+    for turn in range(5):
+        asked = query(tokens)
+        decision = fleet.place(asked, float(turn))
+        assert (
+            decision.expected_cached == (len(tokens) - 60 - 1) // BLOCK * BLOCK
+            if turn
+            else not decision.expected_cached
+        )
+        fleet.sent(str(turn), asked, decision, float(turn))
+        fleet.first_token(str(turn), turn + 0.1)
+        fleet.finished(str(turn), turn + 0.5, cached_tokens=decision.expected_cached, output_tokens=200)
+        tokens = [*tokens, *text(100 + turn, 200), *text(200 + turn, 60)]
