@@ -11,10 +11,10 @@ import argparse
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from simulate_workloads import documents, sessions
+from simulate_workloads import documents, growing, sessions, system_prompts
 
 from foreword.routing.baselines import POLICIES
 from foreword.sim.costs import EngineCosts, FleetSpec
@@ -25,6 +25,9 @@ from foreword.sim.trace import TraceRequest, read_trace
 
 # An 88M-parameter model on one CPU core, about; --costs takes a measured one.
 SMALL = EngineCosts(base=0.008, prefill=7e-4, attention=2e-8, decode_each=1e-3, decode_context=1e-7)
+
+# The embedded model on one CPU core, about; the three settings below are about `router_serving.py`.
+NANO = EngineCosts(base=0.005, prefill=8e-5, attention=1.7e-7, decode_each=4e-4, decode_context=0.0)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,29 @@ def settings(arguments: argparse.Namespace) -> dict[str, Setting]:
             small,
         ),
     }
+    nano = FleetSpec(replicas=3, device_tokens=16_384, block_size=16, max_batch_tokens=512)
+    little = replace(nano, device_tokens=8192)
+    for seed in arguments.seeds:
+        found |= {
+            f"growing-{seed}": Setting(
+                f"12 agents' sessions that grow, at once, 3 tiny replicas, seed {seed}",
+                lambda seed=seed: growing(12, 12, 3.0, 30_000, seed=seed),  # type: ignore[misc]
+                nano,
+                NANO,
+            ),
+            f"prompts-{seed}": Setting(
+                f"32 system prompts by Zipf's law, 3 tiny replicas, seed {seed}",
+                lambda seed=seed: system_prompts(240, 6.0, 30_000, seed=seed),  # type: ignore[misc]
+                little,
+                NANO,
+            ),
+            f"one-prompt-{seed}": Setting(
+                f"one system prompt and longer questions, 3 tiny replicas, seed {seed}",
+                lambda seed=seed: system_prompts(240, 15.0, 30_000, prompts=1, own=(200, 400), seed=seed),  # type: ignore[misc]
+                little,
+                NANO,
+            ),
+        }
     for speed in arguments.speeds:
         found[f"speed-{speed:g}"] = Setting(
             f"Mooncake at {speed:g} times the speed, 8 replicas", at(speed), FleetSpec(), large
@@ -79,6 +105,7 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--limit", type=int, help="the first so many requests of the trace")
     parser.add_argument("--speeds", nargs="*", type=float, default=[])
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="of the tiny replicas' workloads")
     parser.add_argument("--costs", type=Path, help="of the small replicas, from `foreword bench calibrate`")
     arguments = parser.parse_args()
     print(f"{platform.python_implementation()} {platform.python_version()}, {time.strftime('%F')}; virtual time")
@@ -100,13 +127,16 @@ def compare(found: Sequence[Summary]) -> None:
     if ours is None or not others:
         return
     print()
-    for field in ("mean", "p90"):
+    for field in ("mean", "p50", "p90"):
         mine = getattr(ours, field)
         best = min(others, key=lambda one: getattr(one, field))
         loaded = next((one for one in others if one.name == "least-loaded"), None)
         said = [f"{1 - mine / getattr(best, field):.1%} below the best other ({best.name})"]
         if loaded is not None:
             said.insert(0, f"{1 - mine / getattr(loaded, field):.1%} below least-loaded")
+        turns = next((one for one in others if one.name == "round-robin"), None)
+        if turns is not None:
+            said.append(f"round-robin's is {getattr(turns, field) / max(mine, 1e-9):.2f} times ours")
         print(f"TTFT {field}: {', '.join(said)}")
 
 

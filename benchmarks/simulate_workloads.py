@@ -52,6 +52,44 @@ def sessions(
     return sorted(found, key=lambda one: one.arrival)
 
 
+def growing(
+    count: int, steps: int, think: float, vocabulary: int, *, system: int = 600, seed: int = 1
+) -> list[TraceRequest]:
+    """Agents' sessions under one system prompt, all at once: each step has the text before it and 60 to 260 tokens more, and
+    comes `think` seconds after the one before, on average."""
+    rng = random.Random(seed)
+    common, found = drawn(-1, system, vocabulary), []
+    for number in range(count):
+        text, now = common + drawn(rng.randrange(2**40), rng.randrange(600, 1800), vocabulary), rng.uniform(0, think)
+        for _ in range(steps):
+            found.append(TraceRequest(now, text, 1, len(text), 24, f"s{number}"))
+            text, now = (
+                text + drawn(rng.randrange(2**40), rng.randrange(60, 260), vocabulary),
+                now + rng.expovariate(1 / think),
+            )
+    return sorted(found, key=lambda one: one.arrival)
+
+
+def system_prompts(
+    count: int,
+    rate: float,
+    vocabulary: int,
+    *,
+    prompts: int = 32,
+    tokens: int = 1500,
+    own: tuple[int, int] = (15, 60),
+    seed: int = 1,
+) -> list[TraceRequest]:
+    """Short questions behind system prompts, which one by Zipf's law; Poisson arrivals."""
+    rng, now, found = random.Random(seed), 0.0, []
+    texts = [drawn(i, tokens, vocabulary) for i in range(prompts)]
+    for i, text in enumerate(rng.choices(texts, [1 / (i + 1) for i in range(prompts)], k=count)):
+        now += rng.expovariate(rate)
+        asked = text + drawn(10**9 + i, rng.randrange(*own), vocabulary)
+        found.append(TraceRequest(now, asked, 1, len(asked), 24))
+    return found
+
+
 def documents(
     count: int,
     rate: float,
