@@ -10,7 +10,7 @@ const FOUND = "foreword:router_actual_cached_tokens_total";
 const EXPECTED = "foreword:router_expected_cached_tokens_total";
 const DECIDED = "foreword:router_decisions_total";
 const FIRST = "foreword:router_time_to_first_token_seconds";
-const REASONS = { cheapest: "soonest first token", session: "its session is there", moved: "session moved", only: "only one able" };
+const REASONS = { cheapest: "soonest first token", session: "its session is there", moved: "session moved", spread: "least was sent there", only: "only one able" };
 
 // The sum over all series of a metric, of a map of values or of a period.
 const sum = (timeline, value, name) => [...timeline.last.values.keys()].filter((key) => key.startsWith(`${name}|`)).reduce((all, key) => all + value(key), 0);
