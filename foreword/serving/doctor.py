@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from foreword import __version__
-from foreword.config import Config
+from foreword.config import Config, EngineConfig
 from foreword.errors import ForewordError
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "pydantic", "prometheus_client")
@@ -36,6 +36,7 @@ def examine(config: Config, load: bool) -> Iterator[Finding]:
     yield Finding("cores", _cores())
     yield Finding("memory", _memory())
     yield Finding("cpu", _features())
+    yield _kernels(config.engine)
     yield _port(config.server.host, config.server.port)
     if load:
         yield _model(config)
@@ -77,6 +78,25 @@ def _features() -> str:
     flags = next(lines, "").split()
     found = [feature for feature in _FEATURES if feature in flags]
     return f"{platform.machine()}, {' '.join(found) or 'no vector features known'}"
+
+
+def _kernels(config: EngineConfig) -> Finding:
+    """Which kernels compute on this CPU; they are compiled now if they were not yet."""
+    if config.kernels == "torch":
+        return Finding("kernels", "PyTorch's operators, as engine.kernels says")
+    try:
+        from foreword.engine.kernels import native
+        from foreword.engine.kernels.build import CannotBuild
+    except ModuleNotFoundError as error:
+        return Finding("kernels", f"PyTorch's operators will be needed, but {error.name} is not installed", fine=False)
+    try:
+        kernels = native.load()
+    except CannotBuild as error:
+        needed = config.kernels == "native"
+        return Finding("kernels", f"PyTorch's operators, slower, since there are no native ones: {error}", not needed)
+    products = [name for name, dtype in native.NAMES.items() if kernels.multiplies(dtype)]
+    text = f"native, compiled for {kernels.lanes * 32}-bit vectors; products in {' and '.join(products) or 'no dtype'}"
+    return Finding("kernels", text + ("" if len(products) == len(native.NAMES) else ", the others by PyTorch"))
 
 
 def _port(host: str, port: int) -> Finding:

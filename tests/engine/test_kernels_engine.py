@@ -17,7 +17,7 @@ import tiny
 import torch
 import transformers
 
-from foreword.config import EngineConfig
+from foreword.config import Config, EngineConfig
 from foreword.engine import decoder
 from foreword.engine.decoder import DecoderForward, NormForward
 from foreword.engine.kernels import build, native
@@ -25,6 +25,7 @@ from foreword.engine.kernels.build import CannotBuild
 from foreword.engine.llm import LLM
 from foreword.engine.model import load_model, self_check
 from foreword.errors import ConfigError, ModelUnsupported
+from foreword.serving.doctor import Finding, examine
 
 Folder = Callable[[str], Path]
 Find = Callable[[str], tiny.Reference]
@@ -170,6 +171,26 @@ def test_no_compiler(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "install one" in told[0]
     with pytest.raises(ConfigError, match="there is no C\\+\\+ compiler"):
         load_model(EngineConfig(model=str(llama), dtype="float32", kernels="native"))
+
+
+def kernels_of(kernels: str) -> Finding:
+    findings = examine(Config(engine=EngineConfig(kernels=kernels)), load=False)
+    return next(finding for finding in findings if finding.topic == "kernels")
+
+
+def test_doctor() -> None:
+    """`doctor` says which kernels are in use."""
+    assert kernels_of("auto").fine and kernels_of("auto").text.startswith("native")
+    assert kernels_of("torch").fine and kernels_of("torch").text.startswith("PyTorch")
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_doctor_without_a_compiler() -> None:
+    """`doctor` says why there are no native kernels; that is a fault only where they are asked for."""
+    for kernels in ("auto", "native"):
+        finding = kernels_of(kernels)
+        assert "there is no C++ compiler" in finding.text
+        assert finding.fine == (kernels == "auto")
 
 
 def test_torch_asks_for_no_compiler(llama: Path, no_compiler: None, caplog: pytest.LogCaptureFixture) -> None:

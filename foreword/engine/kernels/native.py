@@ -15,6 +15,7 @@ from foreword.engine.kernels import build
 from foreword.engine.kernels.build import CannotBuild
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WORD_BYTES = 4
 
 
