@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from foreword.transfer.messages import NO_TRANSFER, Buffer, Head, Message, payload_checksum
 
 # Payloads up to about this length together are worth one wake-up of the peer.
-TOGETHER: Final = 256 << 10
+TOGETHER: Final = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -52,7 +52,7 @@ _READ_AT: Final = 64
 _ALIGNMENT: Final = 64
 _NAME: Final = re.compile(r"foreword-[0-9a-f]{32}")
 _STALE: Final = 300.0
-_WARM: Final = 1 << 20
+_WARM: Final = 2 << 20
 _PIECE: Final = 128 << 10
 _FIRST_NAP: Final = 50e-6
 _LONGEST_NAP: Final = 2e-3
@@ -62,7 +62,7 @@ class Ring:
     """Which bytes of a ring are taken: in order on one side, released up to a place on the other. No I/O.
 
     It goes round as soon as its beginning is free, not when its end is reached: while the other side keeps up, only the first
-    few hundred kilobytes are used, which stay in the processor's cache. What is taken are a few runs, oldest first; a new
+    megabytes are used, which stay in the processor's cache. What is taken are a few runs, oldest first; a new
     piece goes behind the newest one, to the beginning, or behind all of them.
     """
 
@@ -76,30 +76,34 @@ class Ring:
     def take(self, length: int) -> int | None:
         """The place of `length` bytes in one piece, at `place % size`; None while there is no room."""
         need = -(-length // _ALIGNMENT) * _ALIGNMENT
-        newest = self._runs[-1][1] if self._runs else 0
-        fits = next((at for at in self._candidates(newest, need) if self._free(at, need)), None)
-        if fits is None:
-            return None
-        if self._runs and fits == newest:
-            self._runs[-1][1] += need
+        runs = self._runs
+        newest = runs[-1][1] if runs else 0
+        if newest + need <= _WARM and self._free(newest, need):
+            at = newest
         else:
-            self._runs.append([fits, fits + need])
+            places = (0, newest, max((end for _, end in runs), default=0))
+            found = next((place for place in places if self._free(place, need)), None)
+            if found is None:
+                return None
+            at = found
+        if runs and at == newest:
+            runs[-1][1] += need
+        else:
+            runs.append([at, at + need])
         last = self.taken % self.size or (self.size if self.taken else 0)
-        place = self.taken - last + fits + (0 if fits >= last else self.size)
+        place = self.taken - last + at + (0 if at >= last else self.size)
         self.taken = place + need
         self._pieces.append((self.taken, need))
         return place
 
-    def _candidates(self, newest: int, need: int) -> Iterator[int]:
-        if newest + need <= _WARM:
-            yield newest
-        yield 0
-        yield newest
-        yield max((end for _, end in self._runs), default=0)
-
     def _free(self, begin: int, need: int) -> bool:
         end = begin + need
-        return end <= self.size and all(end <= low or high <= begin for low, high in self._runs)
+        if end > self.size:
+            return False
+        for low, high in self._runs:  # noqa: SIM110 - on the path of every payload
+            if low < end and begin < high:
+                return False
+        return True
 
     def release(self, upto: int) -> None:
         """The other side says so. Raises BadMessage if that cannot be."""

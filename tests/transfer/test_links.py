@@ -4,7 +4,9 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,27 @@ class TestNixl(_Contract):
     """In a private network (conftest.py)."""
 
     links_of = ("nixl", "tcp")
+
+    def test_an_agent_ends_with_its_link(self, meeting: Place) -> None:
+        """What NIXL opened is closed with the link: at once if nothing is left to read, whatever was under way."""
+
+        def descriptors() -> int:
+            return len(os.listdir("/proc/self/fd"))
+
+        def ended(count: int) -> bool:
+            return any(time.sleep(0.01) or descriptors() <= count for _ in range(6000))
+
+        with pair(meeting):
+            pass
+        before = descriptors()
+        for closes_first in (0, 1):
+            with pair(meeting) as links:
+                near, far = links
+                near.send(Part(0, 1, 0, 1, 1), ID, [b"x" * 100_000], deadline=soon())
+                links[closes_first].close()
+                with suppress(TransferError):
+                    far.receive(deadline=soon()).payload.release()
+            assert ended(before)
 
 
 class TestNixlOverUnix(TestNixl):
@@ -166,6 +189,24 @@ def test_a_ring_never_gives_what_is_taken(data: st.DataObject) -> None:
                 low = other % size
                 assert start + length <= low or low + other_length <= start
             out.append((place, length, order.add(place, length)))
+
+
+def test_a_ring_that_is_kept_up_with_stays_small() -> None:
+    """While no more than three pieces are out, a ring uses its first megabytes only; all of it when more are."""
+    ring, order = Ring(64 << 20), Order()
+    out: list[list[int]] = []
+    for number in range(400):
+        place = ring.take(700_000)
+        assert place is not None
+        assert place % ring.size < 3 << 20, f"piece {number}"
+        out.append(order.add(place, 700_000))
+        if len(out) == 3:
+            upto = order.release(out.pop(0))
+            assert upto is not None
+            ring.release(upto)
+    while ring.take(1 << 20) is not None:
+        out.append([])
+    assert len(out) > 55
 
 
 def test_a_ring_believes_no_nonsense() -> None:
