@@ -325,20 +325,20 @@ static void merge_row(const Plan& plan, const Layer& layer, const Rows& rows, co
 constexpr int64_t ROWS_TOGETHER = 256;
 
 template <class T>
-static void attend(const Plan& plan, const Layer& layer, const Rows& rows, int threads) {
-    const bool enough = plan.num_tasks >= 2 * threads || threads == 1;
+static void attend(const Plan& plan, const Layer& layer, const Rows& rows, Team& team) {
+    const bool enough = plan.num_tasks >= 2 * team.threads || team.threads == 1;
     auto heads_of = [&](const Task& task) { return enough && task.rows * layer.group * layer.kv_heads <= ROWS_TOGETHER ? layer.kv_heads : 1; };
     static thread_local std::vector<int64_t> items;
     items.clear();
     for (int64_t task = 0; task < plan.num_tasks; task++)
         for (int64_t head = 0; head < layer.kv_heads; head += heads_of(plan.tasks[task])) items.push_back(task * layer.kv_heads + head);
     const int64_t* found = items.data();
-    parallel(threads, (int64_t)items.size(), [&](int64_t item) {
+    team.share((int64_t)items.size(), [&](int64_t item) {
         const Task& task = plan.tasks[found[item] / layer.kv_heads];
         const int64_t head = found[item] % layer.kv_heads;
         attend_task<T>(plan, layer, rows, task, head, head + heads_of(task));
     });
-    if (plan.num_merges > 0) parallel(threads, plan.num_merges, [&](int64_t item) { merge_row<T>(plan, layer, rows, plan.merges[item]); });
+    if (plan.num_merges > 0) team.share(plan.num_merges, [&](int64_t item) { merge_row<T>(plan, layer, rows, plan.merges[item]); });
 }
 
 // Row i of `keys` and `values` goes into slot `slots[i]`; -1: it lies there already.

@@ -97,23 +97,23 @@ static void prepare(const Decoder& decoder, const Step& step, int64_t token) {
 constexpr int64_t SOME_ROWS = 4;
 
 template <class F>
-static void for_rows(int threads, int64_t rows, const F& work) {
-    parallel(threads, (rows + SOME_ROWS - 1) / SOME_ROWS, [&](int64_t item) {
+static void for_rows(Team& team, int64_t rows, const F& work) {
+    team.share((rows + SOME_ROWS - 1) / SOME_ROWS, [&](int64_t item) {
         for (int64_t row = item * SOME_ROWS; row < least(rows, (item + 1) * SOME_ROWS); row++) work(row);
     });
 }
 
 template <class T>
-static void decode(const Decoder& decoder, const Step& step, int threads) {
+static void decode(const Decoder& decoder, const Step& step, Team& team) {
     const int64_t tokens = step.tokens, hidden = decoder.hidden, inner = decoder.inner, width = decoder.qkv.outputs;
     const Layer& layer = decoder.layer;
-    for_rows(threads, tokens, [&](int64_t row) { norm<T>(at<T>(step.x, row * hidden), decoder.input_norm, decoder.input_epsilon, hidden, at<T>(step.normed, row * hidden)); });
-    multiply_packed<T>(decoder.qkv, step.normed, hidden, tokens, nullptr, step.qkv, width, threads);
-    for_rows(threads, tokens, [&](int64_t row) { prepare<T>(decoder, step, row); });
-    attend<T>(*step.plan, layer, Rows{step.qkv, step.attended, width, layer.key_dim}, threads);
-    multiply_packed<T>(decoder.output, step.attended, layer.kv_heads * layer.group * layer.value_dim, tokens, step.x, step.between, hidden, threads);
-    for_rows(threads, tokens, [&](int64_t row) { norm<T>(at<T>(step.between, row * hidden), decoder.output_norm, decoder.output_epsilon, hidden, at<T>(step.normed, row * hidden)); });
-    multiply_packed<T>(decoder.gate_up, step.normed, hidden, tokens, nullptr, step.gate_up, 2 * inner, threads);
-    for_rows(threads, tokens, [&](int64_t row) { gate<T>(at<T>(step.gate_up, row * 2 * inner), at<T>(step.gate_up, (row * 2 + 1) * inner), at<T>(step.inner, row * inner), inner); });
-    multiply_packed<T>(decoder.down, step.inner, inner, tokens, step.between, step.out, hidden, threads);
+    for_rows(team, tokens, [&](int64_t row) { norm<T>(at<T>(step.x, row * hidden), decoder.input_norm, decoder.input_epsilon, hidden, at<T>(step.normed, row * hidden)); });
+    multiply_packed<T>(decoder.qkv, step.normed, hidden, tokens, nullptr, step.qkv, width, team);
+    for_rows(team, tokens, [&](int64_t row) { prepare<T>(decoder, step, row); });
+    attend<T>(*step.plan, layer, Rows{step.qkv, step.attended, width, layer.key_dim}, team);
+    multiply_packed<T>(decoder.output, step.attended, layer.kv_heads * layer.group * layer.value_dim, tokens, step.x, step.between, hidden, team);
+    for_rows(team, tokens, [&](int64_t row) { norm<T>(at<T>(step.between, row * hidden), decoder.output_norm, decoder.output_epsilon, hidden, at<T>(step.normed, row * hidden)); });
+    multiply_packed<T>(decoder.gate_up, step.normed, hidden, tokens, nullptr, step.gate_up, 2 * inner, team);
+    for_rows(team, tokens, [&](int64_t row) { gate<T>(at<T>(step.gate_up, row * 2 * inner), at<T>(step.gate_up, (row * 2 + 1) * inner), at<T>(step.inner, row * inner), inner); });
+    multiply_packed<T>(decoder.down, step.inner, inner, tokens, step.between, step.out, hidden, team);
 }

@@ -20,11 +20,13 @@ int64_t fw_packed_words(int type, int64_t inputs, int64_t outputs) {
 }
 
 void fw_pack(int type, const void* weight, int64_t inputs, int64_t outputs, int64_t first, int32_t* packed, int threads) {
-    (type ? pack<BFloat16> : pack<Float32>)(weight, inputs, outputs, first, packed, threads);
+    Team team(threads);
+    team.run([&] { (type ? pack<BFloat16> : pack<Float32>)(weight, inputs, outputs, first, packed, team); });
 }
 
 void fw_multiply(int type, const Product* product, const void* x, int64_t x_stride, int64_t rows, void* out, int threads) {
-    (type ? multiply_packed<BFloat16> : multiply_packed<Float32>)(*product, x, x_stride, rows, nullptr, out, product->outputs, threads);
+    Team team(threads);
+    team.run([&] { (type ? multiply_packed<BFloat16> : multiply_packed<Float32>)(*product, x, x_stride, rows, nullptr, out, product->outputs, team); });
 }
 
 void fw_write(int type, const Layer* layer, const int64_t* slots, int64_t tokens, const void* keys, int64_t k_token, int64_t k_head, const void* values, int64_t v_token, int64_t v_head) {
@@ -32,17 +34,22 @@ void fw_write(int type, const Layer* layer, const int64_t* slots, int64_t tokens
 }
 
 void fw_attend(int type, const Plan* plan, const Layer* layer, const Rows* rows, int threads) {
-    (type ? attend<BFloat16> : attend<Float32>)(*plan, *layer, *rows, threads);
+    Team team(threads);
+    team.run([&] { (type ? attend<BFloat16> : attend<Float32>)(*plan, *layer, *rows, team); });
 }
 
 void fw_norm(int type, const void* x, const void* weight, float epsilon, int64_t rows, int64_t size, void* out, int threads) {
-    for_rows(threads, rows, [=](int64_t row) {
-        if (type) norm<BFloat16>(at<BFloat16>(x, row * size), weight, epsilon, size, at<BFloat16>(out, row * size));
-        else norm<Float32>(at<Float32>(x, row * size), weight, epsilon, size, at<Float32>(out, row * size));
+    Team team(rows > SOME_ROWS ? threads : 1);
+    team.run([&] {
+        for_rows(team, rows, [=](int64_t row) {
+            if (type) norm<BFloat16>(at<BFloat16>(x, row * size), weight, epsilon, size, at<BFloat16>(out, row * size));
+            else norm<Float32>(at<Float32>(x, row * size), weight, epsilon, size, at<Float32>(out, row * size));
+        });
     });
 }
 
 void fw_decode(int type, const Decoder* decoder, const Step* step, int threads) {
-    (type ? decode<BFloat16> : decode<Float32>)(*decoder, *step, threads);
+    Team team(threads);
+    team.run([&] { (type ? decode<BFloat16> : decode<Float32>)(*decoder, *step, team); });
 }
 }

@@ -21,10 +21,10 @@ static int64_t packed_words(int64_t inputs, int64_t outputs) {
 
 // `weight` is `[outputs, inputs]`; `first` is the place of its first output among those of `packed`.
 template <class T>
-static void pack(const void* weight, int64_t inputs, int64_t outputs, int64_t first, int32_t* packed, int threads) {
+static void pack(const void* weight, int64_t inputs, int64_t outputs, int64_t first, int32_t* packed, Team& team) {
     const int64_t words = inputs / T::PER_WORD;
     const int32_t* rows = (const int32_t*)weight;
-    parallel(threads, (outputs + PANEL - 1) / PANEL, [=](int64_t block) {
+    team.share((outputs + PANEL - 1) / PANEL, [=](int64_t block) {
         for (int64_t output = block * PANEL; output < least(outputs, (block + 1) * PANEL); output++) {
             const int64_t place = first + output;
             int32_t* to = packed + place / PANEL * PANEL * words + place % PANEL;
@@ -83,12 +83,12 @@ INLINE void tile_of(int rows, const Product& product, const int32_t* panel, int6
 
 // `x` is `[rows, inputs]` with rows `x_stride` apart, `out` and `residual` `[rows, outputs]` with rows `out_stride` apart.
 template <class T>
-static void multiply_packed(const Product& product, const void* x, int64_t x_stride, int64_t rows, const void* residual, void* out, int64_t out_stride, int threads) {
+static void multiply_packed(const Product& product, const void* x, int64_t x_stride, int64_t rows, const void* residual, void* out, int64_t out_stride, Team& team) {
     const int64_t panels = (product.outputs + PANEL - 1) / PANEL, size = PANEL * (product.inputs / T::PER_WORD);
     const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     // A thread reads its panels one after the other, and asks for the next one while it multiplies by this one.
-    const int64_t run = most(1, panels / (threads * 4));
-    parallel(threads, (panels + run - 1) / run, [&](int64_t item) {
+    const int64_t run = most(1, panels / (team.threads * 4));
+    team.share((panels + run - 1) / run, [&](int64_t item) {
         for (int64_t number = item * run; number < least(panels, (item + 1) * run); number++) {
             const int32_t* panel = product.packed + number * size;
             const char* ahead = (const char*)(number + 1 < panels ? panel + size : panel);
