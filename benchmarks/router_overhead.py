@@ -179,6 +179,7 @@ async def side_by_side(contenders: list[Contender], servers: Servers, given: arg
     head = [
         "",
         "streams",
+        "ms between",
         "events/s",
         "p50",
         "p99",
@@ -192,9 +193,9 @@ async def side_by_side(contenders: list[Contender], servers: Servers, given: arg
     if not given.streams:
         return 0
     print(
-        f"\nSlow streams side by side, an event every {1e3 * given.pause:.0f} ms each: milliseconds from sending an event"
+        "\nSlow streams side by side: milliseconds from sending an event to its arrival; `of a core`: of the proxy's,"
     )
-    print("to its arrival; `of a core`: of the proxy's, `ends`: what server and clients took of theirs", flush=True)
+    print("`ends`: what server and clients took of theirs", flush=True)
     rows, failed = [], 0
     for streams, pause in given.streams:
         straight: tuple[float, ...] = ()
