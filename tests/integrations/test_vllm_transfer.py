@@ -130,7 +130,7 @@ def test_memory_where_the_worker_is_apart(pair: tuple[Told, Told], start: Start,
     """With the engine, its scheduler and its worker in processes of their own, as under `vllm serve`: blocks are read from the
     memory tier of another vLLM (`peer://`); what vLLM forgot is found in its worker's memory; with another secret nothing is
     taken over. The socket at which the worker's memory is looked for is in a folder that only this user may enter, and goes
-    with the worker."""
+    with the worker. vLLM binds the worker to a core (0, in these tests); the connector's threads are not bound to it."""
     producer, consumer = pair
     consumer.ask(LONG)
     consumer.tell("forget")
@@ -147,6 +147,10 @@ def test_memory_where_the_worker_is_apart(pair: tuple[Told, Told], start: Start,
         apart.tell("forget")
     found = apart.ask(OTHER, producer.prefill(OTHER))
     assert found["tokens"] == alone[len(OTHER)] and "written with another secret" in apart.log
+    cores = os.sched_getaffinity(apart.pid)
+    if cores > {0}:
+        [worker] = [process for process in descendants(apart.pid) if thread_cores(process)[0] == {0}]
+        assert cores in thread_cores(worker)
     apart.end()
     assert folder not in sockets()
 
@@ -161,6 +165,19 @@ def test_a_prefill_side_that_dies(pair: tuple[Told, Told], alone: dict[int, list
     found = consumer.ask(DEAD, params[1])
     assert found["tokens"] == alone[len(DEAD)] and "not taken over" in " ".join(found["said"])
     assert consumer.tell("idle")["free"] == free
+
+
+def thread_cores(process: int) -> list[set[int]]:
+    """On which cores each of a process's threads may run, the first thread first."""
+    return [os.sched_getaffinity(int(thread)) for thread in sorted(os.listdir(f"/proc/{process}/task"), key=int)]
+
+
+def descendants(process: int) -> list[int]:
+    found = []
+    for thread in os.listdir(f"/proc/{process}/task"):
+        for child in Path(f"/proc/{process}/task/{thread}/children").read_text().split():
+            found += [int(child), *descendants(int(child))]
+    return found
 
 
 def sockets() -> list[str]:
