@@ -53,7 +53,7 @@ _ALIGNMENT: Final = 64
 _NAME: Final = re.compile(r"foreword-[0-9a-f]{32}")
 _STALE: Final = 300.0
 _WARM: Final = 2 << 20
-_PIECE: Final = 128 << 10
+_PIECE: Final = 512 << 10
 _FIRST_NAP: Final = 50e-6
 _LONGEST_NAP: Final = 2e-3
 
@@ -306,10 +306,12 @@ class ShmLink:
         if size > self.capabilities.largest:
             raise TransferError(f"a payload of {size} bytes is longer than this link carries")
         nap = _FIRST_NAP
-        while (place := self._ring.take(size)) is None:
-            self._say(deadline)
+        while True:
             before = self._ring.released
             self._ring.release(self._peer_read[0])
+            if (place := self._ring.take(size)) is not None:
+                return place
+            self._say(deadline)
             if self._ring.released != before:
                 continue
             if self._closed:
@@ -318,7 +320,6 @@ class ShmLink:
                 raise TransferTimeout("the peer releases nothing")
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
-        return place
 
     def receive(self, *, deadline: float) -> Received:
         return self._reader.receive(deadline)
