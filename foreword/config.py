@@ -196,8 +196,8 @@ class StoreConfig:
     Attributes:
         urls: stores, the fastest first, such as `memory://?size=4GiB` and `disk:///var/cache/foreword?size=200GiB`.
         staging: bytes of host memory through which blocks leave the device and come back.
-        lookup_timeout: seconds that a request waits at most for the search in the stores, or a tenth of what computing takes, if
-            that is more.
+        lookup_timeout: seconds that a request waits at most for the search in the stores, or a tenth of what computing
+            takes, if that is more.
         load_timeout: seconds that loading may take at most, where computing would take longer still.
         flush_seconds: how long the end of the process waits for blocks that are not written yet.
     """

@@ -96,7 +96,7 @@ class WriteBehind:
         self._queue(_Batch(headers, slots, home, set(tiers), time.monotonic()))
 
     def promote(self, headers: list[Header], slots: list[int], home: Slots, tiers: Iterable[int]) -> None:
-        """Queue whole frames that lie in `slots` for these tiers, unless too many wait already. They do not wait for company."""
+        """Queue whole frames that lie in `slots` for these tiers, unless too many wait already. They wait for no company."""
         self._queue(_Batch(headers, slots, home, set(tiers), time.monotonic(), sealed=True, promotion=True))
 
     def _queue(self, batch: _Batch) -> None:

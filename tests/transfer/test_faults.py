@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 from actors import LAYOUT, PATIENCE, Decode, Prefill, Recorder, config, keys_of, parts_of
@@ -17,10 +18,12 @@ from networks import over_each_link
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.config import TransferConfig
 from foreword.errors import ConfigError, PeerRejected, TransferError
+from foreword.transfer import endpoint as endpoints
 from foreword.transfer import handshake
 from foreword.transfer.connection import Connection
 from foreword.transfer.endpoint import Endpoint
 from foreword.transfer.messages import Reason
+from foreword.transfer.nixl_agent import NixlAgent
 from foreword.transfer.protocol import Outcome, State
 from foreword.transfer.service import Idle
 from foreword.transfer.testing import child
@@ -318,6 +321,37 @@ def test_shared_memory_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) ->
         calling.close()
         listening.close()
         monkeypatch.setattr(handshake, "open_peers", real)
+
+
+def test_nixl_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where it is configured and missing, a warning says so and the next link is used."""
+    monkeypatch.setattr(endpoints, "missing", lambda: "it is not there")
+    listening, calling = Endpoint(config(links=("nixl", "shm", "tcp"))), Endpoint(config(links=("nixl", "shm", "tcp")))
+    assert "it is not there" in caplog.text
+    assert calling.connect(listening.listen()).link.capabilities.name == "shm"
+    calling.close()
+    listening.close()
+
+
+@pytest.mark.parametrize("links", [("nixl", "tcp")], ids=["nixl"])
+@pytest.mark.parametrize(
+    "wrong", [{"metadata": b"noise"}, {"base": 4096}, {"token": bytes(32)}], ids=lambda one: next(iter(one))
+)
+def test_an_agent_that_is_not_what_it_says(
+    links: tuple[str, ...], wrong: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metadata that NIXL does not take, memory that is not registered, another token: the two go on over TCP."""
+    real = NixlAgent.announce
+    monkeypatch.setattr(NixlAgent, "announce", lambda self: replace(real(self), **wrong))  # type: ignore[arg-type]
+    prefill, decode = Prefill(), Decode()
+    listening, calling = Endpoint(config(links=links), prefill), Endpoint(config(links=links), decode)
+    connection = calling.connect(listening.listen())
+    assert connection.link.capabilities.name == "tcp"
+    destination = connection.want(request(1, 100), keys_of(1, 100), context=decode.hold(100))
+    assert destination.wait(PATIENCE) is Outcome.TAKEN
+    decode.check()
+    calling.close()
+    listening.close()
 
 
 # kill -9
