@@ -154,7 +154,7 @@ def start(model: Path, folder: Path, core: int, key: str | None) -> Server:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     transfer = {
-        "kv_connector": "PatientConnector",
+        "kv_connector": "ForewordConnector",
         "kv_connector_module_path": "vllm_patient",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"store": [f"disk://{folder}/kv?size=256MiB"], "lookup_timeout": 60.0},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from foreword.integrations.vllm import ForewordConnector
+from foreword.integrations import vllm
 from foreword.store.tiered import Rate
 
 
@@ -15,10 +15,14 @@ class _Unknown(Rate):
         """Forgotten."""
 
 
-class PatientConnector(ForewordConnector):
+class PatientConnector(vllm.ForewordConnector):
     """While it is not known how fast vLLM computes, whatever the stores have is loaded, and gets `load_timeout`."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         assert self._worker is not None and self._worker.cache is not None
         self._worker.cache.prefill_seconds = _Unknown()
+
+
+# The name that the middleware for named prefixes looks for.
+ForewordConnector = PatientConnector
