@@ -6,6 +6,7 @@ python peer_process.py '{"engine": {...}, "store": [...], "transfer": {...}}'
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -65,6 +66,11 @@ class Process:
         self.popen.send_signal(signal.SIGCONT)
         self.popen.kill()
         self.popen.wait(PATIENCE)
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            if pipe is not None:
+                # What was not written any more is not missed.
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
 
 def main() -> None:

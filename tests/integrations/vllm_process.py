@@ -87,18 +87,20 @@ class Told:
             json.dumps({"model": str(model), "store": store, **job}),
         ]
         self._log = log
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("wb"), text=True, env=given
-        )
+        with log.open("wb") as said:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=given
+            )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self.pid = 0
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if "told> " in line:
-                self._lines.put(line.partition("told> ")[2])
+        with self._process.stdout as said:
+            for line in said:
+                if "told> " in line:
+                    self._lines.put(line.partition("told> ")[2])
         self._lines.put("")
 
     @property

@@ -27,7 +27,8 @@ class Process:
 
     def _read(self) -> None:
         assert self.popen.stderr is not None
-        self.lines.extend(iter(self.popen.stderr.readline, ""))
+        with self.popen.stderr as stream:
+            self.lines.extend(iter(stream.readline, ""))
 
     @property
     def text(self) -> str:

@@ -66,6 +66,7 @@ def routing(*arguments: str) -> Iterator[str]:
         popen.kill()
         popen.wait()
         reader.join(5)
+        popen.stderr.close()
 
 
 @pytest.fixture(scope="module")

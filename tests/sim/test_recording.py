@@ -159,6 +159,8 @@ def test_a_server_records_its_traffic(tmp_path: Path) -> None:
         timer.cancel()
         process.kill()
         process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
     first, second = read_trace(path)
     assert first.prompt_tokens == second.prompt_tokens == usages[0]["prompt_tokens"]
     recorded = [json.loads(line) for line in path.read_text().splitlines()]
