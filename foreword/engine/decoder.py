@@ -2,8 +2,8 @@
 
 A layer is recognised by what it is made of: two norms, and linear layers of the usual names that this engine has packed.
 Whether it also computes what the kernels compute is not read from its code but tried: in one pass of the model over random
-tokens every candidate's output, and the K and V that it writes, are compared with the kernels'. Those that agree within
-rounding of their dtype get another `forward`; the others stay as they are.
+tokens every candidate's output, and the K and V that it writes, are compared with the kernels'. If all of them agree within
+rounding of their dtype they get another `forward`; else all stay as they are.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from foreword.blocks import PrefixCache
 from foreword.engine.attention import PagedLayer, Recorder, StepAttention, active, current
@@ -214,6 +215,7 @@ def _parts(layer: nn.Module, recorder: Recorder) -> _Parts | None:
         and output.layers[0].weight.shape[1] == heads * shape.value_dim
         and gate_up.layers[0].weight.dtype == shape.dtype
         and all(norm is None or norm.weight.shape[0] == shape.key_dim for norm in (query_norm, key_norm))
+        and _gates_by_silu(feed)
     )
     if not fits:
         return None
@@ -221,6 +223,13 @@ def _parts(layer: nn.Module, recorder: Recorder) -> _Parts | None:
         number, qkv, output, gate_up, down, norms[0], norms[1], query_norm, key_norm, heads, recorder.scales[number],
         recorder.windows[number],
     )  # fmt: skip
+
+
+def _gates_by_silu(feed: Mapping[str, nn.Module]) -> bool:
+    """Whether a feed-forward's activation is SiLU. Near zero others are like it: a trial of small weights would not tell."""
+    x = torch.linspace(-8.0, 8.0, 65)
+    activations = [one for one in feed.values() if next(one.parameters(), None) is None]
+    return bool(activations) and all(torch.allclose(one(x), functional.silu(x), atol=1e-6) for one in activations)
 
 
 def _named(children: Mapping[str, nn.Module], *choices: Sequence[str]) -> list[nn.Module | None]:
