@@ -19,7 +19,7 @@ ALICE, BOB, OPERATOR = ({"authorization": f"Bearer {key}"} for key in ("alices-k
 PROMPT = "def area(width: float, height: float) -> float:\n    return width * height\n\n" * 6
 BODY: dict[str, Any] = {
     "prompt": PROMPT,
-    "max_tokens": 220,
+    "max_tokens": 700,
     "temperature": 0,
     "ignore_eos": True,
     "logprobs": 0,
