@@ -43,7 +43,7 @@ def text(chunk: dict[str, Any]) -> str:
 def test_an_answer_that_moves(servers: tuple[Process, Process], path: str) -> None:
     """A stream whose request is moved to the other server goes on from there, the same as if it had not moved."""
     urls = [process.url() for process in servers]
-    asked: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    asked: dict[str, Any] = {"max_tokens": 500, "temperature": 0, "ignore_eos": True}
     if "chat" in path:
         asked["messages"] = [{"role": "user", "content": words("moving", 20)}]
     else:
