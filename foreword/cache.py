@@ -166,6 +166,7 @@ class BlockCache:
         self._changed = threading.Condition()
         self.changes = 0
         self._dropped = 0
+        self._counting = threading.Lock()  # loads that end at the same time add to the same numbers
         self._counts = dict.fromkeys(("loaded", "cut", "stopped", "declined"), 0)
         self._closed = False
 
@@ -202,7 +203,7 @@ class BlockCache:
             if count * per_block - seconds > gained:
                 best, gained = count, count * per_block - seconds
         if best == 0:
-            self._counts["declined"] += 1
+            self._count(declined=1)
         return best
 
     def _seconds_per_token(self) -> float | None:
@@ -228,8 +229,7 @@ class BlockCache:
             self._load_groups(ticket, compute)
         finally:
             ticket.close()
-            self._counts["loaded"] += ticket.loaded
-            self._counts["cut"] += ticket.loaded < ticket.asked
+            self._count(loaded=ticket.loaded, cut=int(ticket.loaded < ticket.asked))
             self._tell()
 
     def _load_groups(self, ticket: Ticket, compute: float) -> None:
@@ -249,7 +249,7 @@ class BlockCache:
             if brought < count:
                 return
             if self._slower_than_computing(ticket, done, compute):
-                self._counts["stopped"] += 1
+                self._count(stopped=1)
                 return
 
     def _rate_known(self, ticket: Ticket, number: int) -> bool:
@@ -372,6 +372,11 @@ class BlockCache:
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until everything saved so far is written; False if `timeout` seconds were not enough."""
         return self._writes.flush(timeout)
+
+    def _count(self, **more: int) -> None:
+        with self._counting:
+            for name, amount in more.items():
+                self._counts[name] += amount
 
     def status(self) -> CacheStatus:
         return CacheStatus(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
+import foreword.cache
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.cache import BlockCache, Ticket
@@ -174,3 +179,42 @@ def test_what_does_not_fit_counts_as_failed(made: Callable[..., Device]) -> None
     assert device.cache.flush(PATIENCE)
     status = device.cache.status()
     assert (status.saved, status.failed, status.dropped) == (4, 3, 0)
+
+
+@contextmanager
+def interleaved(file: str | None) -> Iterator[None]:
+    """Threads that start from now on let others go on between any two instructions of the code in `file`."""
+
+    def step(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename != file:
+            return None
+        frame.f_trace_opcodes = True
+        os.sched_yield()  # which hands the interpreter on
+        return step
+
+    threading.settrace(step)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+
+def test_no_count_of_several_loads_is_lost(made: Callable[..., Device]) -> None:
+    """However the threads of several loads take turns, every block that was loaded is counted."""
+    brought = 0
+    with interleaved(foreword.cache.__file__):
+        device = made(MemoryStore(1 << 20))
+        device.save(0, 0, 1)
+        assert device.cache.flush(PATIENCE)
+        for _ in range(10):
+            told = device.cache.changes  # one more for each search and for each load
+            tickets = [device.cache.find(device.keys(0, 1)) for _ in range(4)]
+            device.wait(lambda told=told: device.cache.changes == told + 4)
+            for block, ticket in enumerate(tickets):
+                device.cache.load(ticket, 0, [block])
+            device.wait(lambda told=told: device.cache.changes == told + 8)
+            brought += sum(ticket.loaded for ticket in tickets)
+    assert brought == device.cache.status().loaded == 40
