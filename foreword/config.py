@@ -309,14 +309,15 @@ class RouterConfig:
         session_ttl: seconds that a session stays where it was without a request.
         min_prefill: prompts with fewer tokens to compute are never sent to a prefill replica.
         directory_blocks: blocks remembered of all replicas together, about 16 bytes each.
-        tokenize_timeout: seconds; a prompt that is not tokenized by then is compared as text.
+        tokenize_timeout: seconds; a prompt that is not tokenized by then is compared as text. Where a lost answer can go on
+            only with a replica's tokenizer, replicas get up to 25 times as long.
     """
 
     replicas: tuple[str, ...] = ()
     prefill: tuple[str, ...] = ()
     replica_file: str | None = None
     replica_dns: tuple[str, ...] = ()
-    replica_key: str | None = None
+    replica_key: str | None = field(default=None, repr=False)
     policy: str = "cost"
     tokenizer: str | None = None
     max_waiting: int = 32

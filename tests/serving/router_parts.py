@@ -164,14 +164,19 @@ class Relay:
 
     async def _up(self, reader: asyncio.StreamReader, away: asyncio.StreamWriter, left: list[int | None]) -> None:
         while data := await reader.read(1 << 16):
-            if data.startswith((b"POST /v1/completions", b"POST /v1/chat/completions")):
-                self.posts += 1
-                left[0] = self._scissors.take()
-                if left[0] == 0:
-                    away.transport.abort()
-                    return
+            if not await self._passes(data, left):
+                away.transport.abort()
+                return
             away.write(data)
         away.close()
+
+    async def _passes(self, data: bytes, left: list[int | None]) -> bool:
+        """Whether a piece of a request goes on to the server; else its connection is lost. `left`: events that may come back,
+        None for any number."""
+        if data.startswith((b"POST /v1/completions", b"POST /v1/chat/completions")):
+            self.posts += 1
+            left[0] = self._scissors.take()
+        return left[0] != 0
 
     async def _down(self, there: asyncio.StreamReader, writer: asyncio.StreamWriter, left: list[int | None]) -> None:
         while left[0] != 0 and (data := await there.read(1 << 16)):

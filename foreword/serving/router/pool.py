@@ -103,10 +103,10 @@ class Pool:
         return found | {self.model}
 
     def able(self, avoid: Sequence[str] = ()) -> list[Upstream]:
-        """Replicas that can tokenize, the one with least to do first."""
+        """Replicas that can tokenize, the one with least to do first, those to avoid last."""
         now = clock()
-        found = [one for one in self.upstreams.values() if one.facts and one.facts.tokenize and one.url not in avoid]
-        return sorted(found, key=lambda one: (bool(one.excluded(now)), one.in_flight, one.url))
+        found = [one for one in self.upstreams.values() if one.facts and one.facts.tokenize]
+        return sorted(found, key=lambda one: (one.url in avoid, bool(one.excluded(now)), one.in_flight, one.url))
 
     # Requests
 

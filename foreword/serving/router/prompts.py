@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,6 +45,9 @@ _PROMPT_FIELDS: Final = ("add_special_tokens",)
 _CONTEXT: Final = 8
 # Tokens whose text a server holds back at most: more than a few only where a model writes no characters.
 _MOST_HELD: Final = 64
+# A prompt whose tokens nobody tells is compared as text, but a lost answer cannot go on without its tokens' text: replicas that
+# say nothing are asked again, with so many times the patience.
+_PATIENCE: Final = (1, 5, 25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +75,13 @@ class Prompts:
     """Tokenizes, and remembers what was tokenized: at most 8 million tokens, the least recently used forgotten first.
 
     Args:
-        timeout: seconds that a request waits at most for its tokens.
+        timeout: seconds that a replica has to tokenize a prompt.
     """
 
     def __init__(self, session: aiohttp.ClientSession, headers: Mapping[str, str], timeout: float) -> None:
         self._session = session
         self._headers = headers
-        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._timeout = timeout
         self._thread = ThreadPoolExecutor(1, "tokenizing")
         self._tokenizer: Tokenizer | None = None
         self._turns: Turns | None = None
@@ -129,39 +133,34 @@ class Prompts:
             work = _text_by(self._tokenizer, list(before[-_CONTEXT:]), list(tokens))
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         problem = ReplicaFailed("nobody can say what text its tokens stand for")
-        for upstream in able:
-            try:
-                return await self._text_from(upstream, list(before[-_CONTEXT:]), list(tokens), sent)
-            except ReplicaFailed as error:
-                problem = error
+        asked = list(able)
+        for patience in _PATIENCE:
+            for upstream in list(asked):
+                ask = partial(self._detokenize, upstream, self._timeout * patience)
+                try:
+                    return await _text_from(ask, list(before[-_CONTEXT:]), list(tokens), sent)
+                except LOST as error:
+                    what = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
+                    problem = ReplicaFailed(f"{upstream.url} does not say what tokens stand for: {what}")
+                except ReplicaFailed as error:
+                    problem = error
+                    asked.remove(upstream)
         raise problem
-
-    async def _text_from(self, upstream: Upstream, context: list[int], tokens: list[int], sent: str) -> tuple[int, str]:
-        ahead = await self._detokenize(upstream, context)
-        for count in range(len(tokens), max(len(tokens) - _MOST_HELD, 0), -1):
-            text = await self._detokenize(upstream, [*context, *tokens[:count]])
-            if not text.startswith(ahead):
-                break
-            text = text[len(ahead) :]
-            if text == sent or not text.endswith("\ufffd"):
-                return count, text
-        if not sent:
-            return 0, ""
-        raise ReplicaFailed("its tokens do not stand for whole characters")
 
     # Inside
 
     async def _ask(self, name: bytes, question: Mapping[str, Any], able: Able) -> array[int] | None:
         waiting = self._asking.get(name)
-        if waiting is not None:
-            return await asyncio.shield(waiting)
-        waiting = self._asking[name] = asyncio.ensure_future(self._tokens(question, able))
-        try:
-            tokens = await waiting
-        finally:
-            self._asking.pop(name, None)
-        self._keep(name, tokens)
-        return tokens
+        if waiting is None:
+            waiting = self._asking[name] = asyncio.ensure_future(self._tokens(question, able))
+            waiting.add_done_callback(partial(self._asked, name))
+        # Whoever asked first may go away: the others still wait.
+        return await asyncio.shield(waiting)
+
+    def _asked(self, name: bytes, waiting: asyncio.Future[array[int] | None]) -> None:
+        del self._asking[name]
+        if not waiting.cancelled() and waiting.exception() is None:
+            self._keep(name, waiting.result())
 
     async def _tokens(self, question: Mapping[str, Any], able: Able) -> array[int] | None:
         if self._can(question):
@@ -169,7 +168,7 @@ class Prompts:
         for upstream in able()[:_ASKED]:
             assert upstream.facts is not None and upstream.facts.tokenize is not None
             try:
-                found = await self._post(upstream, upstream.facts.tokenize, question)
+                found = await self._post(upstream, upstream.facts.tokenize, question, self._timeout)
                 return array("I", found["tokens"])
             except (*LOST, ReplicaFailed, KeyError, TypeError, ValueError, OverflowError):
                 continue
@@ -192,21 +191,19 @@ class Prompts:
         except BadRequest:
             return None
 
-    async def _detokenize(self, upstream: Upstream, tokens: Sequence[int]) -> str:
+    async def _detokenize(self, upstream: Upstream, seconds: float, tokens: Sequence[int]) -> str:
         assert upstream.facts is not None and upstream.facts.tokenize is not None
-        if not tokens:
-            return ""
         path = upstream.facts.tokenize.replace("tokenize", "detokenize")
-        try:
-            found = await self._post(upstream, path, {"tokens": list(tokens), "model": upstream.model})
-        except LOST as error:
-            raise ReplicaFailed(f"{upstream.url} does not say what tokens stand for: {type(error).__name__}") from None
-        return str(found["prompt"])
+        found = await self._post(upstream, path, {"tokens": list(tokens), "model": upstream.model}, seconds)
+        if not isinstance(text := found.get("prompt"), str):
+            raise ReplicaFailed(f"{upstream.url}{path} does not answer as it should")
+        return text
 
-    async def _post(self, upstream: Upstream, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _post(self, upstream: Upstream, path: str, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         headers = {**self._headers, "content-type": "application/json"}
         data = msgspec.json.encode(body)
-        async with self._session.post(upstream.url + path, data=data, headers=headers, timeout=self._timeout) as answer:
+        limit = aiohttp.ClientTimeout(total=seconds)
+        async with self._session.post(upstream.url + path, data=data, headers=headers, timeout=limit) as answer:
             found = await answer.read()
             if answer.status != 200:
                 raise ReplicaFailed(f"{upstream.url}{path} says {answer.status}")
@@ -231,6 +228,23 @@ class Prompts:
         self._known_tokens += len(tokens)
         while self._known_tokens > _CACHED_TOKENS:
             self._known_tokens -= len(self._known.popitem(last=False)[1])
+
+
+async def _text_from(
+    ask: Callable[[Sequence[int]], Awaitable[str]], context: list[int], tokens: list[int], sent: str
+) -> tuple[int, str]:
+    """`Prompts.text_of` by one replica's endpoint. Raises ReplicaFailed, and what aiohttp raises."""
+    ahead = await ask(context) if context else ""
+    for count in range(len(tokens), max(len(tokens) - _MOST_HELD, 0), -1):
+        text = await ask([*context, *tokens[:count]])
+        if not text.startswith(ahead):
+            break
+        text = text[len(ahead) :]
+        if text == sent or not text.endswith("\ufffd"):
+            return count, text
+    if not sent:
+        return 0, ""
+    raise ReplicaFailed("its tokens do not stand for whole characters")
 
 
 def as_text(asked: Asked) -> array[int]:

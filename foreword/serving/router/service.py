@@ -72,7 +72,7 @@ class Router:
             read_bufsize=1 << 18,
         )
         self._asking = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=5),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS, ttl_dns_cache=5),
             timeout=connect,
             cookie_jar=aiohttp.DummyCookieJar(),
         )

@@ -1,0 +1,110 @@
+"""Replicas that tell the router late, or not at once, what tokens stand for: no request fails for that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from doors import Doors, until, words
+from router_parts import Loop, Relay, RouterProcess, Scissors
+
+# A stop string may lie across the seam, so what the tokens stand for has to be asked.
+ASKED = {"prompt": "def read_file(path):\n", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stop": "\x00"}
+
+
+class Mute(Relay):
+    """A relay whose server says nothing to the first `silent` questions at `path`: they are lost with their connections, or
+    held back until `speak`."""
+
+    def __init__(self, loop: Loop, target: str, scissors: Scissors, path: str, silent: int, *, loses: bool) -> None:
+        self._path = f"POST {path} ".encode()
+        self._silent = silent
+        self._loses = loses
+        self._speaks = asyncio.Event()
+        self.asked = 0
+        super().__init__(loop, target, scissors)
+
+    def speak(self) -> None:
+        self._loop.call(self._speaks.set)
+
+    async def _passes(self, data: bytes, left: list[int | None]) -> bool:
+        if data.startswith(self._path):
+            self.asked += 1
+            if self.asked <= self._silent:
+                if self._loses:
+                    return False
+                await self._speaks.wait()
+        return await super()._passes(data, left)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    return Loop()
+
+
+@contextmanager
+def routed(*relays: Relay, more: tuple[str, ...] = ()) -> Iterator[RouterProcess]:
+    urls = [argument for relay in relays for argument in ("--replica", relay.url)]
+    process = RouterProcess(*urls, "--failures", "1000", *more)
+    try:
+        yield process.wait_for(len(relays))
+    finally:
+        process.kill()
+        for relay in relays:
+            relay.close()
+
+
+def said(url: str, body: dict[str, Any]) -> str:
+    """The text of a streamed answer that ends as it should."""
+    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=120) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert answer.status_code == 200 and lines[-1] == "[DONE]", (answer.status_code, lines)
+    return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
+
+
+@pytest.mark.parametrize(("replicas", "silent"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("loses", [True, False])
+def test_a_lost_answer_goes_on(doors: Doors, loop: Loop, replicas: int, silent: int, loses: bool) -> None:
+    """A stream that lost its replica goes on with the same text although replicas are late to say what its tokens stand for, or
+    lose the question, and although there is no other replica than the one that broke off."""
+    scissors = Scissors()
+    relays = [Mute(loop, doors.open.url, scissors, "/v1/detokenize", silent, loses=loses) for _ in range(replicas)]
+    with routed(*relays, more=("--tokenize-timeout", "0.4")) as router:
+        scissors.cut_after(5)
+        assert said(router.url, ASKED) == said(doors.open.url, ASKED)
+        assert router.metric("foreword:router_continuations_total", outcome="continued") == 1
+        assert sum(relay.asked for relay in relays) > silent
+
+
+def sent(router: RouterProcess, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a request was sent."""
+    host, _, port = router.url.removeprefix("http://").rpartition(":")
+    data = json.dumps(body).encode()
+    made = socket.create_connection((host, int(port)), timeout=120)
+    made.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    return made
+
+
+def test_who_asked_first_goes_away(doors: Doors, loop: Loop) -> None:
+    """Two clients send the same prompt, and the one whose request asked for its tokens hangs up before they came: the other is
+    answered."""
+    relays = [Mute(loop, doors.open.url, Scissors(), "/v1/tokenize", 1, loses=False) for _ in range(2)]
+    body = {"prompt": words("both", 30), "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    with routed(*relays, more=("--tokenize-timeout", "60")) as router:
+        with sent(router, body):
+            until(lambda: sum(relay.asked for relay in relays) == 1)
+            second = sent(router, body)
+            # What comes later is answered: so the second one is inside.
+            assert httpx.get(f"{router.url}/health", timeout=60).status_code == 200
+        until(lambda: " 499 " in router.text)
+        for relay in relays:
+            relay.speak()
+        with second:
+            assert second.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        assert sum(relay.asked for relay in relays) == 1
