@@ -2,6 +2,8 @@
 
 An unknown key is an error that names close ones; a value of the wrong type is an error that says what was expected. A
 file has a table per room (`[engine]`, `[server]`, `[prefixes]`); the environment uses `FOREWORD_ENGINE_BLOCK_SIZE=16`.
+
+What is secret, or may hold a secret, is not shown: neither in the `repr` of a configuration nor in an error about it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from foreword.errors import ConfigError, did_you_mean
 
@@ -135,21 +137,21 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str | None = None
     max_queue: int = 256
     drain_seconds: float = 30.0
     log_level: str = "info"
-    tenant_secret: str | None = None
+    tenant_secret: str | None = field(default=None, repr=False)
     role: str | None = None
-    admin_key: str | None = None
+    admin_key: str | None = field(default=None, repr=False)
     drain_to: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
-    router_key: str | None = None
+    router_key: str | None = field(default=None, repr=False)
     kv_events: str | None = None
     kv_events_replay: str | None = None
     record: str | None = None
-    record_salt: str | None = None
+    record_salt: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.role not in (None, *ROLES):
@@ -240,7 +242,7 @@ class TransferConfig:
 
     bind: str = "127.0.0.1:0"
     advertise: str | None = None
-    secret: str | None = None
+    secret: str | None = field(default=None, repr=False)
     secret_file: str | None = None
     links: tuple[str, ...] = ("shm", "tcp")
     ring: str = "32MiB"
@@ -439,13 +441,14 @@ Room = TypeVar("Room")
 def build(kind: type[Room], where: str, values: Mapping[str, Any]) -> Room:
     """Make a configuration dataclass from untyped values. Raises ConfigError for an unknown key or a bad value."""
     hints = typing.get_type_hints(kind)
+    secret = {item.name for item in dataclasses.fields(cast(Any, kind)) if not item.repr}
     for key in values:
         if key not in hints:
             raise ConfigError(f"unknown configuration key {where}.{key}{did_you_mean(key, hints)}")
-    return kind(**{key: _coerce(f"{where}.{key}", hints[key], value) for key, value in values.items()})
+    return kind(**{key: _coerce(f"{where}.{key}", hints[key], values[key], secret=key in secret) for key in values})
 
 
-def _coerce(where: str, hint: Any, value: Any) -> Any:
+def _coerce(where: str, hint: Any, value: Any, *, secret: bool) -> Any:
     """`value` as `hint`: text (from the environment) is parsed, anything else must already have the right type."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if type(None) in options and (value is None or value == ""):
@@ -453,13 +456,17 @@ def _coerce(where: str, hint: Any, value: Any) -> Any:
     wanted = next(option for option in options if option is not type(None))
     if typing.get_origin(wanted) is tuple:
         if not isinstance(value, str | list | tuple):
-            raise ConfigError(f"{where} must be a list of texts, not {value!r}")
+            raise ConfigError(f"{where} must be a list of texts, not {_shown(value, secret=secret)}")
         items = value.split(",") if isinstance(value, str) else [str(item) for item in value]
         return tuple(item.strip() for item in items if item.strip())
     try:
         return _scalar(wanted, value)
     except (ValueError, TypeError, OverflowError):
-        raise ConfigError(f"{where} must be of type {wanted.__name__}, not {value!r}") from None
+        raise ConfigError(f"{where} must be of type {wanted.__name__}, not {_shown(value, secret=secret)}") from None
+
+
+def _shown(value: Any, *, secret: bool) -> str:
+    return f"a {type(value).__name__}" if secret else repr(value)
 
 
 def _scalar(wanted: type, value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,47 @@ def test_any_environment_is_taken_or_explained(environ: dict[str, str]) -> None:
         load_config(environ=variables)
     except ConfigError as error:
         assert "FOREWORD_" in error.message or "unknown" in error.message or "must be" in error.message
+
+
+SECRETS = {
+    ("server", "api_keys"): "alice=QuietPlease,QuietPlease",
+    ("server", "tenant_secret"): "QuietPlease",
+    ("server", "admin_key"): "QuietPlease",
+    ("server", "router_key"): "QuietPlease",
+    ("server", "record_salt"): "QuietPlease",
+    ("store", "urls"): "redis://:QuietPlease@localhost",
+    ("transfer", "secret"): "QuietPlease-QuietPlease",
+    ("router", "replica_key"): "QuietPlease",
+}
+
+
+def test_secrets_are_not_printed() -> None:
+    """Whoever prints a configuration, or one of its rooms, prints no key, secret, salt or URL that may hold a password."""
+    environ = {f"FOREWORD_{room}_{key}".upper(): text for (room, key), text in SECRETS.items()}
+    config = load_config(environ=environ)
+    for (room, key), text in SECRETS.items():
+        assert text in (getattr(getattr(config, room), key), ",".join(getattr(getattr(config, room), key)))
+    for one in (config, *(getattr(config, item.name) for item in dataclasses.fields(config))):
+        assert "QuietPlease" not in f"{one} {one!r}"
+
+
+def test_what_is_called_a_secret_is_one() -> None:
+    """A key of the configuration that is called a secret is among those that are not printed; a file's path is printed."""
+    config = Config()
+    for room in dataclasses.fields(config):
+        for item in dataclasses.fields(getattr(config, room.name)):
+            if re.search(r"(secret|key|keys|salt|password|token|urls)$", item.name):
+                assert (room.name, item.name) in SECRETS and not item.repr
+
+
+@pytest.mark.parametrize(("room", "key"), SECRETS)
+@pytest.mark.parametrize("value", [{"QuietPlease": "x"}, ["QuietPlease"], b"QuietPlease"])
+def test_an_error_does_not_repeat_a_secret(room: str, key: str, value: object) -> None:
+    """A secret of the wrong type is an error that names the key and the type, and not what was given."""
+    try:
+        build(type(getattr(Config(), room)), room, {key: value})
+    except ConfigError as error:
+        assert f"{room}.{key} must be" in error.message and f"not a {type(value).__name__}" in error.message
+        assert "QuietPlease" not in error.message
+    else:
+        assert isinstance(value, list) and key in ("api_keys", "urls")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -50,7 +50,7 @@ class Terms:
 
     block_size: int
     layouts: tuple[bytes, ...]
-    secret: str
+    secret: str = field(repr=False)
 
     def write(self, lease: bytes, addresses: Sequence[str], tokens: int, last: bytes) -> dict[str, Any]:
         """Values for `kv_transfer_params["foreword"]`."""

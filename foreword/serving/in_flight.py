@@ -27,7 +27,7 @@ class Caller:
         follows: it knows `foreword.moved` events and goes there itself, as a router does.
     """
 
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)  # the caller's key is among them
     follows: bool = False
 
     @classmethod

@@ -10,7 +10,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from foreword.errors import (
@@ -73,7 +73,7 @@ class Command:
     """
 
     key: bytes
-    parts: tuple[bytes | memoryview, ...]
+    parts: tuple[bytes | memoryview, ...] = field(repr=False)  # AUTH's hold a password
     into: memoryview | None = None
 
     @property

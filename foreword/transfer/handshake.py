@@ -26,7 +26,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 from foreword.blocks.layout import Layout
@@ -79,7 +79,7 @@ class Identity:
     """
 
     instance: bytes
-    secret: str
+    secret: str = field(repr=False)
     links: tuple[str, ...]
     layout: Layout | None
     address: str

@@ -11,9 +11,12 @@ from servers import ScriptedServer, free_port
 
 from foreword.config import StoreConfig, TransferConfig
 from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
+from foreword.serving.in_flight import Caller
 from foreword.store.redact import redacted
 from foreword.store.redis import RedisStore
+from foreword.store.resp import words
 from foreword.store.urls import open_store, parse
+from foreword.transfer.handshake import Identity
 from foreword.transfer.peer import opener
 
 SECRET = "QuietPlease"
@@ -117,6 +120,20 @@ def test_a_url_is_shown_without_secrets(show: Callable[[object], str]) -> None:
     )
     assert store.label == "redis > objects"
     store.close()
+
+
+@pytest.mark.parametrize(
+    "holder",
+    [
+        TransferConfig(secret=SECRET * 2),
+        Identity(b"i", SECRET, ("tcp",), None, "127.0.0.1:1", 1.0, 1),
+        words(b"", b"AUTH", SECRET.encode()),
+        Caller.of({"authorization": f"Bearer {SECRET}"}),
+    ],
+)
+def test_what_holds_a_secret_can_be_printed(holder: object) -> None:
+    """Neither configuration, nor one side of a connection, nor the command that logs in, nor a caller shows it."""
+    assert SECRET not in f"{holder} {holder!r}"
 
 
 @pytest.mark.parametrize(
