@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from typing import Final
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from foreword.errors import StoreConfigError
 
 HIDDEN: Final = "***"
+ESCAPES: Final = "in a user name or password write / as %2F, ? as %3F, # as %23, : as %3A and @ as %40"
 # Behind ? or &: clients repeat URLs, not their options.
 _SECRET_OPTION: Final = re.compile(
     r"([?&][^=&\s]*(?:pass|secret|token|key|sig|credential)[^=&\s]*=)[^&\s]*", re.IGNORECASE
@@ -29,8 +30,15 @@ def redacted(text: str, *secrets: str) -> str:
 
 
 def split_url(url: str) -> SplitResult:
-    """The parts of a store's URL. Raises StoreConfigError."""
+    """The parts of a store's URL. Raises StoreConfigError, also where a password that was not percent-encoded would be taken
+    for something else: what stands before its ? or # reads as a port if it is a number."""
     try:
-        return urlsplit(url)
+        parts = urlsplit(url)
     except ValueError:  # which repeats the host, and what stands before it
         raise StoreConfigError(f"{redacted(url)!r} is no URL: its host cannot be read") from None
+    if parts.fragment:
+        shown = redacted(url).partition("#")[0]
+        raise StoreConfigError(f"{shown!r}: a # ends a URL; write one in a path or password as %23 ({ESCAPES})")
+    if any("@" in key for key, _ in parse_qsl(parts.query, keep_blank_values=True)):
+        raise StoreConfigError(f"{redacted(url)!r}: no option has an @ in its name; {ESCAPES}")
+    return parts

@@ -24,7 +24,7 @@ from redis.retry import Retry
 
 from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import time_left
-from foreword.store.redact import redacted, split_url
+from foreword.store.redact import ESCAPES, redacted, split_url
 from foreword.store.resp import Command, ConnectionLost, Refusal, Reply, Wire, words
 
 _IDLE: Final = 32  # connections kept per node
@@ -243,9 +243,10 @@ def open_nodes(url: str) -> Single | Cluster:
         )
     several = [host for host in hosts.split(",") if host]
     if not all(map(_HOST.fullmatch, several)) or (scheme != "unix" and "@" in parts.path):
+        raise StoreConfigError(f"the Redis URL's host and port cannot be read; {ESCAPES}")
+    if scheme == "unix" and hosts:
         raise StoreConfigError(
-            "the Redis URL's host and port cannot be read; in a user name or password write / as %2F, ? as %3F, # as %23, : as "
-            "%3A and @ as %40"
+            f"a Unix socket has no host: write unix:///path or unix://user:password@/path; {ESCAPES}"
         )
     first = user + at + (several[0] if several else "")
     try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from servers import ScriptedServer, free_port
+from servers import RedisServer, ScriptedServer, free_port
 
 from foreword.config import StoreConfig, TransferConfig
 from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
@@ -78,6 +79,40 @@ def test_a_wrong_url_keeps_its_secret(url: str) -> None:
         use(url)
     assert isinstance(caught.value, StoreConfigError)
     assert not any(half in shown(caught.value) for half in HALVES)
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "unix"])
+@pytest.mark.parametrize("user", ["", "me"])
+@pytest.mark.parametrize("mark", ["/", "?", "#"])
+@pytest.mark.parametrize("end", ["localhost:6379/0", "/run/redis.sock"])
+def test_a_password_that_reads_like_a_port(scheme: str, user: str, mark: str, end: str) -> None:
+    """The number before a /, ? or # in a password is not taken for a port, and what follows not for a path or an option: the
+    error says how to write it, and repeats neither half."""
+    url = f"{scheme}://{user}:4711{mark}5813@{end}"
+    for open_ in (use, RedisStore):
+        with pytest.raises(StoreConfigError, match="%2F") as caught:
+            open_(url)
+        assert not any(half in shown(caught.value) for half in ("4711", "5813"))
+
+
+def test_an_encoded_password_is_a_password(tmp_path: Path) -> None:
+    """Written as the error says, it opens the server, over TCP and a Unix socket."""
+    server = RedisServer(tmp_path / "locked", password="4711/5813?#:@")
+    try:
+        use(f"redis://:4711%2F5813%3F%23%3A%40@127.0.0.1:{server.port}/0")
+        use(f"unix://:4711%2F5813%3F%23%3A%40@{server.socket}")
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize(
+    "url", ["disk:///{path}#2", "file:///{path}#2", "memory://?size=1MiB#2", "redis://localhost:1#2"]
+)
+def test_nothing_behind_a_hash_is_lost(url: str, tmp_path: Path) -> None:
+    """A # that is not encoded is an error, and not the end of a path."""
+    with pytest.raises(StoreConfigError, match="%23"):
+        use(url.format(path=tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_server_that_repeats_the_password() -> None:
