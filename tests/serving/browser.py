@@ -47,7 +47,7 @@ class Page:
     def wait(self, condition: Callable[[], bool]) -> None:
         """Until something is so; fails with the page's text if that takes too long."""
         try:
-            until(condition, 20)
+            until(condition)
         except AssertionError:
             raise AssertionError(f"it did not come true; the page says: {self.text('body')[:3000]}") from None
 
@@ -82,7 +82,7 @@ def browser() -> Iterator[Page]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_program))
     try:
-        driver.set_page_load_timeout(30)
+        driver.set_page_load_timeout(120)
         yield Page(driver)
     finally:
         driver.quit()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 import httpx
 import openai
 import pytest
 from doors import Door, Doors, serving
-from server_process import Process
+from server_process import LedProcess, Process
+
+P = TypeVar("P", bound=Process)
 
 
 @pytest.fixture(scope="session")
@@ -50,10 +54,23 @@ def metric(client: httpx.Client) -> Callable[..., float]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Process]]:
-    started: list[Process] = []
+    with made_of(Process) as make:
+        yield make
 
-    def make(*arguments: str) -> Process:
-        started.append(Process(*arguments))
+
+@pytest.fixture
+def lead() -> Iterator[Callable[..., LedProcess]]:
+    with made_of(LedProcess) as make:
+        yield make
+
+
+@contextmanager
+def made_of(kind: type[P]) -> Iterator[Callable[..., P]]:
+    """Starts processes, and kills them in the end."""
+    started: list[P] = []
+
+    def make(*arguments: str, **settings: bool) -> P:
+        started.append(kind(*arguments, **settings))
         return started[-1]
 
     yield make

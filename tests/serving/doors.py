@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -86,16 +90,43 @@ def serving() -> Iterator[Doors]:
     yield Doors(*made)
     for server, _ in servers:
         server.should_exit = True
-    thread.join(10)
+    thread.join(60)
     engine.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Wait for a condition; fail if it does not come true."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"
         time.sleep(0.01)
+
+
+@contextmanager
+def slow(door: Door, step: float = 0.1) -> Iterator[None]:
+    """Every step of the engine takes at least so long: an answer of 900 tokens outlasts whatever the test does meanwhile."""
+    runner: Any = door.engine._core._runner
+    run = runner.run
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(step)
+        return run(*arguments)
+
+    runner.run = slowly
+    try:
+        yield
+    finally:
+        runner.run = run
+
+
+@contextmanager
+def knocking(url: str, body: dict[str, Any]) -> Iterator[None]:
+    """A completion's request whose client goes away at the end, without having read anything."""
+    parts, text = urlsplit(url), json.dumps(body).encode()
+    with socket.create_connection((parts.hostname, parts.port or 80), 60) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-length: {len(text)}\r\n"
+        client.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + text)
+        yield
 
 
 def words(topic: str, count: int) -> str:

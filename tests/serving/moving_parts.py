@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import patient
 from doors import until
-from server_process import Process
+from server_process import LedProcess, Process
 
 FLAGS = ["--dtype", "float32", "--role", "both", "--tenant-secret", "a long text", "--admin-key", "operators-key"]
 FLAGS += ["--api-keys", "alice=alices-key", "--api-keys", "bob=bobs-key", "--router-key", "routers-key"]
@@ -28,9 +29,9 @@ BODY: dict[str, Any] = {
 
 
 @contextmanager
-def two_servers() -> Iterator[tuple[Process, Process]]:
+def two_servers() -> Iterator[tuple[LedProcess, LedProcess]]:
     """Both must end with status 0 when they are told to."""
-    made = Process(*FLAGS), Process(*FLAGS)
+    made = LedProcess(*FLAGS), LedProcess(*FLAGS)
     try:
         for process in made:
             process.wait_ready()
@@ -52,18 +53,18 @@ def end(*processes: Process) -> None:
 
 
 @contextmanager
-def empty(processes: tuple[Process, Process]) -> Iterator[tuple[str, str]]:
+def empty(processes: tuple[LedProcess, LedProcess]) -> Iterator[tuple[str, str]]:
     """URLs of servers with nothing cached; in the end nothing may run there."""
     here, there = (process.url() for process in processes)
     for url in (here, there):
-        assert httpx.delete(f"{url}/v1/cache", headers=ALICE).status_code == 200
+        assert patient.delete(f"{url}/v1/cache", headers=ALICE).status_code == 200
     yield here, there
     for url in (here, there):
         until(lambda url=url: is_free(url))
 
 
 def is_free(url: str) -> bool:
-    load = httpx.get(f"{url}/v1/instance", headers=ALICE).json()["load"]
+    load = patient.get(f"{url}/v1/instance", headers=ALICE).json()["load"]
     return bool(load["free_blocks"] == load["blocks"] and load["running"] == load["waiting"] == 0)
 
 
@@ -124,26 +125,26 @@ def streamed(url: str, **more: Any) -> Any:
 def fetched(moved: dict[str, Any], tokens: int) -> Any:
     """The rest of a stream, from where it went on."""
     url = f"{moved['to']}/v1/requests/{moved['request_id']}/stream"
-    return httpx.stream("GET", url, params={"from": tokens}, headers={**ALICE, "x-foreword-follow": "1"}, timeout=60)
+    return httpx.stream("GET", url, params={"from": tokens}, headers={**ALICE, "x-foreword-follow": "1"}, timeout=120)
 
 
 def whole(url: str) -> Stream:
     """The stream without a move; nothing stays cached."""
     with streamed(url) as response:
         found = Stream().read(response.iter_lines())
-    assert httpx.delete(f"{url}/v1/cache", headers=ALICE).status_code == 200
+    assert patient.delete(f"{url}/v1/cache", headers=ALICE).status_code == 200
     return found
 
 
 def the_one(url: str, headers: dict[str, str] = ALICE) -> dict[str, Any]:
     """The only request that runs at a server."""
-    [running] = httpx.get(f"{url}/v1/requests", headers=headers).json()["data"]
+    [running] = patient.get(f"{url}/v1/requests", headers=headers).json()["data"]
     found: dict[str, Any] = running
     return found
 
 
 def migrate(url: str, name: str, to: str, headers: dict[str, str] = ALICE) -> httpx.Response:
-    return httpx.post(f"{url}/v1/requests/{name}/migrate", json={"to": to}, headers=headers, timeout=60)
+    return patient.post(f"{url}/v1/requests/{name}/migrate", json={"to": to}, headers=headers)
 
 
 def check_same(found: Stream, expected: Stream) -> None:

@@ -15,10 +15,13 @@ from urllib.parse import urlsplit
 
 import httpx
 import openai
+import patient
 from doors import until
 
 T = TypeVar("T")
+# Probes come often; how long an answer to one may take has nothing to do with what most tests promise.
 QUICK = ["--health-interval", "0.2"]
+QUICK += [part for name in ("health", "connect", "tokenize") for part in (f"--{name}-timeout", "60")]
 
 
 class RouterProcess:
@@ -43,15 +46,15 @@ class RouterProcess:
 
     @property
     def url(self) -> str:
-        until(lambda: "routes on" in self.text or self.popen.poll() is not None, 60)
+        until(lambda: "routes on" in self.text or self.popen.poll() is not None, 120)
         found = re.search(r"routes on (http://\S+:\d+)", self.text)
         assert found is not None, self.text
         return found[1]
 
     def wait_for(self, replicas: int) -> RouterProcess:
         """Until so many replicas take requests."""
-        until(lambda: self.text.count(" serves ") >= replicas or self.popen.poll() is not None, 60)
-        until(lambda: httpx.get(f"{self.url}/ready").status_code == 200, 30)
+        until(lambda: self.text.count(" serves ") >= replicas or self.popen.poll() is not None, 120)
+        until(lambda: patient.get(f"{self.url}/ready").status_code == 200)
         return self
 
     def http(self, key: str | None = None) -> httpx.Client:
@@ -64,13 +67,13 @@ class RouterProcess:
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's series with these labels."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = patient.get(f"{self.url}/metrics").text.splitlines()
         found = [line for line in lines if re.match(rf"{re.escape(name)}({{|\s)", line)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in wanted))
 
-    def end(self, seconds: float = 30) -> int:
+    def end(self, seconds: float = 120) -> int:
         status = self.popen.wait(seconds)
-        self._reader.join(5)
+        self._reader.join(60)
         return status
 
     def kill(self) -> None:
@@ -91,7 +94,7 @@ class Loop:
             return await made if asyncio.iscoroutine(made) else made
 
         future: Future[Any] = asyncio.run_coroutine_threadsafe(run(), self.loop)
-        return future.result(30)
+        return future.result(200)
 
 
 class Scissors:

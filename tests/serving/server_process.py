@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-import httpx
+import patient
 from doors import until
 
 FLAGS = ["--port", "0", "--kv-memory", "8192 tokens", "--threads", "1"]
@@ -17,9 +22,11 @@ FLAGS = ["--port", "0", "--kv-memory", "8192 tokens", "--threads", "1"]
 class Process:
     """`foreword serve` with what it wrote to stderr."""
 
+    program = ("-m", "foreword")
+
     def __init__(self, *arguments: str) -> None:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
-        command = [sys.executable, "-m", "foreword", "serve", *FLAGS, *arguments]
+        command = [sys.executable, *self.program, "serve", *FLAGS, *arguments]
         self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -35,18 +42,61 @@ class Process:
         return "".join(self.lines)
 
     def url(self) -> str:
-        until(lambda: "listens on" in self.text or self.popen.poll() is not None, 60)
+        until(lambda: "listens on" in self.text or self.popen.poll() is not None, 120)
         found = re.search(r"http://\S+:\d+", self.text)
         assert found is not None, self.text
         return found[0]
 
     def wait_ready(self) -> str:
         url = self.url()
-        until(lambda: self.popen.poll() is not None or httpx.get(f"{url}/ready", timeout=60).status_code == 200, 200)
+        until(lambda: self.popen.poll() is not None or patient.get(f"{url}/ready").status_code == 200, 200)
         assert self.popen.poll() is None, self.text
         return url
 
-    def end(self, seconds: float = 30) -> int:
+    def end(self, seconds: float = 120) -> int:
         status = self.popen.wait(seconds)
-        self._reader.join(5)
+        self._reader.join(60)
         return status
+
+
+class LedProcess(Process):
+    """One whose engine takes its time when a test wants it (led_server.py)."""
+
+    def __init__(self, *arguments: str, loading: bool = True) -> None:
+        self._folder = Path(tempfile.mkdtemp())
+        self.program = (str(Path(__file__).with_name("led_server.py")), str(self._folder))
+        if not loading:
+            (self._folder / "loading").touch()
+        super().__init__(*arguments)
+
+    def load(self) -> None:
+        """The model may be loaded now."""
+        (self._folder / "loading").unlink()
+
+    def pace(self, seconds: float | None) -> None:
+        """From now on every step takes at least so long; None: as long as it takes."""
+        if seconds is None:
+            (self._folder / "pace").unlink(missing_ok=True)
+        else:
+            (self._folder / "next").write_text(str(seconds))
+            (self._folder / "next").replace(self._folder / "pace")
+
+    def __del__(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def slow(*processes: LedProcess, step: float = 0.05) -> Iterator[Callable[[], None]]:
+    """Every step of these takes at least so long: answers of hundreds of tokens outlast whatever the test does meanwhile. Gives
+    what ends that before the block does, for answers that are to be read to their end."""
+
+    def fast() -> None:
+        for process in processes:
+            process.pace(None)
+
+    for process in processes:
+        process.pace(step)
+    try:
+        yield fast
+    finally:
+        fast()

@@ -77,26 +77,30 @@ class Site:
 @contextmanager
 def open_site(folder: Path) -> Iterator[Site]:
     """Load an engine that keeps blocks in memory and in `folder`, and open its doors."""
-    store = StoreConfig(urls=("memory://?size=8MiB", f"disk://{folder}?size=64MiB"))
+    urls = ("memory://?size=8MiB", f"disk://{folder}?size=64MiB")
+    store = StoreConfig(urls=urls, lookup_timeout=60.0, load_timeout=60.0)
     registry = PrometheusObserver()
     engine = AsyncEngine.from_config(ENGINE, prefixes=PrefixConfig(), store=store, observers=[registry])
+    assert engine.off_device is not None
+    # What is found is loaded, however slow this machine is at the moment.
+    engine.off_device._seconds_per_token = lambda: None  # type: ignore[method-assign]
     registry.watch(engine)
     keyed = ServerConfig(port=0, api_keys=("ann=k1", "bob=k2"), tenant_secret="s3cret")
-    servers, urls = [], []
+    servers, doors = [], []
     for config in (ServerConfig(port=0), keyed):
         listener = bind(config)
         app = create_app(engine, registry, Config(ENGINE, config))
         settings = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         servers.append((uvicorn.Server(settings), listener))
-        urls.append("http://{}:{}".format(*listener.getsockname()[:2]))
+        doors.append("http://{}:{}".format(*listener.getsockname()[:2]))
 
     async def run() -> None:
         await asyncio.gather(*(server.serve([listener]) for server, listener in servers))
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
-    yield Site(*urls, engine)
+    yield Site(*doors, engine)
     for server, _ in servers:
         server.should_exit = True
-    thread.join(10)
+    thread.join(60)
     engine.close()

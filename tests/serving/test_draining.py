@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
-import httpx
+import patient
 import pytest
 from doors import until
 from moving_parts import (
@@ -22,32 +22,32 @@ from moving_parts import (
     two_servers,
     whole,
 )
-from server_process import Process
+from server_process import LedProcess, slow
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[tuple[Process, Process]]:
+def processes() -> Iterator[tuple[LedProcess, LedProcess]]:
     with two_servers() as made:
         yield made
 
 
 @pytest.fixture
-def urls(processes: tuple[Process, Process]) -> Iterator[tuple[str, str]]:
+def urls(processes: tuple[LedProcess, LedProcess]) -> Iterator[tuple[str, str]]:
     with empty(processes) as found:
         yield found
 
 
-def test_stopping_moves_requests_away(urls: tuple[str, str], processes: tuple[Process, Process]) -> None:
+def test_stopping_moves_requests_away(urls: tuple[str, str]) -> None:
     """A server that is told to stop moves its requests to the others first: one client follows and one does not, both get the
     whole text, and the process ends with status 0 long before its time is up."""
     here, there = urls
     expected = whole(here)
-    third = Process(*FLAGS, "--drain-to", here, "--drain-to", there, "--drain-seconds", "120")
+    third = LedProcess(*FLAGS, "--drain-to", here, "--drain-to", there, "--drain-seconds", "120")
     try:
         url = third.wait_ready()
-        with streamed(url, **{"x-foreword-follow": "1"}) as following, streamed(url) as direct:
+        with slow(third), streamed(url, **{"x-foreword-follow": "1"}) as following, streamed(url) as direct:
             lines, others = following.iter_lines(), direct.iter_lines()
             found, relayed = Stream().read(lines, 3), Stream().read(others, 3)
             third.popen.send_signal(signal.SIGTERM)
@@ -55,9 +55,9 @@ def test_stopping_moves_requests_away(urls: tuple[str, str], processes: tuple[Pr
             relayed.read(others)
         assert found.moved is not None, third.text
         stream = f"{found.moved['to']}/v1/requests/{found.moved['request_id']}/stream"
-        with httpx.stream("GET", stream, params={"from": found.tokens}, headers=ALICE, timeout=60) as response:
+        with patient.stream("GET", stream, params={"from": found.tokens}, headers=ALICE) as response:
             found.read(response.iter_lines())
-        assert third.end(60) == 0
+        assert third.end() == 0
     finally:
         end(third)
     check_same(found, expected)
@@ -66,23 +66,24 @@ def test_stopping_moves_requests_away(urls: tuple[str, str], processes: tuple[Pr
     assert "2 of 2 requests moved" in third.text and "Traceback" not in third.text
 
 
-def test_drained_before_it_was_fetched(urls: tuple[str, str]) -> None:
+def test_drained_before_it_was_fetched(urls: tuple[str, str], processes: tuple[LedProcess, LedProcess]) -> None:
     """A server that is told to stop moves on a request that moved there and that nobody has fetched yet, and stays until its
     client has come and been told where it went: the client reads the same stream over three servers."""
     here, there = urls
     expected = whole(here)
-    middle = Process(*FLAGS, "--drain-to", there, "--drain-seconds", "120")
+    middle = LedProcess(*FLAGS, "--drain-to", there, "--drain-seconds", "120")
     try:
         url = middle.wait_ready()
-        with streamed(here, **{"x-foreword-follow": "1"}) as response:
-            lines = response.iter_lines()
-            found = Stream().read(lines, 5)
-            assert migrate(here, the_one(here)["id"], url).status_code == 200
-            found.read(lines)
-        first = found.moved
-        assert first is not None and first["to"] == url
-        middle.popen.send_signal(signal.SIGTERM)
-        until(lambda: "requests moved" in middle.text, 60)
+        with slow(processes[0], middle):
+            with streamed(here, **{"x-foreword-follow": "1"}) as response:
+                lines = response.iter_lines()
+                found = Stream().read(lines, 5)
+                assert migrate(here, the_one(here)["id"], url).status_code == 200
+                found.read(lines)
+            first = found.moved
+            assert first is not None and first["to"] == url
+            middle.popen.send_signal(signal.SIGTERM)
+            until(lambda: "requests moved" in middle.text)
         assert "1 of 1 requests moved" in middle.text and middle.popen.poll() is None
         with fetched(first, found.tokens) as response:
             assert response.status_code == 200
@@ -91,7 +92,7 @@ def test_drained_before_it_was_fetched(urls: tuple[str, str]) -> None:
         with fetched(found.moved, found.tokens) as response:
             assert response.status_code == 200
             found.read(response.iter_lines())
-        assert middle.end(60) == 0
+        assert middle.end() == 0
     finally:
         end(middle)
     check_same(found, expected)
@@ -103,19 +104,19 @@ def test_two_servers_drain(urls: tuple[str, str]) -> None:
     their whole texts, and both processes end with status 0."""
     here, _ = urls
     expected = whole(here)
-    second = Process(*FLAGS, "--drain-to", here, "--drain-seconds", "120")
-    first = Process(*FLAGS, "--drain-to", second.url(), "--drain-seconds", "120")
+    second = LedProcess(*FLAGS, "--drain-to", here, "--drain-seconds", "120")
+    first = LedProcess(*FLAGS, "--drain-to", second.url(), "--drain-seconds", "120")
     try:
         url, _ = first.wait_ready(), second.wait_ready()
-        with streamed(url) as one, streamed(url) as other:
+        with slow(first, second), streamed(url) as one, streamed(url) as other:
             lines, others = one.iter_lines(), other.iter_lines()
             found, beside = Stream().read(lines, 3), Stream().read(others, 3)
             first.popen.send_signal(signal.SIGTERM)
-            until(lambda: " moved to " in first.text, 60)
+            until(lambda: " moved to " in first.text)
             second.popen.send_signal(signal.SIGTERM)
             found.read(lines)
             beside.read(others)
-        assert (first.end(60), second.end(60)) == (0, 0)
+        assert (first.end(), second.end()) == (0, 0)
     finally:
         end(first, second)
     assert (found.text, found.offsets, found.done) == (expected.text, expected.offsets, True)

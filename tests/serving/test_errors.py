@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from doors import Door, Doors, until, words
+from doors import Door, Doors, slow, until, words
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -191,7 +191,7 @@ def test_queue_full(doors: Doors, metric: Callable[..., float]) -> None:
     body = {"prompt": words("queue", 4), "stream": True, "n": 10, "ignore_eos": True, "max_tokens": 1000}
     body["max_tokens"] = min(1000, doors.open.engine.info.max_model_len - 100)
     with doors.open.http() as busy, doors.short.http() as client:
-        with busy.stream("POST", "/v1/completions", json=body) as stream:
+        with slow(doors.open), busy.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
             until(lambda: doors.open.engine.status().waiting >= 2)
@@ -199,7 +199,7 @@ def test_queue_full(doors: Doors, metric: Callable[..., float]) -> None:
                 answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, **asks})
                 assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
                 assert error_of(answer)["code"] == "queue_full"
-        until(lambda: doors.open.engine.status().running == 0)
+        until(lambda: doors.open.engine.status().running == doors.open.engine.status().waiting == 0)
         assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
         assert metric("foreword:http_responses_total", route="/v1/completions", status="429") >= 2
 

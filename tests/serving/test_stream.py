@@ -16,7 +16,7 @@ class Source:
     """Counts to `limit`, then ends, fails or waits for ever; remembers whether it was closed."""
 
     def __init__(self, limit: int, then: str = "end") -> None:
-        self.limit, self.then, self.closed = limit, then, False
+        self.limit, self.then, self.closed, self.waits = limit, then, False, False
 
     async def items(self) -> AsyncGenerator[int, None]:
         try:
@@ -26,6 +26,7 @@ class Source:
             if self.then == "fail":
                 raise EngineFailed("broken")
             if self.then == "wait":
+                self.waits = True
                 await asyncio.Event().wait()
         finally:
             self.closed = True
@@ -98,10 +99,12 @@ def test_event_stream_closes_its_generator_on_disconnect() -> None:
     async def run(limit: int) -> Client:
         client, source = Client(), Source(limit, "wait")
         stream = asyncio.create_task(EventStream(_closing(source))({}, client.receive, client.send))
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not source.waits:
+                await asyncio.sleep(0)
         assert not stream.done()
         client.gone.set()
-        await asyncio.wait_for(stream, 1)
+        await asyncio.wait_for(stream, 60)
         assert source.closed
         return client
 
@@ -134,10 +137,11 @@ def test_event_stream_errors() -> None:
 
 def test_unless_disconnected() -> None:
     """Work ends with its result, or with None and cancelled when the client goes away or it is cancelled itself."""
-    cancelled = 0
+    begun = cancelled = 0
 
     async def work(seconds: float) -> str:
-        nonlocal cancelled
+        nonlocal begun, cancelled
+        begun += 1
         try:
             await asyncio.sleep(seconds)
         except asyncio.CancelledError:
@@ -149,10 +153,12 @@ def test_unless_disconnected() -> None:
         client = Client()
         assert await unless_disconnected(client.receive, work(0)) == "done"
         asyncio.get_running_loop().call_later(0.01, client.gone.set)
-        assert await unless_disconnected(client.receive, work(60)) is None
+        assert await unless_disconnected(client.receive, work(600)) is None
         assert cancelled == 1
-        outer = asyncio.create_task(unless_disconnected(Client().receive, work(60)))
-        await asyncio.sleep(0.01)
+        outer = asyncio.create_task(unless_disconnected(Client().receive, work(600)))
+        async with asyncio.timeout(60):
+            while begun < 3:
+                await asyncio.sleep(0)
         outer.cancel()
         with pytest.raises(asyncio.CancelledError):
             await outer

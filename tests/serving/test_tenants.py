@@ -69,7 +69,7 @@ def test_tenants_have_their_own_prefixes(doors: Doors) -> None:
 def test_wrong_keys(doors: Doors, header: str | None) -> None:
     """Without a key that the server knows, everything under /v1 is a 401; probes need none."""
     headers = [] if header is None else [(b"authorization", header.encode())]
-    with httpx.Client(base_url=doors.keyed.url, headers=headers) as client:
+    with httpx.Client(base_url=doors.keyed.url, headers=headers, timeout=60) as client:
         for method, path in [
             ("GET", "/v1/models"),
             ("GET", "/v1/models/x"),

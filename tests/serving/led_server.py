@@ -1,0 +1,48 @@
+"""`foreword serve` that a test leads with files in a folder, so that what it does while an answer is under way, or the model is
+loaded, does not race with how fast the machine is.
+
+While `pace` is there, every step of the engine takes at least as many seconds as it says; while `loading` is there, the model
+is not loaded. What is found in a store is loaded, however slow this machine is at the moment.
+
+python led_server.py FOLDER serve ...
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from foreword import cli
+from foreword.serving import server
+
+
+def main() -> None:
+    folder = Path(sys.argv.pop(1))
+    load = server.load_engine
+
+    def led(*arguments: Any, **named: Any) -> Any:
+        while (folder / "loading").exists():
+            time.sleep(0.01)
+        engine: Any = load(*arguments, **named)
+        runner = engine._core._runner
+        run = runner.run
+
+        def at_pace(*step: Any) -> Any:
+            with suppress(FileNotFoundError):
+                time.sleep(float((folder / "pace").read_text()))
+            return run(*step)
+
+        runner.run = at_pace
+        if engine.off_device is not None:
+            engine.off_device._seconds_per_token = lambda: None
+        return engine
+
+    server.load_engine = led
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()
