@@ -18,18 +18,21 @@ from foreword.transfer.transfers import Destination, Source
 
 PATIENCE = 60.0
 LAYOUT = Layout(b"model", 16, (LayerLayout(2, 16, 16),) * 3, "bfloat16")
-QUICK = {
-    "answer_timeout": 2.0,
-    "progress_timeout": 2.0,
-    "lease_seconds": 2.0,
-    "beat_seconds": 0.2,
-    "connect_timeout": 5.0,
+# No deadline is reached because a machine is busy; a peer is gone after 50 seconds without a sign of life.
+PATIENT = {
+    "answer_timeout": 60.0,
+    "progress_timeout": 60.0,
+    "lease_seconds": 60.0,
+    "beat_seconds": 10.0,
+    "connect_timeout": 60.0,
 }
+# For those that wait for such an end.
+QUICK = {"answer_timeout": 2.0, "progress_timeout": 2.0, "lease_seconds": 2.0, "beat_seconds": 0.5}
 
 
 def config(**other: object) -> TransferConfig:
-    """Times that suit tests."""
-    return TransferConfig(**{"ring": "1MiB", "queue": "1MiB", **QUICK, **other})  # type: ignore[arg-type]
+    """Small buffers, and time for everything that is not told otherwise."""
+    return TransferConfig(**{"ring": "1MiB", "queue": "1MiB", **PATIENT, **other})  # type: ignore[arg-type]
 
 
 def keys_of(seed: int, tokens: int) -> list[bytes]:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import pytest
-from actors import LAYOUT, PATIENCE, Decode, Prefill, Recorder, config, keys_of, parts_of
+from actors import LAYOUT, PATIENCE, QUICK, Decode, Prefill, Recorder, config, keys_of, parts_of
 from networks import over_each_link
 
 from foreword.blocks.layout import LayerLayout, Layout
@@ -105,9 +105,9 @@ def test_a_wire_that_misbehaves(fault: str) -> None:
     for at in [draw.randrange(600, 90_000) for _ in range(3 if fault == "stall" else 12)]:
         prefill, decode = Prefill(), Decode()
         with ExitStack() as stack:
-            listening = Endpoint(config(links=("tcp",)), prefill)
+            listening = Endpoint(config(links=("tcp",), **QUICK), prefill)
             stack.callback(listening.close)
-            calling = Endpoint(config(links=("tcp",)), decode)
+            calling = Endpoint(config(links=("tcp",), **QUICK), decode)
             stack.callback(calling.close)
             proxy = Proxy(listening.listen(), fault, at)
             stack.callback(proxy.close)
@@ -236,7 +236,7 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_strangers(sends: bytes | str) -> None:
     """Whoever says nothing, something else, or repeats what it is sent is let go of in time; others are served meanwhile."""
-    listening = Endpoint(config(connect_timeout=2.0, secret=SECRET), Idle(LAYOUT))
+    listening = Endpoint(config(connect_timeout=5.0, secret=SECRET), Idle(LAYOUT))
     address = listening.listen()
     calling = Endpoint(config(secret=SECRET), Idle(LAYOUT))
     with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as stranger:
@@ -389,9 +389,11 @@ def other_process(work: Callable[[Line], None]) -> Iterator[tuple[int, Line]]:
     line.close()
 
 
-def listen_with(service: Callable[[Line], Recorder], links: tuple[str, ...]) -> Callable[[Line], None]:
+def listen_with(
+    service: Callable[[Line], Recorder], links: tuple[str, ...], **settings: object
+) -> Callable[[Line], None]:
     def work(line: Line) -> None:
-        endpoint = Endpoint(config(links=links), service(line))
+        endpoint = Endpoint(config(links=links, **settings), service(line))
         line.tell(endpoint.listen())
         time.sleep(PATIENCE)
 
@@ -409,7 +411,7 @@ def test_a_killed_source_of_a_pull(state: str, links: tuple[str, ...]) -> None:
     """Killed in any state, the source leaves a destination that ends, gives its blocks back, or has everything already."""
     with other_process(listen_with(lambda line: Prefill(stop=state, tell=line.tell), links)) as (number, line):
         decode = Decode(stop="complete" if state == "delivered" else "")
-        calling = Endpoint(config(links=links, answer_timeout=30.0, progress_timeout=30.0, lease_seconds=30.0), decode)
+        calling = Endpoint(config(links=links), decode)
         connection = calling.connect(line.hear())
         destination = connection.want(request(1, 500), keys_of(1, 500), context=decode.hold(500))
         assert line.hear() == state
@@ -433,7 +435,7 @@ def test_a_killed_destination_of_a_push(state: str, links: tuple[str, ...]) -> N
     """Killed in any state before it took the request, the destination leaves a source that has it again, with every buffer."""
     with other_process(listen_with(lambda line: Decode(stop=state, tell=line.tell), links)) as (number, line):
         giving = Recorder()
-        calling = Endpoint(config(links=links, answer_timeout=30.0, progress_timeout=30.0, lease_seconds=30.0), giving)
+        calling = Endpoint(config(links=links), giving)
         connection = calling.connect(line.hear())
         source = connection.offer(request(2, 500), keys_of(2, 500), 500)
         freed = threading.Semaphore(0)
@@ -499,9 +501,7 @@ def calling_process(
     told, tell = os.pipe()
     line = Line()
     with child(lambda: run(line, told)) as number:
-        listening = Endpoint(
-            config(links=links, answer_timeout=30.0, progress_timeout=30.0, lease_seconds=30.0), service
-        )
+        listening = Endpoint(config(links=links), service)
         os.write(tell, listening.listen().encode())
         yield number, line, listening
         listening.close()
@@ -596,7 +596,7 @@ def test_a_destination_that_takes_too_long() -> None:
     decode, giving = Decode(stop="complete"), Recorder()
     with ExitStack() as stack:
         listening = Endpoint(config(lease_seconds=60.0), decode)
-        calling = Endpoint(config(lease_seconds=0.4), giving)
+        calling = Endpoint(config(lease_seconds=3.0), giving)
         stack.callback(listening.close)
         stack.callback(calling.close)
         connection = calling.connect(listening.listen())
@@ -610,9 +610,10 @@ def test_a_destination_that_takes_too_long() -> None:
 
 def test_nobody_can_be_asked() -> None:
     """If the peer neither answers nor is gone, the source ends after two leases without the request: never both have it."""
-    with other_process(listen_with(lambda line: Decode(stop="complete", tell=line.tell), ("tcp",))) as (number, line):
+    stuck = listen_with(lambda line: Decode(stop="complete", tell=line.tell), ("tcp",), beat_seconds=1.0)
+    with other_process(stuck) as (number, line):
         giving = Recorder()
-        calling = Endpoint(config(links=("tcp",), lease_seconds=0.5, connect_timeout=0.3, beat_seconds=0.1), giving)
+        calling = Endpoint(config(links=("tcp",), lease_seconds=4.0, connect_timeout=4.0), giving)
         connection = calling.connect(line.hear())
         source = delivered(giving, connection)
         assert line.hear() == "complete"
@@ -624,12 +625,10 @@ def test_nobody_can_be_asked() -> None:
 
 def test_a_peer_that_is_stopped() -> None:
     """A process that stands still, though its connections do not break, is noticed by its silence."""
-    with other_process(listen_with(lambda line: Prefill(stop="sending", tell=line.tell), ("shm", "tcp"))) as (
-        number,
-        line,
-    ):
+    stuck = listen_with(lambda line: Prefill(stop="sending", tell=line.tell), ("shm", "tcp"), beat_seconds=1.0)
+    with other_process(stuck) as (number, line):
         decode = Decode()
-        calling = Endpoint(config(progress_timeout=60.0, lease_seconds=60.0), decode)
+        calling = Endpoint(config(), decode)
         connection = calling.connect(line.hear())
         destination = connection.want(request(6, 500), keys_of(6, 500), context=decode.hold(500))
         assert line.hear() == "sending"

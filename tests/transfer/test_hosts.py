@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from actors import PATIENCE, Decode, Prefill, Recorder, config, keys_of, parts_of
+from actors import PATIENCE, QUICK, Decode, Prefill, Recorder, config, keys_of, parts_of
 from test_faults import Line
 
 from foreword.errors import PeerGone
@@ -128,10 +128,10 @@ def wire() -> Iterator[Wire]:
     wire.close()
 
 
-def serve(wire: Wire, service: Recorder, links: tuple[str, ...], line: Line) -> None:
+def serve(wire: Wire, service: Recorder, links: tuple[str, ...], line: Line, **settings: object) -> None:
     """A child: the first host."""
     enter(wire.names[0])
-    endpoint = Endpoint(config(bind=f"{wire.addresses[0]}:{PORT}", secret=SECRET, links=links), service)
+    endpoint = Endpoint(config(bind=f"{wire.addresses[0]}:{PORT}", secret=SECRET, links=links, **settings), service)
     endpoint.listen()
     line.tell("listening")
     if isinstance(service, Decode):
@@ -142,11 +142,16 @@ def serve(wire: Wire, service: Recorder, links: tuple[str, ...], line: Line) -> 
 
 
 def call(
-    wire: Wire, links: tuple[str, ...], line: Line, work: Callable[[Endpoint, Line], None], service: Recorder
+    wire: Wire,
+    links: tuple[str, ...],
+    line: Line,
+    work: Callable[[Endpoint, Line], None],
+    service: Recorder,
+    **settings: object,
 ) -> None:
     """A child: the second host."""
     enter(wire.names[1])
-    endpoint = Endpoint(config(secret=SECRET, links=links), service)
+    endpoint = Endpoint(config(secret=SECRET, links=links, **settings), service)
     work(endpoint, line)
 
 
@@ -207,6 +212,7 @@ def test_push_over_a_bad_wire(wire: Wire) -> None:
 def test_a_wire_that_is_cut(wire: Wire) -> None:
     """When no packet passes any more, without a word from the kernel, both hosts notice and give everything back."""
     here, there = Line(), Line()
+    quick = {**QUICK, "answer_timeout": 20.0}
 
     def cut_off(endpoint: Endpoint, line: Line) -> None:
         giving = endpoint.service
@@ -216,9 +222,9 @@ def test_a_wire_that_is_cut(wire: Wire) -> None:
         line.tell("accepted")
         line.tell(str(source.wait(PATIENCE)))
 
-    with child(lambda: serve(wire, Decode(), ("tcp",), here)):
+    with child(lambda: serve(wire, Decode(), ("tcp",), here, **quick)):
         assert here.hear() == "listening"
-        with child(lambda: call(wire, ("tcp",), there, cut_off, Recorder())):
+        with child(lambda: call(wire, ("tcp",), there, cut_off, Recorder(), **quick)):
             assert there.hear() == "accepted"
             wire.loss = 1.0
             assert there.hear() == str(Outcome.NOT_TAKEN)

@@ -203,8 +203,8 @@ def test_a_peer_that_stalls(stack: ExitStack, reader: Open) -> None:
     store = reader(endpoint.listen(), progress_timeout=PATIENCE)
     buffers = [memoryview(bytearray(1000)) for _ in frames]
     with pytest.raises(StoreTimeout):
-        store.get(names_of(frames), buffers, deadline=soon(0.3))
-    assert slow.reached.is_set()
+        store.get(names_of(frames), buffers, deadline=soon(3.0))
+    assert slow.reached.wait(PATIENCE)
     before = [bytes(buffer) for buffer in buffers]
     slow.go_on.set()
     assert read(store, frames) == whole(frames)
@@ -265,7 +265,7 @@ def test_a_peer_that_stalls_harms_no_other_tier(stack: ExitStack, reader: Open) 
     memory.put(frames, deadline=soon())
     peer = reader(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout=PATIENCE)
     tiers = TieredStore([peer, memory], written=[1])
-    until(lambda: tiers.lookup(names_of(frames), deadline=soon(0.1)) == 3)
+    until(lambda: tiers.lookup(names_of(frames), deadline=soon(1.0)) == 3)
     assert tiers.tiers[0].counters.errors["store_timeout"] >= 3 and not tiers.tiers[1].counters.errors
 
 
@@ -311,7 +311,8 @@ def test_a_breaker_around_a_dead_peer(serve: Serve, reader: Open) -> None:
     for _ in range(10):
         assert tiers.lookup(names_of(frames), deadline=soon()) == 0
     [tier] = tiers.tiers
-    assert tier.counters.errors["store_unavailable"] == 3 and tier.counters.skipped >= 6
+    errors, skipped = tier.counters.errors["store_unavailable"], tier.counters.skipped
+    assert errors >= 3 and skipped >= 1 and errors + skipped == 10
     serve(frames, bind=place.address)
     until(lambda: tiers.lookup(names_of(frames), deadline=soon()) == 3)
 
