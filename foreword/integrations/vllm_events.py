@@ -7,12 +7,11 @@ network. A block counts as stored once every rank has stored its part.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import (
@@ -23,11 +22,10 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
-from foreword.errors import StoreError
 from foreword.integrations.vllm_plan import TierChange
-from foreword.store.base import Name, Store
-from foreword.store.frame import Frame
+from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
+from foreword.store.watch import watch
 
 # About 60 MB and 70 MB of the scheduler's memory where blocks have 32 tokens.
 _EXPECTED = 1 << 16
@@ -38,32 +36,6 @@ _LOCAL = ("memory", "disk", "unix")
 # The worker's side
 
 
-class _Observed:
-    """A store that says which blocks it took and lost. Everything else is the inner store's."""
-
-    def __init__(self, store: Store, note: Callable[[bool, Sequence[Name]], None]) -> None:
-        self._store = store
-        self._note = note
-
-    def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        kept = self._store.put(frames, deadline=deadline)
-        names = [frame.name for frame in frames]
-        if kept == len(names):
-            self._note(True, names)
-            return kept
-        with contextlib.suppress(StoreError):  # the store does not say which it has: nothing is told of them
-            self._note(True, [name for name in names if self._store.lookup([name], deadline=deadline)])
-        return kept
-
-    def delete(self, names: Sequence[Name], *, deadline: float) -> int:
-        gone = self._store.delete(names, deadline=deadline)
-        self._note(False, names)
-        return gone
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
 class TierWatch:
     """Collects what changes in the tiers of one rank's store, on whatever thread it happens."""
 
@@ -71,27 +43,12 @@ class TierWatch:
         self._rank = rank
         self._lock = threading.Lock()
         self._changes: list[TierChange] = []
-        for number, tier in enumerate(store.tiers):
-            self._watch(number, tier.store)
-            tier.store = cast(Store, _Observed(tier.store, self._noter(number)))
+        watch(store, self._note)
 
-    def _watch(self, number: int, store: Store) -> None:
-        """Stores that evict by themselves tell it where they can."""
-        note = self._noter(number)
-        inner: Any = store
-        while inner is not None:
-            if hasattr(inner, "on_evicted"):
-                inner.on_evicted = lambda name: note(False, [name])
-            inner = getattr(inner, "_store", None)  # behind a codec
-
-    def _noter(self, number: int) -> Callable[[bool, Sequence[Name]], None]:
-        def note(stored: bool, names: Sequence[Name]) -> None:
-            if names:
-                keys = tuple(name[FINGERPRINT_BYTES:] for name in names)
-                with self._lock:
-                    self._changes.append(TierChange(self._rank, number, stored, keys))
-
-        return note
+    def _note(self, tier: int, stored: bool, names: Sequence[Name]) -> None:
+        keys = tuple(name[FINGERPRINT_BYTES:] for name in names)
+        with self._lock:
+            self._changes.append(TierChange(self._rank, tier, stored, keys))
 
     @property
     def pending(self) -> bool:
