@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,16 @@ from foreword.engine.async_engine import AsyncEngine
 from foreword.engine.request import Delta, Request, SamplingParams, TokenLogprob
 from foreword.events import Event, StepFinished, TransferEnded
 
-PATIENCE = 30.0
-QUICK = {"min_tokens": 1, "answer_timeout": 5.0, "progress_timeout": 5.0, "lease_seconds": 5.0, "beat_seconds": 0.5}
+PATIENCE = 60.0
+PATIENT = {
+    "min_tokens": 1,
+    "answer_timeout": 60.0,
+    "progress_timeout": 60.0,
+    "lease_seconds": 60.0,
+    "beat_seconds": 10.0,
+}
+# For wires that say nothing any more.
+QUICK = {"answer_timeout": 5.0, "progress_timeout": 5.0, "lease_seconds": 5.0, "beat_seconds": 2.0}
 
 
 class Said:
@@ -43,6 +52,7 @@ class Valve:
     def __init__(self, engine: AsyncEngine) -> None:
         self._permits = threading.Semaphore(0)
         self._open = True
+        self.stepwise = False
         self.waiting = 0
         self.pace = 0.0
         runner = engine._core._runner
@@ -69,6 +79,11 @@ class Valve:
 
     def open(self) -> None:
         self._open = True
+
+    def turn(self) -> None:
+        """One step more, if it is turns that the engine waits for."""
+        if self.stepwise and self.waiting:
+            self.let(1)
 
 
 @dataclass
@@ -116,9 +131,23 @@ def node(model: Path, role: str, *, transfer: dict[str, Any] | None = None, **op
     config = EngineConfig(model=str(model), **(settings | {"max_batch_tokens": 32} | options))
     said = Said()
     engine = AsyncEngine.from_config(
-        config, transfer=TransferConfig(**(QUICK | (transfer or {}))), role=role, observers=[said]
+        config, transfer=TransferConfig(**(PATIENT | (transfer or {}))), role=role, observers=[said]
     )
     return Node(engine, said, Valve(engine))
+
+
+@contextmanager
+def stepwise(*nodes: Node) -> Iterator[None]:
+    """These engines make a step only when somebody takes a turn: nothing ends unasked."""
+    for each in nodes:
+        each.valve.stepwise = True
+        each.valve.shut()
+    try:
+        yield
+    finally:
+        for each in nodes:
+            each.valve.stepwise = False
+            each.valve.open()
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,23 @@ async def steps(engine: AsyncEngine, count: int) -> None:
         await asyncio.sleep(0.001)
 
 
+@contextlib.contextmanager
+def slow(engine: AsyncEngine) -> Iterator[None]:
+    """Every step takes a while: what is to be running still runs, however late this test comes to look."""
+    runner = engine._core._runner
+    run = runner.run
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.05)
+        return run(*args)
+
+    runner.run = slowly  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        runner.run = run  # type: ignore[method-assign]
+
+
 def test_concurrent_requests_are_as_alone(engine: AsyncEngine, reference: Find) -> None:
     """Requests that come at different moments each get what they would get alone."""
     prompts = [prompt(length, length) for length in (3, 9, 17, 30, 44, 17)]
@@ -127,7 +145,8 @@ def test_cancel_frees_blocks(engine: AsyncEngine) -> None:
         assert all(isinstance(one, BaseException) for one in await asyncio.gather(*tasks, return_exceptions=True))
         await idle(engine)
 
-    asyncio.run(main())
+    with slow(engine):
+        asyncio.run(main())
 
 
 def test_cancel_at_any_moment(llama: Path) -> None:
@@ -155,8 +174,9 @@ def test_status(llama: Path) -> None:
     async def main(engine: AsyncEngine) -> None:
         assert engine.status().steps == 0
         tasks = [asyncio.create_task(collect(engine.generate(request(prompt(20, i), 300)))) for i in range(3)]
-        await steps(engine, 3)
-        status = engine.status()
+        with slow(engine):
+            await steps(engine, 3)
+            status = engine.status()
         assert (status.running, status.waiting) == (2, 1)
         assert 0 < status.kv_usage < 1
         assert status.free_blocks == pytest.approx(engine.info.num_blocks * (1 - status.kv_usage), abs=5)
@@ -196,11 +216,12 @@ def test_drain(engine: AsyncEngine) -> None:
     async def main() -> None:
         short = asyncio.create_task(collect(engine.generate(request(prompt(5, 1), 5))))
         await asyncio.sleep(0)
-        await engine.drain(30)
+        await engine.drain(60)
         assert (await short).finish_reason == "length"
-        long = asyncio.create_task(collect(engine.generate(request(prompt(5, 1)))))
-        await steps(engine, 2)
-        await engine.drain(0.0)
+        with slow(engine):
+            long = asyncio.create_task(collect(engine.generate(request(prompt(5, 1)))))
+            await steps(engine, 2)
+            await engine.drain(0.0)
         assert (await long).finish_reason == "abort"
         await idle(engine)
 
@@ -223,7 +244,7 @@ def test_close(llama: Path) -> None:
             await engine.clear_cache()
         engine.close()
 
-    with started(llama, max_num_seqs=2) as engine:
+    with started(llama, max_num_seqs=2) as engine, slow(engine):
         asyncio.run(main(engine))
 
 
@@ -235,7 +256,7 @@ def hold(engine: AsyncEngine) -> tuple[threading.Event, threading.Event]:
 
     def slow(*args: Any) -> Any:
         begun.set()
-        go.wait(30)
+        go.wait(60)
         return run(*args)
 
     runner.run = slow  # type: ignore[method-assign]
@@ -248,14 +269,14 @@ def test_close_while_a_request_arrives(engine: AsyncEngine) -> None:
 
     async def main() -> None:
         first = asyncio.create_task(collect(engine.generate(request(prompt(5, 1)))))
-        await asyncio.to_thread(begun.wait, 30)
+        await asyncio.to_thread(begun.wait, 60)
         second = asyncio.create_task(collect(engine.generate(request(prompt(5, 2)))))
         await asyncio.sleep(0.01)
         closing = asyncio.create_task(asyncio.to_thread(engine.close))
         while not engine._closing:
             await asyncio.sleep(0.001)
         go.set()
-        found = await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), 30)
+        found = await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), 60)
         assert all(isinstance(one, EngineFailed) for one in found)
         await closing
 
@@ -267,7 +288,7 @@ def test_a_caller_that_is_gone(engine: AsyncEngine) -> None:
     begun, go = hold(engine)
     busy = threading.Thread(target=lambda: asyncio.run(collect(engine.generate(request(prompt(5, 1), 3)))))
     busy.start()
-    begun.wait(30)
+    begun.wait(60)
 
     async def impatient() -> None:
         with pytest.raises(TimeoutError):
@@ -275,7 +296,7 @@ def test_a_caller_that_is_gone(engine: AsyncEngine) -> None:
 
     asyncio.run(impatient())
     go.set()
-    busy.join(30)
+    busy.join(60)
     assert engine.status().failed is None
     asyncio.run(idle(engine))
 
@@ -338,11 +359,12 @@ def test_broken_engine(engine: AsyncEngine) -> None:
             raise AssertionError("a defect")
 
         engine._core.scheduler.schedule = breaks  # type: ignore[assignment, method-assign]
-        for found in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30):
+        for found in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60):
             assert isinstance(found, EngineFailed)
             assert "a defect" in str(found)
         assert "a defect" in (engine.status().failed or "")
         with pytest.raises(EngineFailed, match="a defect"):
             await collect(engine.generate(request(prompt(5, 1))))
 
-    asyncio.run(main())
+    with slow(engine):
+        asyncio.run(main())

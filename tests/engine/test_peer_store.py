@@ -38,7 +38,7 @@ Find_folder = Callable[[str], Path]
 
 MEMORY = "memory://?size=16MiB"
 SECRET = "a shared secret of the tests"
-QUICK: dict[str, Any] = {"beat_seconds": 0.2, "connect_timeout": 5.0, "progress_timeout": 5.0, "ring": "4MiB"}
+QUICK: dict[str, Any] = {"beat_seconds": 1.0, "connect_timeout": 60.0, "progress_timeout": 60.0, "ring": "4MiB"}
 # Nothing to do with the promises here: a loaded machine must not make computing look sooner than loading.
 PATIENT: dict[str, Any] = {"lookup_timeout": 20.0, "load_timeout": 60.0}
 
@@ -61,12 +61,12 @@ class Giver:
         config = EngineConfig(
             model=str(folder), dtype="float32", kv_memory=f"{4 * blocks} tokens", block_size=4, threads=1
         )
-        settings = TransferConfig(**(QUICK | transfer))
+        settings = TransferConfig(**(QUICK | {"beat_seconds": 5.0} | transfer))
         self.engine = AsyncEngine.from_config(config, store=StoreConfig(urls=urls), transfer=settings)
         assert self.engine.served is not None
         self.served: ServedBlocks = self.engine.served
         self.endpoint: Endpoint = serve_blocks(self.served, settings)
-        self.url = f"peer://{self.endpoint.address}?beat_seconds=0.2"
+        self.url = f"peer://{self.endpoint.address}?beat_seconds=5"
 
     def generate(self, tokens: Sequence[int], count: int = 8, salt: bytes = b"") -> tuple[int, ...]:
         return asyncio.run(collect(self.engine, tokens, count, salt))
@@ -339,7 +339,7 @@ def test_bytes_that_change_on_the_way(engine: Make, reference: Find, giver: Any,
     one = giver()
     one.generate(tokens)
     between = wire(one.endpoint.address)
-    with engine("llama", store=stores(MEMORY, f"peer://{between.address}?links=tcp&beat_seconds=0.2")) as llm:
+    with engine("llama", store=stores(MEMORY, f"peer://{between.address}?links=tcp&beat_seconds=5")) as llm:
         connected(llm)
         between.flip = True
         [output] = llm.generate(tokens, greedy(8))
@@ -366,7 +366,7 @@ def test_a_process_that_is_killed_and_comes_back(
     truth = reference("llama")
     (tmp_path / "secret").write_text(SECRET)
     between = wire(f"127.0.0.1:{port}")
-    url = f"peer://{between.address}?links=tcp&beat_seconds=0.2&connect_timeout=2&secret_file={tmp_path}/secret"
+    url = f"peer://{between.address}?links=tcp&beat_seconds=1&connect_timeout=5&secret_file={tmp_path}/secret"
 
     def ask(llm: LLM, tokens: list[int]) -> dict[str, int]:
         [output] = llm.generate(tokens, greedy(8), cache_report=True)
@@ -379,7 +379,7 @@ def test_a_process_that_is_killed_and_comes_back(
         texts = [prompt(401, 20 + number) for number in range(4)]
         for tokens in texts[:3]:
             assert tuple(a.ask("generate", tokens=tokens, count=8)) == truth.greedy(tokens, 8)
-        with engine("llama", store=stores(url, load_timeout=5.0)) as llm:
+        with engine("llama", store=stores(url)) as llm:
             connected(llm)
             assert ask(llm, texts[0]) == {"peer": 400}
             a.ask("clear")
@@ -447,6 +447,7 @@ def test_the_engine_goes_on_while_it_is_read(giver: Any, reference: Find) -> Non
         readers = [pool.submit(reading) for _ in range(4)]
         text = prompt(9, 31)
         assert one.generate(text, 60) == reference("llama").greedy(text, 60)
+        until(lambda: bool(held))
         stop.set()
         assert sum(reader.result(PATIENCE) for reader in readers) > 0
     assert 0 < max(held) <= 128 // 8
@@ -467,8 +468,8 @@ def test_blocks_come_and_go_while_they_are_read(giver: Any) -> None:
     stop = threading.Event()
 
     def reading(seed: int) -> int:
-        draw, count = random.Random(seed), 0
-        while not stop.is_set():
+        draw, count, ends = random.Random(seed), 0, time.monotonic() + PATIENCE
+        while not stop.is_set() or (not count and time.monotonic() < ends):
             names = one.names(draw.choice(texts))[: draw.randint(1, 25)]
             for name, data in zip(names, serve(one.served, names), strict=True):
                 if data is not None and name in truth:

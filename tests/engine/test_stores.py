@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import patient, unhurried
 from servers import wait_until
 from tiny import Reference, greedy, prompt
 
@@ -194,11 +195,13 @@ def test_a_store_that_does_not_answer(trouble: str, engine: Make, reference: Fin
     with flaky(engine, store=StoreConfig(urls=(MEMORY,), flush_seconds=0.5)) as (llm, store):
         fill(llm, prompt(40, 8))
         getattr(store, trouble)()
-        for seed in (8, 9, 10, 11):
+        [tier] = llm.off_device.store.tiers
+        for seed in range(8, 40):
             [output] = llm.generate(prompt(40, seed), greedy(4))
             assert output.cached_tokens == 0
             reference("llama").check(prompt(40, seed), output.outputs[0], 4)
-        [tier] = llm.off_device.store.tiers
+            if seed >= 11 and tier.counters.skipped:
+                break
         assert sum(tier.counters.errors.values()) >= 3 and tier.counters.skipped >= 1
         getattr(store, trouble)(False)
         llm.check()
@@ -209,8 +212,10 @@ def test_a_load_that_breaks_off(engine: Make, reference: Find) -> None:
     request."""
     tokens = prompt(200, 12)
     for trouble in ("fail", "hang"):
-        with flaky(engine, store=StoreConfig(urls=(MEMORY,), flush_seconds=0.5)) as (llm, store):
+        # A load that hangs costs what a load may take.
+        with flaky(engine, store=patient(MEMORY, load_timeout=8.0, flush_seconds=0.5)) as (llm, store):
             fill(llm, tokens)
+            unhurried(llm)
             read = store.inner.get
 
             def once(
@@ -272,12 +277,13 @@ def test_slower_than_computing(engine: Make, reference: Find) -> None:
     with flaky(engine) as (llm, store):
         fill(llm, tokens)
         [tier] = llm.off_device.store.tiers
+        del llm.off_device._seconds_per_token  # it was made unhurried
         llm.off_device.prefill_seconds.note(1e6, 1.0)
         tier.read_rate.note(1e3, 1.0)
         [output] = llm.generate(tokens, greedy(4))
         assert output.cached_tokens == 0 and llm.off_device.status().declined == 1
         reference("llama").check(tokens, output.outputs[0], 4)
-    with flaky(engine, store=StoreConfig(urls=(MEMORY,), load_timeout=60.0)) as (llm, store):
+    with flaky(engine, store=patient(MEMORY)) as (llm, store):
         fill(llm, tokens)
         store.delay(0.2)
         for _ in range(20):  # a fast engine, as measured
@@ -344,7 +350,7 @@ def test_others_go_on_while_one_loads(llama: Path) -> None:
         assert engine.status().kv_usage == 0.0
 
     config = EngineConfig(model=str(llama), dtype="float32", kv_memory="1024 tokens", block_size=4, threads=1)
-    engine = AsyncEngine.from_config(config, store=StoreConfig(urls=(MEMORY,), load_timeout=2.0))
+    engine = AsyncEngine.from_config(config, store=patient(MEMORY, load_timeout=2.0))
     try:
         asyncio.run(main(engine))
     finally:
@@ -405,7 +411,7 @@ def test_prefixes_of_an_earlier_process(engine: Make, llama: Path, reference: Fi
     bare = tmp_path / "bare"
     shutil.copytree(llama, bare)
     (bare / "chat_template.jinja").unlink()
-    with LLM(str(bare), dtype="float32", kv_memory="1024 tokens", block_size=4, store=disk(tmp_path)) as llm:
+    with LLM(str(bare), dtype="float32", kv_memory="1024 tokens", block_size=4, store=patient(disk(tmp_path))) as llm:
         [known] = llm.list_prefixes()
         assert (known.name, known.version, known.tokens) == ("rules", made.version, made.tokens)
         [output] = llm.generate(["Why?"], greedy(3), prefix="rules")

@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pytest
-from pair import PATIENCE, Answer, Node, ask, node, request, until
+from pair import PATIENCE, QUICK, Answer, Node, ask, node, request, until
 from tiny import prompt
 
 from foreword.engine.request import SamplingParams
@@ -30,8 +31,16 @@ SWAPPED = 256
 
 @pytest.fixture(scope="module")
 def nodes(folder: Callable[[str], Path]) -> Iterator[tuple[Node, Node]]:
-    tcp = {"links": ("tcp",)}
-    prefill, decode = node(folder("llama"), "both", transfer=tcp), node(folder("llama"), "both", transfer=tcp)
+    yield from two(folder, {"links": ("tcp",), **QUICK})
+
+
+@pytest.fixture(scope="module")
+def patient(folder: Callable[[str], Path]) -> Iterator[tuple[Node, Node]]:
+    yield from two(folder, {"links": ("tcp",)})
+
+
+def two(folder: Callable[[str], Path], transfer: dict[str, Any]) -> Iterator[tuple[Node, Node]]:
+    prefill, decode = (node(folder("llama"), "both", transfer=transfer) for _ in range(2))
     yield prefill, decode
     decode.engine.close()
     prefill.engine.close()
@@ -144,11 +153,14 @@ async def moved(here: Node, there: Node, tokens: list[int], address: str) -> Ans
     """What a request says that is to move to `there` at this address, wherever it goes on."""
     answer, asked = Answer(), request(tokens, MOVING)
     stream = here.engine.generate(asked)
+    here.valve.pace = 0.05
     while len(answer.tokens) < 5:
         answer.add(await anext(stream))
     moving = asyncio.create_task(here.engine.migrate(asked.id, address))
     async for delta in stream:
         answer.add(delta)
+        if moving.done():
+            here.valve.pace = 0.0
     with contextlib.suppress(TransferError):
         name = (await moving).request_id
         async for delta in there.engine.follow(name):
@@ -181,16 +193,16 @@ def test_a_request_over_a_wire_that_misbehaves(nodes: tuple[Node, Node], fault: 
     asyncio.run(main())
 
 
-def test_a_hundred_at_once(nodes: tuple[Node, Node]) -> None:
+def test_a_hundred_at_once(patient: tuple[Node, Node]) -> None:
     """A hundred prompts at once, more than both pools have room for, a tenth of whose clients leave in between: the others get
     the answers that they get alone, every transfer is counted on both sides, and both pools pass their check."""
-    prefill, decode = nodes
+    prefill, decode = patient
 
     async def main() -> None:
         texts = [prompt(40, 3)[: 8 * (i % 3)] + prompt(8 + i % 30, 900 + i) for i in range(100)]
         params = dataclasses.replace(PARAMS, max_tokens=4)
         expected = await asyncio.gather(*(ask(decode.engine, text, params) for text in texts))
-        for each in nodes:
+        for each in patient:
             await each.fresh()
         tasks = [asyncio.create_task(ask(decode.engine, text, params, prefill.address)) for text in texts]
         await until(lambda: len(decode.said.transfers) >= 5)
@@ -202,7 +214,7 @@ def test_a_hundred_at_once(nodes: tuple[Node, Node]) -> None:
         for number in stayed:
             answer = found[number]
             assert isinstance(answer, Answer) and answer.same(expected[number])
-        for each in nodes:
+        for each in patient:
             await each.whole()
         outcomes = [(one.side, one.outcome) for one in decode.said.transfers]
         assert outcomes.count(("destination", "taken")) >= 90

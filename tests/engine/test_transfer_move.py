@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pair import Answer, Node, ask, node, request, until
+from pair import Answer, Node, ask, node, request, stepwise, until
 from tiny import prompt
 
 from foreword.engine.async_engine import AsyncEngine
@@ -60,13 +61,26 @@ class Follower:
     async def read(self, tokens: int) -> bool:
         """Until there are so many tokens; False at the end of the stream, here or elsewhere."""
         while len(self.answer.tokens) < tokens:
-            delta = await anext(self.stream, None)
+            delta = await self._next()
             if delta is None:
                 return False
             self.answer.add(delta)
             if delta.moved is not None:
                 return False
         return True
+
+    async def _next(self) -> Delta | None:
+        turning = asyncio.create_task(self._take_turns())
+        try:
+            return await anext(self.stream, None)
+        finally:
+            turning.cancel()
+
+    async def _take_turns(self) -> None:
+        """Where engines go step by step."""
+        while True:
+            self.where.valve.turn()
+            await asyncio.sleep(0.005)
 
     async def move(self, to: Node) -> None:
         """Move it, and go there."""
@@ -85,16 +99,16 @@ class Follower:
         return self.answer
 
 
-async def slowly(follower: Follower, to: Node) -> None:
-    """Move while the engine makes a step now and then, so that the text does not end before that."""
-    valve = follower.where.valve
-    valve.shut()
-    moving = asyncio.create_task(follower.move(to))
-    while not moving.done():
-        valve.let(1)
-        await asyncio.sleep(0.01)
-    valve.open()
-    await moving
+@contextmanager
+def at_a_walk(*nodes: Node, step: float = 0.05) -> Iterator[None]:
+    """Every step of these takes a while: a hundred tokens outlast what is done meanwhile."""
+    for each in nodes:
+        each.valve.pace = step
+    try:
+        yield
+    finally:
+        for each in nodes:
+            each.valve.pace = 0.0
 
 
 @pytest.mark.parametrize("name", PARAMS)
@@ -106,9 +120,10 @@ def test_back_and_forth(nodes: tuple[Node, Node], name: str, length: int) -> Non
         tokens, params = prompt(length, length), PARAMS[name]
         expected = await alone(nodes, tokens, params)
         follower = Follower(nodes[0], tokens, params)
-        for hop in range(4):
-            assert await follower.read(5 + 10 * hop)
-            await slowly(follower, nodes[(hop + 1) % 2])
+        with stepwise(*nodes):
+            for hop in range(4):
+                assert await follower.read(5 + 10 * hop)
+                await follower.move(nodes[(hop + 1) % 2])
         found = await follower.end()
         assert found.same(expected)
         assert found.last is not None and found.last.prompt_tokens == length
@@ -129,11 +144,12 @@ def test_only_missing_blocks_travel(nodes: tuple[Node, Node]) -> None:
     async def main() -> None:
         await alone(nodes, prompt(8, 1), GREEDY)
         follower = Follower(here, prompt(100, 2), GREEDY)
-        await follower.read(5)
-        await slowly(follower, there)
-        before = here.received
-        await follower.read(30)
-        await slowly(follower, here)
+        with stepwise(*nodes):
+            await follower.read(5)
+            await follower.move(there)
+            before = here.received
+            await follower.read(30)
+            await follower.move(here)
         kv = 100 + len(follower.answer.tokens) - 1
         assert here.received - before <= (kv - 100) * BYTES_PER_TOKEN
         await follower.end()
@@ -160,9 +176,10 @@ def test_before_the_first_token(nodes: tuple[Node, Node], phase: str) -> None:
         if phase == "prefilling":
             here.valve.let(4)
             await until(lambda: here.valve.waiting > 0 and any(32 <= s.computed < 120 for s in scheduler.running))
-        here.valve.open()
         with_kv = phase == "prefilling"
-        await reading
+        with at_a_walk(here):
+            here.valve.open()
+            await reading
         found = await follower.end()
         assert found.same(expected)
         if with_kv:
@@ -185,8 +202,9 @@ def test_stop_string_across_the_seam(nodes: tuple[Node, Node]) -> None:
         expected = await alone(nodes, tokens, params)
         assert expected.last is not None and expected.last.finish_reason == "stop"
         follower = Follower(nodes[0], tokens, params)
-        await follower.read(3)
-        await slowly(follower, nodes[1])
+        with stepwise(*nodes):
+            await follower.read(3)
+            await follower.move(nodes[1])
         assert (await follower.end()).same(expected)
 
     asyncio.run(main())
@@ -206,20 +224,23 @@ def test_refused(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> Non
     async def main() -> None:
         tokens = prompt(60, 6)
         expected = await alone(nodes, tokens, GREEDY)
+        others["full"].valve.pace = 0.1
         busy = others["full"].engine.generate(request(prompt(5, 7), dataclasses.replace(GREEDY, max_tokens=400)))
         await anext(busy)
         for reason, other in others.items():
             await here.fresh()
             follower = Follower(here, tokens, GREEDY)
-            await follower.read(5)
-            with pytest.raises(TransferError) as caught:
-                await here.engine.migrate(follower.name, other.address)
+            with at_a_walk(here):
+                await follower.read(5)
+                with pytest.raises(TransferError) as caught:
+                    await here.engine.migrate(follower.name, other.address)
             assert caught.value.reason == reason
             assert (await follower.end()).same(expected)
         follower = Follower(here, tokens, GREEDY)
-        await follower.read(5)
-        with pytest.raises(TransferError):
-            await here.engine.migrate(follower.name, "127.0.0.1:1")
+        with at_a_walk(here):
+            await follower.read(5)
+            with pytest.raises(TransferError):
+                await here.engine.migrate(follower.name, "127.0.0.1:1")
         assert (await follower.end()).same(expected)
         await busy.aclose()
         await here.whole()
@@ -242,7 +263,7 @@ def test_target_without_memory(folder: Callable[[str], Path], nodes: tuple[Node,
     async def main() -> None:
         tokens, long = prompt(60, 14), dataclasses.replace(GREEDY, max_tokens=190)
         expected = await alone(nodes, tokens, long)
-        small.valve.pace = here.valve.pace = 0.01
+        small.valve.pace = here.valve.pace = 0.1
         other = request(prompt(150, 15), dataclasses.replace(GREEDY, max_tokens=100))
         busy = small.engine.generate(other)
         await anext(busy)
@@ -276,9 +297,10 @@ def test_what_cannot_move(nodes: tuple[Node, Node]) -> None:
             await here.engine.migrate("nobody", there.address)
         several = request(prompt(9, 8), dataclasses.replace(GREEDY, n=2))
         stream = here.engine.generate(several)
-        await anext(stream)
-        with pytest.raises(CannotMove, match="more than one"):
-            await here.engine.migrate(several.id, there.address)
+        with at_a_walk(here):
+            await anext(stream)
+            with pytest.raises(CannotMove, match="more than one"):
+                await here.engine.migrate(several.id, there.address)
         await stream.aclose()
         with pytest.raises(NotFound):
             await anext(here.engine.follow("nobody"))
@@ -296,6 +318,7 @@ def test_target_dies(folder: Callable[[str], Path], nodes: tuple[Node, Node]) ->
         tokens = prompt(100, 9)
         expected = await alone(nodes, tokens, GREEDY)
         follower = Follower(here, tokens, GREEDY)
+        here.valve.pace = 0.05
         await follower.read(5)
         # The target accepts and then does nothing more: its engine stands still in a step of its own.
         other = asyncio.create_task(ask(doomed.engine, prompt(5, 10), GREEDY))
@@ -306,6 +329,7 @@ def test_target_dies(folder: Callable[[str], Path], nodes: tuple[Node, Node]) ->
         with pytest.raises(TransferError):
             await here.engine.migrate(follower.name, doomed.address)
         instance.moves.take = take  # type: ignore[method-assign]
+        here.valve.pace = 0.0
         assert (await follower.end()).same(expected)
         await other
         await here.whole()
@@ -332,8 +356,8 @@ def test_target_is_told_to_stop(nodes: tuple[Node, Node]) -> None:
         tokens = prompt(100, 9)
         expected = await alone(nodes, tokens, GREEDY)
         follower = Follower(here, tokens, GREEDY)
+        here.valve.pace = 0.05
         await follower.read(5)
-        here.valve.pace = 0.01
         instance.moves.take = too_late  # type: ignore[method-assign]
         with pytest.raises(CannotMove) as caught:
             await here.engine.migrate(follower.name, there.address)
@@ -358,19 +382,21 @@ def test_client_leaves(nodes: tuple[Node, Node]) -> None:
     async def main() -> None:
         await alone(nodes, prompt(5, 1), GREEDY)
         follower = Follower(here, prompt(100, 11), GREEDY)
-        await follower.read(5)
-        moving = asyncio.create_task(here.engine.migrate(follower.name, there.address))
-        await asyncio.sleep(0)
-        await follower.stream.aclose()
-        with pytest.raises(TransferError):
-            await moving
+        with at_a_walk(here):
+            await follower.read(5)
+            moving = asyncio.create_task(here.engine.migrate(follower.name, there.address))
+            await asyncio.sleep(0)
+            await follower.stream.aclose()
+            with pytest.raises(TransferError):
+                await moving
         for each in nodes:
             await each.whole()
         follower = Follower(here, prompt(100, 12), dataclasses.replace(GREEDY, max_tokens=300))
-        await follower.read(5)
-        await slowly(follower, there)
-        await follower.read(len(follower.answer.tokens) + 3)
-        await follower.stream.aclose()
+        with at_a_walk(*nodes):
+            await follower.read(5)
+            await follower.move(there)
+            await follower.read(len(follower.answer.tokens) + 3)
+            await follower.stream.aclose()
         for each in nodes:
             await each.whole()
 
@@ -385,8 +411,9 @@ def test_nobody_fetches(nodes: tuple[Node, Node]) -> None:
         await alone(nodes, prompt(5, 1), GREEDY)
         there.engine.adopted._within = 0.1
         follower = Follower(here, prompt(50, 13), dataclasses.replace(GREEDY, max_tokens=400))
-        await follower.read(5)
-        await slowly(follower, there)
+        with at_a_walk(here):
+            await follower.read(5)
+            await follower.move(there)
         await until(lambda: there.engine.adopted.find(follower.name) is None)
         for each in nodes:
             await each.whole()
@@ -407,16 +434,16 @@ def test_many_move_at_once(nodes: tuple[Node, Node]) -> None:
         params = dataclasses.replace(PARAMS["seeded"], max_tokens=200)
         expected = [await alone(nodes, text, params) for text in texts]
 
-        async def travel(start: int, text: list[int]) -> Answer:
+        async def travel(start: int, text: list[int]) -> Follower:
             follower = Follower(nodes[start % 2], text, params)
             for hop in (1, 2, 3):
                 await follower.read(12 * hop + start)
                 await follower.move(nodes[(start + hop) % 2])
-            return await follower.end()
+            return follower
 
-        for each in nodes:
-            each.valve.pace = 0.01
-        found = await asyncio.gather(*(travel(i, text) for i, text in enumerate(texts)))
+        with at_a_walk(*nodes):
+            followers = await asyncio.gather(*(travel(i, text) for i, text in enumerate(texts)))
+        found = await asyncio.gather(*(follower.end() for follower in followers))
         assert all(one.same(other) for one, other in zip(found, expected, strict=True))
         for each in nodes:
             await each.whole()

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from networks import over_each_link, private_network
-from pair import Answer, Node, ask, node, request, until
+from pair import PATIENCE, Answer, Node, ask, node, request, until
+from patience import patient
 from tiny import prompt
 
-from foreword.config import EngineConfig, StoreConfig, TransferConfig
+from foreword.config import EngineConfig, TransferConfig
 from foreword.engine import wire
 from foreword.engine.async_engine import AsyncEngine
 from foreword.engine.request import SamplingParams
@@ -379,10 +380,10 @@ def test_nonsense_is_refused(nodes: tuple[Node, Node]) -> None:
         connection = endpoint.connect(prefill.address)
         for request_bytes, reason in bad.items():
             destination = connection.want(request_bytes)
-            assert destination.wait(20) is not None
+            assert destination.wait(PATIENCE) is not None
             assert destination.reason == reason
         # A claim to have more blocks than the prompt has: nothing is sent, and nothing breaks.
-        assert connection.want(wire.encode(good), have=1000).wait(20) is not None
+        assert connection.want(wire.encode(good), have=1000).wait(PATIENCE) is not None
     finally:
         endpoint.close()
 
@@ -495,7 +496,7 @@ def test_over_a_store(folder: Callable[[str], Path], nodes: tuple[Node, Node], t
         threads=1,
         max_batch_tokens=32,
     )
-    store = StoreConfig(urls=("memory://?size=16MiB",))
+    store = patient("memory://?size=16MiB")
     engine = AsyncEngine.from_config(config, store=store, transfer=TransferConfig(min_tokens=8), role="decode")
 
     async def main() -> None:
@@ -505,6 +506,7 @@ def test_over_a_store(folder: Callable[[str], Path], nodes: tuple[Node, Node], t
         assert first.same(expected)
         assert engine.off_device is not None
         await asyncio.to_thread(engine.off_device.flush)
+        engine.off_device._seconds_per_token = lambda: None  # type: ignore[method-assign]
         await engine.clear_cache()
         again = await ask(engine, tokens, GREEDY, prefill.address)
         assert again.same(expected)
