@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import redis
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 def redis_binary() -> str:

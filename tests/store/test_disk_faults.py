@@ -97,17 +97,20 @@ def test_killed_at_any_moment(tmp_path: Path, journal: Journal, kills: int) -> N
     """A process that writes is killed 200 times: every time the folder opens, what comes back is right, the budget holds."""
     chains = branches(4)
     draw = random.Random(1)
-    buried = blocks = 0
-    for number in range(kills):
+    buried = blocks = number = 0
+    pause = 1.0
+    while number < kills or not buried or blocks <= kills:
+        number += 1
+        assert number < 5 * kills, "it was never killed while it wrote"
         child = start(lambda number=number: write_for_ever(tmp_path, chains, number, journal))
-        time.sleep(draw.uniform(0.002, 0.03))
+        time.sleep(draw.uniform(0.002, 0.03) * pause)
         assert kill(child) == -signal.SIGKILL
         assert sum(on_disk(tmp_path).values()) <= BUDGET
         with closing(DiskStore(tmp_path, BUDGET, journal=journal)) as store:
             buried += store.status().notes["buried"]
-            blocks += assert_sound(store, tmp_path, chains)
-    assert buried > 0, "it was never killed while it wrote"
-    assert blocks > kills
+            found = assert_sound(store, tmp_path, chains)
+        blocks += found
+        pause *= 1.0 if found else 1.2  # on a busy machine they die before they write
 
 
 def test_killed_beside_another_process(tmp_path: Path) -> None:
@@ -186,9 +189,11 @@ def test_two_processes_and_one_budget(tmp_path: Path) -> None:
     chains = branches(6)
     draw = random.Random(3)
     children = [start(lambda seed=seed: write_for_ever(tmp_path, chains, seed)) for seed in range(2)]
-    full = 0
+    full = rounds = 0
     try:
-        for _ in range(80):
+        while rounds < 80 or not full:
+            rounds += 1
+            assert rounds < 3000, "they never came near the budget"
             time.sleep(draw.uniform(0.001, 0.02))
             assert all(pause(child) for child in children), "a writer has failed"
             size = sum(on_disk(tmp_path).values())
@@ -198,7 +203,6 @@ def test_two_processes_and_one_budget(tmp_path: Path) -> None:
                 go_on(child)
     finally:
         assert [kill(child) for child in children] == [-signal.SIGKILL] * 2
-    assert full > 0, "they never came near the budget"
     with closing(DiskStore(tmp_path, BUDGET)) as store:
         assert assert_sound(store, tmp_path, chains) > 0
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import RedisCluster, RedisServer, ScriptedServer, free_port
+from servers import RedisCluster, RedisServer, ScriptedServer, free_port, wait_until
 
 from foreword.errors import (
     BadFrame,
@@ -448,7 +448,9 @@ def test_a_peer_that_never_answers():
         with pytest.raises(StoreTimeout):
             call()
     assert store.status().notes == {"unreachable": 1}
-    assert silent.connections > 5, "a connection that owes an answer is not used again"
+    wait_until(
+        lambda: silent.connections > 5, "a new connection for each call: one that owes an answer is not used again"
+    )
     store.close()
     silent.close()
 
@@ -619,7 +621,7 @@ def test_a_peer_that_talks_nonsense(answer: bytes):
     """What no Redis server would answer makes a call fail with StoreUnavailable, and the connection is not used again."""
     liar = ScriptedServer([answer])
     store = RedisStore(liar.url)
-    for number, call in enumerate(calls_of(store, 20).values(), 1):
+    for number, call in enumerate(calls_of(store, 60).values(), 1):
         with pytest.raises(StoreUnavailable):
             call()
         assert liar.connections >= number
@@ -649,7 +651,7 @@ def test_no_answer_breaks_a_call(answer: bytes, what: str):
     liar = ScriptedServer([answer])
     store = RedisStore(liar.url)
     try:
-        calls_of(store, 20)[what]()
+        calls_of(store, 60)[what]()
     except StoreError:
         pass
     finally:
@@ -703,7 +705,7 @@ def test_a_store_crosses_a_fork(server: RedisServer, store: RedisStore):
 
     process = context.Process(target=child)
     process.start()
-    begun.wait(30)
+    begun.wait(60)
     while process.is_alive():
         assert read(store, mine) == whole(mine)
     process.join()
