@@ -11,21 +11,14 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Final
 
 from foreword.errors import BadMessage, TransferError, TransferTimeout, TransferUnavailable
-from foreword.transfer.link import TOGETHER, Capabilities, Payload, Received
-from foreword.transfer.messages import (
-    MAX_PAYLOAD,
-    NO_TRANSFER,
-    Buffer,
-    Head,
-    Message,
-    encode,
-)
+from foreword.transfer.link import Capabilities, Payload, Received
+from foreword.transfer.messages import MAX_PAYLOAD, Head
 from foreword.transfer.nixl_agent import NixlAgent, Reading, Span, nap
-from foreword.transfer.shm import Order, Ring, copy_in
+from foreword.transfer.ring import Order, Ring, RingLink
 from foreword.transfer.sockets import Stream
 from foreword.transfer.tcp import SocketReader
 
@@ -48,7 +41,7 @@ class _Waiting:
         self.reading: Reading | None = None
 
 
-class NixlLink:
+class NixlLink(RingLink):
     """See `link.Link`. The rings bound what is under way, and what is received and not released.
 
     A thread makes progress for the peer while it has payloads to read.
@@ -56,16 +49,13 @@ class NixlLink:
 
     def __init__(self, stream: Stream, agent: NixlAgent, peers: int, *, same_host: bool) -> None:
         largest = min(agent.size // 2, peers // 2, MAX_PAYLOAD)
-        self.capabilities = Capabilities("nixl", same_host, largest, 2)
-        self._stream = stream
+        super().__init__(Capabilities("nixl", same_host, largest, 2), stream, agent.outgoing)
         self._agent = agent
         self._peers = peers
         self._closed = False
         # What the peer may still read.
-        self._out, self._ring, self._unread = agent.outgoing, Ring(agent.size), Order()
+        self._unread = Order()
         self._places: dict[int, list[int]] = {}
-        self._heads: list[bytes] = []
-        self._unsaid = 0
         self._moved = threading.Condition()
         # What was received and is not released.
         self._in, self._slots, self._held = agent.incoming, Ring(agent.size), Order()
@@ -76,44 +66,9 @@ class NixlLink:
         self._reader = SocketReader(stream, self._payload)
         threading.Thread(target=self._pump, name="foreword-nixl", daemon=True).start()
 
-    @property
-    def heard(self) -> float:
-        return self._stream.heard
-
     # Sending
 
-    def send(
-        self,
-        message: Message,
-        transfer: bytes = NO_TRANSFER,
-        buffers: Sequence[Buffer] = (),
-        *,
-        deadline: float,
-        checksum: bool = True,
-        more: bool = False,
-    ) -> None:
-        size = sum(map(len, buffers))
-        place, summed = 0, None
-        if size:
-            place = self._room(size, deadline)
-            summed = copy_in(self._out, place % self._ring.size, buffers, summed=checksum)
-            with self._moved:
-                self._places[place] = self._unread.add(place, size)
-                self._moved.notify_all()
-        self._heads.append(encode(message, transfer, payload=size, payload_sum=summed, place=place))
-        self._unsaid += size
-        if not more or self._unsaid >= TOGETHER:
-            self._say(deadline)
-
-    def _say(self, deadline: float) -> None:
-        """Send the messages whose payloads can be read: the peer reads them with one request."""
-        heads, self._heads, self._unsaid = self._heads, [], 0
-        if heads:
-            self._stream.send([b"".join(heads)], deadline)
-
     def _room(self, size: int, deadline: float) -> int:
-        if size > self.capabilities.largest:
-            raise TransferError(f"a payload of {size} bytes is longer than this link carries")
         place = self._take(size)
         while place is None:
             self._say(deadline)
@@ -129,6 +84,11 @@ class NixlLink:
     def _take(self, size: int) -> int | None:
         with self._moved:
             return self._ring.take(size)
+
+    def _filled(self, place: int, size: int) -> None:
+        with self._moved:
+            self._places[place] = self._unread.add(place, size)
+            self._moved.notify_all()
 
     def _pump(self) -> None:
         """While the peer has something to read: make progress, and free what it has read."""

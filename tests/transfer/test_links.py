@@ -17,7 +17,8 @@ from foreword.errors import BadMessage, ConfigError, PeerGone, TransferError
 from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link
 from foreword.transfer.messages import Beat, Part, encode
-from foreword.transfer.shm import FOLDER, Order, OwnSegment, Ring, open_peers, remove_stale
+from foreword.transfer.ring import Order, Ring
+from foreword.transfer.shm import FOLDER, OwnSegment, open_peers, remove_stale
 from foreword.transfer.sockets import Address, Stream, connect, listen, parse_address, tune
 from foreword.transfer.tcp import Arena, TcpLink
 from foreword.transfer.testing import ID, LinkContract, pair, soon
