@@ -14,59 +14,25 @@ deadline is cancelled there while the caller goes on. A process that forks must 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import os
 import re
-import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
-from datetime import timedelta
+from concurrent.futures import Future
 from typing import Any, Final, TypeVar
-from urllib.parse import parse_qsl, urlunsplit
 
 import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
-from obstore.store import from_url
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
-from foreword.errors import (
-    BadFrame,
-    StoreConfigError,
-    StoreError,
-    StoreFull,
-    StoreReadOnly,
-    StoreTimeout,
-    StoreUnavailable,
-)
+from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreReadOnly
 from foreword.store.base import Entry, Name, StoreStatus, check_record, check_word, time_left
 from foreword.store.frame import HEADER_BYTES, Frame, read_header
-from foreword.store.redact import redacted, split_url
+from foreword.store.objects_client import Loop, open_client, result_of, said
 
 _PROBES: Final = 16  # names asked for in one round of a lookup
-_CLIENT: Final = {"connect_timeout": "5s", "timeout": "120s"}  # deadlines are shorter; these end what nobody waits for
-_CLIENT_OPTION = re.compile(
-    "allow_http|allow_invalid_certificates|default_content_type|http[12]_.+|pool_.+|proxy_.+|randomize_addresses|root_certificate|"
-    "((connect|read)_)?timeout|user_agent"
-)
-_RETRIES: Final = {
-    "max_retries": 2,
-    "retry_timeout": timedelta(seconds=10),
-    "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
-}
-_SCHEMES: Final = {"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file"}
 _PREFIX = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
 _BLOCK = re.compile(r"[0-9a-f]{32}/[0-9a-f]{64}")
-_FORBIDDEN = re.compile("status code: 40[13]")  # a refused listing has no error of its own
-_FULL = re.compile("No space left|os error 28|status code: 507")
 _UNKNOWN = re.compile("status code: 501")
 _RECORD = re.compile(r"records/([^/]+)\.record")
 
@@ -105,12 +71,12 @@ class ObjectStore:
             raise StoreConfigError(f"at least one request at once, not {parallel}")
         self.label = label
         self.readers = 1
-        self._store = _open(url, options)
+        self._store = open_client(url, options)
         self._start = prefix + "/" if prefix else ""
         self._exact = exact_lookup
         self._parallel = parallel
         self._conditional = True
-        self._loop = _Loop(label)
+        self._loop = Loop(label)
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         low, high = 0, len(names)  # the first `low` are there as far as is known; the one at `high`, if any, is not
@@ -212,7 +178,7 @@ class ObjectStore:
                     working.append(self._loop.start(call))
                 if not working:
                     return
-                yield _result(working[0], deadline, denied)
+                yield result_of(working[0], deadline, denied)
                 working.popleft()
         finally:
             for future in working:
@@ -279,7 +245,7 @@ class ObjectStore:
         try:
             await obstore.put_async(self._store, path, data, mode=mode, use_multipart=False)
         except FileNotFoundError as error:
-            raise StoreConfigError(f"there is no such bucket: {_said(error)}") from None
+            raise StoreConfigError(f"there is no such bucket: {said(error)}") from None
 
     async def _remove(self, path: str) -> bool:
         try:
@@ -304,100 +270,3 @@ class ObjectStore:
         if header.name != name:
             return Entry(name, size=size, stored_at=stored_at)
         return Entry(name, header.parent, header.depth, size, stored_at=stored_at)
-
-
-class _Loop:
-    """An event loop in a thread of its own, which ends with the store, at the latest with the program."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=self._loop.run_forever, name=f"foreword-{label}", daemon=True)
-        thread.start()
-        self.close = weakref.finalize(self, _stop, self._loop, thread)
-
-    def check(self) -> None:
-        if not self.close.alive:
-            raise StoreUnavailable(f"the store {self._label!r} is closed")
-
-    def start(self, call: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a call there. Raises StoreUnavailable once the store is closed."""
-        try:
-            self.check()
-            return asyncio.run_coroutine_threadsafe(call, self._loop)
-        except RuntimeError:  # closed between the two
-            call.close()
-            raise StoreUnavailable(f"the store {self._label!r} is closed") from None
-        except StoreUnavailable:
-            call.close()
-            raise
-
-
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Cancel what is at work, then end the loop."""
-
-    async def cancel() -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), 1)
-
-    with contextlib.suppress(TimeoutError):
-        asyncio.run_coroutine_threadsafe(cancel(), loop).result(2)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(2)
-    if not thread.is_alive():
-        loop.close()
-
-
-def _result(future: Future[T], deadline: float, denied: type[StoreError]) -> T:
-    """What a call brings; its errors are ours from here on."""
-    try:
-        return future.result(time_left(deadline))
-    except (TimeoutError, StoreTimeout):
-        raise StoreTimeout("the object store did not answer in time") from None
-    except CancelledError:
-        raise StoreUnavailable("the store was closed meanwhile") from None
-    except (BaseError, OSError, NotImplementedError) as error:
-        text = _said(error)
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _FORBIDDEN.search(text):
-            raise denied(f"the object store forbids it: {text}") from None
-        if _FULL.search(text):
-            raise StoreFull(f"the object store is full: {text}") from None
-        raise StoreUnavailable(f"the object store failed: {text}") from None
-
-
-def _said(error: Exception) -> str:
-    """The first line of a client's error; it may repeat an endpoint with its user, or a signed URL."""
-    return redacted(str(error).partition("\n")[0])
-
-
-def _open(url: str, options: dict[str, str]) -> Any:
-    """obstore's store for a URL. Raises StoreConfigError."""
-    parts = split_url(url)
-    if parts.scheme not in _SCHEMES:
-        raise StoreConfigError(
-            f"an object store's URL begins with s3://, gs://, az:// or file://, unlike {redacted(url)!r}"
-        )
-    place = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
-    try:
-        if parts.scheme == "file":
-            if options or parts.query:
-                raise StoreConfigError("a folder takes no options")
-            return from_url(place, mkdir=True)
-        config: dict[str, Any] = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
-        config |= options
-        client = _client(config)
-        return from_url(place, config=config, client_options=client, retry_config=_RETRIES)
-    except (BaseError, ValueError, OSError) as error:
-        raise StoreConfigError(f"the object store's URL or options are wrong: {_said(error)}") from None
-
-
-def _client(config: dict[str, Any]) -> dict[str, Any]:
-    """Options of the HTTP client, those of `config` taken out of it: obstore panics where they stand among the service's. Plain
-    HTTP is spoken where an endpoint asks for it, and nowhere else."""
-    endpoints = [value for name, value in config.items() if "endpoint" in name.lower()]
-    endpoints += [os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")]
-    http = {"allow_http": True} if any(place.startswith("http://") for place in endpoints) else {}
-    given = {name: plain for name in config if _CLIENT_OPTION.fullmatch(plain := name.lower().removeprefix("aws_"))}
-    return {**_CLIENT, **http, **{plain: config.pop(name) for name, plain in given.items()}}

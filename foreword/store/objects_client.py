@@ -1,0 +1,135 @@
+"""obstore's clients for `store/objects.py`: opened from a URL, called on a loop of their own, and their errors as ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import threading
+import weakref
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError, Future
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+from urllib.parse import parse_qsl, urlunsplit
+
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import from_url
+
+from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreTimeout, StoreUnavailable
+from foreword.store.base import time_left
+from foreword.store.redact import redacted, split_url
+
+_CLIENT: Final = {"connect_timeout": "5s", "timeout": "120s"}  # deadlines are shorter; these end what nobody waits for
+_CLIENT_OPTION = re.compile(
+    "allow_http|allow_invalid_certificates|default_content_type|http[12]_.+|pool_.+|proxy_.+|randomize_addresses|root_certificate|"
+    "((connect|read)_)?timeout|user_agent"
+)
+_RETRIES: Final = {
+    "max_retries": 2,
+    "retry_timeout": timedelta(seconds=10),
+    "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
+}
+_SCHEMES: Final = {"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file"}
+_FORBIDDEN = re.compile("status code: 40[13]")  # a refused listing has no error of its own
+_FULL = re.compile("No space left|os error 28|status code: 507")
+
+T = TypeVar("T")
+
+
+class Loop:
+    """An event loop in a thread of its own, which ends with the store, at the latest with the program."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name=f"foreword-{label}", daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, _stop, self._loop, thread)
+
+    def check(self) -> None:
+        if not self.close.alive:
+            raise StoreUnavailable(f"the store {self._label!r} is closed")
+
+    def start(self, call: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a call there. Raises StoreUnavailable once the store is closed."""
+        try:
+            self.check()
+            return asyncio.run_coroutine_threadsafe(call, self._loop)
+        except RuntimeError:  # closed between the two
+            call.close()
+            raise StoreUnavailable(f"the store {self._label!r} is closed") from None
+        except StoreUnavailable:
+            call.close()
+            raise
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Cancel what is at work, then end the loop."""
+
+    async def cancel() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), 1)
+
+    with contextlib.suppress(TimeoutError):
+        asyncio.run_coroutine_threadsafe(cancel(), loop).result(2)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(2)
+    if not thread.is_alive():
+        loop.close()
+
+
+def result_of(future: Future[T], deadline: float, denied: type[StoreError]) -> T:
+    """What a call brings; its errors are ours from here on."""
+    try:
+        return future.result(time_left(deadline))
+    except (TimeoutError, StoreTimeout):
+        raise StoreTimeout("the object store did not answer in time") from None
+    except CancelledError:
+        raise StoreUnavailable("the store was closed meanwhile") from None
+    except (BaseError, OSError, NotImplementedError) as error:
+        text = said(error)
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _FORBIDDEN.search(text):
+            raise denied(f"the object store forbids it: {text}") from None
+        if _FULL.search(text):
+            raise StoreFull(f"the object store is full: {text}") from None
+        raise StoreUnavailable(f"the object store failed: {text}") from None
+
+
+def said(error: Exception) -> str:
+    """The first line of a client's error; it may repeat an endpoint with its user, or a signed URL."""
+    return redacted(str(error).partition("\n")[0])
+
+
+def open_client(url: str, options: dict[str, str]) -> Any:
+    """obstore's store for a URL. Raises StoreConfigError."""
+    parts = split_url(url)
+    if parts.scheme not in _SCHEMES:
+        raise StoreConfigError(
+            f"an object store's URL begins with s3://, gs://, az:// or file://, unlike {redacted(url)!r}"
+        )
+    place = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
+    try:
+        if parts.scheme == "file":
+            if options or parts.query:
+                raise StoreConfigError("a folder takes no options")
+            return from_url(place, mkdir=True)
+        config: dict[str, Any] = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
+        config |= options
+        client = _client(config)
+        return from_url(place, config=config, client_options=client, retry_config=_RETRIES)
+    except (BaseError, ValueError, OSError) as error:
+        raise StoreConfigError(f"the object store's URL or options are wrong: {said(error)}") from None
+
+
+def _client(config: dict[str, Any]) -> dict[str, Any]:
+    """Options of the HTTP client, those of `config` taken out of it: obstore panics where they stand among the service's. Plain
+    HTTP is spoken where an endpoint asks for it, and nowhere else."""
+    endpoints = [value for name, value in config.items() if "endpoint" in name.lower()]
+    endpoints += [os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")]
+    http = {"allow_http": True} if any(place.startswith("http://") for place in endpoints) else {}
+    given = {name: plain for name in config if _CLIENT_OPTION.fullmatch(plain := name.lower().removeprefix("aws_"))}
+    return {**_CLIENT, **http, **{plain: config.pop(name) for name, plain in given.items()}}
