@@ -9,6 +9,7 @@ from pathlib import Path
 from time import monotonic
 
 import httpx
+import patient
 import pytest
 from browser import Page, browser
 from doors import until, words
@@ -98,7 +99,7 @@ def test_hit_share_changes(site: Site, page: Page) -> None:
     page.wait(lambda: page.text("[data-field=hit-share-sub]") != before)
     page.wait(lambda: "Everything but the last token" in page.text("#recent tbody tr:first-child"))
     assert "100 %" in page.text("#recent tbody tr:first-child") or "99 %" in page.text("#recent tbody tr:first-child")
-    assert page.run("return document.querySelectorAll('.chart svg rect.device').length") >= 1
+    page.wait(lambda: page.run("return document.querySelectorAll('.chart svg rect.device').length") >= 1)
 
 
 def test_named_prefix_and_shared_chain(site: Site, page: Page) -> None:
@@ -128,11 +129,11 @@ def test_hostile_text(site: Site, page: Page) -> None:
     info = site.engine.info
     records = PrefixRecords(off.store, info.fingerprint, info.name, info.block_size)
     records.put(NamedPrefix("evil", 1, "text", "x = 1\n" * 20, (), 1.0), b"", b"")
-    record = off.store.get_record(word, deadline=monotonic() + 5)
+    record = off.store.get_record(word, deadline=monotonic() + 60)
     assert record is not None
     changed = record.replace(b'"name": "evil"', b'"name": "' + HOSTILE.encode() + b'"')
     assert changed != record
-    off.store.put_record(word, changed, deadline=monotonic() + 5)
+    off.store.put_record(word, changed, deadline=monotonic() + 60)
     site.complete("hello", request_id=HOSTILE)
     page.open(site.url)
     page.wait(lambda: HOSTILE in page.text("#prefixes") and HOSTILE in page.text("#recent"))
@@ -152,7 +153,7 @@ def test_phone_and_desk(site: Site, page: Page) -> None:
         page.size(width, 800, phone=phone)
         page.wait(lambda width=width: page.run("return innerWidth") == width)  # type: ignore[misc]
         assert page.run("return document.documentElement.scrollWidth") <= width
-    httpx.delete(f"{site.url}/v1/prefixes/{'n' * 120}", timeout=60).raise_for_status()
+    patient.delete(f"{site.url}/v1/prefixes/{'n' * 120}").raise_for_status()
 
 
 def luminance(colour: str) -> float:
@@ -245,7 +246,7 @@ def test_stops_when_hidden(site: Site, page: Page) -> None:
     page.wait(lambda: not page.run("return performance.getEntriesByType('resource').some((one) => !one.responseEnd)"))
     before = page.run("return performance.getEntriesByType('resource').length")
     # Three times the period: that nothing happens cannot be waited for otherwise.
-    page.driver.set_script_timeout(10)
+    page.driver.set_script_timeout(60)
     page.driver.execute_async_script("setTimeout(arguments[0], 3000)")
     assert (
         page.run("return performance.getEntriesByType('resource').length") <= before + 2
@@ -273,7 +274,7 @@ def hide(page: Page, hidden: bool) -> None:
 
 def test_files(site: Site) -> None:
     """The page comes whole from this server, with a policy that lets nothing inline run and nothing from elsewhere load."""
-    with httpx.Client(base_url=site.url, follow_redirects=True) as client:
+    with httpx.Client(base_url=site.url, follow_redirects=True, timeout=60) as client:
         answer = client.get("/ui")
         assert str(answer.url).endswith("/ui/") and answer.headers["content-type"].startswith("text/html")
         policy = answer.headers["content-security-policy"]
@@ -301,8 +302,8 @@ def test_nothing_from_elsewhere() -> None:
 def test_tenants_see_their_own(site: Site) -> None:
     """Without a key there is no data; with one a tenant sees its own requests, prefixes and chains, and no text at all."""
     for path in ("now", "history"):
-        assert httpx.get(f"{site.keyed}/ui/data/{path}").status_code == 401
-    assert httpx.get(f"{site.keyed}/ui/data/kind").json()["welcome"] is False
+        assert patient.get(f"{site.keyed}/ui/data/{path}").status_code == 401
+    assert patient.get(f"{site.keyed}/ui/data/kind").json()["welcome"] is False
     secret = words("swordfish", 40)
     site.name_prefix("treasure", secret, "k1")
     for number in range(2):
@@ -340,7 +341,7 @@ def test_history_of_a_server(site: Site) -> None:
     site.complete("hello")
 
     def known() -> dict[str, float]:
-        kept = httpx.get(f"{site.url}/ui/data/history").json()
+        kept = patient.get(f"{site.url}/ui/data/history").json()
         names = [name for name, labels in kept["series"] if not labels]
         return dict(zip(names, kept["values"][-1], strict=False)) if kept["times"] else {}
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import patient
 import pytest
 from browser import Page, browser
 from doors import until, words
 from prometheus_client.parser import text_string_to_metric_families
+from router_parts import QUICK
 from site_of_dashboard import HOSTILE, open_site
 
 from foreword.serving.dashboard.replicas import read_fill
@@ -34,12 +35,12 @@ class Routed:
 
     def complete(self, prompt: str, **headers: str) -> None:
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
-        httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=60).raise_for_status()
+        patient.post(f"{self.url}/v1/completions", json=body, headers=headers).raise_for_status()
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of a metric's series with these labels."""
         found = 0.0
-        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=60).text):
+        for family in text_string_to_metric_families(patient.get(f"{self.url}/metrics").text):
             for sample in family.samples:
                 if sample.name == name and labels.items() <= sample.labels.items():
                     found += sample.value
@@ -50,17 +51,17 @@ class Routed:
 def routing(*arguments: str) -> Iterator[str]:
     """`foreword route` on a free port; its URL."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
-    command = [sys.executable, "-m", "foreword", "route", "--port", "0", "--health-interval", "0.2", *arguments]
+    command = [sys.executable, "-m", "foreword", "route", "--port", "0", *QUICK, *arguments]
     popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
     lines: list[str] = []
     assert popen.stderr is not None
     reader = threading.Thread(target=lambda: lines.extend(iter(popen.stderr.readline, "")), daemon=True)  # type: ignore[union-attr]
     reader.start()
     try:
-        until(lambda: "routes on" in "".join(lines) or popen.poll() is not None, 60)
+        until(lambda: "routes on" in "".join(lines) or popen.poll() is not None, 120)
         found = re.search(r"http://\S+:\d+", next((line for line in lines if "routes on" in line), ""))
         assert found is not None, "".join(lines)
-        until(lambda: httpx.get(f"{found[0]}/health").status_code == 200)
+        until(lambda: patient.get(f"{found[0]}/health").status_code == 200)
         yield found[0]
     finally:
         popen.kill()
@@ -75,7 +76,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
     with open_site(first) as one, open_site(second) as other:
         urls = one.url, other.url
         with routing("--replica", urls[0], "--replica", urls[1]) as url:
-            until(lambda: httpx.get(f"{url}/ready").status_code == 200, 60)
+            until(lambda: patient.get(f"{url}/ready").status_code == 200, 60)
             yield Routed(url, urls)
 
 
@@ -109,7 +110,7 @@ def test_numbers_are_those_of_metrics(routed: Routed, page: Page) -> None:
     found = routed.total("foreword:router_actual_cached_tokens_total")
     assert found > 0
     page.wait(lambda: page.text("[data-field=hit-share-sub]") == f"{found:,.0f} of {placed:,.0f}")
-    assert page.text("[data-field=in-flight]") == "0"
+    page.wait(lambda: page.text("[data-field=in-flight]") == "0")
     for replica in routed.replicas:
         card = f"[data-replica='{replica}']"
         sent = routed.total("foreword:router_decisions_total", replica=replica)
@@ -119,14 +120,14 @@ def test_numbers_are_those_of_metrics(routed: Routed, page: Page) -> None:
         row = [page.text(f"[data-expected='{replica}'] td:nth-child({column})") for column in (2, 3)]
         actual = routed.total("foreword:router_actual_cached_tokens_total", replica=replica)
         assert row == [f"{expected:,.0f}", f"{actual:,.0f}"]
-        fill = read_fill(httpx.get(f"{replica}/metrics").text)
+        fill = read_fill(patient.get(f"{replica}/metrics").text)
         assert fill.device is not None
         cached = f"{fill.device['cached']:.0f}"
         page.wait(
             lambda card=card, cached=cached: page.attribute(f"{card} [data-place=device]", "data-cached") == cached
         )  # type: ignore[misc]
         assert "64.0 MiB" in page.text(f"{card} [data-place=disk]")
-    [last] = httpx.get(f"{routed.url}/v1/router/decisions?last=1").json()["data"]
+    [last] = patient.get(f"{routed.url}/v1/router/decisions?last=1").json()["data"]
     assert last["in_words"].replace("http://", "") in page.text("#decisions tbody tr:first-child")
 
 
@@ -148,7 +149,7 @@ def test_admin_key(routed: Routed, page: Page) -> None:
     gone = "http://127.0.0.1:9"
     arguments = ["--admin-key", "root", "--replica", routed.replicas[0], "--replica", gone]
     with routing(*arguments) as url:
-        assert httpx.get(f"{url}/ui/data/now").status_code == 401
+        assert patient.get(f"{url}/ui/data/now").status_code == 401
         page.open(url)
         page.wait(lambda: page.run("return document.getElementById('ask').open"))
         page.run("document.getElementById('ask-key').value = 'root'")
@@ -156,7 +157,7 @@ def test_admin_key(routed: Routed, page: Page) -> None:
         page.wait(lambda: page.text(f"[data-replica='{routed.replicas[0]}'] .pill") == "ready")
         page.wait(lambda: "cannot connect" in page.text(f"[data-replica='{gone}'] .note"))
         body: dict[str, Any] = {"replica": routed.replicas[0]}
-        httpx.post(f"{url}/v1/router/drain", json=body, headers={"authorization": "Bearer root"}).raise_for_status()
+        patient.post(f"{url}/v1/router/drain", json=body, headers={"authorization": "Bearer root"}).raise_for_status()
         page.wait(lambda: page.text(f"[data-replica='{routed.replicas[0]}'] .pill") == "draining")
         page.wait(lambda: page.text("#state") == "loading" and "no replica takes requests" in page.text("#notice"))
         page.run("sessionStorage.clear()")
@@ -166,7 +167,7 @@ def test_admin_key(routed: Routed, page: Page) -> None:
 def test_closed(routed: Routed, page: Page, tmp_path: Path) -> None:
     """A router with tenants and without an admin key says why there is nothing to see."""
     with routing("--api-keys", "ann=k1", "--replica", routed.replicas[0]) as url:
-        assert httpx.get(f"{url}/ui/data/history").status_code == 403
+        assert patient.get(f"{url}/ui/data/history").status_code == 403
         page.open(url)
         page.wait(lambda: "--admin-key" in page.text("#notice"))
         page.driver.get("about:blank")

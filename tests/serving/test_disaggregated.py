@@ -13,9 +13,10 @@ from typing import Any
 
 import httpx
 import openai
+import patient
 import pytest
 from doors import ENGINE, PREFIXES, Door, Doors, until
-from server_process import Process
+from server_process import LedProcess, Process, slow
 
 from foreword.config import Config, ServerConfig
 from foreword.metrics import PrometheusObserver
@@ -27,8 +28,8 @@ FLAGS = ["--dtype", "float32", "--transfer-min-tokens", "16"]
 LINE = "def area(width: float, height: float) -> float:\n    return width * height\n\n"
 
 
-def server(role: str, *more: str) -> Process:
-    return Process("--role", role, *FLAGS, *more)
+def server(role: str, *more: str) -> LedProcess:
+    return LedProcess("--role", role, *FLAGS, *more)
 
 
 def end(*processes: Process) -> None:
@@ -38,11 +39,13 @@ def end(*processes: Process) -> None:
 
 
 @pytest.fixture(scope="module")
-def urls() -> Iterator[tuple[str, str]]:
-    """A prefill server and a decode server."""
-    prefill, decode = server("prefill"), server("decode")
+def servers() -> Iterator[tuple[LedProcess, LedProcess]]:
+    """A prefill server, which computes a long prompt in many steps, and a decode server."""
+    prefill, decode = server("prefill", "--max-batch-tokens", "128"), server("decode")
     try:
-        yield prefill.wait_ready(), decode.wait_ready()
+        for process in (prefill, decode):
+            process.wait_ready()
+        yield prefill, decode
         for process in (prefill, decode):
             process.popen.send_signal(signal.SIGTERM)
             assert process.end() == 0
@@ -51,20 +54,26 @@ def urls() -> Iterator[tuple[str, str]]:
         end(prefill, decode)
 
 
+@pytest.fixture
+def urls(servers: tuple[LedProcess, LedProcess]) -> tuple[str, str]:
+    prefill, decode = servers
+    return prefill.url(), decode.url()
+
+
 def instance(url: str) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{url}/v1/instance").json()
+    found: dict[str, Any] = patient.get(f"{url}/v1/instance").json()
     return found
 
 
 def forget(*urls: str) -> None:
     for url in urls:
-        assert httpx.delete(f"{url}/v1/cache").status_code == 200
+        assert patient.delete(f"{url}/v1/cache").status_code == 200
 
 
 def metric(url: str, name: str, **labels: str) -> float:
     """The sum of a metric's lines that have these labels."""
     total = 0.0
-    for line in httpx.get(f"{url}/metrics").text.splitlines():
+    for line in patient.get(f"{url}/metrics").text.splitlines():
         if re.match(rf"{re.escape(name)}({{|\s)", line) and all(f'{k}="{v}"' in line for k, v in labels.items()):
             total += float(line.rsplit(" ", 1)[1])
     return total
@@ -106,13 +115,11 @@ def test_same_answer(urls: tuple[str, str], params: dict[str, Any]) -> None:
     prefill, decode = urls
     body = {"prompt": LINE * 12 + "def volume(", "max_tokens": 24, "cache_report": True, **params}
     forget(*urls)
-    alone = httpx.post(f"{decode}/v1/completions", json=body, timeout=60).json()
+    alone = patient.post(f"{decode}/v1/completions", json=body).json()
     forget(*urls)
     address = instance(prefill)["transfer"]
     computed = metric(decode, "vllm:iteration_tokens_total_sum")
-    apart = httpx.post(
-        f"{decode}/v1/completions", json={**body, "kv_transfer_params": {"prefill": address}}, timeout=60
-    ).json()
+    apart = patient.post(f"{decode}/v1/completions", json={**body, "kv_transfer_params": {"prefill": address}}).json()
     computed = metric(decode, "vllm:iteration_tokens_total_sum") - computed
     for one, other in zip(apart["choices"], alone["choices"], strict=True):
         assert (one["text"], one["finish_reason"]) == (other["text"], other["finish_reason"])
@@ -130,7 +137,7 @@ def test_chat_stream(urls: tuple[str, str]) -> None:
     """OpenAI's client sees a stream as from one server."""
     prefill, decode = urls
     address = instance(prefill)["transfer"]
-    client = openai.OpenAI(base_url=f"{decode}/v1", api_key="none", max_retries=0, timeout=60)
+    client = openai.OpenAI(base_url=f"{decode}/v1", api_key="none", max_retries=0)
 
     def ask(**extra: Any) -> str:
         forget(*urls)
@@ -156,8 +163,8 @@ def test_field_without_endpoint(door: Door) -> None:
         "max_tokens": 2,
         "kv_transfer_params": {"prefill": "127.0.0.1:1", "do_remote_prefill": True},
     }
-    assert httpx.post(f"{door.url}/v1/completions", json=body).status_code == 200
-    wrong = httpx.post(f"{door.url}/v1/completions", json={**body, "kv_transfer_params": {"prefill": 5}})
+    assert patient.post(f"{door.url}/v1/completions", json=body).status_code == 200
+    wrong = patient.post(f"{door.url}/v1/completions", json={**body, "kv_transfer_params": {"prefill": 5}})
     assert wrong.status_code == 400
 
 
@@ -168,7 +175,7 @@ def test_addresses_of_strangers(urls: tuple[str, str], start: Callable[..., Proc
 
     def ask(url: str, address: str) -> httpx.Response:
         body = {"prompt": LINE * 3, "max_tokens": 1, "kv_transfer_params": {"prefill": address}}
-        return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        return patient.post(f"{url}/v1/completions", json=body)
 
     refused = ask(decode, "10.255.0.1:9100")
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
@@ -176,15 +183,15 @@ def test_addresses_of_strangers(urls: tuple[str, str], start: Callable[..., Proc
     assert ask(decode, "metadata.internal:80").status_code == 403
     assert ask(decode, "nonsense").status_code == 400
     assert ask(prefill, "10.255.0.1:9100").status_code == 200  # it computes its prompts itself, whatever is asked
-    drained = httpx.post(f"{prefill}/v1/drain", json={"to": ["http://10.255.0.1:8000"]})
-    assert drained.status_code == 403 and httpx.get(f"{prefill}/ready").status_code == 200
+    drained = patient.post(f"{prefill}/v1/drain", json={"to": ["http://10.255.0.1:8000"]})
+    assert drained.status_code == 403 and patient.get(f"{prefill}/ready").status_code == 200
     allowing = start("--role", "decode", *FLAGS, "--peer", "10.255.0.0/16", "--peer", "*.internal").wait_ready()
     assert ask(allowing, "10.255.0.1:9100").status_code == 200
     assert transfers(allowing, "destination", "failed") == 1  # no secret for other hosts
     assert ask(allowing, "10.254.0.1:9100").status_code == 403
 
 
-def test_clients_that_leave_are_counted(urls: tuple[str, str]) -> None:
+def test_clients_that_leave_are_counted(urls: tuple[str, str], servers: tuple[LedProcess, LedProcess]) -> None:
     """A prompt whose client goes away while it travels is counted as cancelled on both sides, and everything comes back."""
     prefill, decode = urls
     forget(*urls)
@@ -201,7 +208,8 @@ def test_clients_that_leave_are_counted(urls: tuple[str, str]) -> None:
                 assert not task.done()
             task.cancel()
 
-    asyncio.run(leave())
+    with slow(servers[0], step=0.5):
+        asyncio.run(leave())
     until(lambda: transfers(decode, "destination", "cancelled") == before[1] + 1)
     until(lambda: transfers(prefill, "source", "cancelled") == before[0] + 1)
     until(lambda: free(prefill) and free(decode))
@@ -237,7 +245,7 @@ def test_twenty_at_once(urls: tuple[str, str]) -> None:
 
     def ask(prompt: str, **extra: Any) -> str:
         body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, **extra}
-        return str(httpx.post(f"{decode}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"])
+        return str(patient.post(f"{decode}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"])
 
     forget(*urls)
     alone = [ask(prompt) for prompt in prompts]
@@ -254,7 +262,7 @@ def test_twenty_at_once(urls: tuple[str, str]) -> None:
     for thread in threads:
         thread.join()
     assert [found[number] for number in range(20)] == alone
-    assert transfers(decode, "destination", "taken") == before + 20
+    until(lambda: transfers(decode, "destination", "taken") == before + 20)
     until(lambda: free(prefill) and free(decode))
 
 
@@ -274,11 +282,12 @@ def test_prefill_is_killed(urls: tuple[str, str]) -> None:
         before = metric(decode, "foreword:transfer_link_bytes_total", direction="received")
         body = long_body(kv_transfer_params={"prefill": address}, cache_report=True)
         thread = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{decode}/v1/completions", json=body, timeout=120))
+            target=lambda: answers.append(patient.post(f"{decode}/v1/completions", json=body, timeout=120))
         )
-        thread.start()
-        until(lambda: metric(decode, "foreword:transfer_link_bytes_total", direction="received") > before, 60)
-        end(doomed)
+        with slow(doomed, step=0.5):
+            thread.start()
+            until(lambda: metric(decode, "foreword:transfer_link_bytes_total", direction="received") > before)
+            end(doomed)
         thread.join(120)
     finally:
         end(doomed)
@@ -286,14 +295,14 @@ def test_prefill_is_killed(urls: tuple[str, str]) -> None:
     report = answers[0].json()["cache_report"]
     came = report["transferred_tokens"].get(f"prefill {address}", 0)
     assert 0 <= came < report["prompt_tokens"]
-    assert transfers(decode, "destination", "lost") == 1
+    until(lambda: transfers(decode, "destination", "lost") == 1)
     forget(decode)
-    alone = httpx.post(f"{decode}/v1/completions", json=long_body(), timeout=120).json()
+    alone = patient.post(f"{decode}/v1/completions", json=long_body(), timeout=120).json()
     assert answers[0].json()["choices"][0]["text"] == alone["choices"][0]["text"]
     until(lambda: free(decode))
 
 
-def test_decode_is_killed(urls: tuple[str, str]) -> None:
+def test_decode_is_killed(urls: tuple[str, str], servers: tuple[LedProcess, LedProcess]) -> None:
     """kill -9 of the decode server while KV travels: the prefill server frees its blocks at once and serves others."""
     prefill, decode = urls
     forget(prefill)
@@ -305,20 +314,21 @@ def test_decode_is_killed(urls: tuple[str, str]) -> None:
 
         def ask() -> None:
             with pytest.raises(httpx.HTTPError):
-                httpx.post(
+                patient.post(
                     f"{url}/v1/completions", content=body, headers={"content-type": "application/json"}, timeout=120
                 )
 
         thread = threading.Thread(target=ask)
-        thread.start()
-        until(lambda: metric(url, "foreword:transfer_link_bytes_total", direction="received") > 0, 60)
-        end(doomed)
+        with slow(servers[0], step=0.5):
+            thread.start()
+            until(lambda: metric(url, "foreword:transfer_link_bytes_total", direction="received") > 0)
+            end(doomed)
         thread.join(60)
     finally:
         end(doomed)
     until(lambda: free(prefill))
     until(lambda: transfers(prefill, "source", "lost") + transfers(prefill, "source", "taken") > 0)
-    after = httpx.post(
+    after = patient.post(
         f"{decode}/v1/completions",
         json={"prompt": LINE * 3, "max_tokens": 4, "kv_transfer_params": {"prefill": address}},
         timeout=60,

@@ -106,11 +106,12 @@ def test_what_was_forgotten_is_known(router: RouterProcess, servers: list[LedPro
 
 def test_a_router_that_comes_late_catches_up(router: RouterProcess, servers: list[LedProcess]) -> None:
     """A second router learns from the replay what servers hold."""
-    prompt = words("late", 90)
+    prompt, known = words("late", 90), known_blocks(router)
     where, _ = ask(router, prompt)
+    until(lambda: known_blocks(router) > known + 10)
     late = RouterProcess(*replicas(servers), "--admin-key", "admin-secret").wait_for(2)
     try:
-        until(lambda: state(late)[where]["known_blocks"] > 10)
+        until(lambda: known_blocks(late) >= known_blocks(router))
         again, cached = ask(late, prompt)
         assert again == where and cached > 100
     finally:
@@ -253,10 +254,12 @@ def test_a_local_tokenizer(servers: list[LedProcess], router: RouterProcess) -> 
         *replicas(servers), "--tokenizer", str(embedded_model()), "--admin-key", "admin-secret"
     ).wait_for(2)
     try:
+        until(lambda: known_blocks(local) >= known_blocks(router))
+        known = known_blocks(local)
         message = {"role": "user", "content": words("local", 60)}
         body = {"messages": [message], "max_tokens": 1}
         first = patient.post(f"{router.url}/v1/chat/completions", json=body)
-        until(lambda: known_blocks(local) > 10)
+        until(lambda: known_blocks(local) > known + 5)
         second = patient.post(f"{local.url}/v1/chat/completions", json=body)
         routes = [answer.headers["x-foreword-route"].partition(": ")[0] for answer in (first, second)]
         assert routes[0] == routes[1]

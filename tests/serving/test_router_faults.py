@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import patient
 import pytest
 import uvicorn
 from aiohttp import web
-from doors import ENGINE, PREFIXES, Doors, until, words
+from doors import ENGINE, PREFIXES, Doors, knocking, until, words
 from router_parts import Loop, Relay, RouterProcess
 
 from foreword.config import Config, ServerConfig
@@ -70,7 +71,7 @@ class Scripted:
         self.probes += 1
         await self.probe_gate.wait()
         if self.behaviour == "frozen":
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         return web.Response(status=500 if self.behaviour == "ill" else 200)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -95,7 +96,7 @@ class Scripted:
         if self.behaviour == "picky":
             return web.json_response({"error": {"message": "no", "type": "invalid_request_error"}}, status=422)
         if self.behaviour == "frozen":
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         if self.behaviour == "hang up":
             assert request.transport is not None
             request.transport.abort()
@@ -129,7 +130,7 @@ class Scripted:
             if self.behaviour == "garbage" and number == 1:
                 await out.write(b"data: {no JSON\n\n")
             if self.behaviour == "stall" and number == 1:
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
             if self.behaviour == "error" and number == 1:
                 error = {"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}}
                 await out.write(b"data: " + json.dumps(error).encode() + b"\n\n")
@@ -158,7 +159,7 @@ def named(*scripted: Scripted | Relay) -> list[str]:
 
 def post(router: RouterProcess, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
     body = {"model": "m", "prompt": "count", **more}
-    return httpx.post(f"{router.url}/v1/completions", json=body, headers=headers, timeout=30)
+    return patient.post(f"{router.url}/v1/completions", json=body, headers=headers)
 
 
 def lines(answer: httpx.Response) -> list[str]:
@@ -204,7 +205,7 @@ def test_failures_in_the_middle(loop: Loop, behaviour: str) -> None:
 def test_a_replica_that_stalls(loop: Loop) -> None:
     """A replica from which nothing comes any more counts as lost."""
     odd, good = Scripted(loop), Scripted(loop)
-    with routed(*named(odd, good), "--policy", "round-robin", "--stall-timeout", "0.6", replicas=2) as router:
+    with routed(*named(odd, good), "--policy", "round-robin", "--stall-timeout", "3", replicas=2) as router:
         odd.behaviour = "stall"
         texts = {said(post(router, stream=True, max_tokens=9)) for _ in range(2)}
         assert "one twoone two three" in texts
@@ -216,7 +217,7 @@ def test_a_replica_that_freezes(loop: Loop, streams: bool) -> None:
     """A replica that takes connections and answers nothing, not even probes, is noticed, and who waits there is answered by
     another."""
     odd, good = Scripted(loop), Scripted(loop)
-    flags = ["--policy", "round-robin", "--health-timeout", "0.2"]
+    flags = ["--policy", "round-robin", "--health-timeout", "1.5"]
     with routed(*named(odd, good), *flags, replicas=2) as router:
         odd.behaviour = "frozen"
         for _ in range(2):
@@ -228,7 +229,7 @@ def test_a_replica_that_freezes(loop: Loop, streams: bool) -> None:
 def test_a_router_that_was_held_up(loop: Loop) -> None:
     """What a router missed because it did not run itself is no replica's fault: none is left alone, and streams go on."""
     scripted = Scripted(loop)
-    with routed(*named(scripted), "--health-timeout", "0.5", "--failures", "1", replicas=1) as router:
+    with routed(*named(scripted), "--health-timeout", "3", "--failures", "1", replicas=1) as router:
         for _ in range(3):
             loop.call(scripted.probe_gate.clear)
             probes = scripted.probes
@@ -236,7 +237,7 @@ def test_a_router_that_was_held_up(loop: Loop) -> None:
             # The probe is answered, but the router does not run until its time is over.
             router.popen.send_signal(signal.SIGSTOP)
             loop.call(scripted.probe_gate.set)
-            time.sleep(1)
+            time.sleep(3.5)
             router.popen.send_signal(signal.SIGCONT)
             until(lambda probes=probes: scripted.probes > probes + 1)  # type: ignore[misc]
             assert said(post(router, stream=True)) == "one two three"
@@ -296,7 +297,7 @@ def test_breaker_opens_and_closes(loop: Loop) -> None:
         assert [post(router).status_code for _ in range(4)] == [200] * 4
         assert scripted.seen == []
         relay.open()
-        until(lambda: router.metric(up, replica=relay.url) == 1, 40)
+        until(lambda: router.metric(up, replica=relay.url) == 1)
         assert [post(router).status_code for _ in range(4)] == [200] * 4
         assert scripted.seen
         assert router.metric("foreword:router_breaker_opened_total", replica=relay.url) == 1
@@ -322,7 +323,7 @@ def test_one_that_was_away_is_tried_once(loop: Loop) -> None:
         until(lambda: len(scripted.seen) == 2)
         assert not first.done()
         scripted.release()
-        assert [said(one.result(30)) for one in (first, second)] == ["one two three"] * 2
+        assert [said(one.result(60)) for one in (first, second)] == ["one two three"] * 2
 
 
 def test_what_is_away_long_is_used_at_once() -> None:
@@ -350,11 +351,11 @@ def test_no_replica_left(loop: Loop) -> None:
     relay = Relay(loop, scripted.url)
     with routed(*named(relay), replicas=1) as router:
         relay.close()
-        until(lambda: httpx.get(f"{router.url}/ready").status_code == 503)
+        until(lambda: patient.get(f"{router.url}/ready").status_code == 503)
         answer = post(router)
         assert answer.status_code == 503 and answer.headers["retry-after"]
         assert "cannot connect" in answer.json()["error"]["message"]
-        assert httpx.get(f"{router.url}/health").status_code == 200
+        assert patient.get(f"{router.url}/health").status_code == 200
 
 
 def test_queue_then_429(loop: Loop) -> None:
@@ -373,7 +374,7 @@ def test_queue_then_429(loop: Loop) -> None:
             assert refused.json()["error"]["code"] == "queue_full"
             assert slow.open == 1
             slow.release()
-            assert [said(one.result(30)) for one in (first, *waiting)] == ["one two three"] * 3
+            assert [said(one.result(60)) for one in (first, *waiting)] == ["one two three"] * 3
         assert "queued" in waiting[0].result().headers["x-foreword-route"]
 
 
@@ -385,11 +386,11 @@ def test_clients_may_leave_the_queue(loop: Loop) -> None:
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(post, router, stream=True)
             until(lambda: slow.open == 1)
-            with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{router.url}/v1/completions", json={"prompt": "x", "stream": True}, timeout=0.5)
+            with knocking(router.url, {"prompt": "x", "stream": True}):
+                until(lambda: router.metric("foreword:router_queue_length") == 1)
             until(lambda: router.metric("foreword:router_queue_length") == 0)
             slow.release()
-            assert said(first.result(30)) == "one two three"
+            assert said(first.result(60)) == "one two three"
         assert len(slow.seen) == 1
 
 
@@ -425,7 +426,7 @@ def test_fair_shares(loop: Loop) -> None:
             ]
             until(lambda: router.metric("foreword:router_queue_length") == 8)
             slow.release()
-            assert all(one.result(30).status_code == 200 for one in many + modest)
+            assert all(one.result(60).status_code == 200 for one in many + modest)
         order = [body["user"] for body in slow.seen]
         assert order.index("modest") <= 2 and len(order) - order[::-1].index("modest") <= 5
 
@@ -467,7 +468,7 @@ def trusting(doors: Doors) -> Iterator[str]:
     thread.start()
     yield "http://{}:{}".format(*listener.getsockname()[:2])
     server.should_exit = True
-    thread.join(10)
+    thread.join(60)
 
 
 def test_tenants_do_not_share(trusting: str) -> None:

@@ -39,7 +39,7 @@ def router(relays: tuple[Relay, ...]) -> Iterator[RouterProcess]:
 
 def stream(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """All chunks of a streamed answer, which ends as it should."""
-    with httpx.stream("POST", url + path, json={"temperature": 0, "stream": True, **body}, timeout=60) as answer:
+    with httpx.stream("POST", url + path, json={"temperature": 0, "stream": True, **body}, timeout=120) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert answer.status_code == 200 and lines[-1] == "[DONE]", lines[-3:]
     return [json.loads(line) for line in lines[:-1]]
@@ -187,7 +187,7 @@ def test_what_cannot_be_continued_exactly(
     """Where no replica can go on exactly there, the stream ends with an error event that says why, and nothing is doubled."""
     scissors.cut_after(6)
     body = {**CHAT, "max_tokens": 16, "temperature": 0, "stream": True, **more}
-    with httpx.stream("POST", f"{router.url}/v1/chat/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{router.url}/v1/chat/completions", json=body, timeout=120) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     error = json.loads(lines[-1])["error"]
     assert error["code"] == "replica_failed" and reason in error["message"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import patient
 import pytest
 from doors import until
 from server_process import Process
@@ -24,7 +24,7 @@ TEXT = "def parse(text: str) -> list[str]:\n    return [part.strip() for part in
 def post(url: str, key: str | None = None, **body: Any) -> dict[str, Any]:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     given = {"temperature": 0, "max_tokens": 8, "cache_report": True, **body}
-    answer = httpx.post(f"{url}/v1/completions", json=given, headers=headers, timeout=120)
+    answer = patient.post(f"{url}/v1/completions", json=given, headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -35,14 +35,15 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def metric(url: str, name: str, **labels: str) -> float:
-    for line in httpx.get(f"{url}/metrics").text.splitlines():
+    for line in patient.get(f"{url}/metrics").text.splitlines():
         if line.startswith(name + "{") and all(f'{key}="{value}"' in line for key, value in labels.items()):
             return float(line.rsplit(" ", 1)[1])
     raise AssertionError(name)
 
 
 def store(folder: Path) -> list[str]:
-    return ["--store", f"disk://{folder}/kv?size=256MiB", "--dtype", "float32"]
+    flags = ["--store", f"disk://{folder}/kv?size=256MiB", "--dtype", "float32"]
+    return [*flags, "--store-lookup-timeout", "60", "--store-load-timeout", "60", "--store-flush-seconds", "60"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -57,7 +58,7 @@ def test_killed_and_started_again(start: Start, tmp_path: Path) -> None:
     first = start(*store(tmp_path))
     url = first.wait_ready()
     answer = post(url, prompt=TEXT)
-    made = httpx.post(f"{url}/v1/prefixes", json={"name": "rules", "content": TEXT}, timeout=120)
+    made = patient.post(f"{url}/v1/prefixes", json={"name": "rules", "content": TEXT}, timeout=120)
     assert made.status_code == 201
     named = post(url, prompt="x = parse(", prefix="rules")
     until(lambda: metric(url, "foreword:store_queued_blocks") == 0)
@@ -74,7 +75,7 @@ def test_killed_and_started_again(start: Start, tmp_path: Path) -> None:
         assert metric(url, "vllm:prompt_tokens_cached_by_source_total", source="disk") > 0
         other = post(url, prompt="x = parse(", prefix="rules")
         assert other["choices"][0]["text"] == named["choices"][0]["text"]
-        [listed] = httpx.get(f"{url}/v1/prefixes").json()["data"]
+        [listed] = patient.get(f"{url}/v1/prefixes").json()["data"]
         assert (listed["name"], listed["version"]) == ("rules", 1)
 
 
@@ -82,14 +83,14 @@ def test_prefixes_are_shared_and_versioned(start: Start, tmp_path: Path) -> None
     """What one server registers, replaces and removes, another one that shares the store knows soon after."""
     one, other = start(*store(tmp_path)), start(*store(tmp_path))
     here, there = one.wait_ready(), other.wait_ready()
-    httpx.post(f"{here}/v1/prefixes", json={"name": "p", "content": TEXT}, timeout=120).raise_for_status()
-    assert httpx.get(f"{there}/v1/prefixes/p").json()["content"] == TEXT
-    clash = httpx.post(f"{there}/v1/prefixes", json={"name": "p", "content": "y"}, timeout=120)
+    patient.post(f"{here}/v1/prefixes", json={"name": "p", "content": TEXT}, timeout=120).raise_for_status()
+    assert patient.get(f"{there}/v1/prefixes/p").json()["content"] == TEXT
+    clash = patient.post(f"{there}/v1/prefixes", json={"name": "p", "content": "y"}, timeout=120)
     assert clash.status_code == 400 and "exists" in clash.json()["error"]["message"]
-    httpx.put(f"{there}/v1/prefixes/p", json={"content": TEXT * 2}, timeout=120).raise_for_status()
-    until(lambda: httpx.get(f"{here}/v1/prefixes/p").json().get("version") == 2)
-    assert httpx.get(f"{here}/v1/prefixes/p").json()["content"] == TEXT * 2
-    assert httpx.delete(f"{here}/v1/prefixes/p").status_code == 200
+    patient.put(f"{there}/v1/prefixes/p", json={"content": TEXT * 2}, timeout=120).raise_for_status()
+    until(lambda: patient.get(f"{here}/v1/prefixes/p").json().get("version") == 2)
+    assert patient.get(f"{here}/v1/prefixes/p").json()["content"] == TEXT * 2
+    assert patient.delete(f"{here}/v1/prefixes/p").status_code == 200
     found = run("inspect", f"disk://{tmp_path}/kv", "--json")
     assert json.loads(found.stdout)["prefixes"] == []
 
@@ -119,7 +120,7 @@ def test_tenants_in_a_store(start: Start, tmp_path: Path) -> None:
     assert cached(post(url, "k1", prompt=TEXT)) == 0
     assert cached(post(url, "k2", prompt=TEXT)) > 100
     for _ in range(2):
-        gone = httpx.delete(f"{url}/v1/cache", headers={"authorization": "Bearer k2"}, timeout=60).json()
+        gone = patient.delete(f"{url}/v1/cache", headers={"authorization": "Bearer k2"}).json()
         assert gone["left"] == 0
     assert cached(post(url, "k2", prompt=TEXT)) == 0
 
@@ -165,7 +166,7 @@ def test_forget_a_prefix_and_a_model(start: Start, tmp_path: Path) -> None:
     process = start(*store(tmp_path))
     url = process.wait_ready()
     other = "import os\nimport sys\n" * 40
-    httpx.post(f"{url}/v1/prefixes", json={"name": "p", "content": TEXT}, timeout=120).raise_for_status()
+    patient.post(f"{url}/v1/prefixes", json={"name": "p", "content": TEXT}, timeout=120).raise_for_status()
     post(url, prompt="x = 1\n" * 20, prefix="p")
     post(url, prompt=other)
     process.popen.send_signal(signal.SIGTERM)
