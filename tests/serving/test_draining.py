@@ -108,12 +108,14 @@ def test_two_servers_drain(urls: tuple[str, str]) -> None:
     first = LedProcess(*FLAGS, "--drain-to", second.url(), "--drain-seconds", "120")
     try:
         url, _ = first.wait_ready(), second.wait_ready()
-        with slow(first, second), streamed(url) as one, streamed(url) as other:
+        with slow(first, second) as fast, streamed(url) as one, streamed(url) as other:
             lines, others = one.iter_lines(), other.iter_lines()
             found, beside = Stream().read(lines, 3), Stream().read(others, 3)
             first.popen.send_signal(signal.SIGTERM)
-            until(lambda: " moved to " in first.text)
+            until(lambda: "requests moved" in first.text)
             second.popen.send_signal(signal.SIGTERM)
+            until(lambda: "requests moved" in second.text)
+            fast()
             found.read(lines)
             beside.read(others)
         assert (first.end(), second.end()) == (0, 0)
