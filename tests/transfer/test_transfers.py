@@ -246,14 +246,14 @@ def test_working_keeps_a_transfer_alive() -> None:
 
     class Busy(Prefill):
         def send(self, source: Source, seed: int, tokens: int, first: int) -> None:
-            ends = time.monotonic() + 7.0
+            ends = time.monotonic() + 8.0
             while time.monotonic() < ends:
                 source.working()
                 time.sleep(0.01)
             super().send(source, seed, tokens, first)
 
     prefill, decode = Busy(), Decode()
-    with two(prefill, decode, progress_timeout=3.0, lease_seconds=3.0) as (connection, _):
+    with two(prefill, decode, progress_timeout=5.0, lease_seconds=5.0) as (connection, _):
         assert pull(connection, decode, 9, 100).wait(PATIENCE) is Outcome.TAKEN
         decode.check()
 
