@@ -269,8 +269,14 @@ class Probe:
         return int(found.get(b"num_requests_running", 0)), int(found.get(b"num_requests_waiting", 0))
 
     async def _metrics(self, upstream: Upstream) -> bytes:
+        """All of them, in however many pieces they come; what is longer than 8 MiB is left."""
+        found = bytearray()
         async with self._session.get(f"{upstream.url}/metrics", timeout=self._timeout) as answer:
-            return await answer.content.read(_MOST_METRICS) if answer.status == 200 else b""
+            while answer.status == 200 and len(found) < _MOST_METRICS:
+                if not (piece := await answer.content.readany()):
+                    break
+                found += piece
+        return bytes(found)
 
     async def _transfer(self, upstream: Upstream) -> str | None:
         status, body = await self._get(f"{upstream.url}/v1/instance")

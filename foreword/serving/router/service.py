@@ -250,7 +250,7 @@ class Router:
                 pool.fleet.on_finished = told(self.recorder)
         self._subscribe(upstream, pool)
         pool.add(upstream)
-        events = ", sends KV events" if facts.sources else ""
+        events = ", sends KV events" if upstream.url in self.feeds else ""
         logger.info("replica %s serves %s (%s)%s", upstream.url, model, facts.kind, events)
         if upstream.apart:
             logger.error("replica %s takes no requests: %s", upstream.url, upstream.apart)
@@ -269,7 +269,10 @@ class Router:
 
     def _subscribe(self, upstream: Upstream, pool: Pool) -> None:
         facts = upstream.facts
-        if facts is None or not facts.sources or facts.block_size is None:
+        if facts is None or not facts.sources:
+            return
+        if facts.block_size is None:
+            logger.warning("KV events of %s are not read: its /metrics do not say its block size", upstream.url)
             return
         if self._zmq is None:
             self._zmq = zmq.asyncio.Context()
