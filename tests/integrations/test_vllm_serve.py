@@ -73,7 +73,7 @@ class Server:
     def ask(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> httpx.Response:
         given = key or self.key
         headers = {"authorization": f"Bearer {given}"} if given else {}
-        return httpx.request(method, self.url + path, json=body, headers=headers, timeout=120)
+        return httpx.request(method, self.url + path, json=body, headers=headers, timeout=180)
 
     def complete(self, prompt: Any, **more: Any) -> dict[str, Any]:
         """Greedy; `tokens`: of the answer, `cached`: how many of the prompt's were."""
@@ -99,14 +99,14 @@ class Server:
         lines = self.ask("GET", "/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
 
-    def stop(self, number: int = signal.SIGTERM, within: float = 60) -> None:
+    def stop(self, number: int = signal.SIGTERM, within: float = 150) -> None:
         """Ask the server to end, and end whatever of it is left."""
         self.process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(within)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Pair:
         """How many are in the store."""
         store = open_store([self.store])
         try:
-            return sum(entry.pinned or not pinned for entry in store.scan(deadline=time.monotonic() + 30))
+            return sum(entry.pinned or not pinned for entry in store.scan(deadline=time.monotonic() + 120))
         finally:
             store.close()
 
@@ -142,7 +142,7 @@ class Pair:
         return found
 
 
-def wait_for(happened: Callable[[], bool], within: float = 30) -> None:
+def wait_for(happened: Callable[[], bool], within: float = 120) -> None:
     deadline = time.monotonic() + within
     while not happened():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -157,13 +157,17 @@ def start(model: Path, folder: Path, core: int, key: str | None) -> Server:
         "kv_connector": "ForewordConnector",
         "kv_connector_module_path": "vllm_patient",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"store": [f"disk://{folder}/kv?size=256MiB"], "lookup_timeout": 60.0},
+        "kv_connector_extra_config": {
+            "store": [f"disk://{folder}/kv?size=256MiB"],
+            "lookup_timeout": 60.0,
+            "load_timeout": 300.0,
+        },
     }
     command = [
         PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
         "--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8", "--seed", "0",
-        "--enable-prompt-tokens-details", "--shutdown-timeout", "30", "--kv-transfer-config", json.dumps(transfer),
+        "--enable-prompt-tokens-details", "--shutdown-timeout", "120", "--kv-transfer-config", json.dumps(transfer),
         "--middleware", "foreword.integrations.vllm_prefixes.NamedPrefixes", *(("--api-key", key) if key else ()),
     ]  # fmt: skip
     environment = {
@@ -187,7 +191,7 @@ def ready(server: Server) -> Server:
             return server.ask("GET", "/health").status_code == 200
         return False
 
-    wait_for(healthy, 300)
+    wait_for(healthy, 400)
     return server
 
 
@@ -208,7 +212,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "foreword", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
 
 
 def text(seed: int, length: int) -> str:
@@ -346,13 +350,13 @@ def test_a_restarted_server_is_warm(pair: Pair) -> None:
     answer = pair.second.complete(prompt)["tokens"]
     pair.second.stop()
     with contextlib.closing(open_store([pair.store])) as store:
-        mine = [e.name for e in store.scan(deadline=time.monotonic() + 30) if e.pinned and e.depth >= 5]
-        assert store.delete(mine, deadline=time.monotonic() + 30) == 300 // BLOCK - 5
+        mine = [e.name for e in store.scan(deadline=time.monotonic() + 120) if e.pinned and e.depth >= 5]
+        assert store.delete(mine, deadline=time.monotonic() + 120) == 300 // BLOCK - 5
     left = pair.blocks(pinned=True)
     pair.second = ready(start(pair.model, pair.folder, 1, KEY))
     again = pair.second.complete(prompt)
     assert (again["tokens"], again["cached"]) == (answer, 350 // BLOCK * BLOCK)
-    wait_for(lambda: pair.blocks(pinned=True) - left == 300 // BLOCK - 5, 60)
+    wait_for(lambda: pair.blocks(pinned=True) - left == 300 // BLOCK - 5)
     used = pair.second.complete(rest, prefix="manual")
     assert used["tokens"] == pair.reference(content + rest) and used["cached"] == 300 // BLOCK * BLOCK
 

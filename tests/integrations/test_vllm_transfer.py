@@ -18,7 +18,9 @@ pytestmark = needs_vllm
 
 SECRET = "a secret of the right length for tests"
 ENVIRONMENT = {"FOREWORD_TEST_SECRET": SECRET, "FOREWORD_OTHER_SECRET": SECRET[::-1]}
-TRANSFER = {"secret_env": "FOREWORD_TEST_SECRET"}
+# With time for a machine that is busy with other things.
+PATIENCE = {"connect_timeout": 60.0, "answer_timeout": 60.0, "beat_seconds": 20.0}
+TRANSFER = {"secret_env": "FOREWORD_TEST_SECRET", **PATIENCE}
 PROMPTS = prompts(71, [200, 20, 128, 140, 170, 180, 150, 160])
 LONG, SHORT, EXACT, AGAIN, REFUSED, OTHER, DYING, DEAD = PROMPTS
 
@@ -56,7 +58,7 @@ def alone(model: Path) -> dict[int, list[int]]:
 @pytest.fixture(scope="module")
 def pair(start: Start) -> tuple[Told, Told]:
     """One that only prefills, without stores, and one that only decodes, with a memory tier."""
-    first = start([], role="kv_producer", extra={"transfer": {**TRANSFER, "lease_seconds": 3}})
+    first = start([], role="kv_producer", extra={"transfer": {**TRANSFER, "lease_seconds": 20}})
     second = start(["memory://?size=64MiB"], role="kv_consumer", extra={"transfer": TRANSFER})
     return first.ready(), second.ready()
 
@@ -136,7 +138,7 @@ def test_memory_where_the_worker_is_apart(pair: tuple[Told, Told], start: Start,
     consumer.tell("forget")
     before = consumer.tell("state")
     stores = ["memory://?size=64MiB", f"peer://{before['address']}?secret_env=FOREWORD_TEST_SECRET"]
-    apart = start(stores, apart=True, extra={"transfer": {"secret_env": "FOREWORD_OTHER_SECRET"}}).ready()
+    apart = start(stores, apart=True, extra={"transfer": {**TRANSFER, "secret_env": "FOREWORD_OTHER_SECRET"}}).ready()
     [folder] = set(sockets()) - BEFORE
     assert os.stat(folder).st_mode & 0o777 == 0o700
     blocks = len(LONG) // BLOCK

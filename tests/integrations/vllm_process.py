@@ -20,7 +20,7 @@ import transformers
 PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
 CHECKOUT = Path(__file__).parent.parent.parent
 BLOCK = 32
-_WITHIN = 240.0
+_WITHIN = 300.0
 
 needs_vllm = [
     pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"),
@@ -135,6 +135,6 @@ class Told:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             assert self._process.stdin is not None
             self._process.stdin.close()
-            self._process.wait(20)
+            self._process.wait(60)
         self._process.kill()
-        self._process.wait(20)
+        self._process.wait(60)

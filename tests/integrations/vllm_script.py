@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from vllm_case import finish, loaded, make_llm, wait_for_files, worker_of
+from vllm_case import WITHIN, finish, loaded, make_llm, wait_for_files, worker_of
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
         rounds.append([{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs])
         worker = worker_of(llm) if job["store"] is not None else None
         if worker is not None:
-            worker.cache.flush()
+            assert worker.cache.flush(WITHIN)
         elif "files" in job:
             wait_for_files(job["files"], job["counts"][number])
         llm.reset_prefix_cache(reset_connector=number < len(job.get("resets", ())) and job["resets"][number])
@@ -43,8 +43,8 @@ def main() -> None:
             found["bad"] = {tier.label: dict(tier.counters.bad) for tier in cache.store.tiers}
             found["errors"] = {tier.label: dict(tier.counters.errors) for tier in cache.store.tiers}
             started = time.monotonic()
-            cache.close(20)
-            found["closed_in_time"] = time.monotonic() - started < 20
+            cache.close(WITHIN)
+            found["closed_in_time"] = time.monotonic() - started < WITHIN
         else:  # workers in processes of their own write what is queued when they are told to end
             found["loaded"] = loaded(llm) if not job.get("llm", {}).get("disable_log_stats", True) else {}
             llm.llm_engine.engine_core.shutdown()

@@ -96,7 +96,7 @@ class Told:
 
     def idle(self) -> dict[str, Any]:
         """Step until vLLM has nothing left to wait for."""
-        Engine(self.llm).until(lambda: not scheduler_of(self.llm).has_requests(), 200000)
+        Engine(self.llm).until(lambda: not scheduler_of(self.llm).has_requests())
         return self.state()
 
     def state(self) -> dict[str, Any]:
