@@ -8,11 +8,10 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from foreword.config import RouterConfig
 from foreword.errors import ConfigError
-from foreword.serving.router.replicas import Spec, parse
+from foreword.serving.router.replicas import Spec, parse, url_parts
 from foreword.serving.router.service import Router
 
 logger = logging.getLogger(__name__)
@@ -108,8 +107,10 @@ class Membership:
 
 
 def _dns_parts(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
+    if "@" in url:
+        raise ConfigError("the URL of --replica-dns has no password; give the replicas' key with --replica-key")
+    parts = url_parts(url)
+    if parts is None or parts.scheme != "http" or parts.path not in ("", "/") or not parts.hostname:
         raise ConfigError(f"--replica-dns takes a URL such as http://name:8000, not {url!r}")
     return parts.hostname, parts.port or 80
 

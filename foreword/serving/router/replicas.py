@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 
@@ -39,15 +39,11 @@ class Spec:
 def parse(text: str, role: str = "both") -> Spec:
     """Raises ConfigError."""
     url, *options = text.split()
-    parts = urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = -1
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.path not in ("", "/", "/v1"):
-        raise ConfigError(f"a replica is written as a URL such as http://host:8000, not {url!r}")
-    if parts.username or parts.password or parts.query or parts.fragment:
+    if "@" in url or "?" in url or "#" in url:
         raise ConfigError("a replica's URL has no password and no query; give its key with --replica-key")
+    parts = url_parts(url)
+    if parts is None or parts.scheme not in ("http", "https") or parts.path not in ("", "/", "/v1"):
+        raise ConfigError(f"a replica is written as a URL such as http://host:8000, not {url!r}")
     given: dict[str, Any] = {"role": role}
     for option in options:
         name, _, value = option.partition("=")
@@ -62,6 +58,15 @@ def parse(text: str, role: str = "both") -> Spec:
             raise ConfigError(f"replica {url}: max_waiting is a number of at least 1")
         given["max_waiting"] = int(given["max_waiting"])
     return Spec(f"{parts.scheme}://{parts.netloc}", **given)
+
+
+def url_parts(url: str) -> SplitResult | None:
+    """None if the URL has no host, or a port that is none."""
+    try:
+        parts = urlsplit(url)
+        return parts if parts.hostname and parts.port != 0 else None
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,66 @@
+"""How replicas are written down."""
+
+from __future__ import annotations
+
+import pytest
+
+from foreword.config import RouterConfig
+from foreword.errors import ConfigError
+from foreword.serving.router.membership import named
+from foreword.serving.router.replicas import Spec, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("http://a:8000", Spec("http://a:8000")),
+        ("https://a/v1", Spec("https://a")),
+        ("http://[::1]:8000/", Spec("http://[::1]:8000")),
+        ("http://a:1 role=prefill max_waiting=7", Spec("http://a:1", role="prefill", max_waiting=7)),
+        ("http://a:1 events=tcp://a:2 replay=tcp://a:3", Spec("http://a:1", events="tcp://a:2", replay="tcp://a:3")),
+    ],
+)
+def test_what_is_written_is_meant(text: str, spec: Spec) -> None:
+    """A URL with options is that replica."""
+    assert parse(text) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a:8000", "written as a URL"),
+        ("http://", "written as a URL"),
+        ("http://a:none", "written as a URL"),
+        ("http://a:70000", "written as a URL"),
+        ("http://[::1", "written as a URL"),
+        ("http://a:1/v2", "written as a URL"),
+        ("http://a:1?x=1", "no password and no query"),
+        ("http://me:hunter2@a:1", "--replica-key"),
+        ("http://me:hunter2@a:none", "--replica-key"),
+        ("http://me:hunt]er2@[a", "--replica-key"),
+        ("http://a:1 roll=both", "Did you mean 'role'"),
+        ("http://a:1 role=both_of_them", "its role is both, prefill or decode"),
+        ("http://a:1 max_waiting=0", "a number of at least 1"),
+    ],
+)
+def test_mistakes_are_named_and_passwords_are_not(text: str, said: str) -> None:
+    """What is no replica is refused with a sentence that helps, which repeats no password."""
+    with pytest.raises(ConfigError) as refused:
+        parse(text)
+    assert said in str(refused.value) and "hunt" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("https://a:1", "such as http://name:8000"),
+        ("http://a:none", "such as http://name:8000"),
+        ("http://[::1", "such as http://name:8000"),
+        ("http://me:hunter2@a:1", "key"),
+    ],
+)
+def test_names_that_are_looked_up(url: str, said: str) -> None:
+    """The same holds for names whose addresses are replicas."""
+    with pytest.raises(ConfigError) as refused:
+        named(RouterConfig(replica_dns=(url,)))
+    assert said in str(refused.value) and "hunt" not in str(refused.value)
