@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -50,7 +51,8 @@ class Command:
         self._log = log
         with log.open("wb") as out:
             command = [sys.executable, "-m", "foreword", *words]
-            self.popen = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+            environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
+            self.popen = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ)
 
     @property
     def text(self) -> str:
