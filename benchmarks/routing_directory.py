@@ -22,7 +22,7 @@ from pathlib import Path
 from timing import machine, median, set_up, table
 
 from foreword.routing.directory import Directory, Tier
-from foreword.routing.feed import KeyTable
+from foreword.routing.event_feed import KeyTable
 from foreword.routing.placement import Candidate, CheapestFirstToken, Query
 
 PROMPT = 2048

@@ -22,9 +22,9 @@ from typing import Any
 from store_serving import redis_server
 from timing import machine, median, ratio, set_up, table, version_of
 
+from foreword.conformance import make_frames
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.urls import open_store
-from foreword.testing import make_frames
 
 KEYS = 32
 Speeds = dict[str, float]

@@ -13,16 +13,16 @@ from foreword.errors import ForewordError
 
 if TYPE_CHECKING:
     from foreword.config import EngineConfig
-    from foreword.engine.async_engine import AsyncEngine
-    from foreword.engine.llm import LLM
     from foreword.engine.request import Request, SamplingParams
+    from foreword.entrypoints.async_engine import AsyncEngine
+    from foreword.entrypoints.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngine", "EngineConfig", "ForewordError", "PrefixCache", "Request", "SamplingParams"]
 
 _HOMES = {
-    "LLM": "foreword.engine.llm",
-    "AsyncEngine": "foreword.engine.async_engine",
+    "LLM": "foreword.entrypoints.llm",
+    "AsyncEngine": "foreword.entrypoints.async_engine",
     "EngineConfig": "foreword.config",
     "Request": "foreword.engine.request",
     "SamplingParams": "foreword.engine.request",

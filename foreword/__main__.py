@@ -1,5 +1,5 @@
 """`python -m foreword`."""
 
-from foreword.cli import main
+from foreword.cli.main import main
 
 main()

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.cache import PATIENCE, BlockCache
-from foreword.paged import Staging
+from foreword.offload.copies import Staging
+from foreword.offload.manager import PATIENCE, BlockCache
 from foreword.store.background import spread, spread_over
-from foreword.store.memory import MemoryStore
+from foreword.store.memory.store import MemoryStore
 from foreword.store.tiered import TieredStore
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells and binds threads one by one")

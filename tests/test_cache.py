@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-import foreword.cache
+import foreword.offload.manager
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.cache import BlockCache, Ticket
-from foreword.paged import Staging
+from foreword.conformance import FlakyStore, soon
+from foreword.offload.copies import Staging
+from foreword.offload.manager import BlockCache, Ticket
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, Frame
-from foreword.store.memory import MemoryStore
+from foreword.store.memory.store import MemoryStore
 from foreword.store.tiered import TieredStore
-from foreword.testing import FlakyStore, soon
 
 LAYOUT = Layout(b"m" * 32, 16, (LayerLayout(1, 8, 8),), "float32")
 ROOT = b"r" * 32
@@ -205,7 +205,7 @@ def interleaved(file: str | None) -> Iterator[None]:
 def test_no_count_of_several_loads_is_lost(made: Callable[..., Device]) -> None:
     """However the threads of several loads take turns, every block that was loaded is counted."""
     brought = 0
-    with interleaved(foreword.cache.__file__):
+    with interleaved(foreword.offload.manager.__file__):
         device = made(MemoryStore(1 << 20))
         device.save(0, 0, 1)
         assert device.cache.flush(PATIENCE)

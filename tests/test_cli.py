@@ -18,9 +18,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from foreword import cli
+from foreword.cli.doctor import examine
+from foreword.cli import main as cli
 from foreword.config import Config, EngineConfig
-from foreword.serving.doctor import examine
 
 runner = CliRunner()
 
@@ -51,7 +51,7 @@ def seen_config(*arguments: str) -> Config:
 def test_help_is_light() -> None:
     """`foreword --help` imports neither torch nor the web framework."""
     heavy = "torch transformers fastapi uvicorn pydantic httpx prometheus_client"
-    code = f"import sys, foreword.cli; print([name for name in '{heavy}'.split() if name in sys.modules])"
+    code = f"import sys, foreword.cli.main; print([name for name in '{heavy}'.split() if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
     shown = subprocess.run([sys.executable, "-m", "foreword", "--help"], capture_output=True, text=True)
     assert shown.returncode == 0 and "serve" in shown.stdout and "doctor" in shown.stdout

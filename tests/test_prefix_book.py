@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import BadRequest, PrefixBudgetExceeded, UnknownPrefix
-from foreword.prefixes import NamedPrefix, PrefixBook
+from foreword.prefixes.book import NamedPrefix, PrefixBook
 
 BLOCK_BYTES, BLOCK = 100, 4
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foreword.blocks import PrefixCache
-from foreword.engine.attention import PagedLayer, Recorder, StepAttention, active, current
-from foreword.engine.attention_native import NativeAttention, NativeStep
+from foreword.engine.attention.base import PagedLayer, Recorder, StepAttention, active, current
+from foreword.engine.attention.cpu_backend import NativeAttention, NativeStep
 from foreword.engine.kernels.native import TYPES, Decoder, Kernels
 from foreword.engine.linear import NativeProduct, PackedForward, Patch, Shared, is_patched, unpatched
 from foreword.engine.request import Request, SamplingParams

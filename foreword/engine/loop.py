@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from foreword.blocks import PrefixCache
-from foreword.blocks.history import History
-from foreword.cache import BlockCache
-from foreword.engine.reports import Reports
+from foreword.blocks.miss_history import History
+from foreword.engine.cache_report import Reports
 from foreword.engine.request import Delta, Departure, FinishReason, Request, SamplingParams, TokenLogprob
 from foreword.engine.runner import Runner, draw_of
 from foreword.engine.sampling import Sampled
@@ -33,6 +32,7 @@ from foreword.events import (
     RequestPreempted,
     StepFinished,
 )
+from foreword.offload.manager import BlockCache
 
 # Seconds that the engine sleeps at most when it has nothing to do but to wait for a store, or for another instance.
 _NEWS_WITHIN = 0.005

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from foreword.blocks import PrefixCache
 from foreword.config import EngineConfig, parse_bytes
-from foreword.engine import attention, decoder, linear
-from foreword.engine.attention import LayerShape, Recorder
+from foreword.engine import decoder, linear
+from foreword.engine.attention import base as attention
+from foreword.engine.attention.base import LayerShape, Recorder
 from foreword.engine.kernels import native
 from foreword.engine.kernels.build import CannotBuild
 from foreword.engine.kernels.native import Kernels

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from foreword.blocks import Copy
-from foreword.engine.attention import LayerShape, PagedLayer, Recorder, StepAttention, active
-from foreword.engine.attention_native import NativeAttention
+from foreword.engine.attention.base import LayerShape, PagedLayer, Recorder, StepAttention, active
+from foreword.engine.attention.cpu_backend import NativeAttention
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.sampling import Draw, Sampled, sample
 from foreword.engine.scheduler import Step

@@ -19,7 +19,7 @@ from foreword.errors import ConfigError, NotFound, did_you_mean
 from foreword.routing.costs import Learner, ReplicaCosts
 from foreword.routing.directory import Directory, Holdings, Reach
 from foreword.routing.disaggregation import Disaggregation
-from foreword.routing.estimate import Accuracy, Estimate, InFlight
+from foreword.routing.estimated_directory import Accuracy, Estimate, InFlight
 from foreword.routing.load import Load, Sent
 from foreword.routing.placement import Candidate, CheapestFirstToken, Decision, Policy, Query
 from foreword.routing.sessions import Sessions

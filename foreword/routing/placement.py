@@ -34,7 +34,7 @@ from hashlib import blake2b
 from typing import Final, Protocol
 
 from foreword.errors import ConfigError
-from foreword.routing.beginnings import Beginnings
+from foreword.routing.common_prefixes import Beginnings
 from foreword.routing.costs import ReplicaCosts
 from foreword.routing.directory import NOTHING, Reach, Tier
 

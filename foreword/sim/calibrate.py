@@ -25,7 +25,7 @@ from foreword.sim.profile import Profile
 from foreword.store.urls import parse
 
 if TYPE_CHECKING:
-    from foreword.engine.llm import LLM
+    from foreword.entrypoints.llm import LLM
 
 _BATCHES: Final = (1, 2, 4, 8, 16)
 _DECODED: Final = 12
@@ -271,7 +271,7 @@ def _load(setup: Setup, url: str) -> LoadCost | None:
 
 @contextmanager
 def _opened(setup: Setup, watch: _Watch, store: str | None = None) -> Iterator[LLM]:
-    from foreword.engine.llm import LLM
+    from foreword.entrypoints.llm import LLM
 
     room = max(2 * setup.longest, (_BATCHES[-1] + 1) * (setup.longest // 2 + 64))
     with LLM(

@@ -2,7 +2,7 @@
 
 A store keeps *frames* (store/frame.py) under *names* (layout fingerprint and key, 48 bytes) and small *records* (named
 prefixes, descriptions of layouts) under words. A frame never changes once it is there: writing it again is nothing, losing
-it is a miss. `foreword.testing.StoreContract` says in tests what is said here in words.
+it is a miss. `foreword.conformance.StoreContract` says in tests what is said here in words.
 
 Stores do not check what they give back; `TieredStore` does, for every one of them, before anybody else sees a byte.
 """

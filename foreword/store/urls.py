@@ -105,8 +105,8 @@ def open_store(
 
 def loss_of(urls: Sequence[str]) -> str:
     """What the layout of blocks in this composition must name as its loss: "" unless a codec is lossy."""
-    from foreword.store.codec import codec_named
-    from foreword.store.coded import named_loss
+    from foreword.store.codecs.base import codec_named
+    from foreword.store.codecs.store import named_loss
 
     return named_loss(*(codec_named(parse(url).codec) for url in urls))
 
@@ -125,8 +125,8 @@ def _labelled(places: Sequence[StoreUrl]) -> list[StoreUrl]:
 def _encoded(store: Store, codec: str, layout: Layout | None) -> Store:
     if codec == "raw" or layout is None:
         return store
-    from foreword.store.codec import codec_named
-    from foreword.store.coded import CodedStore
+    from foreword.store.codecs.base import codec_named
+    from foreword.store.codecs.store import CodedStore
 
     return CodedStore(store, codec_named(codec), layout)
 
@@ -146,7 +146,7 @@ def _open(place: StoreUrl, layout: Layout | None, above: Mapping[str, Opener]) -
 
 
 def _open_memory(place: StoreUrl) -> Store:
-    from foreword.store.memory import MemoryStore
+    from foreword.store.memory.store import MemoryStore
 
     given = Options(place)
     size = given.size("memory")
@@ -156,7 +156,7 @@ def _open_memory(place: StoreUrl) -> Store:
 
 
 def _open_disk(place: StoreUrl) -> Store:
-    from foreword.store.disk import DiskStore
+    from foreword.store.disk.store import DiskStore
 
     given = Options(place)
     size = given.size("disk")
@@ -180,7 +180,7 @@ def _open_disk(place: StoreUrl) -> Store:
 
 def _open_redis(place: StoreUrl) -> Store:
     try:
-        from foreword.store.redis import RedisStore
+        from foreword.store.redis.store import RedisStore
     except ModuleNotFoundError as error:
         raise _missing(error, "redis") from None
     given = Options(place)
@@ -192,7 +192,7 @@ def _open_redis(place: StoreUrl) -> Store:
 
 def _open_objects(place: StoreUrl) -> Store:
     try:
-        from foreword.store.objects import ObjectStore
+        from foreword.store.object.store import ObjectStore
     except ModuleNotFoundError as error:
         raise _missing(error, "s3") from None
     given = Options(place)

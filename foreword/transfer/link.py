@@ -1,4 +1,4 @@
-"""What carries messages between two processes: the contract of every link (`foreword.transfer.testing.LinkContract`).
+"""What carries messages between two processes: the contract of every link (`foreword.conformance.links.LinkContract`).
 
 A link is one connection that has been opened, authenticated and agreed upon. Messages arrive in the order in which they were
 sent, whole or not at all. One thread sends, another one receives; `close` may be called by any.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.blocks.history import Explanation, History, common_prefix
+from foreword.blocks.miss_history import Explanation, History, common_prefix
 
 SIZE = 4
 

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.blocks.shared import shared_chains
+from foreword.blocks.common_prefixes import shared_chains
 
 SIZE = 2
 Texts = st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=12)

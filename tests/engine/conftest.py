@@ -16,7 +16,7 @@ import torch
 import transformers
 from patience import patient, unhurried
 
-from foreword.engine.llm import LLM
+from foreword.entrypoints.llm import LLM
 
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()

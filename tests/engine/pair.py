@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from foreword.config import EngineConfig, TransferConfig
-from foreword.engine.async_engine import AsyncEngine
 from foreword.engine.request import Delta, Request, SamplingParams, TokenLogprob
+from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.events import Event, StepFinished, TransferEnded
 
 PATIENCE = 60.0

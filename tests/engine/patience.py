@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foreword.config import StoreConfig
-from foreword.engine.llm import LLM
+from foreword.entrypoints.llm import LLM
 
 
 def patient(store: str | Sequence[str], **times: float) -> StoreConfig:

@@ -77,8 +77,8 @@ def main() -> None:
     import torch
 
     from foreword.config import EngineConfig, StoreConfig, TransferConfig
-    from foreword.engine.async_engine import AsyncEngine
-    from foreword.engine.served_blocks import serve_blocks
+    from foreword.disaggregation.block_server import serve_blocks
+    from foreword.entrypoints.async_engine import AsyncEngine
 
     torch.set_num_threads(1)
     told = json.loads(sys.argv[1])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import tiny
 
 from foreword.blocks import PrefixCache
-from foreword.blocks.history import History
+from foreword.blocks.miss_history import History
 from foreword.engine.loop import EngineCore, Limits
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.sampling import Draw, Sampled

@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreword.blocks import BlockTable, PrefixCache
-from foreword.engine import attention_plan
-from foreword.engine.attention import LayerShape, PagedLayer, StepAttention
-from foreword.engine.attention_native import NativeAttention
-from foreword.engine.attention_plan import locate, shared_tokens
-from foreword.engine.attention_torch import merge
+from foreword.engine.attention.base import LayerShape, PagedLayer, StepAttention
+from foreword.engine.attention.base import metadata as attention_plan
+from foreword.engine.attention.cpu_backend import NativeAttention
+from foreword.engine.attention.metadata import locate, shared_tokens
+from foreword.engine.attention.torch_backend import merge
 from foreword.engine.kernels import native
-from foreword.engine.llm import LLM
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Chunk, Sequence, Step
+from foreword.entrypoints.llm import LLM
 
 CPU = torch.device("cpu")
 EXACT = {"rtol": 1e-4, "atol": 2e-5}

@@ -15,8 +15,8 @@ import pytest
 from tiny import Reference, prompt
 
 from foreword.config import EngineConfig, PrefixConfig
-from foreword.engine.async_engine import AsyncEngine
 from foreword.engine.request import Completion, Delta, Request, SamplingParams
+from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import BadRequest, EngineFailed, PromptTooLong, ShuttingDown
 
 Find = Callable[[str], Reference]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from tiny import FAMILIES, Reference, greedy, prompt
 
-from foreword.engine.llm import LLM
+from foreword.entrypoints.llm import LLM
 
 COUNT = 20
 # Shorter and longer than a block, than the sliding windows of 8, and than the smaller chunks.

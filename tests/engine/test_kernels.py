@@ -15,9 +15,9 @@ from test_attention import CPU, Case, chunk
 from torch import Tensor
 from torch.nn import functional
 
-from foreword.engine import attention_native
-from foreword.engine.attention import PagedLayer, StepAttention
-from foreword.engine.attention_native import NativeAttention
+from foreword.engine.attention.base import PagedLayer, StepAttention
+from foreword.engine.attention.base import cpu_backend as attention_native
+from foreword.engine.attention.cpu_backend import NativeAttention
 from foreword.engine.kernels import build, native
 from foreword.engine.kernels.native import Kernels
 

@@ -20,15 +20,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from foreword.cli.doctor import Finding, examine
 from foreword.config import Config, EngineConfig
 from foreword.engine import decoder
 from foreword.engine.decoder import DecoderForward, NormForward
 from foreword.engine.kernels import build, native
 from foreword.engine.kernels.build import CannotBuild
-from foreword.engine.llm import LLM
 from foreword.engine.model import load_model, self_check
+from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError, ModelUnsupported
-from foreword.serving.doctor import Finding, examine
 
 Folder = Callable[[str], Path]
 Find = Callable[[str], tiny.Reference]
@@ -276,7 +276,7 @@ def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_one_openmp_runtime(llama: Path) -> None:
     """Kernels bring no OpenMP runtime of their own: two pools of threads would wait for the same cores."""
     script = (
-        "import sys; from foreword.engine.llm import LLM; from foreword import SamplingParams\n"
+        "import sys; from foreword.entrypoints.llm import LLM; from foreword import SamplingParams\n"
         "llm = LLM(sys.argv[1], dtype='float32', kv_memory='256 tokens', threads=2, kernels='native')\n"
         "llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))\n"
         "maps = {line.split()[-1] for line in open('/proc/self/maps') if '/' in line}\n"

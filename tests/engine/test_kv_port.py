@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.engine.kv_port import DeviceRows, KVPort
-from foreword.paged import layout_of
+from foreword.disaggregation.kv_view import DeviceRows, KVPort
+from foreword.offload.copies import layout_of
 from foreword.transfer.messages import Part
 from foreword.transfer.parts import payload_bytes
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from foreword.config import EngineConfig
 from foreword.engine import linear
-from foreword.engine.llm import LLM
 from foreword.engine.model import load_model
+from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError
 
 DTYPES = [torch.float32, torch.bfloat16]

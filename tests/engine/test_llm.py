@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 from tiny import Reference, greedy, prompt
 
-from foreword.engine.llm import LLM
 from foreword.engine.request import SamplingParams
+from foreword.entrypoints.llm import LLM
 from foreword.errors import (
     BadRequest,
     ConfigError,

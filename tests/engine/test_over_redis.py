@@ -12,7 +12,7 @@ from servers import RedisServer, wait_until
 from tiny import Reference, greedy, prompt
 
 from foreword.config import StoreConfig
-from foreword.engine.llm import LLM
+from foreword.entrypoints.llm import LLM
 
 Make = Callable[..., LLM]
 Find = Callable[[str], Reference]

@@ -23,12 +23,12 @@ from tiny import Reference, greedy, prompt
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.config import EngineConfig, StoreConfig, TransferConfig
-from foreword.engine.async_engine import AsyncEngine
-from foreword.engine.llm import LLM
+from foreword.disaggregation.block_server import DeviceChains, ServedBlocks, serve_blocks
 from foreword.engine.request import Request, SamplingParams
-from foreword.engine.served_blocks import DeviceChains, ServedBlocks, serve_blocks
+from foreword.entrypoints.async_engine import AsyncEngine
+from foreword.entrypoints.llm import LLM
 from foreword.events import BlocksRemoved, BlocksStored
-from foreword.metrics import PrometheusObserver
+from foreword.observability.metrics import PrometheusObserver
 from foreword.store.frame import HEADER_BYTES, check, read_header
 from foreword.transfer.endpoint import Endpoint
 

@@ -14,9 +14,9 @@ from tiny import Reference, common, greedy, prompt
 from transformers import AttentionInterface
 
 from foreword.config import EngineConfig
-from foreword.engine import attention
-from foreword.engine.llm import LLM
+from foreword.engine.attention import base as attention
 from foreword.engine.model import load_model, self_check
+from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported, PromptTooLong
 
 SIZES: dict[str, Any] = {"vocab_size": tiny.VOCAB, "hidden_size": 32}

@@ -15,9 +15,9 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from tiny import Reference, prompt
 
-from foreword.engine.llm import LLM
 from foreword.engine.request import SamplingParams
 from foreword.engine.sampling import Draw, sample, uniform
+from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest
 
 VOCAB = 12

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from scripted import TOKENIZER, run, say
 from tiny import EOS, prompt
 
-from foreword.engine.llm import LLM
 from foreword.engine.request import Delta, SamplingParams
 from foreword.engine.tokenizer import StopFinder
+from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest, PromptTooLong
 
 

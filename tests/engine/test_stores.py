@@ -16,11 +16,11 @@ from servers import wait_until
 from tiny import Reference, greedy, prompt
 
 from foreword.config import EngineConfig, StoreConfig
-from foreword.engine.async_engine import AsyncEngine
-from foreword.engine.llm import LLM
+from foreword.conformance import FlakyStore
 from foreword.engine.request import Request, SamplingParams
+from foreword.entrypoints.async_engine import AsyncEngine
+from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError, StoreConfigError, StoreUnavailable
-from foreword.testing import FlakyStore
 
 Make = Callable[..., LLM]
 Find = Callable[[str], Reference]

@@ -13,8 +13,8 @@ import pytest
 from pair import Answer, Node, ask, node, request, stepwise, until
 from tiny import prompt
 
-from foreword.engine.async_engine import AsyncEngine
 from foreword.engine.request import Delta, SamplingParams
+from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import CannotMove, NotFound, TransferError
 
 GREEDY = SamplingParams(max_tokens=120, temperature=0.0, logprobs=2, ignore_eos=True)

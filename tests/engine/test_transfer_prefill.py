@@ -15,9 +15,9 @@ from patience import patient
 from tiny import prompt
 
 from foreword.config import EngineConfig, TransferConfig
-from foreword.engine import wire
-from foreword.engine.async_engine import AsyncEngine
+from foreword.disaggregation import messages as wire
 from foreword.engine.request import SamplingParams
+from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.transfer.endpoint import Endpoint
 from foreword.transfer.messages import Reason
 from foreword.transfer.service import Idle

@@ -13,12 +13,12 @@ import pytest
 import torch
 import transformers
 
-from foreword.engine.llm import LLM
+from foreword.conformance import FlakyStore
 from foreword.engine.request import SamplingParams
+from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest, StoreConfigError
 from foreword.integrations.transformers import KVCache
 from foreword.store.urls import open_store
-from foreword.testing import FlakyStore
 
 torch.set_num_threads(1)
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm_process import BLOCK, Told, answers, disk, make_model, needs_vllm, prompts, run
 
+from foreword.conformance import soon
 from foreword.store.frame import Header, read_header
 from foreword.store.urls import open_store
-from foreword.testing import soon
 
 pytestmark = needs_vllm
 

@@ -23,8 +23,8 @@ import tokenizers
 import torch
 import transformers
 
-from foreword.prefixes import NamedPrefix
-from foreword.serving.prefixes_api import describe
+from foreword.prefixes.book import NamedPrefix
+from foreword.server.prefixes import describe
 from foreword.store.urls import open_store
 
 PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
@@ -168,7 +168,7 @@ def start(model: Path, folder: Path, core: int, key: str | None) -> Server:
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
         "--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8", "--seed", "0",
         "--enable-prompt-tokens-details", "--shutdown-timeout", "120", "--kv-transfer-config", json.dumps(transfer),
-        "--middleware", "foreword.integrations.vllm_prefixes.NamedPrefixes", *(("--api-key", key) if key else ()),
+        "--middleware", "foreword.integrations.vllm.NamedPrefixes", *(("--api-key", key) if key else ()),
     ]  # fmt: skip
     environment = {
         **os.environ,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from foreword.integrations import vllm
+from foreword.integrations.vllm import connector as vllm
 from foreword.store.tiered import Rate
 
 

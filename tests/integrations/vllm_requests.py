@@ -276,7 +276,7 @@ def refused(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     import dataclasses
 
     from foreword.errors import ModelUnsupported
-    from foreword.integrations.vllm_facts import Facts
+    from foreword.integrations.vllm.config import Facts
 
     scheduler = scheduler_of(engine.llm)
     known, settings = scheduler.kv_cache_config, worker_of(engine.llm)._settings

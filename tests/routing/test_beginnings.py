@@ -7,7 +7,7 @@ from hashlib import sha256
 
 import pytest
 
-from foreword.routing.beginnings import Beginnings
+from foreword.routing.common_prefixes import Beginnings
 from foreword.routing.costs import ReplicaCosts
 from foreword.routing.placement import Candidate, CheapestFirstToken, Query
 

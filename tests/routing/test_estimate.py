@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import ConfigError
-from foreword.routing.estimate import Accuracy, Estimate, InFlight
+from foreword.routing.estimated_directory import Accuracy, Estimate, InFlight
 
 Path = tuple[int, ...]
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from foreword.blocks import PrefixCache
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.routing.directory import NOTHING, Directory, Tier
-from foreword.routing.feed import Feed, KeyTable, Missing
+from foreword.routing.event_feed import Feed, KeyTable, Missing
 
 BLOCK = 4
 ROOT = Scope(b"m", BLOCK).root()

@@ -18,10 +18,10 @@ import openai
 import uvicorn
 
 from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig
-from foreword.engine.async_engine import AsyncEngine
-from foreword.metrics import PrometheusObserver
-from foreword.serving.app import create_app
-from foreword.serving.listener import bind
+from foreword.entrypoints.async_engine import AsyncEngine
+from foreword.observability.metrics import PrometheusObserver
+from foreword.server.app import create_app
+from foreword.server.listener import bind
 
 # float32: in bfloat16 a cached and a computed prefix round differently, which can tip a sampled token.
 ENGINE = EngineConfig(

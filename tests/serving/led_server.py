@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from foreword import cli
-from foreword.serving import server
+from foreword.cli import main as cli
+from foreword.server import server
 
 
 def main() -> None:

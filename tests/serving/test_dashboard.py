@@ -16,9 +16,9 @@ from doors import until, words
 from prometheus_client import CollectorRegistry, Gauge
 from site_of_dashboard import HOSTILE, MODEL, Site, open_site
 
-from foreword.prefix_records import PrefixRecords, tenant_digest
-from foreword.prefixes import NamedPrefix
-from foreword.serving.dashboard.history import EVERY_SECONDS, KEEP_SECONDS, MetricsHistory
+from foreword.dashboard.history import EVERY_SECONDS, KEEP_SECONDS, MetricsHistory
+from foreword.prefixes.book import NamedPrefix
+from foreword.prefixes.records import PrefixRecords, tenant_digest
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -19,8 +19,8 @@ from doors import ENGINE, PREFIXES, Door, Doors, until
 from server_process import LedProcess, Process, slow
 
 from foreword.config import Config, ServerConfig
-from foreword.metrics import PrometheusObserver
-from foreword.serving.app import create_app
+from foreword.observability.metrics import PrometheusObserver
+from foreword.server.app import create_app
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -12,7 +12,7 @@ from doors import Door, Doors, serving, until
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from foreword.serving.schemas import ChatRequest, CompletionRequest, NewPrefix, TokenizeRequest
+from foreword.api.schemas import ChatRequest, CompletionRequest, NewPrefix, TokenizeRequest
 
 FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from foreword.engine.adopted import Adopted, AdoptedRequests
+from foreword.disaggregation.unclaimed_outputs import Adopted, AdoptedRequests
 from foreword.engine.request import Request, SamplingParams
 from foreword.errors import BadRequest, EngineFailed, NotReady, QueueFull, ShuttingDown
-from foreword.serving.gate import Gate
+from foreword.server.limits import Gate
 
 
 @dataclass

@@ -6,8 +6,8 @@ import pytest
 
 from foreword.config import RouterConfig
 from foreword.errors import ConfigError
-from foreword.serving.router.membership import named
-from foreword.serving.router.replicas import Spec, parse
+from foreword.router.discovery import named
+from foreword.router.replicas import Spec, parse
 
 
 @pytest.mark.parametrize(

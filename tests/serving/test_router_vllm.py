@@ -25,7 +25,7 @@ from doors import until, words
 from router_parts import Loop, Relay, RouterProcess, Scissors
 
 from foreword.config import ServerConfig
-from foreword.serving.tenants import Tenants
+from foreword.server.tenants import Tenants
 
 PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
 pytestmark = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foreword.errors import EngineFailed
-from foreword.serving.stream import EventStream, encode, merge, unless_disconnected
+from foreword.server.stream import EventStream, encode, merge, unless_disconnected
 
 
 class Source:

@@ -11,7 +11,7 @@ from doors import Doors, words
 
 from foreword.config import ServerConfig
 from foreword.errors import ConfigError, Unauthorized
-from foreword.serving.tenants import Tenants, derive_salt
+from foreword.server.tenants import Tenants, derive_salt
 
 
 def cached(doors: Doors, key: str, prompt: str, **more: Any) -> int:

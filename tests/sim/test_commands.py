@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foreword import cli
+from foreword.cli import main as cli
 from foreword.routing.costs import LoadCost
 from foreword.sim.costs import EngineCosts
 from foreword.sim.profile import Profile, read_profile

@@ -16,13 +16,13 @@ import httpx
 import pytest
 
 from foreword.blocks.keys import Scope, chain_keys
-from foreword.engine.llm import LLM
 from foreword.engine.request import SamplingParams
+from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError
-from foreword.recording import EngineRecorder, Recorded, Recorder
+from foreword.observability.recording import EngineRecorder, Recorded, Recorder
+from foreword.router.recording import told
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import Query
-from foreword.serving.router.recorded import told
 from foreword.sim.costs import FleetSpec
 from foreword.sim.run import simulate
 from foreword.sim.trace import read_trace

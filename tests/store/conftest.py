@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("foreword.testing")
+pytest.register_assert_rewrite("foreword.conformance")

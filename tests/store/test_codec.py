@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.blocks.layout import LayerLayout, Layout
+from foreword.conformance import StoreContract, soon
 from foreword.errors import BadFrame, StoreConfigError, StoreTimeout
 from foreword.store.base import Entry, Store, StoreStatus, time_left
-from foreword.store.codec import NAMES, codec_named
-from foreword.store.coded import CodedStore, named_loss
+from foreword.store.codecs.base import NAMES, codec_named
+from foreword.store.codecs.store import CodedStore, named_loss
 from foreword.store.frame import HEADER_BYTES, Frame, Header, check, frame, read_header, seal
-from foreword.store.memory import MemoryStore
-from foreword.testing import StoreContract, soon
+from foreword.store.memory.store import MemoryStore
 
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = ("bfloat16", "float16", "float32")

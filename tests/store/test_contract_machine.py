@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from foreword.errors import BadFrame, StoreError, StoreFull, StoreTimeout, StoreUnavailable
-from foreword.store.base import Store
-from foreword.store.disk import DiskStore
-from foreword.store.frame import HEADER_BYTES, Frame, check
-from foreword.store.memory import MemoryStore
-from foreword.testing import (
+from foreword.conformance import (
     SMALL_BYTES,
     Fault,
     FlakyStore,
@@ -29,6 +24,11 @@ from foreword.testing import (
     soon,
     whole,
 )
+from foreword.errors import BadFrame, StoreError, StoreFull, StoreTimeout, StoreUnavailable
+from foreword.store.base import Store
+from foreword.store.disk.store import DiskStore
+from foreword.store.frame import HEADER_BYTES, Frame, check
+from foreword.store.memory.store import MemoryStore
 
 LARGE = 1 << 20
 quick = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))

@@ -15,11 +15,7 @@ from typing import Any
 import pytest
 from processes import in_child
 
-from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
-from foreword.store.base import Store
-from foreword.store.disk import DiskStore
-from foreword.store.frame import Frame
-from foreword.testing import (
+from foreword.conformance import (
     SMALL_BYTES,
     SMALL_PAYLOAD,
     StoreContract,
@@ -30,6 +26,10 @@ from foreword.testing import (
     soon,
     whole,
 )
+from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
+from foreword.store.base import Store
+from foreword.store.disk.store import DiskStore
+from foreword.store.frame import Frame
 
 
 class TestContract(StoreContract):

@@ -20,11 +20,7 @@ from typing import Literal
 import pytest
 from processes import go_on, in_child, kill, pause, start, wait
 
-from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
-from foreword.store import disk_recovery
-from foreword.store.disk import DiskStore
-from foreword.store.frame import HEADER_BYTES, Frame, check
-from foreword.testing import (
+from foreword.conformance import (
     SMALL_BYTES,
     SMALL_PAYLOAD,
     make_frames,
@@ -35,6 +31,10 @@ from foreword.testing import (
     soon,
     whole,
 )
+from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
+from foreword.store.disk.store import DiskStore
+from foreword.store.disk.store import recovery as disk_recovery
+from foreword.store.frame import HEADER_BYTES, Frame, check
 
 PAYLOAD = 20_000
 BUDGET = 10 * (HEADER_BYTES + PAYLOAD)

@@ -10,11 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreUnavailable
-from foreword.store.base import Store
-from foreword.store.frame import HEADER_BYTES, Frame, Header
-from foreword.store.memory import MemoryStore
-from foreword.testing import (
+from foreword.conformance import (
     SMALL_BYTES,
     SMALL_PAYLOAD,
     StoreContract,
@@ -25,6 +21,10 @@ from foreword.testing import (
     soon,
     whole,
 )
+from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreUnavailable
+from foreword.store.base import Store
+from foreword.store.frame import HEADER_BYTES, Frame, Header
+from foreword.store.memory.store import MemoryStore
 
 
 class TestContract(StoreContract):

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import HttpServer, S3Server, ScriptedServer, free_port
 
+from foreword.conformance import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
 from foreword.errors import StoreConfigError, StoreError, StoreReadOnly, StoreTimeout, StoreUnavailable
 from foreword.store.frame import HEADER_BYTES, frame
-from foreword.store.objects import ObjectStore
-from foreword.testing import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
+from foreword.store.object.store import ObjectStore
 
 _numbers = itertools.count()
 _machine_folder = Path()

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import RedisCluster, RedisServer, ScriptedServer, free_port, wait_until
 
+from foreword.conformance import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
 from foreword.errors import (
     BadFrame,
     StoreConfigError,
@@ -29,8 +30,7 @@ from foreword.errors import (
     StoreUnavailable,
 )
 from foreword.store.frame import Frame, check, frame
-from foreword.store.redis import RedisStore
-from foreword.testing import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
+from foreword.store.redis.store import RedisStore
 
 MiB = 1 << 20
 _numbers = itertools.count()

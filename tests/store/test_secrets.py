@@ -12,10 +12,10 @@ from servers import RedisServer, ScriptedServer, free_port
 
 from foreword.config import StoreConfig, TransferConfig
 from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
-from foreword.serving.in_flight import Caller
+from foreword.server.active_requests import Caller
 from foreword.store.redact import redacted
-from foreword.store.redis import RedisStore
-from foreword.store.resp import words
+from foreword.store.redis.resp import words
+from foreword.store.redis.store import RedisStore
 from foreword.store.urls import open_store, parse
 from foreword.transfer.handshake import Identity
 from foreword.transfer.peer import opener

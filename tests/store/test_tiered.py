@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from foreword.conformance import FlakyStore, StoreContract, make_frames, names_of, put_all, read, soon, whole
 from foreword.errors import StoreError, StoreReadOnly
 from foreword.store.base import Store
-from foreword.store.memory import MemoryStore
+from foreword.store.memory.store import MemoryStore
 from foreword.store.tiered import Breaker, Rate, TieredStore
 from foreword.store.urls import loss_of, open_store, parse
-from foreword.testing import FlakyStore, StoreContract, make_frames, names_of, put_all, read, soon, whole
 
 PAYLOAD = 1000
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from foreword.blocks.layout import LayerLayout, Layout
+from foreword.conformance import FlakyStore, make_frames, names_of, put_all, read, soon, whole
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name, Store
-from foreword.store.codec import codec_named
-from foreword.store.coded import CodedStore
-from foreword.store.disk import DiskStore
+from foreword.store.codecs.base import codec_named
+from foreword.store.codecs.store import CodedStore
+from foreword.store.disk.store import DiskStore
 from foreword.store.frame import HEADER_BYTES
-from foreword.store.memory import MemoryStore
+from foreword.store.memory.store import MemoryStore
 from foreword.store.tiered import TieredStore
 from foreword.store.watch import watch
-from foreword.testing import FlakyStore, make_frames, names_of, put_all, read, soon, whole
 
 LAYOUT = Layout(b"m" * 32, 16, (LayerLayout(1, 8, 8),), "float32")
 PAYLOAD = 1000

@@ -17,6 +17,7 @@ from networks import over_each_link
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.config import TransferConfig
+from foreword.conformance.links import child
 from foreword.errors import ConfigError, PeerRejected, TransferError
 from foreword.transfer import endpoint as endpoints
 from foreword.transfer import handshake
@@ -26,7 +27,6 @@ from foreword.transfer.messages import Reason
 from foreword.transfer.nixl_agent import NixlAgent
 from foreword.transfer.protocol import Outcome, State
 from foreword.transfer.service import Idle
-from foreword.transfer.testing import child
 from foreword.transfer.transfers import Destination
 
 SECRET = "a shared secret of the tests"

@@ -21,10 +21,10 @@ import pytest
 from actors import PATIENCE, QUICK, Decode, Prefill, Recorder, config, keys_of, parts_of
 from test_faults import Line
 
+from foreword.conformance.links import child
 from foreword.errors import PeerGone
 from foreword.transfer.endpoint import Endpoint
 from foreword.transfer.protocol import Outcome
-from foreword.transfer.testing import child
 
 SECRET = "a shared secret of the tests"
 CLONE_NEWNET = 0x40000000

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreword.conformance.links import ID, LinkContract, pair, soon
 from foreword.errors import BadMessage, ConfigError, PeerGone, TransferError
 from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link
@@ -21,7 +22,6 @@ from foreword.transfer.ring import Order, Ring
 from foreword.transfer.shm import FOLDER, OwnSegment, open_peers, remove_stale
 from foreword.transfer.sockets import Address, Stream, connect, listen, parse_address, tune
 from foreword.transfer.tcp import Arena, TcpLink
-from foreword.transfer.testing import ID, LinkContract, pair, soon
 
 RING = 1 << 20
 

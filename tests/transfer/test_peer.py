@@ -16,13 +16,13 @@ from test_faults import Proxy, until
 
 from foreword.blocks.layout import Layout
 from foreword.config import TransferConfig
+from foreword.conformance import ReadOnlyStoreContract, make_frames, names_of, read, soon, whole
 from foreword.errors import StoreConfigError, StoreTimeout, StoreUnavailable
 from foreword.store.base import Store
 from foreword.store.frame import Frame
-from foreword.store.memory import MemoryStore
+from foreword.store.memory.store import MemoryStore
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
-from foreword.testing import ReadOnlyStoreContract, make_frames, names_of, read, soon, whole
 from foreword.transfer.endpoint import Endpoint
 from foreword.transfer.messages import Buffer
 from foreword.transfer.peer import PeerStore, opener

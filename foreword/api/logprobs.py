@@ -1,0 +1,71 @@
+"""Log-probabilities in the shapes of both of OpenAI's interfaces."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from foreword.engine.request import TokenLogprob
+from foreword.server.backend import Tokenizer
+
+# JSON has no infinity. OpenAI's and vLLM's stand-in for "impossible".
+_IMPOSSIBLE = -9999.0
+
+
+def name_of(tokenizer: Tokenizer, token: int) -> str:
+    """A token as text; as `bytes:\\xf0\\x9f` where it is only a part of a character."""
+    text = tokenizer.token_text(token)
+    if "\ufffd" not in text:
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token))
+
+
+def for_chat(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """The `logprobs` of a chat choice."""
+    return {"content": [_chat_entry(tokenizer, entry) for entry in entries], "refusal": None}
+
+
+def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
+    top = [_chat_token(tokenizer, token, logprob) for token, logprob in entry.top]
+    return {**_chat_token(tokenizer, entry.token, entry.logprob), "top_logprobs": top}
+
+
+def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token)
+    return {"token": name_of(tokenizer, token), "logprob": max(logprob, _IMPOSSIBLE), "bytes": list(raw)}
+
+
+class Offsets:
+    """Where each token begins in a completion's text, in characters, while the text grows."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._position = start
+        # A character may be spread over tokens: it counts where its last byte is.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, tokenizer: Tokenizer, token: int) -> int:
+        """The offset of the next token. Special tokens are listed, but no part of the text."""
+        offset = self._position
+        if tokenizer.decode([token]):
+            self._position += len(self._decoder.decode(tokenizer.token_bytes(token)))
+        return offset
+
+
+def for_completion(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], offsets: Offsets) -> dict[str, Any]:
+    """The `logprobs` of a completion's choice. OpenAI lists the chosen token among the likeliest even if it is not."""
+    return {
+        "tokens": [name_of(tokenizer, entry.token) for entry in entries],
+        "token_logprobs": [max(entry.logprob, _IMPOSSIBLE) for entry in entries],
+        "top_logprobs": [_likeliest(tokenizer, entry) for entry in entries],
+        "text_offset": [offsets.next(tokenizer, entry.token) for entry in entries],
+    }
+
+
+def _likeliest(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, float]:
+    pairs = [*entry.top, (entry.token, entry.logprob)]
+    named: dict[str, float] = {}
+    for token, logprob in pairs:
+        # Two tokens may have the same text; the likelier one comes first and stays.
+        named.setdefault(name_of(tokenizer, token), max(logprob, _IMPOSSIBLE))
+    return named

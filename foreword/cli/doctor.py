@@ -1,0 +1,142 @@
+"""`foreword doctor`: what this machine and this configuration are good for, one finding at a time."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from foreword import __version__
+from foreword.config import Config, EngineConfig
+from foreword.errors import ForewordError
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "pydantic", "prometheus_client")
+# Features that decide how fast a model runs on a CPU.
+_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    topic: str
+    text: str
+    fine: bool = True
+
+
+def examine(config: Config, load: bool) -> Iterator[Finding]:
+    """Findings, cheap ones first; `load` also loads the model, which takes its time and memory."""
+    yield Finding("versions", _versions())
+    yield Finding("cores", _cores())
+    yield Finding("memory", _memory())
+    yield Finding("cpu", _features())
+    yield _kernels(config.engine)
+    yield _port(config.server.host, config.server.port)
+    if load:
+        yield _model(config)
+
+
+def _versions() -> str:
+    found = [f"foreword {__version__}", f"python {platform.python_version()}"]
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{name} is not installed")
+    return ", ".join(found)
+
+
+def _cores() -> str:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota = _first_line("/sys/fs/cgroup/cpu.max").split()
+    limit = (
+        f", limited to {int(quota[0]) / int(quota[1]):g} by the container"
+        if len(quota) == 2 and quota[0] != "max"
+        else ""
+    )
+    return f"{usable} of {os.cpu_count()} usable{limit}"
+
+
+def _memory() -> str:
+    sizes = dict(line.split(":", 1) for line in _lines("/proc/meminfo") if ":" in line)
+    if "MemTotal" not in sizes:
+        return "unknown on this system"
+    total, available = (int(sizes[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    limit = _first_line("/sys/fs/cgroup/memory.max")
+    limited = f", limited to {int(limit) / _GIB:.1f} GiB by the container" if limit.isdigit() else ""
+    return f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB available{limited}"
+
+
+def _features() -> str:
+    lines = (line for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features")))
+    flags = next(lines, "").split()
+    found = [feature for feature in _FEATURES if feature in flags]
+    return f"{platform.machine()}, {' '.join(found) or 'no vector features known'}"
+
+
+def _kernels(config: EngineConfig) -> Finding:
+    """Which kernels compute on this CPU; they are compiled now if they were not yet."""
+    if config.kernels == "torch":
+        return Finding("kernels", "PyTorch's operators, as engine.kernels says")
+    try:
+        from foreword.engine.kernels import native
+        from foreword.engine.kernels.build import CannotBuild
+    except ModuleNotFoundError as error:
+        return Finding("kernels", f"PyTorch's operators will be needed, but {error.name} is not installed", fine=False)
+    try:
+        kernels = native.load()
+    except CannotBuild as error:
+        needed = config.kernels == "native"
+        return Finding("kernels", f"PyTorch's operators, slower, since there are no native ones: {error}", not needed)
+    products = [name for name, dtype in native.NAMES.items() if kernels.multiplies(dtype)]
+    text = f"native, compiled for {kernels.lanes * 32}-bit vectors; products in {' and '.join(products) or 'no dtype'}"
+    return Finding("kernels", text + ("" if len(products) == len(native.NAMES) else ", the others by PyTorch"))
+
+
+def _port(host: str, port: int) -> Finding:
+    if port == 0:
+        return Finding("port", "a free one will be taken")
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return Finding("port", f"cannot listen on {host} port {port}: {error.strerror}", fine=False)
+    return Finding("port", f"{host} port {port} is free")
+
+
+def _model(config: Config) -> Finding:
+    from foreword.entrypoints.async_engine import AsyncEngine
+
+    began = time.monotonic()
+    try:
+        engine = AsyncEngine.from_config(config.engine, prefixes=config.prefixes)
+    except ForewordError as error:
+        return Finding("model", error.message, fine=False)
+    seconds = time.monotonic() - began
+    info = engine.info
+    engine.close()
+    pool = info.num_blocks * info.block_size
+    each = info.kv_bytes_per_block // info.block_size
+    text = f"{info.name}: loaded in {seconds:.1f} s, {info.parameters} parameters, {info.dtype} on {info.device}, "
+    return Finding(
+        "model", text + f"up to {info.max_model_len} tokens, room for {pool} tokens of KV at {each} bytes each"
+    )
+
+
+def _first_line(path: str) -> str:
+    return next(iter(_lines(path)), "")
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,302 @@
+"""`foreword inspect`, `foreword verify` and `foreword forget`: what is in a store, whether it is sound, and its removal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.errors import BadFrame, ConfigError
+
+if TYPE_CHECKING:
+    from foreword.prefixes.erasure import Chains, LayoutRecord, Receipt
+    from foreword.store.base import Entry
+    from foreword.store.tiered import Tier, TieredStore
+
+Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Stores, for example disk:///var/cache/foreword.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_BATCH = 32
+_CALL_WITHIN = 60.0
+# A frame whose size the store does not tell is read into a buffer of so many bytes.
+_LARGEST_FRAME = 64 << 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("inspect")(inspect_store)
+    app.command("verify")(verify)
+    app.command("forget")(forget)
+
+
+@contextmanager
+def _opened(urls: list[str]) -> Iterator[TieredStore]:
+    from foreword.store.urls import open_store
+
+    store = open_store(urls)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+# inspect
+
+
+def inspect_store(urls: Urls, *, as_json: Json = False) -> None:
+    """What is in a store: models, chains, bytes, hits, ages, named prefixes. Changes nothing."""
+    from foreword.prefixes.erasure import layouts, named_prefixes
+
+    with _opened(urls) as store:
+        known = layouts(store)
+        tiers = [_tier_summary(tier, known) for tier in store.tiers]
+        prefixes: list[dict[str, Any]] = [
+            {"name": record.name, "version": record.version, "model": record.model, "tokens": record.num_tokens}
+            | {"kind": record.kind, "created": record.created, "tenant": word.split("/")[2]}
+            for word, record in named_prefixes(store).items()
+        ]
+    if as_json:
+        print(json.dumps({"tiers": tiers, "prefixes": prefixes}, indent=2))
+        return
+    for tier in tiers:
+        _print_tier(tier)
+    print(f"named prefixes: {len(prefixes)}")
+    for prefix in prefixes:
+        print(
+            f"  {prefix['name']}  version {prefix['version']}  {prefix['tokens']} tokens  {prefix['kind']}  "
+            f"model {prefix['model']}  {_age(prefix['created'])} old"
+        )
+
+
+def _tier_summary(tier: Tier, known: dict[bytes, LayoutRecord]) -> dict[str, Any]:
+    from foreword.prefixes.erasure import SCAN_WITHIN, Chains
+
+    by_layout: dict[bytes, list[Entry]] = {}
+    for entry in tier.store.scan(deadline=time.monotonic() + SCAN_WITHIN):
+        by_layout.setdefault(entry.name[:FINGERPRINT_BYTES], []).append(entry)
+    status = tier.store.status()
+    groups = [
+        _group_summary(fingerprint, entries, Chains(entries), known.get(fingerprint))
+        for fingerprint, entries in by_layout.items()
+    ]
+    return {
+        "tier": tier.label,
+        "blocks": sum(len(entries) for entries in by_layout.values()),
+        "bytes": sum(entry.size for entries in by_layout.values() for entry in entries),
+        "budget_bytes": status.budget,
+        "pinned_bytes": status.pinned_bytes,
+        "evictions": status.evictions,
+        "layouts": groups,
+    }
+
+
+def _group_summary(
+    fingerprint: bytes, entries: list[Entry], chains: Chains, record: LayoutRecord | None
+) -> dict[str, Any]:
+    stored = [entry.stored_at for entry in entries if entry.stored_at]
+    used = [entry.used_at for entry in entries if entry.used_at]
+    roots = Counter(entry.parent for entry in chains.heads())
+    return {
+        "layout": fingerprint.hex(),
+        "model": record.model_name if record else None,
+        "model_fingerprint": record.model.hex() if record else None,
+        "block_size": record.block_size if record else None,
+        "dtype": record.described["dtype"] if record else None,
+        "loss": record.described["loss"] if record else None,
+        "blocks": len(entries),
+        "bytes": sum(entry.size for entry in entries),
+        "tenants": len(roots),
+        "chains": chains.tails(),
+        "longest_chain": max((entry.depth for entry in entries), default=-1) + 1,
+        "unreachable": chains.unreachable(),
+        "hits": sum(entry.hits for entry in entries),
+        "pinned": sum(entry.pinned for entry in entries),
+        "oldest": min(stored, default=None),
+        "newest": max(stored, default=None),
+        "last_used": max(used, default=None),
+    }
+
+
+def _print_tier(tier: dict[str, Any]) -> None:
+    budget = f" of {_size(tier['budget_bytes'])}" if tier["budget_bytes"] else ""
+    print(
+        f"{tier['tier']}: {tier['blocks']} blocks, {_size(tier['bytes'])}{budget}, {_size(tier['pinned_bytes'])} pinned"
+    )
+    for group in tier["layouts"]:
+        name = group["model"] or "a model that the store does not describe"
+        about = f"  {group['dtype']}, {group['block_size']} tokens a block" if group["model"] else ""
+        print(f"  {name} (layout {group['layout']}){about}")
+        print(
+            f"    {group['blocks']} blocks, {_size(group['bytes'])}, {group['chains']} chains of {group['tenants']} tenants, "
+            f"the longest {group['longest_chain']} blocks, {group['unreachable']} unreachable, {group['hits']} hits"
+        )
+        if group["oldest"] is not None:
+            last = f", last used {_age(group['last_used'])} ago" if group["last_used"] else ""
+            print(f"    oldest {_age(group['oldest'])}, newest {_age(group['newest'])}{last}")
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _age(then: float) -> str:
+    seconds = max(time.time() - then, 0)
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+# verify
+
+
+@dataclass(slots=True)
+class _Findings:
+    sound: int = 0
+    gone: int = 0
+    read: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+    names: list[bytes] = field(default_factory=list)
+    removed: int = 0
+
+
+def verify(
+    urls: Urls,
+    *,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Remove what is bad: it is computed again when needed.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Read every block and check it to the last byte. Status 1 if something was bad and stays."""
+    with _opened(urls) as store:
+        found = {tier.label: _verify_tier(tier, repair) for tier in store.tiers}
+    if as_json:
+        print(json.dumps({label: _findings(one) for label, one in found.items()}, indent=2))
+    else:
+        for label, one in found.items():
+            bad = ", ".join(f"{count} {reason}" for reason, count in sorted(one.bad.items())) or "none bad"
+            gone = f", {one.gone} gone meanwhile" if one.gone else ""
+            print(f"{label}: {one.sound} blocks sound, {_size(one.read)} read, {bad}{gone}, {one.removed} removed")
+    if any(sum(one.bad.values()) > one.removed for one in found.values()):
+        raise typer.Exit(1)
+
+
+def _findings(one: _Findings) -> dict[str, Any]:
+    return {"sound": one.sound, "bad": dict(one.bad), "gone": one.gone, "bytes": one.read, "removed": one.removed}
+
+
+def _verify_tier(tier: Tier, repair: bool) -> _Findings:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from foreword.prefixes.erasure import SCAN_WITHIN
+
+    entries = sorted(tier.store.scan(deadline=time.monotonic() + SCAN_WITHIN), key=lambda entry: entry.name)
+    found = _Findings()
+    with Progress(console=Console(file=sys.stderr)) as bar:
+        task = bar.add_task(f"{tier.label}: {len(entries)} blocks", total=len(entries))
+        for low in range(0, len(entries), _BATCH):
+            batch = entries[low : low + _BATCH]
+            _verify_batch(tier, batch, found)
+            bar.advance(task, len(batch))
+    if repair and found.names:
+        found.removed = tier.store.delete(found.names, deadline=time.monotonic() + _CALL_WITHIN)
+    return found
+
+
+def _verify_batch(tier: Tier, batch: list[Entry], found: _Findings) -> None:
+    from foreword.store.frame import check
+
+    buffers = [memoryview(bytearray(entry.size or _LARGEST_FRAME)) for entry in batch]
+    names = [entry.name for entry in batch]
+    sizes = tier.store.get(names, buffers, deadline=time.monotonic() + _CALL_WITHIN)
+    for name, buffer, size in zip(names, buffers, sizes, strict=True):
+        if not size:
+            found.gone += 1
+            continue
+        found.read += size
+        try:
+            check(buffer[:size], name)
+            found.sound += 1
+        except BadFrame as error:
+            found.bad[error.reason] += 1
+            found.names.append(name)
+
+
+# forget
+
+
+def forget(
+    urls: Annotated[list[str] | None, typer.Argument(metavar="[URL...]", help="Stores; or use --server.")] = None,
+    *,
+    tenant: Annotated[str | None, typer.Option("--tenant", help="A tenant's name, with --tenant-secret.")] = None,
+    tenant_secret: Annotated[
+        str | None, typer.Option("--tenant-secret", envvar="FOREWORD_SERVER_TENANT_SECRET", help="The servers' secret.")
+    ] = None,
+    everyone: Annotated[
+        bool, typer.Option("--no-tenant", help="What servers without API keys stored (the tenant with the empty salt).")
+    ] = False,
+    prefix: Annotated[str | None, typer.Option("--prefix", help="A named prefix, and what continues it.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="A model's name or fingerprint.")] = None,
+    server: Annotated[
+        str | None, typer.Option("--server", help="A running server: everything of the caller, its device included.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", help="The caller, for --server.")] = None,
+) -> None:
+    """Remove blocks for good, from every tier given, and print a receipt as JSON. Status 1 if something is left."""
+    chosen = [name for name, given in _choices(tenant, everyone, prefix, model, server) if given]
+    if len(chosen) != 1:
+        raise ConfigError(
+            "say what to forget with exactly one of --tenant, --no-tenant, --prefix, --model and --server"
+        )
+    if server is not None:
+        from foreword.cli.main import call_server
+
+        _print_receipt(call_server(server, api_key, "DELETE", "/v1/cache"))
+        return
+    if not urls:
+        raise ConfigError("give the stores to remove from, for example disk:///var/cache/foreword")
+    with _opened(urls) as store:
+        receipt = _forget(store, tenant, tenant_secret, everyone, prefix, model)
+    _print_receipt(receipt.plain())
+
+
+def _choices(*given: object) -> Iterable[tuple[str, bool]]:
+    return zip(("tenant", "no-tenant", "prefix", "model", "server"), map(bool, given), strict=True)
+
+
+def _forget(
+    store: TieredStore, tenant: str | None, secret: str | None, everyone: bool, prefix: str | None, model: str | None
+) -> Receipt:
+    from foreword.prefixes import erasure
+
+    if model is not None:
+        return erasure.forget_model(store, model)
+    if prefix is not None:
+        return erasure.forget_prefix(store, prefix)
+    if everyone:
+        return erasure.forget_tenant(store, b"")
+    assert tenant is not None
+    if secret is None:
+        raise ConfigError("a tenant's blocks are found with the servers' --tenant-secret")
+    from foreword.server.tenants import derive_salt
+
+    return erasure.forget_tenant(store, derive_salt(secret.encode(), tenant))
+
+
+def _print_receipt(receipt: dict[str, object]) -> None:
+    print(json.dumps(receipt, indent=2))
+    if receipt.get("left"):
+        raise typer.Exit(1)

@@ -1,0 +1,197 @@
+"""What a store with a budget must pass besides: what goes first, what stays, and that no more is kept than fits."""
+
+from __future__ import annotations
+
+import random
+from typing import ClassVar
+
+import pytest
+
+from foreword.conformance.calls import rush
+from foreword.conformance.frames import (
+    SMALL_BLOCKS,
+    SMALL_BYTES,
+    SMALL_PAYLOAD,
+    make_frames,
+    names_of,
+    present,
+    put_all,
+    read,
+    soon,
+    whole,
+)
+from foreword.store.base import Store
+
+
+class BudgetContract:
+    """The part of `StoreContract` that needs the fixture `small`."""
+
+    pins: ClassVar[bool] = True
+    small_pins: ClassVar[int] = SMALL_BLOCKS // 2
+
+    def test_threads_at_once_in_a_small_store(self, small: Store) -> None:
+        """The same while every put evicts: never a wrong block, and never more than the budget."""
+        chains = [make_frames(110 + number, 5, SMALL_PAYLOAD) for number in range(4)]
+        for seed in range(2):
+            rush(small, chains, seed, threads=4, steps=40)
+            assert sum(entry.size for entry in small.scan(deadline=soon())) <= SMALL_BYTES
+        for chain in chains:
+            small.pin(names_of(chain), pinned=False, deadline=soon())
+        for chain in chains:
+            assert small.put(chain, deadline=soon()) == len(chain)
+            assert read(small, chain) == whole(chain)
+
+    def test_tails_go_before_heads(self, small: Store) -> None:
+        """When a chain must make room, its last blocks go first, and only as many as are needed."""
+        old, new = make_frames(30, 6, SMALL_PAYLOAD), make_frames(31, 5, SMALL_PAYLOAD)
+        put_all(small, old)
+        assert put_all(small, new) == 5
+        assert present(small, new) == [True] * 5
+        assert present(small, old) == [True] * 3 + [False] * 3
+
+    def test_the_chain_used_last_stays(self, small: Store) -> None:
+        """Reading a chain keeps it: the other one goes, its tail first, although it was put later."""
+        first, second, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (32, 33, 34))
+        put_all(small, first)
+        put_all(small, second)
+        assert read(small, first) == whole(first)
+        put_all(small, third)
+        assert present(small, first) == present(small, third) == [True] * 4
+        assert present(small, second) == [False] * 4
+
+    def test_putting_a_chain_again_keeps_it(self, small: Store) -> None:
+        """A put of what is there counts as a use of it."""
+        first, second, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (35, 36, 37))
+        put_all(small, first)
+        put_all(small, second)
+        put_all(small, first)
+        put_all(small, third)
+        assert present(small, first) == [True] * 4 and present(small, second) == [False] * 4
+
+    def test_lookup_and_scan_are_no_uses(self, small: Store) -> None:
+        """lookup and scan change nothing, not even what goes next."""
+        first, second, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (38, 39, 40))
+        put_all(small, first)
+        put_all(small, second)
+        assert small.lookup(names_of(first), deadline=soon()) == 4
+        assert len(list(small.scan(deadline=soon()))) == 8
+        put_all(small, third)
+        assert present(small, first) == [False] * 4 and present(small, second) == [True] * 4
+
+    def test_a_chain_that_grows_is_one_chain(self, small: Store) -> None:
+        """A chain's last use is that of any of its blocks: an old head under a new tail is not older than another chain."""
+        chain, other, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (41, 42, 43))
+        put_all(small, chain[:3])
+        put_all(small, other)
+        put_all(small, chain[3:])
+        put_all(small, third)
+        assert present(small, chain) == [True] * 4 and present(small, other) == [False] * 4
+
+    def test_a_shared_head_outlives_a_branch(self, small: Store) -> None:
+        """Of two chains with one head the older branch goes, and the head stays with the younger one."""
+        head = make_frames(44, 2, SMALL_PAYLOAD)
+        old, new = (make_frames(seed, 3, SMALL_PAYLOAD, after=head[-1]) for seed in (45, 46))
+        put_all(small, [*head, *old])
+        put_all(small, [*head, *new])
+        put_all(small, make_frames(47, 3, SMALL_PAYLOAD))
+        assert present(small, [*head, *new]) == [True] * 5 and present(small, old) == [False] * 3
+
+    def test_a_child_before_its_parent(self, small: Store) -> None:
+        """Blocks may come in any order; a parent that came last still goes after its child."""
+        chain = make_frames(48, 4, SMALL_PAYLOAD)
+        for one in (chain[2], chain[1], chain[3], chain[0]):
+            put_all(small, [one])
+        for count, seed in ((4, 49), (2, 50)):
+            put_all(small, make_frames(seed, count, SMALL_PAYLOAD))
+        assert present(small, chain) == [True, True, False, False]
+
+    def test_a_parent_deleted_and_put_again(self, small: Store) -> None:
+        """A parent that was away for a while still goes after its child."""
+        chain = make_frames(51, 4, SMALL_PAYLOAD)
+        put_all(small, chain)
+        small.delete([chain[1].name], deadline=soon())
+        put_all(small, [chain[1]])
+        put_all(small, make_frames(52, 6, SMALL_PAYLOAD))
+        assert present(small, chain) == [True, True, False, False]
+
+    def test_a_chain_longer_than_the_store(self, small: Store) -> None:
+        """Of a chain that does not fit, the head is kept: no put evicts what it brought, or what that hangs on."""
+        chain = make_frames(53, SMALL_BLOCKS + 4, SMALL_PAYLOAD)
+        put_all(small, make_frames(54, 3, SMALL_PAYLOAD))
+        assert put_all(small, chain) == SMALL_BLOCKS
+        assert small.lookup(names_of(chain), deadline=soon()) == SMALL_BLOCKS
+        assert put_all(small, chain[SMALL_BLOCKS:]) == 0
+        assert present(small, chain) == [True] * SMALL_BLOCKS + [False] * 4
+
+    def test_a_tail_does_not_push_its_own_parent_out(self, small: Store) -> None:
+        """A block whose parent would be next to go takes another chain's place, not its parent's."""
+        chain, other = make_frames(55, 5, SMALL_PAYLOAD), make_frames(56, 4, SMALL_PAYLOAD)
+        put_all(small, chain[:4])
+        put_all(small, other)
+        assert put_all(small, chain[4:]) == 1
+        assert present(small, chain) == [True] * 5 and present(small, other) == [True] * 3 + [False]
+
+    def test_a_frame_larger_than_the_store(self, small: Store) -> None:
+        """A frame that can never fit is not kept, and nothing is evicted for it."""
+        chain = make_frames(57, 4, SMALL_PAYLOAD)
+        put_all(small, chain)
+        assert put_all(small, make_frames(58, 1, SMALL_BYTES)) == 0
+        assert present(small, chain) == [True] * 4
+
+    def test_pinned_blocks_stay(self, small: Store) -> None:
+        """Pinned blocks and what they hang on are never evicted; once unpinned they are like others."""
+        if not self.pins:
+            pytest.skip("the store does not pin")
+        kept = make_frames(59, 3, SMALL_PAYLOAD)
+        put_all(small, kept)
+        assert small.pin(names_of(kept), deadline=soon()) == 3
+        for seed in range(60, 64):
+            put_all(small, make_frames(seed, 6, SMALL_PAYLOAD))
+            assert present(small, kept) == [True] * 3
+        assert small.pin(names_of(kept), pinned=False, deadline=soon()) == 3
+        put_all(small, make_frames(64, SMALL_BLOCKS, SMALL_PAYLOAD))
+        assert present(small, kept) == [False] * 3
+
+    def test_pins_have_a_budget(self, small: Store) -> None:
+        """No more is pinned than the share for pins, from the head on, and deleting or unpinning gives it back."""
+        if not self.pins:
+            pytest.skip("the store does not pin")
+        chain = make_frames(65, SMALL_BLOCKS, SMALL_PAYLOAD)
+        names = names_of(chain)
+        put_all(small, chain)
+        limit = self.small_pins
+        assert small.pin(names, deadline=soon()) == limit
+        assert small.status().pinned_bytes <= limit * len(chain[0].data)
+        assert {entry.name for entry in small.scan(deadline=soon()) if entry.pinned} == set(names[:limit])
+        assert small.pin(names[limit:], deadline=soon()) == 0
+        small.delete(names[:1], deadline=soon())
+        assert small.pin(names[limit:], deadline=soon()) == 1
+        small.pin(names, pinned=False, deadline=soon())
+        assert small.pin(names[limit:], deadline=soon()) == min(limit, SMALL_BLOCKS - limit)
+
+    def test_the_budget_is_kept(self, small: Store) -> None:
+        """After any put, blocks take no more than the budget, and the room that there is is used."""
+        draw = random.Random(66)
+        chains = [make_frames(seed, 5, SMALL_PAYLOAD) for seed in range(70, 76)]
+        for _ in range(60):
+            put_all(small, draw.choice(chains)[: draw.randint(1, 5)])
+            size = sum(entry.size for entry in small.scan(deadline=soon()))
+            assert size <= SMALL_BYTES
+            assert small.status().bytes <= SMALL_BYTES
+        assert size == SMALL_BYTES
+
+    def test_no_child_without_its_parent(self, small: Store) -> None:
+        """Whatever is used in whatever order, eviction never leaves a block whose parent it took."""
+        draw = random.Random(67)
+        trunk = make_frames(80, 2, SMALL_PAYLOAD)
+        branches = [[*trunk, *make_frames(81 + number, 4, SMALL_PAYLOAD, after=trunk[-1])] for number in range(3)]
+        chains = [*branches, make_frames(90, 5, SMALL_PAYLOAD)]
+        for _ in range(80):
+            chain = draw.choice(chains)
+            if draw.random() < 0.5:
+                put_all(small, chain[: draw.randint(1, len(chain))])
+            else:
+                read(small, chain[: draw.randint(1, len(chain))])
+            for other in chains:
+                held = present(small, other)
+                assert held == sorted(held, reverse=True)

@@ -1,0 +1,129 @@
+"""Any sequence of calls of a store against a dictionary of what must be there (hypothesis)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from foreword.conformance.frames import SMALL_BYTES, SMALL_PAYLOAD, make_frames, names_of, put_all, read, soon
+from foreword.store.base import Name, Store
+from foreword.store.frame import Frame
+
+_TRUNK = make_frames(200, 2, SMALL_PAYLOAD)
+_CHAINS: tuple[tuple[Frame, ...], ...] = (
+    (*_TRUNK, *make_frames(201, 4, SMALL_PAYLOAD, after=_TRUNK[-1])),
+    (*_TRUNK, *make_frames(202, 3, SMALL_PAYLOAD, after=_TRUNK[-1])),
+    tuple(make_frames(203, 5, SMALL_PAYLOAD)),
+    tuple(make_frames(204, 3, SMALL_PAYLOAD, layout=b"another layout!!")),
+)
+_FRAMES = {one.name: one for chain in _CHAINS for one in chain}
+_PARENTS = {
+    one.name: parent for one in _FRAMES.values() if (parent := one.header.layout + one.header.parent) in _FRAMES
+}
+_parts = st.builds(
+    lambda chain, first, length: _CHAINS[chain][first : first + length],
+    st.integers(0, len(_CHAINS) - 1),
+    st.integers(0, 4),
+    st.integers(1, 6),
+)
+_words = st.sampled_from(["a", "a/b", "a/b.c", "b-1", "b_2/x"])
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Any sequence of calls against a dictionary of what must be there.
+
+    A store without a budget holds exactly what the dictionary says. One with room for SMALL_BLOCKS blocks (`bounded`) may hold
+    less, once: never a wrong byte, never a pinned block less, never a child whose parent it evicted.
+    """
+
+    bounded: ClassVar[bool] = False
+    pins: ClassVar[bool] = True
+
+    def make_store(self) -> Store:
+        """An empty store; if `bounded`, as the fixture `small` of StoreContract."""
+        raise NotImplementedError
+
+    @initialize()
+    def begin(self) -> None:
+        self.store = self.make_store()
+        self.blocks: dict[Name, bytes] = {}
+        self.pinned: set[Name] = set()
+        self.words: dict[str, bytes] = {}
+        self.held: set[Name] = set()
+
+    def teardown(self) -> None:
+        store = getattr(self, "store", None)
+        if store is not None:
+            store.close()
+
+    @rule(part=_parts)
+    def put(self, part: Sequence[Frame]) -> None:
+        kept = put_all(self.store, part)
+        for one in part:
+            self.blocks[one.name] = bytes(one.data)
+        assert kept == len(part) if not self.bounded else kept <= len(part)
+
+    @rule(part=_parts)
+    def get(self, part: Sequence[Frame]) -> None:
+        for one, data in zip(part, read(self.store, part), strict=True):
+            assert data == self.blocks.get(one.name)
+
+    @rule(part=_parts)
+    def lookup(self, part: Sequence[Frame]) -> None:
+        count = self.store.lookup(names_of(part), deadline=soon())
+        expected = next((n for n, one in enumerate(part) if one.name not in self.blocks), len(part))
+        assert count == expected
+
+    @rule(part=_parts)
+    def delete(self, part: Sequence[Frame]) -> None:
+        names = set(names_of(part))
+        assert self.store.delete(names_of(part), deadline=soon()) == len(names & self.blocks.keys())
+        for name in names:
+            self.blocks.pop(name, None)
+        self.pinned -= names
+
+    @precondition(lambda self: self.pins)
+    @rule(part=_parts, pinned=st.booleans())
+    def pin(self, part: Sequence[Frame], pinned: bool) -> None:
+        there = {name for name in names_of(part) if name in self.blocks}
+        count = self.store.pin(names_of(part), pinned=pinned, deadline=soon())
+        if not pinned:
+            assert count == len(there)
+            self.pinned -= there
+            return
+        now = {entry.name for entry in self.store.scan(deadline=soon()) if entry.pinned}
+        assert count == len(now & there) and now <= self.pinned | there
+        assert self.bounded or count == len(there)
+        self.pinned = now
+
+    @rule(word=_words, data=st.binary(max_size=20))
+    def put_record(self, word: str, data: bytes) -> None:
+        self.store.put_record(word, data, deadline=soon())
+        self.words[word] = data
+
+    @rule(word=_words)
+    def delete_record(self, word: str) -> None:
+        assert self.store.delete_record(word, deadline=soon()) == (self.words.pop(word, None) is not None)
+
+    @rule(word=_words, start=st.sampled_from(["", "a", "a/", "b"]))
+    def look_at_records(self, word: str, start: str) -> None:
+        assert self.store.get_record(word, deadline=soon()) == self.words.get(word)
+        assert self.store.records(start, deadline=soon()) == sorted(one for one in self.words if one.startswith(start))
+
+    @invariant()
+    def scan_agrees(self) -> None:
+        entries = {entry.name: entry for entry in self.store.scan(deadline=soon())}
+        assert all(entry.size in (0, len(_FRAMES[name].data)) for name, entry in entries.items())
+        if not self.bounded:
+            assert entries.keys() == self.blocks.keys()
+            return
+        assert entries.keys() <= self.blocks.keys() and self.pinned <= entries.keys()
+        assert {name for name, entry in entries.items() if entry.pinned} == self.pinned
+        assert sum(len(_FRAMES[name].data) for name in entries) <= SMALL_BYTES
+        evicted = self.held & (self.blocks.keys() - entries.keys())
+        assert not {_PARENTS[name] for name in entries if name in _PARENTS} & evicted
+        self.blocks = {name: data for name, data in self.blocks.items() if name in entries}
+        self.held = set(entries)

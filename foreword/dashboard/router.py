@@ -1,0 +1,108 @@
+"""The dashboard of a router: its page, and what the page needs beyond `/metrics`, for whoever may read the router's state."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from aiohttp import web
+
+from foreword import __version__
+from foreword.dashboard import pages
+from foreword.dashboard.history import MetricsHistory
+from foreword.dashboard.replicas import NOTHING, Fill, Fills
+from foreword.errors import Forbidden, Unauthorized
+from foreword.router.admin import describe
+from foreword.router.replicas import Upstream
+from foreword.router.service import Router
+
+_SHOWN_DECISIONS: Final = 40
+
+
+def install(app: web.Application, router: Router) -> None:
+    """Add `/ui` to a router's application."""
+    history = MetricsHistory(router.metrics.families, on_loop=True)
+
+    async def start(_: web.Application) -> None:
+        history.keep_sampling()
+
+    app.on_startup.append(start)
+    _add_data(app, router, history)
+    _add_pages(app)
+
+
+def _add_pages(app: web.Application) -> None:
+    known = pages.files()
+
+    async def to_folder(_: web.Request) -> web.Response:
+        # Relative, so that it also works behind a proxy that adds a path.
+        return web.Response(status=307, headers={**pages.HEADERS, "location": "ui/"})
+
+    async def file(request: web.Request) -> web.Response:
+        found = pages.find(known, request.match_info["name"])
+        status, body = found.answer(request.headers.get("if-none-match"))
+        return web.Response(body=body, status=status, headers=found.headers)
+
+    app.router.add_get("/ui", to_folder)
+    app.router.add_get("/ui/{name:.*}", file)
+
+
+def _add_data(app: web.Application, router: Router, history: MetricsHistory) -> None:
+    fills = Fills()
+
+    def check(request: web.Request) -> None:
+        router.callers.check_admin(request.headers.get("authorization"), changes=False)
+
+    async def kind(request: web.Request) -> web.Response:
+        """What this is the page of, and whether the caller may see more. Needs no key."""
+        answer = {"kind": "router", "version": __version__, "welcome": True, "closed": ""}
+        try:
+            check(request)
+        except Unauthorized:
+            answer["welcome"] = False
+        except Forbidden as error:
+            answer["closed"] = error.message
+        return web.json_response(answer)
+
+    async def show_history(request: web.Request) -> web.Response:
+        """The last half hour of the metrics."""
+        check(request)
+        return web.json_response(history.plain())
+
+    async def now(request: web.Request) -> web.Response:
+        """State, replicas and the last decisions."""
+        check(request)
+        full = await fills.of([one.url for one in router.upstreams.values() if one.kind != "openai"])
+        return web.json_response(_now(router, full))
+
+    app.router.add_get("/ui/data/kind", kind)
+    app.router.add_get("/ui/data/history", show_history)
+    app.router.add_get("/ui/data/now", now)
+
+
+def _now(router: Router, full: dict[str, Fill]) -> dict[str, Any]:
+    problem = router.ready()
+    status = "shutting_down" if router.draining else "not_ready" if problem else "ready"
+    models = [pool.model for pool in router.pools.values() if pool.upstreams]
+    decisions = [{**one, "prices": None} for one in router.decisions.shown(_SHOWN_DECISIONS)]
+    return {
+        "time": time.time(),
+        "state": {"status": status, "reason": problem or ""},
+        "subject": f"router of {', '.join(models)}" if models else "router",
+        "replicas": [_replica(router, one, full.get(one.url, NOTHING)) for one in router.upstreams.values()],
+        "decisions": decisions,
+    }
+
+
+def _replica(router: Router, upstream: Upstream, fill: Fill) -> dict[str, Any]:
+    """A replica as `/v1/router/replicas` has it, with its queue in tokens and how full it says it is."""
+    pool = router.pools.get(upstream.model or "")
+    replica = pool.fleet.replicas.get(upstream.url) if pool is not None else None
+    queued = sum(one.computed for one in list(replica.load.waiting.values())) if replica is not None else 0
+    return {
+        **describe(router, upstream),
+        "queued_tokens": queued,
+        "usage": fill.usage,
+        "device": fill.device,
+        "tiers": fill.tiers,
+    }

@@ -1,0 +1,182 @@
+"""Sealed frames for other instances: from this process's memory tiers, and from blocks of its device.
+
+What of the device may be read, and how it is kept from changing meanwhile, is the business of whoever runs it: a subclass of
+`SharedFrames` says so. This class alone gives what is in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
+from foreword.errors import StoreError
+from foreword.offload.staging import Slots, Staging
+from foreword.store.base import Name, Store
+from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
+from foreword.transfer.messages import Buffer
+
+# What is read in one go, and copied for peers at a time.
+BATCH_BYTES: Final = 8 << 20
+BATCH_BLOCKS: Final = 512
+ARENA_BYTES: Final = 4 * BATCH_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A block of the device that does not change for now: which name of the batch it is for, its number, and its header."""
+
+    number: int
+    block: int
+    header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class ServedStatus:
+    """Blocks since the start: given from the device, given from memory, asked for and not there."""
+
+    device: int
+    memory: int
+    missing: int
+
+
+class SharedFrames:
+    """Answers `locate` and `get` of a transfer service (`foreword.transfer.service.Service`), on the endpoint's threads.
+
+    Args:
+        layout: of the engine's blocks; names of any other are not there.
+        staging: slots for frames and copies out of the device, used by nobody else.
+        memory: stores of this process's memory, the fastest first.
+        most: blocks of the device that one batch may hold.
+    """
+
+    def __init__(
+        self, layout: Layout, staging: Staging, memory: Sequence[Store] = (), *, most: int = BATCH_BLOCKS
+    ) -> None:
+        self.layout = layout
+        self._fingerprint = layout.fingerprint
+        self._staging = staging
+        self._memory = tuple(memory)
+        self._slots = Slots(range(staging.slots))
+        self._batch = max(min(BATCH_BYTES // staging.frame_bytes, BATCH_BLOCKS, most, staging.slots), 1)
+        self._copying = threading.Lock()
+        self._counting = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    # The device, for subclasses
+
+    def _on_device(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks, from the first on, may be read on the device. A hint."""
+        return 0
+
+    def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> Sequence[Held]:
+        """Keep those of the names that the device has from changing until `_let_go`; fewer or none if that cannot be had."""
+        return ()
+
+    def _let_go(self, held: Sequence[Held]) -> None:
+        """The copies are made."""
+
+    # Asked by peers
+
+    def status(self) -> ServedStatus:
+        return ServedStatus(self._counts["device"], self._counts["memory"], self._counts["missing"])
+
+    def locate(self, names: Sequence[Name], deadline: float) -> int:
+        """How many of these blocks, from the first on, are on the device or in memory."""
+        mine = itertools.takewhile(lambda name: name.startswith(self._fingerprint), names)
+        keys = [name[FINGERPRINT_BYTES:] for name in mine]
+        done = before = 0
+        while done < len(keys):
+            done += self._on_device(keys[done:])
+            done += found_in(self._memory, names[done : len(keys)], deadline)
+            if done == before:
+                break
+            before = done
+        return done
+
+    def get(self, names: Sequence[Name], longest: int, deadline: float) -> Iterator[Sequence[Buffer | None]]:
+        """Sealed frames in the order of `names`, in batches; a batch's memory is used again when the next one is asked for."""
+        if longest < self._staging.frame_bytes:
+            return
+        for start in range(0, len(names), self._batch):
+            batch = names[start : start + self._batch]
+            slots = self._slots.wait_for(len(batch), deadline)
+            if slots is None:
+                return
+            try:
+                yield self._frames(batch, slots, deadline)
+            finally:
+                self._slots.give(slots)
+
+    def _frames(self, names: Sequence[Name], slots: Sequence[int], deadline: float) -> list[Buffer | None]:
+        """A batch. What is in memory is taken from there, because that does not concern the engine."""
+        buffers = [self._staging.buffer(slot) for slot in slots]
+        frames: list[Buffer | None] = [None] * len(names)
+        for store in self._memory:
+            open_ = [i for i, frame in enumerate(frames) if frame is None]
+            for i, length in zip(open_, self._read(store, names, buffers, open_, deadline), strict=True):
+                frames[i] = buffers[i][:length] if length else None
+        from_memory = sum(frame is not None for frame in frames)
+        missing = [i for i, frame in enumerate(frames) if frame is None and names[i].startswith(self._fingerprint)]
+        from_device = self._from_device(names, missing, slots, deadline) if missing else []
+        for i in from_device:
+            frames[i] = buffers[i]
+        self._count(device=len(from_device), memory=from_memory, missing=len(names) - from_memory - len(from_device))
+        return frames
+
+    def _read(
+        self, store: Store, names: Sequence[Name], buffers: Sequence[memoryview], which: Sequence[int], deadline: float
+    ) -> list[int]:
+        if not which:
+            return []
+        try:
+            with self._copying:
+                return store.get([names[i] for i in which], [buffers[i] for i in which], deadline=deadline)
+        except StoreError:  # closed, or the deadline passed
+            return [0] * len(which)
+
+    def _from_device(
+        self, names: Sequence[Name], which: Sequence[int], slots: Sequence[int], deadline: float
+    ) -> list[int]:
+        """Copy those of the names that the device has into their slots; returns which ones."""
+        held = self._hold([(i, names[i]) for i in which], deadline)
+        if not held:
+            return []
+        targets = [slots[one.number] for one in held]
+        try:
+            with self._copying:
+                self._staging.gather([one.block for one in held], targets)
+        finally:
+            self._let_go(held)
+        for one, slot in zip(held, targets, strict=True):
+            seal(one.header, self._staging.buffer(slot))
+        return [one.number for one in held]
+
+    def _count(self, **more: int) -> None:
+        with self._counting:
+            self._counts.update(more)
+
+    def _header(self, key: bytes, parent: bytes, depth: int) -> Header:
+        size = self._staging.block_bytes
+        return Header(self._fingerprint, key, parent, depth, RAW, size, size)
+
+
+def found_in(stores: Sequence[Store], names: Sequence[Name], deadline: float) -> int:
+    """How many of the names, from the first on, these stores have together; one that fails has none."""
+    done = 0
+    for store in stores:
+        if done < len(names):
+            try:
+                done += store.lookup(names[done:], deadline=deadline)
+            except StoreError:
+                continue
+    return done
+
+
+def slots_for(layout: Layout) -> int:
+    """How many blocks the arena has room for from which they are given to peers."""
+    return max(ARENA_BYTES // (layout.block_bytes + HEADER_BYTES), 4)

@@ -1,0 +1,183 @@
+"""The paged tensors as a transfer sees them: parts of blocks and layers as bytes, in the order of `transfer.parts`.
+
+On a CPU a part is a view of the tensors. On another device it is copied through page-locked host memory, on a stream of the
+thread's own, beside the engine's work. A *mark* is what orders the two: an event on the engine's stream, recorded by the
+engine's thread. What is read was written before its mark; what is written goes into blocks whose last use by the engine came
+before its mark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreword.blocks.layout import Layout
+from foreword.offload.copies import Paged, tensors_of
+from foreword.transfer.messages import Buffer, Part
+
+
+class KVPort:
+    """Reads parts out of paged tensors and writes parts into them. Threads may call at once, for different blocks.
+
+    Args:
+        layers: of the engine, `[num_blocks, block_size, kv_heads, dim]` each.
+        layout: what they look like to others; its order is `tokens`.
+    """
+
+    def __init__(self, layers: Mapping[int, Paged], layout: Layout) -> None:
+        self.layout = layout
+        self.position = {layer: number for number, layer in enumerate(sorted(layers))}
+        self._size = layout.block_size
+        # One row per token, as bytes.
+        rows = [tensor.flatten(0, 1).flatten(1).view(torch.uint8) for tensor in tensors_of(layers)]
+        self._widths = [tensor.shape[1] for tensor in rows]
+        self._device = rows[0].device
+        on_host = self._device.type == "cpu"
+        self._copies = None if on_host else DeviceRows(rows)
+        self._host = [cast(Any, tensor.numpy()) for tensor in rows] if on_host else []
+        self._views = [memoryview(tensor.reshape(-1)).cast("B") for tensor in self._host]
+
+    @property
+    def last_layer(self) -> int:
+        return len(self.position) - 1
+
+    def mark(self) -> Any:
+        """What the device has been told so far, for `read` and `write`; None where it does everything at once. On the engine's
+        thread, whose stream is meant."""
+        return None if self._copies is None else self._copies.mark()
+
+    def read(self, part: Part, blocks: Sequence[int], mark: Any = None) -> list[Buffer]:
+        """A part's payload, of `blocks` from `part.first_block` on. On a CPU these are views: the blocks must not change until
+        they were sent. What was written before `mark` is in it; without one, what the device has been told by now."""
+        runs = list(_runs(blocks, part.tokens, self._size))
+        if self._copies is not None:
+            return [self._copies.read(self._tensors(part), _slots(runs), mark)]
+        buffers: list[Buffer] = []
+        for number in self._tensors(part):
+            view, width = self._views[number], self._widths[number]
+            buffers += [view[slot * width : (slot + count) * width] for slot, count in runs]
+        return buffers
+
+    def write(self, part: Part, blocks: Sequence[int], payload: memoryview, mark: Any = None) -> None:
+        """Copy a part's payload into `blocks`, after what the device was told before `mark`. When it returns, they hold it, and
+        the payload may go."""
+        data = np.frombuffer(payload, np.uint8)
+        runs = list(_runs(blocks, part.tokens, self._size))
+        if self._copies is not None:
+            self._copies.write(self._tensors(part), _slots(runs), data, mark)
+            return
+        at = 0
+        for number in self._tensors(part):
+            width = self._widths[number]
+            for slot, count in runs:
+                self._host[number][slot : slot + count] = data[at : at + count * width].reshape(count, width)
+                at += count * width
+
+    def _tensors(self, part: Part) -> range:
+        return range(2 * part.first_layer, 2 * (part.first_layer + part.layers))
+
+
+class DeviceRows:
+    """Rows of device tensors to and from bytes in host memory. Threads may call at once; each has a stream of its own.
+
+    It also works for tensors on a CPU, without streams.
+
+    Args:
+        rows: `[slots, bytes]` uint8, on one device.
+    """
+
+    def __init__(self, rows: Sequence[Tensor]) -> None:
+        self._rows = rows
+        self._widths = [tensor.shape[1] for tensor in rows]
+        self._device = rows[0].device
+        self._cuda = self._device.type == "cuda"
+        self._local = threading.local()
+
+    def mark(self) -> Any:
+        """Everything that the calling thread has told the device, on the stream on which it computes."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # pragma: no cover - needs a GPU
+        # The device by name: a thread's current device is the first one, whichever the engine uses.
+        event.record(torch.cuda.current_stream(self._device))  # pragma: no cover - needs a GPU
+        return event  # pragma: no cover - needs a GPU
+
+    @torch.inference_mode()
+    def read(self, tensors: Sequence[int], slots: Sequence[int], mark: Any) -> memoryview:
+        """The rows `slots` of each of `tensors`, in a row. The memory is its caller's."""
+        size = len(slots) * sum(self._widths[number] for number in tensors)
+        # Page-locked memory comes from torch's cache of it, which waits for copies under way before it gives it out again.
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda)
+        at = 0
+        with self._beside(mark):
+            index = self._index(slots)
+            for number in tensors:
+                count = len(slots) * self._widths[number]
+                found = self._rows[number].index_select(0, index).view(-1)
+                host[at : at + count].copy_(found, non_blocking=True)
+                at += count
+        return memoryview(cast(Any, host.numpy())).cast("B")
+
+    @torch.inference_mode()
+    def write(self, tensors: Sequence[int], slots: Sequence[int], data: Any, mark: Any) -> None:
+        """The other way; `data` is a uint8 array, and is not read any more when this returns."""
+        # A copy from pageable memory would make this thread wait; and the link's memory may not be written to, which torch
+        # does not accept.
+        host = torch.empty(len(data), dtype=torch.uint8, pin_memory=self._cuda)
+        cast(Any, host.numpy())[:] = data
+        at = 0
+        with self._beside(mark):
+            index, staged = self._index(slots), host.to(self._device, non_blocking=True)
+            for number in tensors:
+                width = self._widths[number]
+                piece = staged[at : at + len(slots) * width].view(len(slots), width)
+                self._rows[number].index_copy_(0, index, piece)
+                at += len(slots) * width
+
+    def _index(self, slots: Sequence[int]) -> Tensor:
+        index = torch.tensor(slots, dtype=torch.long, pin_memory=self._cuda)
+        return index.to(self._device, non_blocking=True)
+
+    @contextlib.contextmanager
+    def _beside(self, mark: Any) -> Iterator[None]:
+        """What is told to the device within comes after `mark`, and is done at the end. Memory that was taken within belongs to
+        this thread's stream, so nothing else is given it before."""
+        if not self._cuda:
+            yield
+            return
+        stream = self._stream()  # pragma: no cover - needs a GPU
+        with torch.cuda.stream(stream):  # pragma: no cover - needs a GPU
+            if mark is None:
+                stream.wait_stream(torch.cuda.default_stream(self._device))
+            else:
+                stream.wait_event(mark)
+            try:
+                yield
+            finally:
+                stream.synchronize()
+
+    def _stream(self) -> Any:  # pragma: no cover - needs a GPU
+        stream = getattr(self._local, "stream", None)
+        if stream is None:
+            stream = self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return stream
+
+
+def _slots(runs: Sequence[tuple[int, int]]) -> list[int]:
+    return [slot for start, count in runs for slot in range(start, start + count)]
+
+
+def _runs(blocks: Sequence[int], tokens: int, size: int) -> Iterator[tuple[int, int]]:
+    """`(first slot, slots)` of the stretches in which blocks lie in a row, `tokens` slots together."""
+    start = 0
+    for end in range(1, len(blocks) + 1):
+        if end < len(blocks) and blocks[end] == blocks[end - 1] + 1:
+            continue
+        yield blocks[start] * size, min(end * size, tokens) - start * size
+        start = end

@@ -1,0 +1,272 @@
+"""`LLM`: offline batches in one process, without a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, cast
+
+from tqdm import tqdm
+
+from foreword.config import EngineConfig, PrefixConfig, StoreConfig, build
+from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
+from foreword.engine.scheduler import Sequence as Running
+from foreword.entrypoints.build import assemble
+from foreword.errors import BadRequest, EngineFailed
+from foreword.events import Observer
+from foreword.prefixes.book import Message, NamedPrefix
+from foreword.prefixes.stored import StoredPrefixes
+from foreword.prefixes.tokens import prefix_tokens, prefixed_chat, prefixed_prompt
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model, its KV cache and a loop in the calling thread.
+
+    >>> llm = LLM()                                     # the embedded model; or LLM("path/to/model", dtype="float32")
+    >>> [output] = llm.generate(["import "], SamplingParams(max_tokens=8, temperature=0.0))
+    >>> output.outputs[0].text
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        prefix_budget: str = "50%",
+        store: str | Sequence[str] | StoreConfig = (),
+        observers: Sequence[Observer] = (),
+        **options: Any,
+    ) -> None:
+        """`store` is one URL or several, the fastest first (docs/operating.md); with one, `close` the LLM in the end, so that
+        everything is written. `options` are the fields of `EngineConfig`. Raises ForewordError."""
+        config = build(EngineConfig, "engine", {"model": model, **options})
+        if not isinstance(store, StoreConfig):
+            store = StoreConfig(urls=(store,) if isinstance(store, str) else tuple(store))
+        assembly = assemble(config, prefixes=PrefixConfig(prefix_budget), store=store, observers=observers)
+        self.off_device = assembly.off_device
+        self._flush_seconds = assembly.flush_seconds
+        self.config = config
+        self.info = assembly.info
+        self.tokenizer = assembly.tokenizer
+        self._core = assembly.core
+        self._book = assembly.prefixes
+        self._ids = itertools.count()
+        self._stored = self._stored_prefixes()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prefix: str | None = None,
+        cache_report: bool = False,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue prompts (text or token ids), all at once; outputs in the order of the prompts.
+
+        `params` holds for all prompts or is a list, one each. `prefix` names a text prefix that stands before every prompt.
+        Raises BadRequest before anything is computed if a prompt or a parameter is bad.
+        """
+        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        listed = cast("Sequence[Prompt]", [prompts] if alone else prompts)
+        tokens = [self._tokens(prompt, prefix) for prompt in listed]
+        return self._run(tokens, params, prefix, cache_report, progress)
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prefix: str | None = None,
+        cache_report: bool = False,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer conversations (lists of messages with `role` and `content`); one conversation may be given alone."""
+        alone = bool(conversations) and isinstance(conversations[0], Mapping)
+        listed = cast("Sequence[Sequence[Message]]", [conversations] if alone else conversations)
+        tokens = []
+        for messages in listed:
+            if prefix is not None:
+                tokens.append(prefixed_chat(self._book, self.tokenizer, prefix, messages, b""))
+            else:
+                tokens.append(self.tokenizer.render_chat(messages, add_generation_prompt=True))
+        return self._run(tokens, params, prefix, cache_report, progress)
+
+    def add_prefix(
+        self,
+        name: str,
+        content: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        replace: bool = False,
+    ) -> NamedPrefix:
+        """Register a named prefix, compute its KV and pin it (R15)."""
+        kind, held, tokens = prefix_tokens(self.tokenizer, content, messages)
+        size = self._book.promise(name, tokens, salt=b"", replacing=replace)
+        kept: list[NamedPrefix] = []
+
+        def keep(sequence: Running) -> None:
+            blocks = self._core.cache.pin(sequence.table, len(tokens) // self.info.block_size)
+            kept.append(self._book.keep(name, kind, held, tokens, blocks, salt=b""))
+
+        request = Request(f"prefix-{next(self._ids)}", tokens, SamplingParams(max_tokens=0))
+        try:
+            self._core.add(request, keep)
+            self._drain([])
+        finally:
+            if not kept:
+                self._core.abort(request.id)
+                self._book.break_promise(size)
+        if self._stored is not None:
+            self._stored.put(kept[0], b"")
+        return kept[0]
+
+    def _stored_prefixes(self) -> StoredPrefixes | None:
+        """Know the prefixes that an earlier process registered; they are computed or loaded when they are used."""
+        if self.off_device is None:
+            return None
+        stored = StoredPrefixes(self.off_device, self.info, self.tokenizer)
+        for record in stored.records.all(b"") or ():
+            prefix = stored.adopted(record)
+            if prefix is not None:
+                self._book.adopt(prefix, salt=b"")
+        return stored
+
+    def list_prefixes(self) -> list[NamedPrefix]:
+        return self._book.list()
+
+    def remove_prefix(self, name: str) -> NamedPrefix:
+        prefix = self._book.get(name)
+        if self._stored is not None:
+            self._stored.remove(prefix, b"")
+        return self._book.remove(name)
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Wait until the stores have everything; False if `timeout` seconds were not enough. True without a store."""
+        return self.off_device is None or self.off_device.flush(timeout)
+
+    def close(self) -> None:
+        """Write what the stores do not have yet, and close them. Nothing to do without a store."""
+        if self.off_device is not None:
+            self.off_device.close(self._flush_seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def clear_cache(self) -> int:
+        """Forget all cached blocks that are not pinned; returns their number."""
+        return self._core.cache.clear()
+
+    def check(self) -> None:
+        """Prove the pool's invariants. Raises IntegrityError."""
+        self._core.cache.check()
+
+    def _tokens(self, prompt: Prompt, prefix: str | None) -> list[int]:
+        if prefix is not None:
+            return prefixed_prompt(self._book, self.tokenizer, prefix, prompt, b"")
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        prefix: str | None,
+        cache_report: bool,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise BadRequest(f"{len(prompts)} prompts, but {len(each)} sets of parameters", param="params")
+        requests = [
+            Request(f"llm-{next(self._ids)}", tuple(tokens), one, want_cache_report=cache_report)
+            for tokens, one in zip(prompts, each, strict=True)
+        ]
+        for request in requests:
+            self._core.validate(request)
+        outputs = [_Output(request) for request in requests]
+        for request in requests:
+            self._core.add(request)
+        with tqdm(total=len(requests), desc="prompts", unit="prompt", disable=not progress) as bar:
+            try:
+                self._drain(outputs, bar)
+            except BaseException:
+                for request in requests:
+                    self._core.abort(request.id)
+                raise
+        if prefix is not None:
+            for output in outputs:
+                self._book.note_hit(prefix, output.cached_tokens)
+        return [output.finish() for output in outputs]
+
+    def _drain(self, outputs: Sequence[_Output], bar: Any = None) -> None:
+        by_id = {output.request.id: output for output in outputs}
+        while self._core.has_work():
+            for delta in self._core.step():
+                if delta.finish_reason == "error":
+                    raise EngineFailed(delta.error or "the engine failed")
+                output = by_id.get(delta.request_id)
+                if output is not None and output.add(delta) and bar is not None:
+                    bar.update()
+
+
+@dataclasses.dataclass(slots=True)
+class _Part:
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    text: list[str] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    last: Delta | None = None
+
+
+class _Output:
+    """Gathers one request's deltas."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.cached_tokens = 0
+        self._parts = [_Part() for _ in range(request.params.n)]
+        self._started = time.monotonic()
+        self._first: float | None = None
+
+    def add(self, delta: Delta) -> bool:
+        """True if that was the request's last."""
+        if self._first is None:
+            self._first = time.monotonic() - self._started
+        part = self._parts[delta.index]
+        part.tokens += delta.tokens
+        part.text.append(delta.text)
+        part.logprobs += delta.logprobs
+        if delta.index == 0:
+            self.cached_tokens = delta.cached_tokens
+        if delta.finish_reason is not None:
+            part.last = delta
+        return all(one.last is not None for one in self._parts)
+
+    def finish(self) -> RequestOutput:
+        completions = []
+        for index, part in enumerate(self._parts):
+            assert part.last is not None and part.last.finish_reason is not None
+            completions.append(
+                Completion(
+                    index,
+                    tuple(part.tokens),
+                    "".join(part.text),
+                    tuple(part.logprobs),
+                    part.last.finish_reason,
+                    part.last.stop_match,
+                )
+            )
+        first = self._parts[0].last
+        return RequestOutput(
+            self.request.id,
+            self.request.tokens,
+            self.cached_tokens,
+            tuple(completions),
+            first.cache_report if first is not None else None,
+            self._first or 0.0,
+        )

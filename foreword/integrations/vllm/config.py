@@ -1,0 +1,217 @@
+"""What both sides of the vLLM connector must know: its settings, and how vLLM is configured and lays blocks out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+import vllm
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from foreword.blocks.keys import Scope
+from foreword.blocks.layout import LayerLayout, Layout
+from foreword.config import StoreConfig, TransferConfig, build
+from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
+from foreword.integrations.vllm.weights import fingerprint_folder, model_folder
+from foreword.store.urls import loss_of
+from foreword.transfer.sockets import parse_address
+
+NULL_BLOCK = 0  # vLLM's place for blocks that a sliding window has left behind
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`kv_connector_extra_config`, and what vLLM's `kv_role` says.
+
+    Attributes:
+        fingerprint: a digest, 32 or 64 hexadecimal digits, that says what the weights are, where they are not in a folder of
+            safetensors files.
+        transfer: how KV travels to and from other instances; None: not at all.
+        listens: whether others may read this instance's memory, and what it keeps for them.
+        hands_over, takes_over: whether `do_remote_decode` and `do_remote_prefill` of requests are honoured.
+    """
+
+    store: StoreConfig
+    fingerprint: str | None = None
+    transfer: TransferConfig | None = None
+    listens: bool = False
+    hands_over: bool = False
+    takes_over: bool = False
+
+    @classmethod
+    def read(cls, extra: dict[str, Any], role: str = "kv_both") -> Settings:
+        """Raises ConfigError for an unknown key or a bad value."""
+        given = dict(extra)
+        urls = given.pop("store", ())
+        fingerprint = given.pop("fingerprint", None)
+        listens = "transfer" in given
+        transfer = _transfer(given.pop("transfer")) if listens else None if role == "kv_both" else TransferConfig()
+        known = ("store", "fingerprint", "transfer", "staging", "lookup_timeout", "load_timeout", "flush_seconds")
+        for key in given:
+            if key not in known:
+                raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{did_you_mean(key, known)}")
+        store = build(StoreConfig, "store", {"urls": [urls] if isinstance(urls, str) else list(urls), **given})
+        if not store.urls and transfer is None:
+            raise ConfigError('give stores in kv_connector_extra_config: {"store": ["disk:///var/cache/foreword"]}')
+        return cls(
+            store,
+            None if fingerprint is None else _digest(fingerprint),
+            transfer,
+            listens or role == "kv_producer",
+            transfer is not None and role != "kv_consumer",
+            transfer is not None and role != "kv_producer",
+        )
+
+
+def _transfer(given: object) -> TransferConfig:
+    """`transfer` of the extra configuration: the keys of `TransferConfig`, and `secret_env` in place of the secret, which
+    would show in logs. Raises ConfigError."""
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f'transfer in kv_connector_extra_config is an object: {{"bind": "0.0.0.0:9100"}}, not {given!r}'
+        )
+    values = dict(given)
+    if "secret" in values:
+        raise ConfigError("a secret in kv_connector_extra_config would show in logs: name a variable with secret_env")
+    variable = values.pop("secret_env", None)
+    if variable is not None:
+        if not isinstance(variable, str) or variable not in os.environ:
+            raise ConfigError(f"transfer.secret_env: there is no environment variable {variable}")
+        values["secret"] = os.environ[variable]
+    config = build(TransferConfig, "transfer", values).with_secret()
+    parse_address(config.bind)
+    return config
+
+
+def _digest(text: object) -> str:
+    """Raises ConfigError unless it is a digest in hexadecimal digits."""
+    try:
+        found = bytes.fromhex(text) if isinstance(text, str) else b""
+    except ValueError:
+        found = b""
+    if len(found) not in (16, 32):
+        raise ConfigError(f"fingerprint in kv_connector_extra_config must be 32 or 64 hexadecimal digits, not {text!r}")
+    return found.hex()
+
+
+class Facts:
+    """What both sides must know of vLLM's configuration. Raises ModelUnsupported for what cannot be cached right.
+
+    Attributes:
+        windowed: blocks that a sliding window left behind are vLLM's null block, so a load that fails is given up whole: what
+            is computed again from its middle would miss the blocks before.
+        events: whether vLLM publishes KV events.
+        apart: whether the scheduler is in another process than the workers.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
+        groups = kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise ModelUnsupported(
+                f"this model has {len(groups)} groups of KV caches; Foreword's connector holds models with one "
+                "(--disable-hybrid-kv-cache-manager makes one of full and sliding-window attention)"
+            )
+        spec = groups[0].kv_cache_spec
+        self.layer_names: list[str] = list(groups[0].layer_names)
+        each = getattr(spec, "kv_cache_specs", None)
+        self._specs = [each[name] for name in self.layer_names] if each else [spec] * len(self.layer_names)
+        for one in self._specs:
+            if not isinstance(one, FullAttentionSpec | SlidingWindowSpec):
+                raise ModelUnsupported(
+                    f"layers of this model keep a {type(one).__name__}; Foreword's connector holds keys and values of full "
+                    "or sliding-window attention"
+                )
+            if getattr(one, "non_causal", False):
+                raise ModelUnsupported("keys and values of this model depend on tokens that come later")
+        self.windowed = any(isinstance(one, SlidingWindowSpec) for one in self._specs)
+        self.block_size: int = int(spec.block_size)
+        self.config = vllm_config
+        parallel = vllm_config.parallel_config
+        self.ranks: int = int(parallel.tensor_parallel_size)
+        self.apart = self.ranks > 1 or parallel.distributed_executor_backend != "uni"
+        if parallel.pipeline_parallel_size != 1:
+            raise ModelUnsupported("pipeline parallelism is not supported by Foreword's connector")
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if getattr(parallel, name, 1) != 1:
+                raise ModelUnsupported("context parallelism is not supported by Foreword's connector")
+        self.model = model_digest(vllm_config, settings)
+        self.loss = loss_of(settings.store.urls)
+        events = getattr(vllm_config, "kv_events_config", None)
+        self.events = bool(events is not None and events.enable_kv_cache_events)
+
+    def layout(self, rank: int) -> Layout:
+        """Of one rank's blocks. The same in the scheduler, which has no tensors, as in the workers."""
+        first = self._specs[0]
+        layers = tuple(
+            LayerLayout(one.num_kv_heads, one.head_size, getattr(one, "head_size_v", one.head_size))
+            for one in self._specs
+        )
+        return Layout(
+            self.model,
+            self.block_size,
+            layers,
+            str(first.dtype).removeprefix("torch."),
+            order=self._order(),
+            shard=(rank, self.ranks),
+            loss=self.loss,
+        )
+
+    def _order(self) -> str:
+        """Whatever else decides what the bytes of a block mean."""
+        sizes = sorted({one.head_size for one in self._specs})
+        return "/".join(
+            (
+                "vllm",
+                ".".join(vllm.__version__.split("+")[0].split(".")[:2]),
+                str(self.config.cache_config.cache_dtype),
+                str(getattr(self.config.model_config, "quantization", None)),
+                *(_arrangement(self.config, self._specs[0].dtype, self.block_size, size) for size in sizes),
+            )
+        )
+
+    def root(self, salt: bytes) -> bytes:
+        """The key that chains of a salt begin with."""
+        return Scope(self.model, self.block_size, salt).root()
+
+
+def model_digest(vllm_config: Any, settings: Settings) -> bytes:
+    """Of the weights and of everything in vLLM's configuration that changes what they compute. Raises ModelUnsupported."""
+    model = vllm_config.model_config
+    if settings.fingerprint is not None:
+        weights = bytes.fromhex(settings.fingerprint)
+    else:
+        weights = fingerprint_folder(model_folder(model.model, getattr(model, "revision", None)))
+    overrides = repr(getattr(model, "hf_overrides", None) or {})
+    return sha256(weights + overrides.encode()).digest()
+
+
+def _arrangement(config: Any, dtype: torch.dtype, block_size: int, head_size: int) -> str:
+    """How vLLM arranges a block's bytes: on CPUs as the instruction set wants it, elsewhere as the device's backend does."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        return f"cpu-{_get_attn_isa(dtype, block_size, head_size)}"
+    import vllm.envs as envs
+
+    backend = getattr(config.attention_config, "backend", None)
+    order = getattr(envs, "VLLM_KV_CACHE_LAYOUT", None)
+    return f"{current_platform.get_device_name()}-{getattr(backend, 'name', backend)}-{order}"
+
+
+def by_block(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors whose first dimension counts blocks. Raises ModelUnsupported for any other arrangement."""
+    found = []
+    for cache in caches:
+        if not isinstance(cache, torch.Tensor) or not cache.is_contiguous():
+            raise ModelUnsupported("vLLM's KV cache of a layer is not one contiguous tensor")
+        # FlashAttention keeps `[2, blocks, ...]`: all keys, then all values.
+        found += [cache[0], cache[1]] if cache.shape[0] == 2 and cache.dim() == 5 else [cache]
+    if len({len(tensor) for tensor in found}) != 1:
+        raise ModelUnsupported("vLLM's layers have different numbers of blocks")
+    return found

@@ -1,0 +1,211 @@
+"""What the vLLM connector did, for vLLM's log line and its /metrics.
+
+A worker reports, with each step in which something changed, what was added since its last report. vLLM adds up the reports of
+all ranks; each rank counts its own part of a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from foreword.integrations.vllm.leases import Leases
+from foreword.offload.manager import BlockCache, CacheStatus
+from foreword.store.tiered import Tier
+
+_PER_TIER: Final = {
+    "loaded_blocks": "Blocks read from a tier, whole and checked.",
+    "loaded_bytes": "Bytes read from a tier.",
+    "load_busy_seconds": "Seconds that reading from a tier took, over all threads.",
+    "missed_blocks": "Blocks that a tier was asked for and did not deliver.",
+    "corrupt_blocks": "Blocks that a tier delivered and whose checks failed; they were removed and not used.",
+    "saved_blocks": "Blocks written to a tier, those included that were there already.",
+    "saved_bytes": "Bytes written to a tier.",
+    "save_busy_seconds": "Seconds that writing to a tier took.",
+    "lookups": "Searches in a tier.",
+    "lookup_seconds": "Seconds that searches in a tier took.",
+    "errors": "Calls that a tier failed.",
+    "skipped": "Calls that a tier was spared because it kept failing.",
+}
+_OVERALL: Final = {
+    "dropped_blocks": "Blocks that were not written because the queue was full.",
+    "loads": "Loads of a request's prefix that ended.",
+    "loads_cut": "Loads that brought less than they set out for; vLLM computed the rest.",
+    "loads_stopped": "Loads that were stopped because computing was sooner.",
+    "loads_declined": "Prefixes found in the stores that were sooner computed than loaded.",
+    "leases": "Prompts kept for another instance that decodes.",
+    "leases_unread": "Prompts kept for another instance that never came for them.",
+    "lent_blocks": "Blocks that other instances read while they were kept for them.",
+    "shared_blocks": "Blocks that other instances read from this one's memory tiers.",
+}
+_LOAD_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+@dataclasses.dataclass
+class ForewordStats(KVConnectorStats):  # type: ignore[misc]
+    """What was added since the last report.
+
+    `data`: `tiers` (label -> name -> amount), `counts` (name -> amount), `load_seconds` (one per load that ended), `queued`
+    (rank -> blocks that wait to be written, as last seen).
+    """
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {"tiers": {}, "counts": {}, "load_seconds": [], "queued": {}}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Amounts are added; of queues the other's word is the newer one."""
+        for label, amounts in other.data["tiers"].items():
+            _add(self.data["tiers"].setdefault(label, {}), amounts)
+        _add(self.data["counts"], other.data["counts"])
+        self.data["load_seconds"] = [*self.data["load_seconds"], *other.data["load_seconds"]]
+        self.data["queued"].update(other.data["queued"])
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log line: what went through each tier, and whatever went wrong."""
+        found: dict[str, int | float] = {}
+        for label, amounts in self.data["tiers"].items():
+            for verb in ("loaded", "saved"):
+                found[f"{label} {verb} blocks"] = amounts.get(f"{verb}_blocks", 0)
+                found[f"{label} {verb} MB"] = round(amounts.get(f"{verb}_bytes", 0) / 1e6, 1)
+            for name in ("corrupt_blocks", "errors", "skipped"):
+                if amounts.get(name):
+                    found[f"{label} {name}"] = amounts[name]
+        found.update({name: amount for name, amount in self.data["counts"].items() if amount})
+        seconds = self.data["load_seconds"]
+        if seconds:
+            found["mean load ms"] = round(1e3 * sum(seconds) / len(seconds), 1)
+            found["longest load ms"] = round(1e3 * max(seconds), 1)
+        found["queued_blocks"] = sum(self.data["queued"].values())
+        return found
+
+
+def _add(into: dict[str, float], amounts: Mapping[str, float]) -> None:
+    for name, amount in amounts.items():
+        into[name] = into.get(name, 0) + amount
+
+
+class StatsReader:
+    """Reads the counters of one rank's cache, and what was added to them since the last time."""
+
+    def __init__(self, cache: BlockCache, rank: int, leases: Leases | None = None) -> None:
+        self._cache = cache
+        self._leases = leases
+        self._rank = str(rank)
+        self._tiers: dict[str, dict[str, float]] = {}
+        self._counts: dict[str, float] = {}
+        self._queued = 0
+
+    @property
+    def behind(self) -> bool:
+        """Whether blocks wait to be written, or did when this was last read."""
+        return bool(self._queued or self._cache.status().queued)
+
+    def read(self, load_seconds: list[float]) -> ForewordStats | None:
+        """`load_seconds`: of the loads that ended meanwhile. None if nothing changed."""
+        status = self._cache.status()
+        tiers = {tier.label: _of_tier(tier) for tier in self._cache.store.tiers}
+        counts = {**_of_cache(status), **_of_leases(self._leases)}
+        added = {label: _added(amounts, self._tiers.get(label, {})) for label, amounts in tiers.items()}
+        more = _added(counts, self._counts)
+        if load_seconds:
+            more["loads"] = len(load_seconds)
+        data = {
+            "tiers": {label: amounts for label, amounts in added.items() if amounts},
+            "counts": more,
+            "load_seconds": load_seconds,
+        }
+        if not any(data.values()) and status.queued == self._queued:
+            return None
+        self._tiers, self._counts, self._queued = tiers, counts, status.queued
+        return ForewordStats({**data, "queued": {self._rank: status.queued}})
+
+
+def _added(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {name: amount - before.get(name, 0) for name, amount in now.items() if amount != before.get(name, 0)}
+
+
+def _of_tier(tier: Tier) -> dict[str, float]:
+    counters = tier.counters
+    return {
+        "loaded_blocks": counters.hit_blocks,
+        "loaded_bytes": counters.read_bytes,
+        "load_busy_seconds": counters.read_seconds,
+        "missed_blocks": counters.missed_blocks,
+        "corrupt_blocks": sum(counters.bad.values()),
+        "saved_blocks": counters.written_blocks,
+        "saved_bytes": counters.written_bytes,
+        "save_busy_seconds": counters.write_seconds,
+        "lookups": counters.lookups,
+        "lookup_seconds": counters.lookup_seconds,
+        "errors": sum(counters.errors.values()),
+        "skipped": counters.skipped,
+    }
+
+
+def _of_cache(status: CacheStatus) -> dict[str, float]:
+    return {
+        "dropped_blocks": status.dropped,
+        "loads_cut": status.cut,
+        "loads_stopped": status.stopped,
+        "loads_declined": status.declined,
+    }
+
+
+def _of_leases(leases: Leases | None) -> dict[str, float]:
+    if leases is None:
+        return {}
+    given = leases.status()
+    return {**leases.counts, "lent_blocks": given.device, "shared_blocks": given.memory}
+
+
+class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same as Prometheus metrics: `vllm:foreword_...`, by tier where it makes sense."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._tiers = {
+            name: self._counter_cls(name=f"vllm:foreword_{name}", documentation=text, labelnames=[*labelnames, "tier"])
+            for name, text in _PER_TIER.items()
+        }
+        self._counts = {
+            name: self._counter_cls(name=f"vllm:foreword_{name}", documentation=text, labelnames=labelnames)
+            for name, text in _OVERALL.items()
+        }
+        self._seconds = self._histogram_cls(
+            name="vllm:foreword_load_seconds",
+            documentation="Seconds from vLLM's wish for a request's prefix to its last block, as the step loop saw it.",
+            buckets=_LOAD_BUCKETS,
+            labelnames=labelnames,
+        )
+        self._queued = self._gauge_cls(
+            name="vllm:foreword_queued_blocks",
+            documentation="Blocks that wait to be written, by rank.",
+            multiprocess_mode="mostrecent",
+            labelnames=[*labelnames, "rank"],
+        )
+        for values in per_engine_labelvalues.values():
+            for metric in (*self._counts.values(), self._seconds):
+                metric.labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        values = self.per_engine_labelvalues[engine_idx]
+        for label, amounts in transfer_stats_data["tiers"].items():
+            for name, amount in amounts.items():
+                self._tiers[name].labels(*values, label).inc(amount)
+        for name, amount in transfer_stats_data["counts"].items():
+            self._counts[name].labels(*values).inc(amount)
+        for seconds in transfer_stats_data["load_seconds"]:
+            self._seconds.labels(*values).observe(seconds)
+        for rank, queued in transfer_stats_data["queued"].items():
+            self._queued.labels(*values, rank).set(queued)

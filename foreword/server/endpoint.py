@@ -1,0 +1,114 @@
+"""What every route needs: who calls, which engine, what was sent, and a thread for tokenizing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+from fastapi import Request
+
+from foreword.api.schemas import AnyBody, parse
+from foreword.dashboard.recent import RecentRequests
+from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mean
+from foreword.server.active_requests import InFlight
+from foreword.server.backend import Engine
+from foreword.server.limits import Gate
+from foreword.server.peers import Peers
+from foreword.server.tenants import SALT_HEADER, Tenant, Tenants
+
+MAX_BODY_BYTES = 64 << 20
+# No tokenizer has tokens anywhere near this long, so a longer text can be refused without tokenizing it.
+MAX_CHARACTERS_PER_TOKEN = 256
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class BodyTooLarge(BadRequest):
+    """A body is larger than any prompt could need."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class UnsupportedMediaType(BadRequest):
+    """A body is not declared to be JSON. Browsers send such requests across sites without asking first."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Shared by all routes.
+
+    Attributes:
+        tokenizing: one thread, so that a long prompt does not stop the event loop.
+        recent: the newest requests, for the dashboard.
+        in_flight: the requests that run now.
+        peers: other servers that requests may name.
+    """
+
+    gate: Gate
+    tenants: Tenants
+    tokenizing: Executor
+    recent: RecentRequests = field(default_factory=RecentRequests)
+    in_flight: InFlight = field(default_factory=InFlight)
+    peers: Peers = field(default_factory=Peers)
+
+    def tenant(self, request: Request) -> Tenant:
+        """Who calls. Raises Unauthorized."""
+        return self.tenants.authenticate(request.headers.get("authorization"), request.headers.get(SALT_HEADER))
+
+    async def body(self, request: Request, kind: type[AnyBody]) -> AnyBody:
+        """The JSON body. Raises BadRequest."""
+        return parse(kind, await _read(request))
+
+    async def tokenize(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `work` on the thread for tokenizing."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.tokenizing, lambda: work(*args, **kwargs))
+
+
+def check_model(engine: Engine, name: str | None) -> None:
+    """Raises UnknownModel if `name` is given and is not what `engine` serves."""
+    if name is not None and name != engine.info.name:
+        raise UnknownModel(
+            f"No model named {name!r} is served here{did_you_mean(name, [engine.info.name])}", param="model"
+        )
+
+
+def check_length(engine: Engine, text: str, param: str) -> None:
+    """Raises PromptTooLong for a text that cannot possibly fit."""
+    if len(text) > engine.info.max_model_len * MAX_CHARACTERS_PER_TOKEN:
+        raise PromptTooLong(
+            f"{param} has {len(text)} characters, far more than the {engine.info.max_model_len} tokens that fit",
+            param=param,
+        )
+
+
+def check_token_ids(engine: Engine, tokens: tuple[int, ...], param: str) -> None:
+    """Raises BadRequest for a token id outside the vocabulary."""
+    size = engine.info.vocab_size
+    if tokens and not 0 <= min(tokens) <= max(tokens) < size:
+        wrong = next(token for token in tokens if not 0 <= token < size)
+        raise BadRequest(f"{param}: token id {_short(wrong)} is not between 0 and {size - 1}", param=param)
+
+
+def _short(number: int) -> str:
+    return str(number) if abs(number) < 10**20 else f"of {number.bit_length()} bits"
+
+
+async def _read(request: Request) -> bytes:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType("Send the body as JSON, with the header Content-Type: application/json")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"The body has more than {MAX_BODY_BYTES >> 20} MiB")
+    return bytes(body)
