@@ -1,4 +1,4 @@
-"""The name of a block: chained keys, a written format (docs/formats.md) with golden vectors and without options.
+"""The name of a block: chained keys, a written format (docs/reference/formats.md) with golden vectors and without options.
 
     key_0     = SHA-256(scope)
     key_{i+1} = SHA-256(key_i || tokens of block i as uint32 little-endian || extras of block i)

@@ -23,7 +23,7 @@ bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich
 
 _LIST = "one or several, separated by commas"
 _SIZE = "in tokens, or in bytes (40GiB)"
-Traces = Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Traces (docs/formats.md).")]
+Traces = Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Traces (docs/reference/formats.md).")]
 Replicas = Annotated[str, typer.Option("--replicas", help=f"How many replicas: {_LIST}.")]
 Policies = Annotated[str, typer.Option("--policy", help=f"Placement: {_LIST}; `all` for every one.")]
 Device = Annotated[str, typer.Option("--device", help=f"KV memory of a replica's device, {_SIZE}: {_LIST}.")]

@@ -40,7 +40,7 @@ class LLM:
         observers: Sequence[Observer] = (),
         **options: Any,
     ) -> None:
-        """`store` is one URL or several, the fastest first (docs/operating.md); with one, `close` the LLM in the end, so that
+        """`store` is one URL or several, the fastest first (docs/operations/operating.md); with one, `close` the LLM in the end, so that
         everything is written. `options` are the fields of `EngineConfig`. Raises ForewordError."""
         config = build(EngineConfig, "engine", {"model": model, **options})
         if not isinstance(store, StoreConfig):

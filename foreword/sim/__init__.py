@@ -1,1 +1,1 @@
-"""Real traffic through the real scheduler, pool, store policy and placement, in virtual time (docs/routing.md)."""
+"""Real traffic through the real scheduler, pool, store policy and placement, in virtual time (docs/concepts/routing.md)."""

@@ -2,5 +2,5 @@
 
 `endpoint.Endpoint` is the door: it listens, connects, and calls a `service.Service`. Under it, top down: `transfers` (what a
 service holds in its hands), `connection` (many transfers over one link), `protocol` (the states, without I/O), `messages` (the
-wire format), `link` with `tcp` and `shm` (how bytes move). docs/transfer.md tells it from outside.
+wire format), `link` with `tcp` and `shm` (how bytes move). docs/concepts/transfer.md tells it from outside.
 """

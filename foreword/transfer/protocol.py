@@ -1,7 +1,7 @@
 """The states of a transfer, without I/O: a table from (role, state, event) to what follows.
 
 Time comes from outside: every method gets `now`, seconds of any clock that goes forward. Each state but the last has a
-deadline; `tick` must be called when it passes. docs/transfer.md shows the table as diagrams (`diagram`).
+deadline; `tick` must be called when it passes. docs/concepts/transfer.md shows the table as diagrams (`diagram`).
 
 Who owns a request that moves (push). The source owns it until its transfer ends with TAKEN; from FINISHED on it rests, so that
 no two sides go on with it. The destination owns it from the moment in which its `TAKE` is accepted here, before the message is

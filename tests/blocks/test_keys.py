@@ -43,7 +43,7 @@ extras_of = st.lists(st.binary(max_size=3), max_size=12)
 
 
 def written_scope(scope: Scope) -> bytes:
-    """The scope as docs/formats.md writes it, made without the code under test."""
+    """The scope as docs/reference/formats.md writes it, made without the code under test."""
     text = b"foreword/key\x00" + (1).to_bytes(4, "little") + scope.block_size.to_bytes(4, "little")
     for part in (scope.model, scope.salt):
         text += len(part).to_bytes(4, "little") + part
@@ -51,7 +51,7 @@ def written_scope(scope: Scope) -> bytes:
 
 
 def written_keys(root: bytes, tokens: Sequence[int], block_size: int, extras: Sequence[bytes] = ()) -> list[bytes]:
-    """The chain as docs/formats.md writes it, made without the code under test."""
+    """The chain as docs/reference/formats.md writes it, made without the code under test."""
     keys, parent = [], root
     for number in range(len(tokens) // block_size):
         block = tokens[number * block_size : (number + 1) * block_size]
@@ -85,8 +85,8 @@ def test_r2_golden_vectors_agree_with_the_written_format() -> None:
 
 
 def test_the_documented_vectors_are_the_tested_ones() -> None:
-    """docs/formats.md quotes exactly the golden vectors."""
-    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+    """docs/reference/formats.md quotes exactly the golden vectors."""
+    text = (ROOT / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
     for vector in (PLAIN_ROOT, *PLAIN_KEYS, TENANT_SCOPE, TENANT_ROOT, *TENANT_KEYS, ADAPTER_KEY):
         assert vector in text
 

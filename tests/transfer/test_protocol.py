@@ -25,7 +25,7 @@ from foreword.transfer.protocol import (
     diagram,
 )
 
-DOCS = Path(__file__).parents[2] / "docs" / "transfer.md"
+DOCS = Path(__file__).parents[2] / "docs" / "concepts" / "transfer.md"
 TIMES = Timings(answer=10, progress=30, lease=60)
 # More than any path of deadlines takes, in steps of two seconds.
 LONGEST = 10 + 30 + 4 * 60
@@ -88,7 +88,7 @@ def test_messages_that_may_not_come(role: Role) -> None:
 
 @pytest.mark.parametrize("role", Role)
 def test_the_docs_show_the_table(role: Role) -> None:
-    """docs/transfer.md has this role's diagram as the code draws it."""
+    """docs/concepts/transfer.md has this role's diagram as the code draws it."""
     assert f"```mermaid\n{diagram(role)}\n```" in DOCS.read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Codecs: how the payload of a stored block is written. What each of them costs and saves is measured in docs/codecs.md.
+"""Codecs: how the payload of a stored block is written. What each of them costs and saves is measured in docs/guides/codecs.md.
 
     name      number  lossy
     raw            0  no     as it is

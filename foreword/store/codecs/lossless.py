@@ -1,7 +1,7 @@
 """Entropy coding: streams of bytes through zstd, and two codecs made of them, `lossless` and the lossy `entropy`.
 
 zstd's Huffman coder is a real entropy coder in C that runs without the GIL, but not an arithmetic coder: a symbol takes a
-whole number of bits, at least one. docs/codecs.md says what that costs.
+whole number of bits, at least one. docs/guides/codecs.md says what that costs.
 
 A packed list of streams: their number n (uint16 little-endian); n times 5 bytes, how it is written (0 as it is, 1 zstd) and
 its length as written (uint32 little-endian); the streams. How long each is when decoded follows from the layout.
