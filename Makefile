@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check lint bench clean
+.PHONY: setup demo test test-all check lint clean
 
 setup: $(STAMP)
 
@@ -21,6 +21,10 @@ demo: setup
 
 # One test process per core with one thread each: OpenMP threads that outnumber the cores wait for each other.
 test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile -m "not slow"
+
+# All tests: also those that kill processes, inject faults for minutes, or need a real vLLM.
+test-all: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 lint: setup
