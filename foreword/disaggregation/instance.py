@@ -21,7 +21,7 @@ from foreword.disaggregation.remote_prefill import Pull
 from foreword.disaggregation.sender import Lanes, Outgoing, Port
 from foreword.engine.loop import EngineCore
 from foreword.engine.request import Delta, Request, TokenLogprob
-from foreword.engine.scheduler import Sequence as Running
+from foreword.engine.scheduler import SequenceState
 from foreword.engine.scheduler import Step
 from foreword.errors import BadRequest
 from foreword.events import TransferEnded
@@ -217,7 +217,7 @@ class Instance(Idle):
         """Whether memory is held for others, that comes back by itself."""
         return self._leases > 0
 
-    def pull(self, request: Request, sequence: Running) -> Pull | None:
+    def pull(self, request: Request, sequence: SequenceState) -> Pull | None:
         """How the prompt is asked for; None if this is the instance that shall compute it."""
         if request.prefill == self.address:
             return None
@@ -236,7 +236,7 @@ class Instance(Idle):
     def _wake(self) -> None:
         self.post(lambda: None)
 
-    def pulled(self, sequence: Running, pull: Any) -> None:
+    def pulled(self, sequence: SequenceState, pull: Any) -> None:
         """A prompt has come, or not."""
         if pull.result is None:
             log.warning("request %s: computed here, not by %s: %s", sequence.request.id, pull.origin, pull.message)
@@ -251,13 +251,13 @@ class Instance(Idle):
         self.moves.preempted(step.preempted)
         self._exports.prepare(step)
 
-    def is_export(self, sequence: Running) -> bool:
+    def is_export(self, sequence: SequenceState) -> bool:
         return self._exports.is_export(sequence)
 
-    def computed(self, sequence: Running, token: int, logprob: TokenLogprob | None) -> None:
+    def computed(self, sequence: SequenceState, token: int, logprob: TokenLogprob | None) -> None:
         self._exports.finish(sequence, token, logprob)
 
-    def sequence_ended(self, sequence: Running, error: str | None) -> None:
+    def sequence_ended(self, sequence: SequenceState, error: str | None) -> None:
         self._exports.ended(sequence, error)
         self.moves.sequence_ended(sequence)
         pull = sequence.pull

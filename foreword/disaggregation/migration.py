@@ -23,7 +23,7 @@ from foreword.disaggregation.remote_prefill import Dial
 from foreword.disaggregation.sender import Lanes, Outgoing, Port, Ready
 from foreword.engine.loop import EngineCore
 from foreword.engine.request import Delta, Departure, Request
-from foreword.engine.scheduler import Sequence as Running
+from foreword.engine.scheduler import SequenceState
 from foreword.errors import BadRequest, CannotMove, ForewordError, TransferError, TransferUnavailable
 from foreword.events import Event, TransferEnded
 from foreword.transfer.link import Payload
@@ -91,7 +91,7 @@ class Move(Outgoing):
 class Plan:
     """What was asked for: `sequence` to `to`, as `moving`. `future` hears how it went."""
 
-    sequence: Running
+    sequence: SequenceState
     address: str
     to: str
     moving: wire.Moving
@@ -108,7 +108,7 @@ class Arriving:
     moving: wire.Moving
     port: Port
     moves: Moves
-    sequence: Running | None = None
+    sequence: SequenceState | None = None
     blocks: tuple[int, ...] = ()
     mark: Any = None
     size: int = 0
@@ -194,7 +194,7 @@ class Moves:
         )
         return Plan(sequence, address, to, moving, future, time.monotonic())
 
-    def _decodes(self, sequence: Running) -> bool:
+    def _decodes(self, sequence: SequenceState) -> bool:
         return sequence in self._core.scheduler.running and len(sequence.table) - sequence.computed == 1
 
     def _offer(self, plan: Plan, keys: list[bytes], kv: int) -> None:
@@ -324,14 +324,14 @@ class Moves:
         if not plan.future.done():
             plan.future.set_exception(error)
 
-    def preempted(self, sequences: Sequence[Running]) -> None:
+    def preempted(self, sequences: Sequence[SequenceState]) -> None:
         """A request that lost its blocks stays; it can be moved again."""
         for sequence in sequences:
             plan = self._leaving.get(id(sequence))
             if plan is not None and plan.move is not None:
                 plan.move.source.cancel(Reason.CANCELLED, "memory ran short and it lost its blocks")
 
-    def sequence_ended(self, sequence: Running) -> None:
+    def sequence_ended(self, sequence: SequenceState) -> None:
         """It has ended, or its client has left."""
         plan = self._leaving.get(id(sequence))
         if plan is not None and not plan.gone:
@@ -363,7 +363,7 @@ class Moves:
         except TransferError:  # it ended before it was looked at
             self._core.discard(sequence)
 
-    def _sequence(self, moving: wire.Moving, kv_tokens: int) -> Running:
+    def _sequence(self, moving: wire.Moving, kv_tokens: int) -> SequenceState:
         """The request that is offered, not in any queue yet. Raises BadRequest where it cannot go on here."""
         tokens, limits = wire.unpack(moving.tokens), self._core.limits
         if moving.max_total > limits.max_model_len:

@@ -16,7 +16,7 @@ from foreword.disaggregation import messages as wire
 from foreword.disaggregation.sender import Lanes, Outgoing, Port, Ready
 from foreword.engine.request import Request, TokenLogprob
 from foreword.engine.scheduler import Chunk, Step
-from foreword.engine.scheduler import Sequence as Running
+from foreword.engine.scheduler import SequenceState
 from foreword.errors import ForewordError
 from foreword.transfer.messages import Reason
 from foreword.transfer.transfers import Source
@@ -25,7 +25,7 @@ from foreword.transfer.transfers import Source
 class Export(Outgoing):
     """One wanted prompt. `next_block` is the first whose KV was not queued yet."""
 
-    def __init__(self, source: Source, port: Port, sequence: Running, release: Callable[[Outgoing], None]) -> None:
+    def __init__(self, source: Source, port: Port, sequence: SequenceState, release: Callable[[Outgoing], None]) -> None:
         super().__init__(source, port, release)
         self.sequence = sequence
         self.next_block = source.have
@@ -57,7 +57,7 @@ class Exports:
         self,
         port: Port,
         lanes: Lanes,
-        enter: Callable[[Request, int], Running],
+        enter: Callable[[Request, int], SequenceState],
         abort: Callable[[str], object],
         released: Callable[[Outgoing], None],
         hold: Callable[[Outgoing, Sequence[int]], None],
@@ -98,7 +98,7 @@ class Exports:
         if self._by_sequence.get(id(export.sequence)) is export:
             self._abort(export.sequence.request.id)
 
-    def preempted(self, sequences: Sequence[Running]) -> None:
+    def preempted(self, sequences: Sequence[SequenceState]) -> None:
         """A prompt that lost its blocks is given up: holding what was sent of it would take the memory that is short."""
         for sequence in sequences:
             export = self._by_sequence.get(id(sequence))
@@ -147,10 +147,10 @@ class Exports:
         for export in self._by_sequence.values():
             export.source.working()
 
-    def is_export(self, sequence: Running) -> bool:
+    def is_export(self, sequence: SequenceState) -> bool:
         return id(sequence) in self._by_sequence
 
-    def finish(self, sequence: Running, token: int, logprob: TokenLogprob | None) -> None:
+    def finish(self, sequence: SequenceState, token: int, logprob: TokenLogprob | None) -> None:
         """The prompt is computed: the token after it travels behind its KV."""
         export = self._by_sequence[id(sequence)]
         export.finished = True
@@ -158,7 +158,7 @@ class Exports:
         tokens = sequence.num_prompt
         self._lanes.put(export, lambda: export.source.finish(result, tokens))
 
-    def ended(self, sequence: Running, error: str | None) -> None:
+    def ended(self, sequence: SequenceState, error: str | None) -> None:
         """The sequence has left the engine."""
         export = self._by_sequence.pop(id(sequence), None)
         if export is not None and not export.finished:

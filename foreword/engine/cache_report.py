@@ -5,7 +5,7 @@ from __future__ import annotations
 from foreword.blocks import PrefixCache
 from foreword.blocks.miss_history import Explanation, History
 from foreword.engine.request import CacheReport
-from foreword.engine.sequence import Sequence
+from foreword.engine.sequence import SequenceState
 from foreword.offload.manager import BlockCache
 
 
@@ -20,7 +20,7 @@ class Reports:
         self._off_device = off_device
         self._tell_other_tenants = tell_other_tenants
 
-    def report(self, sequence: Sequence) -> CacheReport:
+    def report(self, sequence: SequenceState) -> CacheReport:
         """Why did it hit, and why did the rest miss?"""
         cached, length = sequence.cached_tokens, sequence.num_prompt
         found = Explanation("disabled", None, "Prefix caching is switched off.")
@@ -46,7 +46,7 @@ class Reports:
             transferred_tokens=self.transferred_tokens(sequence),
         )
 
-    def loaded_tokens(self, sequence: Sequence) -> dict[str, int]:
+    def loaded_tokens(self, sequence: SequenceState) -> dict[str, int]:
         """Prompt tokens that came from each tier, or had been cached by another instance. A prompt that is cached to its end
         computes its last token again."""
         counts: dict[str, int] = {}
@@ -59,7 +59,7 @@ class Reports:
             counts[sequence.arrival.origin] = sequence.cached_tokens - sequence.arrived_from
         return counts
 
-    def transferred_tokens(self, sequence: Sequence) -> dict[str, int]:
+    def transferred_tokens(self, sequence: SequenceState) -> dict[str, int]:
         """Prompt tokens whose KV another instance has sent, cached there or not."""
         arrival = sequence.arrival
         if arrival is None:

@@ -19,7 +19,7 @@ from foreword.engine.cache_report import Reports
 from foreword.engine.request import Delta, Departure, FinishReason, Request, SamplingParams, TokenLogprob
 from foreword.engine.runner import Runner, draw_of
 from foreword.engine.sampling import Sampled
-from foreword.engine.scheduler import Chunk, Pull, Scheduler, Sequence, Step
+from foreword.engine.scheduler import Chunk, Pull, Scheduler, SequenceState, Step
 from foreword.engine.tokenizer import StopFinder, TextStream, Tokenizer
 from foreword.errors import BadRequest, PromptTooLong
 from foreword.events import (
@@ -56,10 +56,10 @@ class Limits:
 class _Running:
     """A sequence and the text that comes out of it."""
 
-    sequence: Sequence
+    sequence: SequenceState
     text: TextStream
     stops: StopFinder
-    on_finish: Callable[[Sequence], None] | None
+    on_finish: Callable[[SequenceState], None] | None
 
 
 class Handoff(Protocol):
@@ -67,12 +67,12 @@ class Handoff(Protocol):
 
     @property
     def expects(self) -> bool: ...
-    def pull(self, request: Request, sequence: Sequence) -> Pull | None: ...
-    def pulled(self, sequence: Sequence, pull: Pull) -> None: ...
+    def pull(self, request: Request, sequence: SequenceState) -> Pull | None: ...
+    def pulled(self, sequence: SequenceState, pull: Pull) -> None: ...
     def prepare(self, step: Step) -> None: ...
-    def is_export(self, sequence: Sequence) -> bool: ...
-    def computed(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None: ...
-    def sequence_ended(self, sequence: Sequence, error: str | None) -> None: ...
+    def is_export(self, sequence: SequenceState) -> bool: ...
+    def computed(self, sequence: SequenceState, token: int, logprob: TokenLogprob | None) -> None: ...
+    def sequence_ended(self, sequence: SequenceState, error: str | None) -> None: ...
     def look(self) -> None: ...
     def rest(self, seconds: float) -> None: ...
 
@@ -106,7 +106,7 @@ class EngineCore:
         self._observers = tuple(observers)
         self._clock = clock
         self._running: dict[int, _Running] = {}
-        self._by_id: dict[str, list[Sequence]] = {}
+        self._by_id: dict[str, list[SequenceState]] = {}
 
     def validate(self, request: Request) -> None:
         """Raises PromptTooLong or BadRequest."""
@@ -130,7 +130,7 @@ class EngineCore:
             if bad is not None:
                 raise BadRequest(f"token {bad} is outside the vocabulary of {self.limits.vocab_size}", param=name)
 
-    def add(self, request: Request, on_finish: Callable[[Sequence], None] | None = None) -> None:
+    def add(self, request: Request, on_finish: Callable[[SequenceState], None] | None = None) -> None:
         """Queue a request; it becomes `params.n` sequences. `on_finish` is called before the sequence's blocks go back."""
         self.validate(request)
         self._check_id(request.id)
@@ -145,7 +145,7 @@ class EngineCore:
         for sequence in sequences:
             self.scheduler.add(sequence)
 
-    def enter(self, request: Request, seed: int) -> Sequence:
+    def enter(self, request: Request, seed: int) -> SequenceState:
         """Queue one sequence of a request that began elsewhere, with the seed that it has there."""
         sequence = self.open(request, seed)
         self.scheduler.add(sequence)
@@ -155,11 +155,11 @@ class EngineCore:
         if request_id in self._by_id:
             raise BadRequest(f"a request with the id {request_id!r} is already running", param="request_id")
 
-    def _open(self, request: Request, seed: int, on_finish: Callable[[Sequence], None] | None) -> Sequence:
+    def _open(self, request: Request, seed: int, on_finish: Callable[[SequenceState], None] | None) -> SequenceState:
         params, longest = request.params, self.limits.max_model_len
         total = longest if params.max_tokens is None else min(longest, len(request.tokens) + params.max_tokens)
         table = self.cache.open(request.tokens, salt=request.salt)
-        sequence = Sequence(request, table, seed, total, arrived=self._clock())
+        sequence = SequenceState(request, table, seed, total, arrived=self._clock())
         text = self._tokenizer.stream(request.tokens)
         stops = StopFinder(params.stop, include=params.include_stop)
         self._running[id(sequence)] = _Running(sequence, text, stops, on_finish)
@@ -174,34 +174,34 @@ class EngineCore:
         """Copies of a tenant's newest prompts with what was generated after them, as far as they are remembered."""
         return self._history.recent(salt, count)
 
-    def open(self, request: Request, seed: int) -> Sequence:
+    def open(self, request: Request, seed: int) -> SequenceState:
         """A sequence that began elsewhere, not in any queue yet. Raises BadRequest."""
         self.validate(request)
         self._check_id(request.id)
         return self._open(request, seed, None)
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: SequenceState) -> None:
         """Forget a sequence that never ran here; its blocks go back."""
         self._running.pop(id(sequence), None)
         self._by_id.pop(sequence.request.id, None)
         self.scheduler.finish(sequence)
 
-    def replay(self, sequence: Sequence) -> None:
+    def replay(self, sequence: SequenceState) -> None:
         """Its text so far was sent by whoever had it before: go on after it."""
         running = self._running[id(sequence)]
         for token in sequence.output:
             running.stops.push(running.text.push(token))
 
-    def sequence_of(self, request_id: str) -> Sequence | None:
+    def sequence_of(self, request_id: str) -> SequenceState | None:
         """The only sequence of a request; None if there is no such request, or it has several."""
         group = self._by_id.get(request_id, [])
         return group[0] if len(group) == 1 else None
 
-    def depart(self, sequence: Sequence, departure: Departure) -> Delta:
+    def depart(self, sequence: SequenceState, departure: Departure) -> Delta:
         """The sequence goes on elsewhere."""
         return replace(self._end(sequence, "moved"), moved=departure)
 
-    def end(self, sequence: Sequence, error: str) -> Delta:
+    def end(self, sequence: SequenceState, error: str) -> Delta:
         """End a sequence with an error."""
         return self._end(sequence, "error", error=error)
 
@@ -269,7 +269,7 @@ class EngineCore:
             full = min((chunk.start + chunk.count) // self.cache.block_size, chunk.sequence.table.visible)
             self._save_blocks(chunk.sequence, chunk.named_before, full)
 
-    def _save_blocks(self, sequence: Sequence, first: int, full: int) -> None:
+    def _save_blocks(self, sequence: SequenceState, first: int, full: int) -> None:
         table = sequence.table
         if full > first and self.off_device is not None:
             keys = table.chain.keys_to(full)[first:full]
@@ -310,7 +310,7 @@ class EngineCore:
             return [self._end(sequence, "length")]
         return [self._extend(sequence, result.token, result.logprob, now)]
 
-    def _extend(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> Delta:
+    def _extend(self, sequence: SequenceState, token: int, logprob: TokenLogprob | None, now: float) -> Delta:
         self._note_token(sequence, now)
         sequence.table.append(token)
         return self._delta(self._running[id(sequence)], token, () if logprob is None else (logprob,))
@@ -343,7 +343,7 @@ class EngineCore:
         return token in params.stop_token_ids or (not params.ignore_eos and token in self.limits.end_tokens)
 
     def _make_delta(
-        self, sequence: Sequence, tokens: tuple[int, ...] = (), text: str = "", logprobs: tuple[TokenLogprob, ...] = ()
+        self, sequence: SequenceState, tokens: tuple[int, ...] = (), text: str = "", logprobs: tuple[TokenLogprob, ...] = ()
     ) -> Delta:
         return Delta(
             request_id=sequence.request.id,
@@ -357,7 +357,7 @@ class EngineCore:
 
     def _end(
         self,
-        sequence: Sequence,
+        sequence: SequenceState,
         reason: FinishReason,
         tokens: tuple[int, ...] = (),
         text: str = "",
@@ -391,7 +391,7 @@ class EngineCore:
         for sequence in step.preempted:
             self.notify(RequestPreempted(sequence.request.id))
 
-    def _note_admitted(self, sequence: Sequence) -> None:
+    def _note_admitted(self, sequence: SequenceState) -> None:
         sequence.admitted_at = self._clock()
         if sequence.request.want_cache_report:
             sequence.report = self._reports.report(sequence)
@@ -399,7 +399,7 @@ class EngineCore:
         loaded = tuple(self._reports.loaded_tokens(sequence).items())
         self.notify(PrefixLookup(sequence.request.id, sequence.num_prompt, sequence.cached_tokens, loaded))
 
-    def _note_token(self, sequence: Sequence, now: float) -> None:
+    def _note_token(self, sequence: SequenceState, now: float) -> None:
         if sequence.last_token_at < 0:
             queued = sequence.admitted_at - sequence.arrived
             self.notify(FirstToken(sequence.request.id, now - sequence.arrived, queued))
@@ -407,7 +407,7 @@ class EngineCore:
             self.notify(NextTokens((now - sequence.last_token_at,)))
         sequence.last_token_at = now
 
-    def _note_end(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _note_end(self, sequence: SequenceState, reason: FinishReason) -> None:
         if not self._observers:
             return
         full = len(sequence.table) // self.cache.block_size

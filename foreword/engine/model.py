@@ -27,7 +27,7 @@ from foreword.engine.kernels import native
 from foreword.engine.kernels.build import CannotBuild
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.request import Request, SamplingParams
-from foreword.engine.scheduler import Scheduler, Sequence
+from foreword.engine.scheduler import Scheduler, SequenceState
 from foreword.engine.torch_runner import TorchRunner, record_layers
 from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported
 
@@ -397,7 +397,7 @@ def _engine_logits(loaded: LoadedModel, tokens: list[int], block_size: int) -> l
     for chunk_size in (block_size + 1, len(tokens)):
         scheduler = Scheduler(cache, max_batch_tokens=chunk_size)
         request = Request("self-check", tuple(tokens[:-1]), SamplingParams())
-        sequence = Sequence(request, cache.open(request.tokens), 0, len(tokens))
+        sequence = SequenceState(request, cache.open(request.tokens), 0, len(tokens))
         scheduler.add(sequence)
         while sequence.computed < len(tokens):
             if sequence.computed == len(tokens) - 1:

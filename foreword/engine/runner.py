@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from foreword.engine.sampling import Draw, Sampled
-from foreword.engine.scheduler import Sequence, Step
+from foreword.engine.scheduler import SequenceState, Step
 
 
 class Runner(Protocol):
@@ -24,7 +24,7 @@ class Runner(Protocol):
         ...
 
 
-def draw_of(sequence: Sequence, end_tokens: tuple[int, ...]) -> Draw:
+def draw_of(sequence: SequenceState, end_tokens: tuple[int, ...]) -> Draw:
     """What sampling the sequence's next token needs to know."""
     params = sequence.request.params
     needs_tokens = (

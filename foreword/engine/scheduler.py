@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foreword.blocks import Copy, Match, PrefixCache
-from foreword.engine.sequence import Arrival, Chunk, OffDevice, Pull, Sequence, Step
+from foreword.engine.sequence import Arrival, Chunk, OffDevice, Pull, SequenceState, Step
 
-__all__ = ["Arrival", "Chunk", "Pull", "Scheduler", "Sequence", "Step"]
+__all__ = ["Arrival", "Chunk", "Pull", "Scheduler", "SequenceState", "Step"]
 
 
 @dataclass(slots=True)
@@ -28,8 +28,8 @@ class _Draft:
     budget: int
     chunks: dict[int, Chunk] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[SequenceState] = field(default_factory=list)
+    admitted: list[SequenceState] = field(default_factory=list)
 
 
 class Scheduler:
@@ -51,20 +51,20 @@ class Scheduler:
         off_device: OffDevice[Any] | None = None,
     ) -> None:
         self.cache = cache
-        self.loading: list[Sequence] = []
-        self.pulling: list[Sequence] = []
-        self.paused: list[Sequence] = []
+        self.loading: list[SequenceState] = []
+        self.pulling: list[SequenceState] = []
+        self.paused: list[SequenceState] = []
         self._off = off_device
-        self._arrived: list[Sequence] = []
+        self._arrived: list[SequenceState] = []
         self._in_flight: set[bytes] = set()
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
         self.num_preemptions = 0
         self._max_batch_tokens = max_batch_tokens
         self._max_num_seqs = max_num_seqs
         self._reserve = math.ceil(reserve * cache.pool.num_blocks)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         self.waiting.append(sequence)
 
     def has_work(self) -> bool:
@@ -104,7 +104,7 @@ class Scheduler:
                 self._schedule(draft, sequence, count)
                 for_prefill -= count if missing > 1 else 0
 
-    def _make_room(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> bool:
+    def _make_room(self, draft: _Draft, sequence: SequenceState, num_tokens: int) -> bool:
         """Blocks for the sequence, if need be from the one admitted last. False if that was the sequence itself."""
         table = sequence.table
         if num_tokens < table.quiet_below:
@@ -119,7 +119,7 @@ class Scheduler:
             if victim is sequence:
                 return False
 
-    def _schedule(self, draft: _Draft, sequence: Sequence, count: int) -> None:
+    def _schedule(self, draft: _Draft, sequence: SequenceState, count: int) -> None:
         """Put a chunk into the draft; its blocks are already there."""
         start = sequence.computed
         table = sequence.table
@@ -130,7 +130,7 @@ class Scheduler:
         draft.chunks[id(sequence)] = Chunk(sequence, start, count, write_from, samples, named)
         draft.budget -= count
 
-    def _preempt(self, draft: _Draft, victim: Sequence) -> None:
+    def _preempt(self, draft: _Draft, victim: SequenceState) -> None:
         """The request admitted last gives its blocks back and waits at the front; they stay cached while they can (R11).
 
         It may already have a chunk in this step: then the blocks that the chunk would have filled are withdrawn. Nobody
@@ -170,7 +170,7 @@ class Scheduler:
             else:
                 self._admit(draft, sequence, match)
 
-    def _is_decided(self, sequence: Sequence, match: Match) -> bool:
+    def _is_decided(self, sequence: SequenceState, match: Match) -> bool:
         """Whether it is known what the stores have of a sequence beyond what the device has; asks them if need be."""
         assert self._off is not None
         table, held = sequence.table, len(match.blocks)
@@ -184,14 +184,14 @@ class Scheduler:
             sequence.ticket, sequence.searched_from = self._off.find(keys[held:full]), held
         return sequence.ticket.answered
 
-    def _to_load(self, sequence: Sequence, match: Match) -> int:
+    def _to_load(self, sequence: SequenceState, match: Match) -> int:
         """How many blocks after those of `match` come from a store."""
         held = len(match.blocks)
         if self._off is None or sequence.ticket is None or held < sequence.searched_from:
             return 0
         return self._off.worth_loading(sequence.ticket, held - sequence.searched_from, len(sequence.table))
 
-    def _begin_load(self, sequence: Sequence, match: Match, count: int) -> None:
+    def _begin_load(self, sequence: SequenceState, match: Match, count: int) -> None:
         """Take blocks for what a store will bring. Nobody finds them before they are filled."""
         assert self._off is not None and sequence.ticket is not None
         table, held = sequence.table, len(match.blocks)
@@ -226,7 +226,7 @@ class Scheduler:
                 sequence.recomputed = shared - sequence.cached_tokens
                 self._arrived.append(sequence)
 
-    def _end_load(self, sequence: Sequence) -> list[int]:
+    def _end_load(self, sequence: SequenceState) -> list[int]:
         """Close a load; returns the tier of each block that it brought."""
         assert sequence.ticket is not None
         tiers = sequence.ticket.close()
@@ -235,14 +235,14 @@ class Scheduler:
         sequence.ticket = None
         return tiers
 
-    def _is_pulled(self, sequence: Sequence, cached_tokens: int) -> bool:
+    def _is_pulled(self, sequence: SequenceState, cached_tokens: int) -> bool:
         """Whether the rest of a prompt is worth asking another instance for."""
         pull = sequence.pull
         if pull is not None and len(sequence.table) - cached_tokens < pull.min_tokens:
             sequence.pull = None
         return sequence.pull is not None
 
-    def _begin_pull(self, sequence: Sequence) -> bool:
+    def _begin_pull(self, sequence: SequenceState) -> bool:
         """Take blocks for the rest of a prompt and ask for it. Nobody finds them before they are filled. False if there is no
         room for them any more: then it is computed here, a chunk at a time."""
         table, size = sequence.table, self.cache.block_size
@@ -258,7 +258,7 @@ class Scheduler:
         sequence.pull.begin(table.chain.keys_to(full)[:full], held, table.blocks[held:])
         return True
 
-    def collect_pulls(self) -> list[Sequence]:
+    def collect_pulls(self) -> list[SequenceState]:
         """Prompts that came, whole or in part: they run, and compute what is missing. One that came whole has no token to
         compute before the next one is appended (`arrival.token`)."""
         done = [sequence for sequence in self.pulling if _is_done(sequence)]
@@ -266,7 +266,7 @@ class Scheduler:
             self._end_pull(sequence)
         return done
 
-    def _end_pull(self, sequence: Sequence) -> None:
+    def _end_pull(self, sequence: SequenceState) -> None:
         assert sequence.pull is not None
         table, size = sequence.table, self.cache.block_size
         sequence.arrival = arrival = sequence.pull.close()
@@ -283,12 +283,12 @@ class Scheduler:
         sequence.cached_tokens = max(held, min(arrival.cached_tokens, sequence.num_prompt - 1))
         sequence.shared_tokens = sequence.cached_tokens
 
-    def pause(self, sequence: Sequence) -> None:
+    def pause(self, sequence: SequenceState) -> None:
         """It keeps its blocks, and takes no part in steps. It must run or wait."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.paused.append(sequence)
 
-    def resume(self, sequence: Sequence) -> None:
+    def resume(self, sequence: SequenceState) -> None:
         """Go on with a paused one: with its blocks, or from the front of the queue."""
         self.paused.remove(sequence)
         if sequence.table.blocks:
@@ -296,7 +296,7 @@ class Scheduler:
         else:
             self.waiting.appendleft(sequence)
 
-    def hold(self, sequence: Sequence, num_tokens: int, full: int) -> int | None:
+    def hold(self, sequence: SequenceState, num_tokens: int, full: int) -> int | None:
         """Take blocks for `num_tokens` tokens of a sequence that comes from elsewhere, and keep it paused. Returns how many
         of its first `full` blocks are here already; None if there is no room for it."""
         table, size = sequence.table, self.cache.block_size
@@ -319,7 +319,7 @@ class Scheduler:
         self.paused.append(sequence)
         return held
 
-    def _fits(self, sequence: Sequence, match: Match) -> bool:
+    def _fits(self, sequence: SequenceState, match: Match) -> bool:
         """Whether the pool has room for all the tokens that the sequence has so far, and for what running prefills have yet
         to take, above the reserve. An engine without other work needs no reserve."""
         cache = self.cache
@@ -332,7 +332,7 @@ class Scheduler:
         size = self.cache.block_size
         return sum(max(-(-len(s.table) // size) - len(s.table.blocks), 0) for s in (*self.running, *self.loading))
 
-    def _admit(self, draft: _Draft, sequence: Sequence, match: Match) -> None:
+    def _admit(self, draft: _Draft, sequence: SequenceState, match: Match) -> None:
         cache, table = self.cache, sequence.table
         sequence.ticket = sequence.pull = None
         # A prompt that is cached to its end computes its last token again, for the logits; its KV is not written (R8).
@@ -367,7 +367,7 @@ class Scheduler:
             self.cache.retract(chunk.sequence.table, chunk.named_before)
             chunk.sequence.computed = min(chunk.sequence.computed, chunk.named_before * self.cache.block_size)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: SequenceState) -> None:
         """Take a sequence out, wherever it is."""
         if sequence in self.running or sequence in self.paused:
             (self.running if sequence in self.running else self.paused).remove(sequence)
@@ -383,16 +383,16 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.pull = None
 
-    def _abandon_pull(self, sequence: Sequence) -> None:
+    def _abandon_pull(self, sequence: SequenceState) -> None:
         """What has come whole stays cached."""
         assert sequence.pull is not None
         self.cache.publish(sequence.table, sequence.pull.close().blocks)
         self.pulling.remove(sequence)
 
-    def finish_all(self, sequences: Iterable[Sequence]) -> None:
+    def finish_all(self, sequences: Iterable[SequenceState]) -> None:
         for sequence in list(sequences):
             self.finish(sequence)
 
 
-def _is_done(sequence: Sequence) -> bool:
+def _is_done(sequence: SequenceState) -> bool:
     return sequence.pull is not None and sequence.pull.done

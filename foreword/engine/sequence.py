@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Listed
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -44,9 +44,9 @@ SearchT = TypeVar("SearchT", bound=Search)
 class OffDevice(Protocol[SearchT]):
     """Where blocks may lie that the device does not have (`cache.BlockCache`)."""
 
-    def find(self, keys: Listed[bytes], /) -> SearchT: ...
+    def find(self, keys: Sequence[bytes], /) -> SearchT: ...
     def worth_loading(self, ticket: SearchT, skip: int, tokens: int, /) -> int: ...
-    def load(self, ticket: SearchT, skip: int, blocks: Listed[int], /) -> None: ...
+    def load(self, ticket: SearchT, skip: int, blocks: Sequence[int], /) -> None: ...
 
 
 class Pull(Protocol):
@@ -56,12 +56,12 @@ class Pull(Protocol):
 
     @property
     def done(self) -> bool: ...
-    def begin(self, keys: Listed[bytes], held: int, blocks: Listed[int]) -> None: ...
+    def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None: ...
     def close(self) -> Arrival: ...
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class SequenceState:
     """One running continuation of a prompt: the engine's only mutable record of it.
 
     Attributes:
@@ -93,7 +93,7 @@ class Sequence:
     loaded: list[int] = field(default_factory=list)
     recomputed: int = 0
     pull: Pull | None = None
-    leader: Sequence | None = None
+    leader: SequenceState | None = None
     arrival: Arrival | None = None
     arrived_from: int = 0
     num_prompt: int = field(init=False)
@@ -120,7 +120,7 @@ class Chunk:
         named_before: blocks that were visible before this step (what a failed step must withdraw).
     """
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     count: int
     write_from: int
@@ -134,8 +134,8 @@ class Step:
 
     chunks: tuple[Chunk, ...]
     copies: tuple[Copy, ...] = ()
-    preempted: tuple[Sequence, ...] = ()
-    admitted: tuple[Sequence, ...] = ()
+    preempted: tuple[SequenceState, ...] = ()
+    admitted: tuple[SequenceState, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -20,7 +20,7 @@ from foreword.blocks.keys import Scope, chain_keys
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig
 from foreword.disaggregation.unclaimed_outputs import Adopted, AdoptedRequests
 from foreword.engine.request import Delta, Request
-from foreword.engine.scheduler import Sequence as Running
+from foreword.engine.scheduler import SequenceState
 from foreword.engine.tokenizer import Tokenizer
 from foreword.entrypoints.build import Assembly, ModelInfo, assemble
 from foreword.errors import BadRequest, CannotMove, EngineFailed, NotFound, ShuttingDown, UnknownPrefix
@@ -138,7 +138,7 @@ class AsyncEngine:
                 yield delta
 
     async def _listen(
-        self, request: Request, on_finish: Callable[[Running], None] | None
+        self, request: Request, on_finish: Callable[[SequenceState], None] | None
     ) -> AsyncGenerator[Delta, None]:
         if request.id in self._active:
             raise BadRequest(f"a request with the id {request.id!r} is already running", param="request_id")
@@ -182,7 +182,7 @@ class AsyncEngine:
                 self._listeners.pop(request_id, None)
             self._active.discard(request_id)
 
-    def _begin(self, request: Request, listener: _Listener, on_finish: Callable[[Running], None] | None) -> None:
+    def _begin(self, request: Request, listener: _Listener, on_finish: Callable[[SequenceState], None] | None) -> None:
         # On the engine's thread: a step in flight may still bring a delta for an earlier request of this id.
         self._core.add(request, on_finish)
         self._listeners[request.id] = listener

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, build
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
-from foreword.engine.scheduler import Sequence as Running
+from foreword.engine.scheduler import SequenceState
 from foreword.entrypoints.build import assemble
 from foreword.errors import BadRequest, EngineFailed
 from foreword.events import Observer
@@ -108,7 +108,7 @@ class LLM:
         size = self._book.promise(name, tokens, salt=b"", replacing=replace)
         kept: list[NamedPrefix] = []
 
-        def keep(sequence: Running) -> None:
+        def keep(sequence: SequenceState) -> None:
             blocks = self._core.cache.pin(sequence.table, len(tokens) // self.info.block_size)
             kept.append(self._book.keep(name, kind, held, tokens, blocks, salt=b""))
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foreword.engine.request import Request, SamplingParams
-from foreword.engine.scheduler import Sequence as Running
+from foreword.engine.scheduler import SequenceState
 from foreword.errors import ForewordError, ShuttingDown, UnknownPrefix
 from foreword.offload.manager import BlockCache
 from foreword.prefixes.book import Message, NamedPrefix, PrefixBook
@@ -81,7 +81,7 @@ class PrefixRegistry:
         def promise() -> None:
             promised.append(book.promise(name, tokens, salt=salt, replacing=replace))
 
-        def keep(sequence: Running) -> None:
+        def keep(sequence: SequenceState) -> None:
             if adopted and book.version(name, salt=salt) != wanted.version:
                 return  # removed or replaced while it was loaded
             blocks = engine._core.cache.pin(sequence.table, len(tokens) // engine.info.block_size)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 from foreword.blocks import PrefixCache
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler, Step
-from foreword.engine.scheduler import Sequence as Running
+from foreword.engine.scheduler import SequenceState
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.stores import SimStores
 from foreword.sim.trace import TraceRequest
@@ -120,7 +120,7 @@ class SimReplica:
         request = Request(str(number), cast(Any, tokens), _PARAMS)
         table = self.cache.open(tokens)
         table.chain.keys = list(keys)
-        sequence = Running(request, table, 0, len(tokens) + outcome.request.output_tokens)
+        sequence = SequenceState(request, table, 0, len(tokens) + outcome.request.output_tokens)
         self._outcomes[id(sequence)] = (number, outcome)
         self.scheduler.add(sequence)
 
@@ -181,7 +181,7 @@ class SimReplica:
             if chunk.samples:
                 self._sample(chunk.sequence, now)
 
-    def _repeat(self, sequence: Running) -> None:
+    def _repeat(self, sequence: SequenceState) -> None:
         sequence.computed += self.repeats
         sequence.table.chain.tokens.extend(self._answer(sequence, self.repeats))
 
@@ -203,7 +203,7 @@ class SimReplica:
             + costs.decode_context * context
         )
 
-    def _note_admission(self, sequence: Running) -> None:
+    def _note_admission(self, sequence: SequenceState) -> None:
         outcome = self._outcomes[id(sequence)][1]
         outcome.cached_tokens = max(sequence.cached_tokens, 0)
         if sequence.loaded and self.stores is not None:
@@ -222,7 +222,7 @@ class SimReplica:
             if full > first:
                 self.stores.save(table.chain.key_before(first), first, table.chain.keys_to(full)[first:full])
 
-    def _sample(self, sequence: Running, now: float) -> None:
+    def _sample(self, sequence: SequenceState, now: float) -> None:
         number, outcome = self._outcomes[id(sequence)]
         if outcome.first_token < 0:
             outcome.first_token = now
@@ -236,7 +236,7 @@ class SimReplica:
             self._answers.pop(number, None)
             self.watcher.finished(number, outcome)
 
-    def _answer(self, sequence: Running, count: int) -> array[int]:
+    def _answer(self, sequence: SequenceState, count: int) -> array[int]:
         """The answer's next tokens; where they are not known, a token that no other answer has."""
         number, outcome = self._outcomes[id(sequence)]
         if number not in self._answers:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 
 from foreword.engine.sampling import Draw, Sampled
-from foreword.engine.scheduler import Sequence, Step
+from foreword.engine.scheduler import SequenceState, Step
 
 VOCAB = 50
 
@@ -58,10 +58,10 @@ class FakeMemory:
             tokens[id(chunk.sequence)] = follow(found[-1] or b"")
         return tokens
 
-    def _slot(self, sequence: Sequence, position: int) -> int:
+    def _slot(self, sequence: SequenceState, position: int) -> int:
         return sequence.table.blocks[position // self._size] * self._size + position % self._size
 
-    def _prefixes(self, sequence: Sequence) -> list[bytes]:
+    def _prefixes(self, sequence: SequenceState) -> list[bytes]:
         """What belongs into the sequence's slots: for every token a digest of salt and tokens up to it."""
         return prefixes(sequence.request.salt, list(sequence.table.chain.tokens))
 

@@ -12,7 +12,7 @@ from foreword.engine.loop import EngineCore, Limits
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.sampling import Draw, Sampled
 from foreword.engine.scheduler import Scheduler, Step
-from foreword.engine.scheduler import Sequence as Running
+from foreword.engine.scheduler import SequenceState
 from foreword.engine.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(tiny.tokenizer(), (tiny.EOS,))
@@ -24,7 +24,7 @@ class ScriptedRunner:
 
     bytes_per_block = 64
 
-    def __init__(self, choose: Callable[[Running], int], num_blocks: int = 64) -> None:
+    def __init__(self, choose: Callable[[SequenceState], int], num_blocks: int = 64) -> None:
         self.num_blocks = num_blocks
         self.steps: list[Step] = []
         self._choose = choose

@@ -26,7 +26,7 @@ from foreword.engine.attention.metadata import locate, shared_tokens
 from foreword.engine.attention.torch_backend import merge
 from foreword.engine.kernels import native
 from foreword.engine.request import Request, SamplingParams
-from foreword.engine.scheduler import Chunk, Sequence, Step
+from foreword.engine.scheduler import Chunk, SequenceState, Step
 from foreword.entrypoints.llm import LLM
 
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ class Case:
         for (start, count), blocks in zip(self.chunks, self.tables, strict=True):
             table: BlockTable = PrefixCache(1, self.block_size).open(range(start + count))
             table.blocks = list(blocks)
-            sequence = Sequence(Request("r", tuple(range(start + count)), SamplingParams()), table, 0, 1 << 20)
+            sequence = SequenceState(Request("r", tuple(range(start + count)), SamplingParams()), table, 0, 1 << 20)
             chunks.append(Chunk(sequence, start, count, start, True, 0))
         return Step(tuple(chunks))
 

@@ -14,7 +14,7 @@ from memory import FakeMemory, expected
 
 from foreword.blocks import PrefixCache
 from foreword.engine.request import Request, SamplingParams
-from foreword.engine.scheduler import Scheduler, Sequence, Step
+from foreword.engine.scheduler import Scheduler, SequenceState, Step
 
 SIZE = 4
 
@@ -35,10 +35,10 @@ class Plant:
         self.finished: dict[str, list[int]] = {}
         self._names = itertools.count()
 
-    def add(self, tokens: Iterable[int], count: int, salt: bytes = b"") -> Sequence:
+    def add(self, tokens: Iterable[int], count: int, salt: bytes = b"") -> SequenceState:
         prompt = tuple(tokens)
         request = Request(f"r{next(self._names)}", prompt, SamplingParams(), salt=salt)
-        sequence = Sequence(request, self.cache.open(prompt, salt=salt), 0, len(prompt) + count)
+        sequence = SequenceState(request, self.cache.open(prompt, salt=salt), 0, len(prompt) + count)
         self.scheduler.add(sequence)
         return sequence
 
@@ -56,7 +56,7 @@ class Plant:
                 self.finish(sequence)
         return step
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: SequenceState) -> None:
         self.finished[sequence.request.id] = sequence.output
         self.scheduler.finish(sequence)
 
@@ -70,7 +70,7 @@ class Plant:
         return steps
 
 
-def sizes(steps: Iterable[Step], sequence: Sequence) -> list[int]:
+def sizes(steps: Iterable[Step], sequence: SequenceState) -> list[int]:
     """How many tokens of a sequence each step computed."""
     return [sum(chunk.count for chunk in step.chunks if chunk.sequence is sequence) for step in steps]
 
@@ -362,7 +362,7 @@ def test_everyone_reads_the_right_kv(
 ) -> None:
     """Whatever arrives, is cancelled, fails or is preempted: every token attends to its own prefix, all end, nothing leaks."""
     plant = Plant(options=options, **shape)
-    alive: list[Sequence] = []
+    alive: list[SequenceState] = []
     known: dict[str, list[int]] = {}
     for action, *details in plan:
         if action.startswith("add"):
