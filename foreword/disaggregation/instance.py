@@ -21,8 +21,7 @@ from foreword.disaggregation.remote_prefill import Pull
 from foreword.disaggregation.sender import Lanes, Outgoing, Port
 from foreword.engine.loop import EngineCore
 from foreword.engine.request import Delta, Request, TokenLogprob
-from foreword.engine.scheduler import SequenceState
-from foreword.engine.scheduler import Step
+from foreword.engine.scheduler import SequenceState, Step
 from foreword.errors import BadRequest
 from foreword.events import TransferEnded
 from foreword.transfer.endpoint import Endpoint

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from foreword.disaggregation import messages as wire
 from foreword.disaggregation.sender import Lanes, Outgoing, Port, Ready
 from foreword.engine.request import Request, TokenLogprob
-from foreword.engine.scheduler import Chunk, Step
-from foreword.engine.scheduler import SequenceState
+from foreword.engine.scheduler import Chunk, SequenceState, Step
 from foreword.errors import ForewordError
 from foreword.transfer.messages import Reason
 from foreword.transfer.transfers import Source
@@ -25,7 +24,9 @@ from foreword.transfer.transfers import Source
 class Export(Outgoing):
     """One wanted prompt. `next_block` is the first whose KV was not queued yet."""
 
-    def __init__(self, source: Source, port: Port, sequence: SequenceState, release: Callable[[Outgoing], None]) -> None:
+    def __init__(
+        self, source: Source, port: Port, sequence: SequenceState, release: Callable[[Outgoing], None]
+    ) -> None:
         super().__init__(source, port, release)
         self.sequence = sequence
         self.next_block = source.have

@@ -22,8 +22,7 @@ from foreword.engine.attention.cpu_backend import NativeAttention, NativeStep
 from foreword.engine.kernels.native import TYPES, Decoder, Kernels
 from foreword.engine.linear import NativeProduct, PackedForward, Patch, Shared, is_patched, unpatched
 from foreword.engine.request import Request, SamplingParams
-from foreword.engine.sequence import Chunk, Step
-from foreword.engine.sequence import SequenceState
+from foreword.engine.sequence import Chunk, SequenceState, Step
 
 # What rounding explains of the difference between a module's output and the kernels', relative to how far the output is from
 # the input, beside what rounding the output itself may change.
@@ -313,7 +312,12 @@ def _trial_step(vocab_size: int) -> tuple[Step, int]:
         blocks += needed
         chunks.append(
             Chunk(
-                SequenceState(Request("trial", tuple(tokens), SamplingParams()), table, 0, length + 1), 0, length, 0, True, 0
+                SequenceState(Request("trial", tuple(tokens), SamplingParams()), table, 0, length + 1),
+                0,
+                length,
+                0,
+                True,
+                0,
             )
         )
     return Step(tuple(chunks)), blocks

@@ -343,7 +343,11 @@ class EngineCore:
         return token in params.stop_token_ids or (not params.ignore_eos and token in self.limits.end_tokens)
 
     def _make_delta(
-        self, sequence: SequenceState, tokens: tuple[int, ...] = (), text: str = "", logprobs: tuple[TokenLogprob, ...] = ()
+        self,
+        sequence: SequenceState,
+        tokens: tuple[int, ...] = (),
+        text: str = "",
+        logprobs: tuple[TokenLogprob, ...] = (),
     ) -> Delta:
         return Delta(
             request_id=sequence.request.id,

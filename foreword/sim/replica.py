@@ -9,8 +9,7 @@ from typing import Any, Protocol, cast
 
 from foreword.blocks import PrefixCache
 from foreword.engine.request import Request, SamplingParams
-from foreword.engine.scheduler import Scheduler, Step
-from foreword.engine.scheduler import SequenceState
+from foreword.engine.scheduler import Scheduler, SequenceState, Step
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.stores import SimStores
 from foreword.sim.trace import TraceRequest

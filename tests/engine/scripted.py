@@ -11,8 +11,7 @@ from foreword.blocks.miss_history import History
 from foreword.engine.loop import EngineCore, Limits
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.sampling import Draw, Sampled
-from foreword.engine.scheduler import Scheduler, Step
-from foreword.engine.scheduler import SequenceState
+from foreword.engine.scheduler import Scheduler, SequenceState, Step
 from foreword.engine.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(tiny.tokenizer(), (tiny.EOS,))
