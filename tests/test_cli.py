@@ -18,8 +18,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from foreword.cli.doctor import examine
 from foreword.cli import main as cli
+from foreword.cli.doctor import examine
 from foreword.config import Config, EngineConfig
 
 runner = CliRunner()

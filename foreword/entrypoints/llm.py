@@ -40,8 +40,8 @@ class LLM:
         observers: Sequence[Observer] = (),
         **options: Any,
     ) -> None:
-        """`store` is one URL or several, the fastest first (docs/operations/operating.md); with one, `close` the LLM in the end, so that
-        everything is written. `options` are the fields of `EngineConfig`. Raises ForewordError."""
+        """`store` is one URL or several, the fastest first (docs/operations/operating.md); with one, `close` the LLM in the
+        end: it writes what is still queued. `options` are the fields of `EngineConfig`. Raises ForewordError."""
         config = build(EngineConfig, "engine", {"model": model, **options})
         if not isinstance(store, StoreConfig):
             store = StoreConfig(urls=(store,) if isinstance(store, str) else tuple(store))

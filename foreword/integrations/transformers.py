@@ -4,7 +4,8 @@
     output = model.generate(**inputs, past_key_values=cache)
     cache.save(output)
 
-Blocks are the engine's own (docs/reference/formats.md): what a Foreword server computed, a script finds, and the other way round.
+Blocks are the engine's own (docs/reference/formats.md): what a Foreword server computed, a script finds, and the other
+way round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A server's or a router's traffic as a trace without any text: salted hashes of blocks, lengths and times (docs/reference/formats.md).
+"""A server's or a router's traffic as a trace without any text: salted hashes of blocks, lengths and times
+(docs/reference/formats.md).
 
 `foreword simulate` reads it. Nothing of a prompt can be computed from it without the salt, which is drawn anew for each process
 unless it is given, and is never written.

@@ -1,4 +1,4 @@
-"""The format of a stored or sent block: a header of 128 bytes, then the payload (docs/reference/formats.md; golden files in the tests).
+"""The format of a stored or sent block: a header of 128 bytes, then the payload (docs/reference/formats.md).
 
 Offset  Bytes  Field, integers little-endian
 0       4      magic "FWKV"
