@@ -374,7 +374,7 @@ def main() -> None:
     facts = {
         **machine(),
         "model": f"{Path(arguments.model).name}, {arguments.dtype}",
-        "versions": f"foreword {version_of('foreword-kv')}, torch {version_of('torch')}",
+        "versions": f"foreword {version_of('foreword')}, torch {version_of('torch')}",
         "servers": f"cores {cores[0]} and {cores[1]}, one thread per core, blocks of {BLOCK} tokens",
         "work": f"{arguments.running} requests decode, {arguments.prompts} prompts of {LONG:,} tokens one after the other",
         "rounds": f"{arguments.rounds}; medians",

@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kib", type=int, nargs="+", default=[1024])
     arguments = parser.parse_args()
-    print(set_up({**machine(), "rounds": str(arguments.rounds), "foreword": version_of("foreword-kv")}), flush=True)
+    print(set_up({**machine(), "rounds": str(arguments.rounds), "foreword": version_of("foreword")}), flush=True)
     rows = []
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as shm,

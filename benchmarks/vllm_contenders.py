@@ -99,7 +99,7 @@ def _forewords(places: Places) -> list[Contender]:
                 places.vllm,
                 store=store,
                 imports=imports,
-                install="pip install foreword-kv",
+                install="pip install foreword",
                 hidden="its memory is that of vLLM's process" if name == "memory" else "",
             )
         )

@@ -1,7 +1,7 @@
 """Foreword: the KV of every prefix is computed once and never again.
 
 `LLM` runs offline batches, `AsyncEngine` is for servers, `PrefixCache` for those who write their own engine. The first two
-need torch and transformers (`pip install foreword-kv[engine]`); they are imported when they are asked for.
+need torch and transformers (`pip install foreword[engine]`); they are imported when they are asked for.
 """
 
 from __future__ import annotations

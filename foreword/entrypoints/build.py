@@ -187,10 +187,8 @@ def peer_opener(config: TransferConfig) -> Opener:
     """Opens `peer://` stores; a URL that names no secret takes the configuration's."""
 
     def open_peer(place: StoreUrl, layout: Layout | None) -> Store:
-        try:
-            from foreword.transfer.peer import opener
-        except ModuleNotFoundError as error:
-            raise StoreConfigError(f"this store needs {error.name}: pip install 'foreword-kv[transfer]'") from None
+        from foreword.transfer.peer import opener
+
         return opener(config)(place, layout)
 
     return open_peer

@@ -205,7 +205,7 @@ def _open_objects(place: StoreUrl) -> Store:
 
 
 def _missing(error: ModuleNotFoundError, extra: str) -> StoreConfigError:
-    return StoreConfigError(f"this store needs {error.name}: pip install 'foreword-kv[{extra}]'")
+    return StoreConfigError(f"this store needs {error.name}: pip install 'foreword[{extra}]'")
 
 
 class Options:

@@ -53,7 +53,7 @@ os.register_at_fork(after_in_child=lambda: _inherited.extend(_live))
 def missing() -> str:
     """Why this process has no NIXL, in words; "" if it has."""
     if importlib.util.find_spec("nixl") is None:
-        return "the package nixl is not installed; `pip install 'foreword-kv[nixl]'` installs it"
+        return "the package nixl is not installed; `pip install 'foreword[nixl]'` installs it"
     try:
         library = _library()
         plain = library.nixl_agent("probe", library.nixl_agent_config(enable_prog_thread=False, backends=[]))

@@ -78,7 +78,7 @@ def codec_named(name: str) -> Codec:
         home = import_module(f"foreword.store.codecs.{_HOME[name]}")
     except ModuleNotFoundError as error:
         raise StoreConfigError(
-            f"The codec {name!r} needs {error.name}: pip install 'foreword-kv[compression]'", param="codec"
+            f"The codec {name!r} needs {error.name}: pip install 'foreword[compression]'", param="codec"
         ) from error
     return cast("Codec", home.CODECS[name])
 
