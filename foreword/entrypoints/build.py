@@ -20,7 +20,7 @@ from foreword.engine.loop import EngineCore, Limits
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
-from foreword.errors import ConfigError, StoreConfigError
+from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.copies import Staging, layout_of, tensors_of
 from foreword.offload.manager import BlockCache
