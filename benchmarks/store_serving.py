@@ -145,7 +145,7 @@ def decode(bench: Bench) -> Rows:
                 llm.generate(prompts, greedy(65))
                 speed[llm is on] = 1 / (time.perf_counter() - started)
             shares.append(speed[True] / speed[False])
-        status = on.off_device.status() if on.off_device is not None else None
+        status = on.offload.status() if on.offload is not None else None
     spread = f"{min(shares):.3f} to {max(shares):.3f} in {len(shares)} runs"
     written = f"{status.saved} blocks written, {status.dropped} dropped" if status else ""
     return [["decode speed while writing behind / no store", f"{median(shares):.3f}", f"{spread}; {written}"]]

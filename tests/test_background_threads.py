@@ -15,7 +15,7 @@ import torch
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.offload.copies import Staging
-from foreword.offload.manager import PATIENCE, BlockCache
+from foreword.offload.manager import PATIENCE, OffloadManager
 from foreword.store.background import spread, spread_over
 from foreword.store.memory.store import MemoryStore
 from foreword.store.tiered import TieredStore
@@ -78,7 +78,7 @@ def test_a_search_may_take_a_tenth_of_computing() -> None:
     layout = Layout(b"m" * 32, 16, (LayerLayout(1, 8, 8),), "float32")
     blocks = torch.zeros(8, layout.block_bytes, dtype=torch.uint8)
     store = TieredStore([MemoryStore(1 << 20)])
-    cache = BlockCache(store, Staging([blocks], 8), layout, lookup_timeout=1.0)
+    cache = OffloadManager(store, Staging([blocks], 8), layout, lookup_timeout=1.0)
     keys = [bytes([number]) * 32 for number in range(100)]
     try:
         now = time.monotonic()

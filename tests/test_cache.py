@@ -1,4 +1,4 @@
-"""BlockCache between a device and its stores: what is written behind, what is promoted, and what the counts say."""
+"""OffloadManager between a device and its stores: what is written behind, what is promoted, and what the counts say."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import FlakyStore, soon
 from foreword.offload.copies import Staging
-from foreword.offload.manager import BlockCache, Ticket
+from foreword.offload.manager import OffloadManager, StoreLoad
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, Frame
 from foreword.store.memory.store import MemoryStore
@@ -57,7 +57,7 @@ class Device:
         draw = torch.Generator().manual_seed(1)
         self.blocks = torch.randn(BLOCKS, LAYOUT.block_bytes // 4, generator=draw)
         self.computed = self.blocks.clone()
-        self.cache = BlockCache(TieredStore(stores), Staging([self.blocks], slots), LAYOUT, lookup_timeout=PATIENCE)
+        self.cache = OffloadManager(TieredStore(stores), Staging([self.blocks], slots), LAYOUT, lookup_timeout=PATIENCE)
 
     def keys(self, chain: int, count: int) -> list[bytes]:
         return chain_keys(ROOT, [chain] * 16 * count, 16)
@@ -66,14 +66,14 @@ class Device:
         """Device blocks from number `first` on as a chain of their own."""
         self.cache.save(self.keys(chain, count), ROOT, 0, range(first, first + count))
 
-    def load(self, chain: int, first: int, count: int) -> Ticket:
+    def load(self, chain: int, first: int, count: int) -> StoreLoad:
         """Load a chain into the device blocks from number `first` on, and wait for the end of it."""
         self.blocks[first : first + count] = 0.0
-        ticket = self.cache.find(self.keys(chain, count))
-        self.wait(lambda: ticket.places is not None)
-        self.cache.load(ticket, 0, range(first, first + count))
-        self.wait(lambda: ticket.finished)
-        return ticket
+        store_load = self.cache.find(self.keys(chain, count))
+        self.wait(lambda: store_load.places is not None)
+        self.cache.load(store_load, 0, range(first, first + count))
+        self.wait(lambda: store_load.finished)
+        return store_load
 
     def wait(self, done: Callable[[], bool]) -> None:
         until = soon(PATIENCE)
@@ -113,8 +113,8 @@ def test_who_waits_for_a_block_does_not_wait_for_its_promotion(made: Callable[..
     """A load from a slower tier ends while the faster one still takes nothing; later the blocks are there."""
     device, fast, _ = below(made, 1, 6)
     try:
-        ticket = device.load(0, 0, 6)
-        assert ticket.loaded == 6 and torch.equal(device.blocks[:6], device.computed[:6])
+        store_load = device.load(0, 0, 6)
+        assert store_load.loaded == 6 and torch.equal(device.blocks[:6], device.computed[:6])
         assert fast.waiting.wait(PATIENCE)
         assert fast.inner.lookup(device.names(0, 6), deadline=soon()) == 0
     finally:
@@ -211,10 +211,10 @@ def test_no_count_of_several_loads_is_lost(made: Callable[..., Device]) -> None:
         assert device.cache.flush(PATIENCE)
         for _ in range(10):
             told = device.cache.changes  # one more for each search and for each load
-            tickets = [device.cache.find(device.keys(0, 1)) for _ in range(4)]
+            store_loads = [device.cache.find(device.keys(0, 1)) for _ in range(4)]
             device.wait(lambda told=told: device.cache.changes == told + 4)
-            for block, ticket in enumerate(tickets):
-                device.cache.load(ticket, 0, [block])
+            for block, store_load in enumerate(store_loads):
+                device.cache.load(store_load, 0, [block])
             device.wait(lambda told=told: device.cache.changes == told + 8)
-            brought += sum(ticket.loaded for ticket in tickets)
+            brought += sum(store_load.loaded for store_load in store_loads)
     assert brought == device.cache.status().loaded == 40

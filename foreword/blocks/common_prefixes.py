@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from foreword.blocks.miss_history import common_prefix
+from foreword.blocks.miss_history import common_prefix_length
 
 
 @dataclass(frozen=True, slots=True)
-class SharedChain:
+class CommonPrefix:
     """A chain of full blocks with which several texts begin.
 
     Attributes:
@@ -28,7 +28,7 @@ class SharedChain:
     on_device: int = 0
 
 
-def shared_chains(texts: Sequence[array[int]], block_size: int, limit: int) -> list[SharedChain]:
+def common_prefixes(texts: Sequence[array[int]], block_size: int, limit: int) -> list[CommonPrefix]:
     """The `limit` chains whose sharing is worth most: blocks that a chain adds to the one it continues, times `users - 1`,
     need not be computed again because of it.
 
@@ -36,7 +36,7 @@ def shared_chains(texts: Sequence[array[int]], block_size: int, limit: int) -> l
     """
     ordered = sorted(texts, key=array.tobytes)
     best = heapq.nlargest(limit, _runs(ordered, block_size), key=lambda run: (run.worth, run.blocks))
-    return [SharedChain(ordered[run.first][: run.blocks * block_size], run.blocks, run.users) for run in best]
+    return [CommonPrefix(ordered[run.first][: run.blocks * block_size], run.blocks, run.users) for run in best]
 
 
 class _Run(NamedTuple):
@@ -57,7 +57,7 @@ def _runs(ordered: Sequence[array[int]], block_size: int) -> Iterator[_Run]:
     """All maximal runs of at least two texts and one block."""
     open_runs: list[tuple[int, int]] = []
     for end in range(1, len(ordered) + 1):
-        depth = common_prefix(ordered[end - 1], ordered[end]) // block_size if end < len(ordered) else 0
+        depth = common_prefix_length(ordered[end - 1], ordered[end]) // block_size if end < len(ordered) else 0
         start = end - 1
         while open_runs and open_runs[-1][0] > depth:
             blocks, start = open_runs.pop()

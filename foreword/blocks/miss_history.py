@@ -21,7 +21,7 @@ class Explanation:
     detail: str
 
 
-class History:
+class MissHistory:
     """The token sequences seen last, at most `capacity` tokens of them (4 bytes each).
 
     `add` keeps the array that it is given, so that tokens generated later are remembered without another call.
@@ -79,11 +79,11 @@ class History:
         best = 0
         for salt, tokens in self._seen:
             if tokens is not prompt and counts(salt):
-                best = max(best, common_prefix(prompt, tokens))
+                best = max(best, common_prefix_length(prompt, tokens))
         return best
 
 
-def common_prefix(first: array[int], second: array[int]) -> int:
+def common_prefix_length(first: array[int], second: array[int]) -> int:
     """Number of leading items that agree: a binary search whose steps are memory comparisons."""
     a, b = memoryview(first), memoryview(second)
     low, high = 0, min(len(a), len(b))

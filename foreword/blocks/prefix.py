@@ -23,7 +23,7 @@ from foreword.blocks.keys import Scope, TokenChain
 from foreword.blocks.pool import BlockPool
 from foreword.errors import IntegrityError
 
-MAX_TAILS = 4096
+MAX_PARTIALS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Match:
 
     Attributes:
         blocks: full blocks, in order.
-        tail: a block that begins with the next `tail_tokens` tokens; it can be copied, not shared. -1 if there is none.
-        cached_tokens: `len(blocks) * block_size + tail_tokens`.
+        partial_block: a block whose first `partial_tokens` tokens come next; it can be copied, not shared. -1 if none.
+        cached_tokens: `len(blocks) * block_size + partial_tokens`.
     """
 
     blocks: Sequence[int]
-    tail: int
-    tail_tokens: int
+    partial_block: int
+    partial_tokens: int
     cached_tokens: int
 
 
@@ -60,17 +60,17 @@ class BlockTable:
     Attributes:
         chain: the tokens and their keys.
         blocks: block numbers; token `i` lies in `blocks[i // block_size]`.
-        visible: the first `visible` blocks are full and named. What they hold never changes.
-        quiet_below: `advance(table, n)` has nothing to do while `n < quiet_below`.
+        published: number of published blocks. They are full and have keys; their content never changes.
+        next_block_at: token count at which the next block must be allocated or published; `advance` does nothing below it.
     """
 
-    __slots__ = ("blocks", "chain", "quiet_below", "visible")
+    __slots__ = ("blocks", "chain", "next_block_at", "published")
 
     def __init__(self, chain: TokenChain) -> None:
         self.chain = chain
         self.blocks: list[int] = []
-        self.visible = 0
-        self.quiet_below = 0
+        self.published = 0
+        self.next_block_at = 0
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -118,8 +118,8 @@ class PrefixCache:
         self._on_named = on_named
         self._roots: dict[bytes, bytes] = {}
         # Partly filled blocks: key before the block -> (block, its tokens), least recently noted first.
-        self._tails: OrderedDict[bytes, tuple[int, Sequence[int]]] = OrderedDict()
-        self._tail_of: dict[int, bytes] = {}
+        self._partials: OrderedDict[bytes, tuple[int, Sequence[int]]] = OrderedDict()
+        self._partial_of: dict[int, bytes] = {}
 
     def open(self, tokens: Iterable[int], *, salt: bytes = b"", extras: Sequence[bytes] = ()) -> BlockTable:
         """A table for a new sequence, without blocks."""
@@ -145,12 +145,12 @@ class PrefixCache:
         size = self.block_size
         full = len(table) // size
         blocks = self.pool.lookup(table.chain.keys_to(full))
-        tail, tail_tokens = self._find_tail(table, len(blocks)) if self._tails else (-1, 0)
-        return Match(blocks, tail, tail_tokens, len(blocks) * size + tail_tokens)
+        partial_block, partial_tokens = self._find_partial(table, len(blocks)) if self._partials else (-1, 0)
+        return Match(blocks, partial_block, partial_tokens, len(blocks) * size + partial_tokens)
 
-    def _find_tail(self, table: BlockTable, depth: int) -> tuple[int, int]:
+    def _find_partial(self, table: BlockTable, depth: int) -> tuple[int, int]:
         """A block that continues the table's first `depth` blocks; the sequence's last token is left to be computed."""
-        known = self._tails.get(table.chain.key_before(depth))
+        known = self._partials.get(table.chain.key_before(depth))
         if known is None:
             return -1, 0
         block, held = known
@@ -171,13 +171,13 @@ class PrefixCache:
         """Give the cached blocks of `match` to a table without blocks."""
         self.pool.share(match.blocks)
         table.blocks = list(match.blocks)
-        table.visible = len(match.blocks)
-        self._set_quiet(table)
+        table.published = len(match.blocks)
+        self._set_next_block_at(table)
 
     def advance(self, table: BlockTable, num_tokens: int) -> bool:
         """Make room for the KV of the table's first `num_tokens` tokens; the blocks that they fill become visible at once,
         so that the next request of the same step can share them (R9). False, and nothing changed, if memory is short."""
-        if num_tokens < table.quiet_below:
+        if num_tokens < table.next_block_at:
             return True
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
         if missing > 0:
@@ -186,10 +186,10 @@ class PrefixCache:
                 return False
             table.blocks += blocks
         full = num_tokens // self.block_size
-        if full > table.visible and self.enabled:
+        if full > table.published and self.enabled:
             self.publish(table, full)
         else:
-            self._set_quiet(table)
+            self._set_next_block_at(table)
         return True
 
     def extend(self, table: BlockTable, num_blocks: int) -> list[int] | None:
@@ -198,12 +198,12 @@ class PrefixCache:
         fresh = self._allocate(num_blocks - len(table.blocks), ahead=False)
         if fresh is not None:
             table.blocks += fresh
-            self._set_quiet(table)
+            self._set_next_block_at(table)
         return fresh
 
     def publish(self, table: BlockTable, num_blocks: int) -> None:
         """The table's first `num_blocks` blocks hold their KV by now: those that are not visible yet become so."""
-        start = table.visible
+        start = table.published
         if num_blocks <= start or not self.enabled:
             return
         keys = table.chain.keys_to(num_blocks)[start:num_blocks]
@@ -212,73 +212,73 @@ class PrefixCache:
             self._on_stored(table.chain.key_before(start), keys)
         if self._on_named is not None:
             self._on_named(table, start, num_blocks)
-        table.visible = num_blocks
-        self._set_quiet(table)
+        table.published = num_blocks
+        self._set_next_block_at(table)
 
-    def _set_quiet(self, table: BlockTable) -> None:
+    def _set_next_block_at(self, table: BlockTable) -> None:
         held = len(table.blocks)
         if not self.enabled:
-            table.quiet_below = held * self.block_size + 1
-        elif held > table.visible:
-            table.quiet_below = (table.visible + 1) * self.block_size
+            table.next_block_at = held * self.block_size + 1
+        elif held > table.published:
+            table.next_block_at = (table.published + 1) * self.block_size
         else:
-            table.quiet_below = held * self.block_size + 1
+            table.next_block_at = held * self.block_size + 1
 
     def _allocate(self, count: int, *, ahead: bool = True) -> list[int] | None:
         blocks = self.pool.allocate(count + self._lookahead) if self._lookahead and ahead else None
         if blocks is None:
             blocks = self.pool.allocate(count)
-        if blocks is not None and self._tail_of:
+        if blocks is not None and self._partial_of:
             for block in blocks:
-                if block in self._tail_of:
-                    self._forget_tail(block)
+                if block in self._partial_of:
+                    self._forget_partial(block)
         return blocks
 
-    def copy_tail(self, table: BlockTable, match: Match) -> Copy | None:
+    def copy_partial(self, table: BlockTable, match: Match) -> Copy | None:
         """The copy that `match` needs, once `advance` has taken the block it goes to. None if there is nothing to copy.
 
         The source may be the target: the block had been freed and was the next one to take.
         """
-        if not match.tail_tokens:
+        if not match.partial_tokens:
             return None
         target = table.blocks[len(match.blocks)]
-        return None if target == match.tail else Copy(match.tail, target, match.tail_tokens)
+        return None if target == match.partial_block else Copy(match.partial_block, target, match.partial_tokens)
 
-    def note_tail(self, table: BlockTable, num_tokens: int) -> None:
+    def note_partial(self, table: BlockTable, num_tokens: int) -> None:
         """The KV of the first `num_tokens` tokens is computed: what lies in a partly filled last block may be copied from
         now on, until the block is taken for something else."""
         depth, held = divmod(num_tokens, self.block_size)
         if not self._partial_reuse or not held or depth >= len(table.blocks):
             return
         key, block = table.chain.key_before(depth), table.blocks[depth]
-        if depth < table.visible and self.pool.key(block) is None:
+        if depth < table.published and self.pool.key(block) is None:
             return  # shared from a sequence whose step failed: it was withdrawn, so nothing is in it
-        if block in self._tail_of:
-            self._forget_tail(block)
-        if key in self._tails:
-            del self._tail_of[self._tails.pop(key)[0]]
-        elif len(self._tails) >= MAX_TAILS:
-            del self._tail_of[self._tails.popitem(last=False)[1][0]]
+        if block in self._partial_of:
+            self._forget_partial(block)
+        if key in self._partials:
+            del self._partial_of[self._partials.pop(key)[0]]
+        elif len(self._partials) >= MAX_PARTIALS:
+            del self._partial_of[self._partials.popitem(last=False)[1][0]]
         start = depth * self.block_size
-        self._tails[key] = (block, table.chain.tokens[start : start + held])
-        self._tail_of[block] = key
+        self._partials[key] = (block, table.chain.tokens[start : start + held])
+        self._partial_of[block] = key
 
-    def _forget_tail(self, block: int) -> None:
-        del self._tails[self._tail_of.pop(block)]
+    def _forget_partial(self, block: int) -> None:
+        del self._partials[self._partial_of.pop(block)]
 
     def retract(self, table: BlockTable, num_blocks: int) -> None:
         """Blocks of the table from number `num_blocks` on were named too early: their KV was never computed."""
-        if table.visible > num_blocks:
-            self.pool.retract(table.blocks[num_blocks : table.visible])
-            table.visible = num_blocks
-            self._set_quiet(table)
+        if table.published > num_blocks:
+            self.pool.retract(table.blocks[num_blocks : table.published])
+            table.published = num_blocks
+            self._set_next_block_at(table)
 
     def release(self, table: BlockTable) -> None:
         """The sequence ends or is preempted: its blocks go back, tail first, and stay cached while they can (R6)."""
         self.pool.release(table.blocks)
         table.blocks = []
-        table.visible = 0
-        table.quiet_below = 0
+        table.published = 0
+        table.next_block_at = 0
 
     def fork(self, table: BlockTable, num_tokens: int) -> tuple[BlockTable, Copy | None] | None:
         """A second sequence with the same first `num_tokens` computed tokens: full blocks are shared, a partly filled last
@@ -291,19 +291,19 @@ class PrefixCache:
             if taken is None:
                 return None
             fresh = taken
-            if fresh[0] in self._tail_of:
-                self._forget_tail(fresh[0])
+            if fresh[0] in self._partial_of:
+                self._forget_partial(fresh[0])
         self.pool.share(shared)
         chain = table.chain
         child = BlockTable(chain.fork(num_tokens))
         child.blocks = shared + fresh
-        child.visible = min(table.visible, depth)
-        self._set_quiet(child)
+        child.published = min(table.published, depth)
+        self._set_next_block_at(child)
         return child, Copy(table.blocks[depth], fresh[0], held) if held else None
 
     def pin(self, table: BlockTable, num_blocks: int) -> list[int]:
         """Hold the first `num_blocks` blocks of a table (all of them visible) until `unpin`."""
-        blocks = table.blocks[: min(num_blocks, table.visible)]
+        blocks = table.blocks[: min(num_blocks, table.published)]
         self.pool.share(blocks)
         return blocks
 
@@ -312,12 +312,14 @@ class PrefixCache:
 
     def clear(self) -> int:
         """Forget everything that is not in use; returns the number of blocks forgotten."""
-        self._tails.clear()
-        self._tail_of.clear()
+        self._partials.clear()
+        self._partial_of.clear()
         return self.pool.clear()
 
     def check(self) -> None:
         """Prove the invariants of pool and tails. Raises IntegrityError."""
         self.pool.check()
-        if {key: block for block, key in self._tail_of.items()} != {k: tail[0] for k, tail in self._tails.items()}:
-            raise IntegrityError("prefix cache: broken invariant: a noted tail and its block know each other")
+        if {key: block for block, key in self._partial_of.items()} != {
+            k: held[0] for k, held in self._partials.items()
+        }:
+            raise IntegrityError("prefix cache: broken invariant: a noted partial block and its key know each other")

@@ -12,7 +12,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
 
 from foreword import __version__
-from foreword.blocks.common_prefixes import SharedChain
+from foreword.blocks.common_prefixes import CommonPrefix
 from foreword.dashboard import pages
 from foreword.dashboard.history import MetricsHistory, Sampling
 from foreword.errors import ForewordError, Unauthorized
@@ -129,16 +129,16 @@ class _Chains:
     """Shared chains per tenant, as found some seconds ago."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[bytes, tuple[float, Sequence[SharedChain]]] = OrderedDict()
+        self._found: OrderedDict[bytes, tuple[float, Sequence[CommonPrefix]]] = OrderedDict()
         self._finding = asyncio.Lock()
 
-    async def of(self, engine: Engine, salt: bytes) -> Sequence[SharedChain]:
+    async def of(self, engine: Engine, salt: bytes) -> Sequence[CommonPrefix]:
         async with self._finding:
             at, found = self._found.get(salt, (-_CHAINS_AGE, ()))
             if time.monotonic() - at < _CHAINS_AGE:
                 return found
             try:
-                found = await engine.shared_chains(salt, _SHOWN_CHAINS)
+                found = await engine.common_prefixes(salt, _SHOWN_CHAINS)
             except ForewordError:
                 return found  # the engine is going down
             self._found[salt] = time.monotonic(), found
@@ -148,7 +148,7 @@ class _Chains:
             return found
 
 
-def _shown(chain: SharedChain, prefixes: Sequence[NamedPrefix]) -> dict[str, Any]:
+def _shown(chain: CommonPrefix, prefixes: Sequence[NamedPrefix]) -> dict[str, Any]:
     """A chain without its tokens. `begins_with` is the longest named prefix in it."""
     length, tokens = len(chain.tokens), tuple(chain.tokens)
     inside = [one for one in prefixes if 0 < len(one.tokens) <= length and tokens[: len(one.tokens)] == one.tokens]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from foreword.blocks import PrefixCache
-from foreword.blocks.miss_history import Explanation, History
+from foreword.blocks.miss_history import Explanation, MissHistory
 from foreword.engine.request import CacheReport
 from foreword.engine.sequence import SequenceState
-from foreword.offload.manager import BlockCache
+from foreword.offload.manager import OffloadManager
 
 
 class Reports:
     """Explains sequences that have just been admitted."""
 
     def __init__(
-        self, cache: PrefixCache, history: History, off_device: BlockCache | None, *, tell_other_tenants: bool
+        self, cache: PrefixCache, history: MissHistory, offload: OffloadManager | None, *, tell_other_tenants: bool
     ) -> None:
         self._cache = cache
         self._history = history
-        self._off_device = off_device
+        self._off_device = offload
         self._tell_other_tenants = tell_other_tenants
 
     def report(self, sequence: SequenceState) -> CacheReport:

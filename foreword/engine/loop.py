@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from foreword.blocks import PrefixCache
-from foreword.blocks.miss_history import History
+from foreword.blocks.miss_history import MissHistory
 from foreword.engine.cache_report import Reports
 from foreword.engine.request import Delta, Departure, FinishReason, Request, SamplingParams, TokenLogprob
 from foreword.engine.runner import Runner, draw_of
@@ -32,7 +32,7 @@ from foreword.events import (
     RequestPreempted,
     StepFinished,
 )
-from foreword.offload.manager import BlockCache
+from foreword.offload.manager import OffloadManager
 
 # Seconds that the engine sleeps at most when it has nothing to do but to wait for a store, or for another instance.
 _NEWS_WITHIN = 0.005
@@ -88,21 +88,21 @@ class EngineCore:
         tokenizer: Tokenizer,
         limits: Limits,
         *,
-        history: History | None = None,
+        history: MissHistory | None = None,
         observers: Iterable[Observer] = (),
         clock: Callable[[], float] = time.monotonic,
-        off_device: BlockCache | None = None,
+        offload: OffloadManager | None = None,
     ) -> None:
         self.cache = cache
-        self.off_device = off_device
+        self.offload = offload
         self.handoff: Handoff | None = None
         self.scheduler = scheduler
         self.limits = limits
         self.steps = 0
         self._runner = runner
         self._tokenizer = tokenizer
-        self._history = history or History(0)
-        self._reports = Reports(cache, self._history, off_device, tell_other_tenants=limits.tell_other_tenants)
+        self._history = history or MissHistory(0)
+        self._reports = Reports(cache, self._history, offload, tell_other_tenants=limits.tell_other_tenants)
         self._observers = tuple(observers)
         self._clock = clock
         self._running: dict[int, _Running] = {}
@@ -212,7 +212,7 @@ class EngineCore:
         """One step. A failure of the device ends the requests of the step, withdraws their blocks, and is not raised."""
         arrived = self._arrive() if self.scheduler.pulling else []
         started = self._clock()
-        seen = self.off_device.changes if self.off_device is not None else 0
+        seen = self.offload.changes if self.offload is not None else 0
         step = self.scheduler.schedule()
         self._note_admissions(step)
         if self.handoff is not None:
@@ -222,8 +222,8 @@ class EngineCore:
 
     def _rest(self, step: Step, seen: int) -> list[Delta]:
         """There is nothing to compute: wait for what is to come, or see that nothing will."""
-        if self.off_device is not None and self.scheduler.expects():
-            self.off_device.wait(seen, _NEWS_WITHIN)
+        if self.offload is not None and self.scheduler.expects():
+            self.offload.wait(seen, _NEWS_WITHIN)
             return []
         if self.handoff is not None and (self.handoff.expects or self.scheduler.in_blocks):
             self.handoff.rest(_PEERS_WITHIN)
@@ -237,8 +237,8 @@ class EngineCore:
         except (RuntimeError, MemoryError, LookupError, ValueError) as error:
             return self._fail(step, error)
         self.scheduler.settle(step)
-        if self.off_device is not None:
-            self._save(step, self.off_device, self._clock() - started)
+        if self.offload is not None:
+            self._save(step, self.offload, self._clock() - started)
         now = self._clock()
         deltas = [delta for chunk in step.chunks if chunk.samples for delta in self._settle(chunk, sampled, now)]
         self.steps += 1
@@ -255,25 +255,25 @@ class EngineCore:
             assert pull is not None and arrival is not None
             self.handoff.pulled(sequence, pull)
             self._note_admitted(sequence)
-            self._save_blocks(sequence, sequence.arrived_from // self.cache.block_size, sequence.table.visible)
+            self._save_blocks(sequence, sequence.arrived_from // self.cache.block_size, sequence.table.published)
             if arrival.token is not None:
                 deltas.append(self._extend(sequence, arrival.token, arrival.logprob, self._clock()))
         return deltas
 
-    def _save(self, step: Step, off_device: BlockCache, seconds: float) -> None:
+    def _save(self, step: Step, offload: OffloadManager, seconds: float) -> None:
         """Hand over the blocks that this step filled, of prompts and of answers (R19)."""
         prefill = sum(chunk.count for chunk in step.chunks if chunk.count > 1)
         if prefill >= _MEASURED_TOKENS:
-            off_device.prefill_seconds.note(step.num_tokens, seconds)
+            offload.prefill_seconds.note(step.num_tokens, seconds)
         for chunk in step.chunks:
-            full = min((chunk.start + chunk.count) // self.cache.block_size, chunk.sequence.table.visible)
-            self._save_blocks(chunk.sequence, chunk.named_before, full)
+            full = min((chunk.start + chunk.count) // self.cache.block_size, chunk.sequence.table.published)
+            self._save_blocks(chunk.sequence, chunk.published_before, full)
 
     def _save_blocks(self, sequence: SequenceState, first: int, full: int) -> None:
         table = sequence.table
-        if full > first and self.off_device is not None:
+        if full > first and self.offload is not None:
             keys = table.chain.keys_to(full)[first:full]
-            self.off_device.save(keys, table.chain.key_before(first), first, table.blocks[first:full])
+            self.offload.save(keys, table.chain.key_before(first), first, table.blocks[first:full])
 
     def fail_all(self, message: str) -> list[Delta]:
         """End everything with an error (the engine's thread cannot go on)."""

@@ -38,7 +38,7 @@ class Scheduler:
     Args:
         max_batch_tokens, max_num_seqs: bounds of a step.
         reserve: share of the pool that an admission leaves free while others run, so that they can grow (R11).
-        off_device: where blocks may lie that the device does not have.
+        offload: where blocks may lie that the device does not have.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Scheduler:
         max_batch_tokens: int = 512,
         max_num_seqs: int = 64,
         reserve: float = 0.01,
-        off_device: OffDevice[Any] | None = None,
+        offload: OffDevice[Any] | None = None,
     ) -> None:
         self.cache = cache
         self.loading: list[SequenceState] = []
         self.pulling: list[SequenceState] = []
         self.paused: list[SequenceState] = []
-        self._off = off_device
+        self._off = offload
         self._arrived: list[SequenceState] = []
         self._in_flight: set[bytes] = set()
         self.waiting: deque[SequenceState] = deque()
@@ -72,7 +72,7 @@ class Scheduler:
 
     def expects(self) -> bool:
         """Whether a store is about to bring news: then a step without work is no dead end."""
-        return bool(self.loading) or any(s.ticket is not None and not s.ticket.answered for s in self.waiting)
+        return bool(self.loading) or any(s.store_load is not None and not s.store_load.answered for s in self.waiting)
 
     @property
     def in_blocks(self) -> int:
@@ -107,10 +107,10 @@ class Scheduler:
     def _make_room(self, draft: _Draft, sequence: SequenceState, num_tokens: int) -> bool:
         """Blocks for the sequence, if need be from the one admitted last. False if that was the sequence itself."""
         table = sequence.table
-        if num_tokens < table.quiet_below:
+        if num_tokens < table.next_block_at:
             return True
         while True:
-            named = table.visible
+            named = table.published
             if self.cache.advance(table, num_tokens):
                 draft.chunks[id(sequence)] = Chunk(sequence, 0, 0, 0, False, named)
                 return True
@@ -124,7 +124,7 @@ class Scheduler:
         start = sequence.computed
         table = sequence.table
         known = draft.chunks.get(id(sequence))
-        named = known.named_before if known is not None else table.visible
+        named = known.published_before if known is not None else table.published
         write_from = max(start, named * self.cache.block_size)
         samples = start + count == len(table)
         draft.chunks[id(sequence)] = Chunk(sequence, start, count, write_from, samples, named)
@@ -140,8 +140,8 @@ class Scheduler:
         chunk = draft.chunks.pop(id(victim), None)
         if chunk is not None:
             draft.budget += chunk.count
-            self.cache.retract(victim.table, chunk.named_before)
-        self.cache.note_tail(victim.table, victim.computed)
+            self.cache.retract(victim.table, chunk.published_before)
+        self.cache.note_partial(victim.table, victim.computed)
         self.cache.release(victim.table)
         victim.computed = 0
         victim.preemptions += 1
@@ -180,37 +180,37 @@ class Scheduler:
         keys = table.chain.keys_to(full)
         if keys[held] in self._in_flight:
             return False  # another request is loading it; it will be on the device in a moment
-        if sequence.ticket is None or held < sequence.searched_from:
-            sequence.ticket, sequence.searched_from = self._off.find(keys[held:full]), held
-        return sequence.ticket.answered
+        if sequence.store_load is None or held < sequence.searched_from:
+            sequence.store_load, sequence.searched_from = self._off.find(keys[held:full]), held
+        return sequence.store_load.answered
 
     def _to_load(self, sequence: SequenceState, match: Match) -> int:
         """How many blocks after those of `match` come from a store."""
         held = len(match.blocks)
-        if self._off is None or sequence.ticket is None or held < sequence.searched_from:
+        if self._off is None or sequence.store_load is None or held < sequence.searched_from:
             return 0
-        return self._off.worth_loading(sequence.ticket, held - sequence.searched_from, len(sequence.table))
+        return self._off.worth_loading(sequence.store_load, held - sequence.searched_from, len(sequence.table))
 
     def _begin_load(self, sequence: SequenceState, match: Match, count: int) -> None:
         """Take blocks for what a store will bring. Nobody finds them before they are filled."""
-        assert self._off is not None and sequence.ticket is not None
+        assert self._off is not None and sequence.store_load is not None
         table, held = sequence.table, len(match.blocks)
         self.cache.admit(table, match)
         blocks = self.cache.extend(table, held + count)
         assert blocks is not None, "`_fits` said that there is room"
         self._in_flight.update(table.chain.keys[held : held + count])
         sequence.computed = held * self.cache.block_size
-        self._off.load(sequence.ticket, held - sequence.searched_from, blocks)
+        self._off.load(sequence.store_load, held - sequence.searched_from, blocks)
         self.loading.append(sequence)
 
     def _collect(self) -> None:
         """Loads that ended, whole, in part, or at their deadline: the sequences run, and compute what is missing."""
         for sequence in list(self.loading):
-            assert sequence.ticket is not None
-            if not sequence.ticket.done:
+            assert sequence.store_load is not None
+            if not sequence.store_load.done:
                 continue
             tiers = self._end_load(sequence)
-            held = sequence.table.visible + len(tiers)
+            held = sequence.table.published + len(tiers)
             self.cache.publish(sequence.table, held)
             shared = held * self.cache.block_size
             if self._is_pulled(sequence, shared):
@@ -228,11 +228,11 @@ class Scheduler:
 
     def _end_load(self, sequence: SequenceState) -> list[int]:
         """Close a load; returns the tier of each block that it brought."""
-        assert sequence.ticket is not None
-        tiers = sequence.ticket.close()
+        assert sequence.store_load is not None
+        tiers = sequence.store_load.close()
         self._in_flight.difference_update(sequence.table.chain.keys)
         self.loading.remove(sequence)
-        sequence.ticket = None
+        sequence.store_load = None
         return tiers
 
     def _is_pulled(self, sequence: SequenceState, cached_tokens: int) -> bool:
@@ -247,7 +247,7 @@ class Scheduler:
         room for them any more: then it is computed here, a chunk at a time."""
         table, size = sequence.table, self.cache.block_size
         assert sequence.pull is not None
-        held = table.visible
+        held = table.published
         blocks = self.cache.extend(table, -(-len(table) // size))
         if blocks is None:
             sequence.pull = None
@@ -276,7 +276,7 @@ class Scheduler:
         self.cache.publish(table, arrival.blocks)
         if arrival.token is not None:
             sequence.computed = len(table)
-            self.cache.note_tail(table, len(table))
+            self.cache.note_partial(table, len(table))
         else:
             sequence.computed = min(arrival.blocks * size, len(table) - 1)
         held = sequence.arrived_from
@@ -334,15 +334,15 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, sequence: SequenceState, match: Match) -> None:
         cache, table = self.cache, sequence.table
-        sequence.ticket = sequence.pull = None
+        sequence.store_load = sequence.pull = None
         # A prompt that is cached to its end computes its last token again, for the logits; its KV is not written (R8).
         sequence.computed = min(match.cached_tokens, len(table) - 1)
         count = min(len(table) - sequence.computed, draft.budget)
         cache.admit(table, match)
-        named = table.visible
+        named = table.published
         if not cache.advance(table, sequence.computed + count):  # pragma: no cover - `_fits` said that there is room
             raise AssertionError("admission without room")
-        copy = cache.copy_tail(table, match)
+        copy = cache.copy_partial(table, match)
         if copy is not None:
             draft.copies.append(copy)
         self.running.append(sequence)
@@ -359,19 +359,19 @@ class Scheduler:
             sequence = chunk.sequence
             sequence.computed = chunk.start + chunk.count
             if chunk.samples and chunk.count > 1:
-                self.cache.note_tail(sequence.table, sequence.computed)
+                self.cache.note_partial(sequence.table, sequence.computed)
 
     def withdraw(self, step: Step) -> None:
         """The step failed: no block that it would have filled, and none that it would have copied, may be found by anyone."""
         for chunk in step.chunks:
-            self.cache.retract(chunk.sequence.table, chunk.named_before)
-            chunk.sequence.computed = min(chunk.sequence.computed, chunk.named_before * self.cache.block_size)
+            self.cache.retract(chunk.sequence.table, chunk.published_before)
+            chunk.sequence.computed = min(chunk.sequence.computed, chunk.published_before * self.cache.block_size)
 
     def finish(self, sequence: SequenceState) -> None:
         """Take a sequence out, wherever it is."""
         if sequence in self.running or sequence in self.paused:
             (self.running if sequence in self.running else self.paused).remove(sequence)
-            self.cache.note_tail(sequence.table, sequence.computed)
+            self.cache.note_partial(sequence.table, sequence.computed)
             self.cache.release(sequence.table)
         elif sequence in self.loading:
             self._end_load(sequence)

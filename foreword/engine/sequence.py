@@ -29,7 +29,7 @@ class Arrival:
 
 
 class Search(Protocol):
-    """A search off the device, and the load that may follow (`cache.Ticket`)."""
+    """A search off the device, and the load that may follow (`cache.StoreLoad`)."""
 
     @property
     def answered(self) -> bool: ...
@@ -42,11 +42,11 @@ SearchT = TypeVar("SearchT", bound=Search)
 
 
 class OffDevice(Protocol[SearchT]):
-    """Where blocks may lie that the device does not have (`cache.BlockCache`)."""
+    """Where blocks may lie that the device does not have (`cache.OffloadManager`)."""
 
     def find(self, keys: Sequence[bytes], /) -> SearchT: ...
-    def worth_loading(self, ticket: SearchT, skip: int, tokens: int, /) -> int: ...
-    def load(self, ticket: SearchT, skip: int, blocks: Sequence[int], /) -> None: ...
+    def worth_loading(self, store_load: SearchT, skip: int, tokens: int, /) -> int: ...
+    def load(self, store_load: SearchT, skip: int, blocks: Sequence[int], /) -> None: ...
 
 
 class Pull(Protocol):
@@ -68,7 +68,7 @@ class SequenceState:
         computed: tokens whose KV is in the table's blocks. A decoding sequence has exactly one more token than that.
         arrived: seconds of the engine's clock.
         cached_tokens: prompt tokens found in the cache at the first admission (-1: never admitted yet).
-        ticket: the search for its blocks off the device, and their load; it began at block `searched_from`.
+        store_load: the search for its blocks off the device, and their load; it began at block `searched_from`.
         loaded: the tier of each block that was loaded at the first admission. Of the last one, `recomputed` tokens do not
             count as reused.
         pull: how another instance is asked for the prompt; None once that has ended or was not worth it.
@@ -88,7 +88,7 @@ class SequenceState:
     shared_tokens: int = 0
     preemptions: int = 0
     report: CacheReport | None = None
-    ticket: Search | None = None
+    store_load: Search | None = None
     searched_from: int = 0
     loaded: list[int] = field(default_factory=list)
     recomputed: int = 0
@@ -117,7 +117,7 @@ class Chunk:
     Attributes:
         write_from: KV is written for positions from here on; before it lie blocks that others share.
         samples: these are the sequence's last tokens, so the step samples the next one.
-        named_before: blocks that were visible before this step (what a failed step must withdraw).
+        published_before: blocks that were visible before this step (what a failed step must withdraw).
     """
 
     sequence: SequenceState
@@ -125,7 +125,7 @@ class Chunk:
     count: int
     write_from: int
     samples: bool
-    named_before: int
+    published_before: int
 
 
 @dataclass(frozen=True, slots=True)

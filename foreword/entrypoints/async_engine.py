@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from foreword.blocks.common_prefixes import SharedChain, shared_chains
+from foreword.blocks.common_prefixes import CommonPrefix, common_prefixes
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig
 from foreword.disaggregation.unclaimed_outputs import Adopted, AdoptedRequests
@@ -25,7 +25,7 @@ from foreword.engine.tokenizer import Tokenizer
 from foreword.entrypoints.build import Assembly, ModelInfo, assemble
 from foreword.errors import BadRequest, CannotMove, EngineFailed, NotFound, ShuttingDown, UnknownPrefix
 from foreword.events import Observer
-from foreword.offload.manager import BlockCache
+from foreword.offload.manager import OffloadManager
 from foreword.prefixes.erasure import forget_tenant
 from foreword.prefixes.records import tenant_digest
 from foreword.prefixes.service import PrefixRegistry
@@ -70,8 +70,8 @@ class AsyncEngine:
     def __init__(self, assembly: Assembly, transfer: TransferConfig | None = None, role: str | None = None) -> None:
         self.info: ModelInfo = assembly.info
         self.tokenizer: Tokenizer = assembly.tokenizer
-        self.prefixes = PrefixRegistry(self, assembly.prefixes, assembly.off_device)
-        self.off_device: BlockCache | None = assembly.off_device
+        self.prefixes = PrefixRegistry(self, assembly.prefixes, assembly.offload)
+        self.offload: OffloadManager | None = assembly.offload
         self._core = assembly.core
         self._flush_seconds = assembly.flush_seconds
         self._inbox: deque[Callable[[], None]] = deque()
@@ -247,15 +247,15 @@ class AsyncEngine:
             failed=self._failed,
         )
 
-    async def shared_chains(self, salt: bytes = b"", limit: int = 8) -> list[SharedChain]:
+    async def common_prefixes(self, salt: bytes = b"", limit: int = 8) -> list[CommonPrefix]:
         """The beginnings that a tenant's newest texts share, those whose sharing saves most first."""
         texts = await self._call(lambda: self._core.recent_texts(salt, _COMPARED_TEXTS))
         return await asyncio.to_thread(self._find_shared, texts, salt, limit)
 
-    def _find_shared(self, texts: Sequence[array[int]], salt: bytes, limit: int) -> list[SharedChain]:
+    def _find_shared(self, texts: Sequence[array[int]], salt: bytes, limit: int) -> list[CommonPrefix]:
         size, pool = self.info.block_size, self._core.cache.pool
         root = Scope(bytes.fromhex(self.info.fingerprint), size, salt).root()
-        found = shared_chains(texts, size, limit)
+        found = common_prefixes(texts, size, limit)
         # A lookup only reads: beside the engine's thread it may be a step old.
         return [replace(one, on_device=len(pool.lookup(chain_keys(root, one.tokens, size)))) for one in found]
 
@@ -274,7 +274,7 @@ class AsyncEngine:
             with contextlib.suppress(UnknownPrefix):
                 await self.prefixes.remove(prefix.name, salt=salt)
         cleared = await self.clear_cache()
-        off = self.off_device
+        off = self.offload
         if off is None:
             return {"what": f"tenant {tenant_digest(salt)}", "device_blocks": cleared, "left": 0}
         await asyncio.to_thread(off.flush)
@@ -298,8 +298,8 @@ class AsyncEngine:
             self._thread.join()
         if self.instance is not None:
             self.instance.close()
-        if self.off_device is not None:
-            self.off_device.close(self._flush_seconds)
+        if self.offload is not None:
+            self.offload.close(self._flush_seconds)
 
     async def _call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the engine's thread, between two steps."""

@@ -12,7 +12,7 @@ import torch
 
 from foreword.blocks import PrefixCache
 from foreword.blocks.layout import Layout
-from foreword.blocks.miss_history import History
+from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix import BlockTable
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig, parse_bytes
 from foreword.engine import model as models
@@ -23,7 +23,7 @@ from foreword.engine.torch_runner import TorchRunner
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.copies import Staging, layout_of, tensors_of
-from foreword.offload.manager import BlockCache
+from foreword.offload.manager import OffloadManager
 from foreword.prefixes.book import PrefixBook
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
@@ -61,7 +61,7 @@ class Assembly:
     info: ModelInfo
     tokenizer: Tokenizer
     prefixes: PrefixBook
-    off_device: BlockCache | None = None
+    offload: OffloadManager | None = None
     flush_seconds: float = 0.0
     share: Callable[[Post], ServedBlocks] | None = None
     runner: TorchRunner | None = None
@@ -106,21 +106,19 @@ def assemble(
         chains = _chains()
         watchers = (*watchers, chains)
     cache = _cache(config, num_blocks, loaded.fingerprint, watchers)
-    off_device = open_cache(stores, runner, loaded.fingerprint, progress, transfer) if stores.urls else None
+    offload = open_cache(stores, runner, loaded.fingerprint, progress, transfer) if stores.urls else None
     scheduler = Scheduler(
         cache,
         max_batch_tokens=config.max_batch_tokens,
         max_num_seqs=config.max_num_seqs,
         reserve=config.reserve,
-        off_device=off_device,
+        offload=offload,
     )
     # A text that fills the pool to its last block could never be joined by another; it must still fit alone.
     longest = min(loaded.max_model_len, num_blocks * config.block_size)
     limits = Limits(longest, loaded.vocab_size, tokenizer.eos_token_ids, config.seed, config.report_other_tenants)
-    history = History(config.history_tokens)
-    core = EngineCore(
-        runner, cache, scheduler, tokenizer, limits, history=history, observers=watchers, off_device=off_device
-    )
+    history = MissHistory(config.history_tokens)
+    core = EngineCore(runner, cache, scheduler, tokenizer, limits, history=history, observers=watchers, offload=offload)
     info = ModelInfo(
         name=loaded.name,
         max_model_len=longest,
@@ -135,13 +133,13 @@ def assemble(
     )
     budget = (prefixes or PrefixConfig()).budget_bytes(num_blocks * runner.bytes_per_block)
     book = PrefixBook(budget, runner.bytes_per_block, config.block_size, cache.unpin)
-    if off_device is not None:
-        off_device.describe({"model": info.name, "fingerprint": info.fingerprint})
-    assembly = Assembly(core, info, tokenizer, book, off_device, stores.flush_seconds, runner=runner)
+    if offload is not None:
+        offload.describe({"model": info.name, "fingerprint": info.fingerprint})
+    assembly = Assembly(core, info, tokenizer, book, offload, stores.flush_seconds, runner=runner)
     if transfer is None:
         return assembly
-    layout = layout_of(runner.layers, loaded.fingerprint) if off_device is None else off_device.layout
-    return replace(assembly, share=_sharing(layout, runner, cache, chains, _in_memory(stores, off_device)))
+    layout = layout_of(runner.layers, loaded.fingerprint) if offload is None else offload.layout
+    return replace(assembly, share=_sharing(layout, runner, cache, chains, _in_memory(stores, offload)))
 
 
 def _chains() -> DeviceChains:
@@ -159,11 +157,11 @@ def _sharing(
     return lambda post: ServedBlocks(layout, cache.pool, chains, post, staging, memory)
 
 
-def _in_memory(config: StoreConfig, off_device: BlockCache | None) -> list[Store]:
+def _in_memory(config: StoreConfig, offload: OffloadManager | None) -> list[Store]:
     """The tiers that are this process's own memory."""
-    if off_device is None:
+    if offload is None:
         return []
-    tiers = zip(config.urls, off_device.store.tiers, strict=True)
+    tiers = zip(config.urls, offload.store.tiers, strict=True)
     return [tier.store for url, tier in tiers if parse(url).scheme == "memory"]
 
 
@@ -173,14 +171,16 @@ def open_cache(
     fingerprint: bytes,
     progress: Callable[[str], None],
     transfer: TransferConfig | None = None,
-) -> BlockCache:
+) -> OffloadManager:
     """Open the stores for a runner's blocks. Raises StoreError."""
     layout = layout_of(runner.layers, fingerprint, loss_of(config.urls))
     progress(f"opening {len(config.urls)} stores for blocks of {layout.block_bytes} bytes")
     tiers = open_store(config.urls, layout, {"peer": peer_opener(transfer or TransferConfig())})
     wanted = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
     staging = Staging(tensors_of(runner.layers), max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))
-    return BlockCache(tiers, staging, layout, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout)
+    return OffloadManager(
+        tiers, staging, layout, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
+    )
 
 
 def peer_opener(config: TransferConfig) -> Opener:

@@ -46,7 +46,7 @@ class LLM:
         if not isinstance(store, StoreConfig):
             store = StoreConfig(urls=(store,) if isinstance(store, str) else tuple(store))
         assembly = assemble(config, prefixes=PrefixConfig(prefix_budget), store=store, observers=observers)
-        self.off_device = assembly.off_device
+        self.offload = assembly.offload
         self._flush_seconds = assembly.flush_seconds
         self.config = config
         self.info = assembly.info
@@ -126,9 +126,9 @@ class LLM:
 
     def _stored_prefixes(self) -> StoredPrefixes | None:
         """Know the prefixes that an earlier process registered; they are computed or loaded when they are used."""
-        if self.off_device is None:
+        if self.offload is None:
             return None
-        stored = StoredPrefixes(self.off_device, self.info, self.tokenizer)
+        stored = StoredPrefixes(self.offload, self.info, self.tokenizer)
         for record in stored.records.all(b"") or ():
             prefix = stored.adopted(record)
             if prefix is not None:
@@ -146,12 +146,12 @@ class LLM:
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until the stores have everything; False if `timeout` seconds were not enough. True without a store."""
-        return self.off_device is None or self.off_device.flush(timeout)
+        return self.offload is None or self.offload.flush(timeout)
 
     def close(self) -> None:
         """Write what the stores do not have yet, and close them. Nothing to do without a store."""
-        if self.off_device is not None:
-            self.off_device.close(self._flush_seconds)
+        if self.offload is not None:
+            self.offload.close(self._flush_seconds)
 
     def __enter__(self) -> Self:
         return self

@@ -26,7 +26,7 @@ from foreword.events import (
     TransferEnded,
 )
 from foreword.observability.transfer_metrics import TransferSeries, endpoint_metrics, served_metrics
-from foreword.offload.manager import BlockCache
+from foreword.offload.manager import OffloadManager
 from foreword.store.tiered import Tier, TierCounters
 
 # vLLM's buckets, so that quantiles compare.
@@ -88,7 +88,7 @@ class Watched(Protocol):
     @property
     def prefixes(self) -> _Pins: ...
     @property
-    def off_device(self) -> BlockCache | None: ...
+    def offload(self) -> OffloadManager | None: ...
     def status(self) -> _Status: ...
 
 
@@ -154,8 +154,8 @@ class PrometheusObserver(Collector):
             yield gauge
         yield _info_metric(info)
         yield _cache_config_metric(info)
-        if self._watched.off_device is not None:
-            yield from _store_metrics(info.name, self._watched.off_device)
+        if self._watched.offload is not None:
+            yield from _store_metrics(info.name, self._watched.offload)
         instance = getattr(self._watched, "instance", None)
         if instance is not None:
             yield from endpoint_metrics(info.name, instance.endpoint.status())
@@ -183,7 +183,7 @@ _TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierCounters], float]], ...] = (
 )
 
 
-def _store_metrics(model: str, cache: BlockCache) -> Iterator[Metric]:
+def _store_metrics(model: str, cache: OffloadManager) -> Iterator[Metric]:
     """What happened in each tier, and between it and the engine."""
     tiers = cache.store.tiers
     for name, text, value in _TIER_COUNTERS:

@@ -6,7 +6,7 @@ The engine's thread asks and goes on; threads of this module do the waiting. Thr
   blocks that nobody writes yet are dropped (`write_behind.py`);
 - a request waits no longer than loading can save: `worth_loading` compares each tier's measured bandwidth with the engine's own
   prefill speed, and a load that turns out slower is cut off where it stands;
-- nothing is written into a block that the engine has taken back: `Ticket.close` and the copy into the device exclude
+- nothing is written into a block that the engine has taken back: `StoreLoad.close` and the copy into the device exclude
   each other.
 """
 
@@ -61,7 +61,7 @@ class CacheStatus:
     declined: int = 0
 
 
-class Ticket:
+class StoreLoad:
     """One request's search in the store, and its load. The engine's thread owns it; a loading thread fills it.
 
     Attributes:
@@ -114,7 +114,7 @@ class Ticket:
             return self.tiers
 
     def fill(self, count: int, tiers: list[int], copy: Callable[[], None]) -> bool:
-        """Copy `count` more blocks into the device, unless the ticket was closed."""
+        """Copy `count` more blocks into the device, unless the store_load was closed."""
         with self._lock:
             if self.finished:
                 return False
@@ -124,7 +124,7 @@ class Ticket:
             return True
 
 
-class BlockCache:
+class OffloadManager:
     """What an engine sees of all tiers together. Calls come from the engine's thread and return at once.
 
     Args:
@@ -134,7 +134,7 @@ class BlockCache:
         lookup_timeout: seconds that a request may wait for the search, or a tenth of what computing the blocks takes, if
             that is more.
         load_timeout: seconds that a load may take, if computing takes longer still.
-        on_change: called from other threads when a ticket changed: wakes the engine.
+        on_change: called from other threads when a store_load changed: wakes the engine.
     """
 
     def __init__(
@@ -172,23 +172,23 @@ class BlockCache:
 
     # Loading
 
-    def find(self, keys: Sequence[bytes]) -> Ticket:
-        """Search the store for a chain's blocks; the ticket's `places` is set when that is known, or at its deadline."""
+    def find(self, keys: Sequence[bytes]) -> StoreLoad:
+        """Search the store for a chain's blocks; the store_load's `places` is set when that is known, or at its deadline."""
         compute = (self._seconds_per_token() or 0.0) * len(keys) * self.layout.block_size
         patience = max(self._lookup_timeout, PATIENCE * compute)
-        ticket = Ticket([self._fingerprint + key for key in keys], time.monotonic() + patience)
+        store_load = StoreLoad([self._fingerprint + key for key in keys], time.monotonic() + patience)
 
         def search() -> None:
-            ticket.places = self.store.locate(ticket.names, deadline=ticket.deadline)
+            store_load.places = self.store.locate(store_load.names, deadline=store_load.deadline)
             self._tell()
 
         self._finders.submit(search)
-        return ticket
+        return store_load
 
-    def worth_loading(self, ticket: Ticket, skip: int, tokens: int) -> int:
+    def worth_loading(self, store_load: StoreLoad, skip: int, tokens: int) -> int:
         """How many blocks after the first `skip` should be loaded rather than computed; 0 for none. `tokens` is the length of
         the prompt. The engine computes what is not loaded, at the speed that it was measured at."""
-        places = ticket.places or []
+        places = store_load.places or []
         found = len(places) - skip
         if found <= 0:
             return 0
@@ -214,53 +214,53 @@ class BlockCache:
         """Tokens by the label of the tier that has them."""
         return self.store.tokens_by_tier(places, block_size)
 
-    def load(self, ticket: Ticket, skip: int, blocks: Sequence[int]) -> None:
-        """Load the ticket's blocks from number `skip` on into device blocks, in order."""
-        ticket.skip, ticket.blocks, ticket.asked = skip, list(blocks), len(blocks)
-        ticket.started = time.monotonic()
+    def load(self, store_load: StoreLoad, skip: int, blocks: Sequence[int]) -> None:
+        """Load the store_load's blocks from number `skip` on into device blocks, in order."""
+        store_load.skip, store_load.blocks, store_load.asked = skip, list(blocks), len(blocks)
+        store_load.started = time.monotonic()
         per_token = self._seconds_per_token()
         compute = len(blocks) * self.layout.block_size * per_token if per_token is not None else self._load_timeout
         # Twice as long as computing: a load that is slower than that is cut off by its measured rate long before.
-        ticket.deadline = ticket.started + min(self._load_timeout, max(2 * compute, 2 * _SHORTEST_PATIENCE))
-        self._loaders.submit(self._load, ticket, compute)
+        store_load.deadline = store_load.started + min(self._load_timeout, max(2 * compute, 2 * _SHORTEST_PATIENCE))
+        self._loaders.submit(self._load, store_load, compute)
 
-    def _load(self, ticket: Ticket, compute: float) -> None:
+    def _load(self, store_load: StoreLoad, compute: float) -> None:
         try:
-            self._load_groups(ticket, compute)
+            self._load_groups(store_load, compute)
         finally:
-            ticket.close()
-            self._count(loaded=ticket.loaded, cut=int(ticket.loaded < ticket.asked))
+            store_load.close()
+            self._count(loaded=store_load.loaded, cut=int(store_load.loaded < store_load.asked))
             self._tell()
 
-    def _load_groups(self, ticket: Ticket, compute: float) -> None:
+    def _load_groups(self, store_load: StoreLoad, compute: float) -> None:
         frame_bytes = self._staging.frame_bytes
         done = 0
-        while done < ticket.asked and not ticket.finished:
-            known = done > 0 or self._rate_known(ticket, ticket.skip)
+        while done < store_load.asked and not store_load.finished:
+            known = done > 0 or self._rate_known(store_load, store_load.skip)
             size = _GROUP_BYTES if known else _PROBE_BYTES
-            count = min(max(size // frame_bytes, 1), ticket.asked - done, self._staging.slots // 4 or 1)
+            count = min(max(size // frame_bytes, 1), store_load.asked - done, self._staging.slots // 4 or 1)
             patience = max(PATIENCE * compute, _SHORTEST_PATIENCE)
-            deadline = ticket.deadline if done else min(ticket.deadline, time.monotonic() + patience)
+            deadline = store_load.deadline if done else min(store_load.deadline, time.monotonic() + patience)
             slots = self._room(self._loading_slots, count) or self._loading_slots.wait_for(count, deadline)
             if slots is None:
                 return
-            brought = self._load_group(ticket, done, slots, deadline)
+            brought = self._load_group(store_load, done, slots, deadline)
             done += brought
             if brought < count:
                 return
-            if self._slower_than_computing(ticket, done, compute):
+            if self._slower_than_computing(store_load, done, compute):
                 self._count(stopped=1)
                 return
 
-    def _rate_known(self, ticket: Ticket, number: int) -> bool:
-        assert ticket.places is not None
-        return bool(self.store.tiers[ticket.places[number]].read_rate.value)
+    def _rate_known(self, store_load: StoreLoad, number: int) -> bool:
+        assert store_load.places is not None
+        return bool(self.store.tiers[store_load.places[number]].read_rate.value)
 
-    def _load_group(self, ticket: Ticket, done: int, slots: list[int], deadline: float) -> int:
+    def _load_group(self, store_load: StoreLoad, done: int, slots: list[int], deadline: float) -> int:
         """Load as many blocks as there are slots; returns how many came, without a gap. What came from a slower tier keeps its
         slots until it is written into the faster ones."""
-        first = ticket.skip + done
-        names = ticket.names[first : first + len(slots)]
+        first = store_load.skip + done
+        names = store_load.names[first : first + len(slots)]
         promoted = 0
         try:
             found = self.store.fetch(names, [self._staging.buffer(slot) for slot in slots], deadline=deadline)
@@ -270,9 +270,9 @@ class BlockCache:
                     break
                 whole.append(one)
             count = len(whole)
-            targets = ticket.blocks[done : done + count]
+            targets = store_load.blocks[done : done + count]
             tiers = [one.tier for one in whole]
-            if not count or not ticket.fill(count, tiers, lambda: self._staging.scatter(slots[:count], targets)):
+            if not count or not store_load.fill(count, tiers, lambda: self._staging.scatter(slots[:count], targets)):
                 return 0
             promoted = count
             self._promote(whole, slots[:count])
@@ -291,14 +291,14 @@ class BlockCache:
         header = found.frame.header
         return header.codec == RAW and header.length == self._staging.block_bytes
 
-    def _slower_than_computing(self, ticket: Ticket, done: int, compute: float) -> bool:
+    def _slower_than_computing(self, store_load: StoreLoad, done: int, compute: float) -> bool:
         """Whether what is left of a load would take longer than computing it, at the pace so far."""
-        left = ticket.asked - done
-        pace = (time.monotonic() - ticket.started) / done
-        return left > 0 and left * pace > compute * left / ticket.asked
+        left = store_load.asked - done
+        pace = (time.monotonic() - store_load.started) / done
+        return left > 0 and left * pace > compute * left / store_load.asked
 
     def wait(self, seen: int, timeout: float) -> None:
-        """Sleep until a ticket changes, unless one has since `changes` was `seen`."""
+        """Sleep until a store_load changes, unless one has since `changes` was `seen`."""
         with self._changed:
             self._changed.wait_for(lambda: self.changes != seen, timeout)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import SequenceState
 from foreword.errors import ForewordError, ShuttingDown, UnknownPrefix
-from foreword.offload.manager import BlockCache
+from foreword.offload.manager import OffloadManager
 from foreword.prefixes.book import Message, NamedPrefix, PrefixBook
 from foreword.prefixes.records import PrefixRecord
 from foreword.prefixes.stored import StoredPrefixes
@@ -37,13 +37,13 @@ class PrefixRegistry:
     seen when `refresh` looks; it is computed (or loaded) and pinned ahead, in the background, while the budget lasts.
     """
 
-    def __init__(self, engine: AsyncEngine, book: PrefixBook, off_device: BlockCache | None = None) -> None:
+    def __init__(self, engine: AsyncEngine, book: PrefixBook, offload: OffloadManager | None = None) -> None:
         self._engine = engine
         self._book = book
         self._counter = 0
         self._looked: dict[bytes, float] = {}
         self._warming: set[asyncio.Task[None]] = set()
-        self._stored = StoredPrefixes(off_device, engine.info, engine.tokenizer) if off_device is not None else None
+        self._stored = StoredPrefixes(offload, engine.info, engine.tokenizer) if offload is not None else None
 
     @property
     def budget_bytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.engine.tokenizer import Tokenizer
 from foreword.errors import BadRequest
-from foreword.offload.manager import BlockCache
+from foreword.offload.manager import OffloadManager
 from foreword.prefixes.book import NamedPrefix
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
 from foreword.prefixes.tokens import prefix_tokens
@@ -24,9 +24,9 @@ class StoredPrefixes:
         records: of all tenants.
     """
 
-    def __init__(self, off_device: BlockCache, info: ModelInfo, tokenizer: Tokenizer) -> None:
-        self.records = PrefixRecords(off_device.store, info.fingerprint, info.name, info.block_size)
-        self._off_device = off_device
+    def __init__(self, offload: OffloadManager, info: ModelInfo, tokenizer: Tokenizer) -> None:
+        self.records = PrefixRecords(offload.store, info.fingerprint, info.name, info.block_size)
+        self._off_device = offload
         self._info = info
         self._tokenizer = tokenizer
 

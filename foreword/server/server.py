@@ -247,8 +247,8 @@ def load_engine(
         observers=observers,
         progress=progress,
     )
-    if events is not None and engine.off_device is not None:
-        events.watch(engine.off_device.store, config.store.urls)
+    if events is not None and engine.offload is not None:
+        events.watch(engine.offload.store, config.store.urls)
     return engine
 
 

@@ -110,7 +110,7 @@ class SimReplica:
             cache,
             max_batch_tokens=spec.max_batch_tokens,
             max_num_seqs=spec.max_num_seqs,
-            off_device=stores,
+            offload=stores,
         )
         return cls(name, costs, cache, scheduler, stores, watcher)
 
@@ -160,7 +160,7 @@ class SimReplica:
             sequence, length = chunk.sequence, chunk.start + 1
             if chunk.count != 1 or not chunk.samples or self._outcomes[id(sequence)][1].first_token < 0:
                 return 0
-            most = min(most, sequence.table.quiet_below - 1 - length, sequence.max_total - 1 - length)
+            most = min(most, sequence.table.next_block_at - 1 - length, sequence.max_total - 1 - length)
         growth = self.costs.decode_context * len(step.chunks)
         while most > 0 and most * seconds + growth * most * (most - 1) / 2 >= left:
             most -= 1
@@ -216,8 +216,8 @@ class SimReplica:
     def _save(self, step: Step) -> None:
         assert self.stores is not None
         for chunk in step.chunks:
-            table, first = chunk.sequence.table, chunk.named_before
-            full = min((chunk.start + chunk.count) // self.cache.block_size, table.visible)
+            table, first = chunk.sequence.table, chunk.published_before
+            full = min((chunk.start + chunk.count) // self.cache.block_size, table.published)
             if full > first:
                 self.stores.save(table.chain.key_before(first), first, table.chain.keys_to(full)[first:full])
 

@@ -56,8 +56,8 @@ class SimTier:
 
 
 @dataclass(slots=True, eq=False)
-class SimTicket:
-    """A search and a load (`cache.Ticket`): the search takes no time, the load ends at `ends`."""
+class SimulatedLoad:
+    """A search and a load (`cache.StoreLoad`): the search takes no time, the load ends at `ends`."""
 
     keys: Sequence[bytes]
     places: list[int]
@@ -73,7 +73,7 @@ class SimTicket:
 
 
 class SimStores:
-    """What the scheduler asks for blocks off the device (`cache.BlockCache`), in virtual time.
+    """What the scheduler asks for blocks off the device (`cache.OffloadManager`), in virtual time.
 
     Args:
         tiers: the fastest first.
@@ -98,7 +98,7 @@ class SimStores:
         self._removed = removed
         self._free_at = [0.0] * len(tiers)
 
-    def find(self, keys: Sequence[bytes]) -> SimTicket:
+    def find(self, keys: Sequence[bytes]) -> SimulatedLoad:
         """Where each of a chain's blocks lies, up to the first that is nowhere."""
         places: list[int] = []
         for key in keys:
@@ -106,22 +106,22 @@ class SimStores:
             if place < 0:
                 break
             places.append(place)
-        return SimTicket(keys, places)
+        return SimulatedLoad(keys, places)
 
-    def worth_loading(self, ticket: SimTicket, skip: int, tokens: int) -> int:
-        """How many blocks after the first `skip` should be loaded rather than computed (`BlockCache.worth_loading`)."""
+    def worth_loading(self, store_load: SimulatedLoad, skip: int, tokens: int) -> int:
+        """How many blocks after the first `skip` should be loaded rather than computed (`OffloadManager.worth_loading`)."""
         best, gained, seconds = 0, 0.0, 0.0
         per_block = self._block_size * self._costs.prefill
-        for count, place in enumerate(ticket.places[skip:], start=1):
+        for count, place in enumerate(store_load.places[skip:], start=1):
             seconds += self._per_block(place)
             if count * per_block - seconds > gained:
                 best, gained = count, count * per_block - seconds
         return best
 
-    def load(self, ticket: SimTicket, skip: int, blocks: Sequence[int]) -> None:
+    def load(self, store_load: SimulatedLoad, skip: int, blocks: Sequence[int]) -> None:
         """Load as many blocks from number `skip` on. Loads from one tier follow each other."""
-        ticket.skip, ticket.asked = skip, len(blocks)
-        places = ticket.places[skip : skip + ticket.asked]
+        store_load.skip, store_load.asked = skip, len(blocks)
+        places = store_load.places[skip : skip + store_load.asked]
         ends = self.now
         for place in sorted(set(places)):
             cost = self._costs.load(self.tiers[place].tier)
@@ -130,8 +130,8 @@ class SimStores:
             self._free_at[place] = ends
 
         def arrived() -> None:
-            ticket.done, ticket.taken = True, places
-            self._promote(ticket, skip, places)
+            store_load.done, store_load.taken = True, places
+            self._promote(store_load, skip, places)
 
         self._wait(ends - self.now, arrived)
 
@@ -140,11 +140,11 @@ class SimStores:
         for tier in self.tiers:
             tier.put(parent, depth, keys, self._stored, self._removed)
 
-    def _promote(self, ticket: SimTicket, skip: int, places: Sequence[int]) -> None:
+    def _promote(self, store_load: SimulatedLoad, skip: int, places: Sequence[int]) -> None:
         """What came from a slower tier goes into the faster ones, and all of it was used now."""
         for i, place in enumerate(places):
-            key = ticket.keys[skip + i]
-            above = ticket.keys[skip + i - 1] if skip + i else key
+            key = store_load.keys[skip + i]
+            above = store_load.keys[skip + i - 1] if skip + i else key
             for faster in self.tiers[:place]:
                 faster.put(above, skip + i, [key], self._stored, self._removed)
             if key in self.tiers[place]:

@@ -127,7 +127,7 @@ def test_r14_serving_without_reuse_leaves_nothing_behind() -> None:
             table = cache.open([number, 1, 2, 3, 4, 5, 6, 7, 8])
             cache.admit(table, cache.lookup(table))
             assert cache.advance(table, 9)
-            cache.note_tail(table, 9)
+            cache.note_partial(table, 9)
             cache.release(table)
 
     serve(0, 300)

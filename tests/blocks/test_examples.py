@@ -34,11 +34,11 @@ def until_b_ends(cache: PrefixCache) -> None:
     """R12 up to request C. What holds with and without R6's rule for unfilled blocks is asserted on the way."""
     assert cache.pool.free_blocks() == list(range(10))
     a, cached = admit(cache, A_PROMPT)
-    assert (a.blocks, a.visible, cached) == ([0, 1, 2, 3], 3, 0)
+    assert (a.blocks, a.published, cached) == ([0, 1, 2, 3], 3, 0)
     decode(cache, a, A_OUTPUT[0])
-    assert (a.blocks, a.visible) == ([0, 1, 2, 3], 4)
+    assert (a.blocks, a.published) == ([0, 1, 2, 3], 4)
     decode(cache, a, A_OUTPUT[1])
-    assert (a.blocks, a.visible) == ([0, 1, 2, 3, 4], 4)
+    assert (a.blocks, a.published) == ([0, 1, 2, 3, 4], 4)
     b, cached = admit(cache, B_PROMPT)
     assert (b.blocks, cached) == ([0, 1, 5, 6], 8)
     assert [cache.pool.references(block) for block in range(10)] == [2, 2, 1, 1, 1, 1, 1, 0, 0, 0]
@@ -126,13 +126,13 @@ def test_r13_with_a_partly_filled_block_to_copy() -> None:
     """With the first prompt's tail noted, the second request of R13 copies E and F and recomputes only G (R8)."""
     cache = PrefixCache(10, 4)
     first, _ = admit(cache, PAIR)
-    cache.note_tail(first, 7)
+    cache.note_partial(first, 7)
     decode(cache, first, 8)
     decode(cache, first, 9)
     second = cache.open(PAIR)
     match = cache.lookup(second)
-    assert (match.blocks, match.tail, match.tail_tokens, match.cached_tokens) == ([0], 1, 2, 6)
+    assert (match.blocks, match.partial_block, match.partial_tokens, match.cached_tokens) == ([0], 1, 2, 6)
     cache.admit(second, match)
     assert cache.advance(second, 7)
     assert second.blocks == [0, 3]
-    assert cache.copy_tail(second, match) == Copy(1, 3, 2)
+    assert cache.copy_partial(second, match) == Copy(1, 3, 2)

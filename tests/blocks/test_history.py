@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.blocks.miss_history import Explanation, History, common_prefix
+from foreword.blocks.miss_history import Explanation, MissHistory, common_prefix_length
 
 SIZE = 4
 
@@ -25,7 +25,7 @@ def explain(
     other: bytes = b"me",
     tell: bool = False,
 ) -> Explanation:
-    history = History(1000)
+    history = MissHistory(1000)
     for tokens in seen:
         history.add(other, of(*tokens))
     return history.explain(salt, of(*prompt), cached, SIZE, tell_other_tenants=tell)
@@ -41,13 +41,13 @@ def test_common_prefix_is_the_naive_one(first: list[int], second: list[int], sha
     naive = 0
     while naive < min(len(a), len(b)) and a[naive] == b[naive]:
         naive += 1
-    assert common_prefix(a, b) == common_prefix(b, a) == naive
+    assert common_prefix_length(a, b) == common_prefix_length(b, a) == naive
 
 
 def test_common_prefix_lets_go_of_the_arrays() -> None:
     """Both arrays can grow afterwards: no view of them is left."""
     a, b = of(1, 2, 3), of(1, 2, 4)
-    assert common_prefix(a, b) == 2
+    assert common_prefix_length(a, b) == 2
     a.append(4)
     b.append(5)
 
@@ -127,7 +127,7 @@ def test_other_tenants_are_told_of_only_where_allowed() -> None:
 
 def test_own_eviction_before_other_tenants() -> None:
     """What the tenant itself had computed was evicted, whoever else has it."""
-    history = History(1000)
+    history = MissHistory(1000)
     history.add(b"me", of(*range(9)))
     history.add(b"them", of(*range(9)))
     assert history.explain(b"me", of(*range(9)), 0, SIZE, tell_other_tenants=True).reason == "evicted"
@@ -135,7 +135,7 @@ def test_own_eviction_before_other_tenants() -> None:
 
 def test_a_prompt_is_not_compared_with_itself() -> None:
     """The array under question does not count, even if it was remembered already."""
-    history, prompt = History(1000), of(*range(9))
+    history, prompt = MissHistory(1000), of(*range(9))
     history.add(b"me", prompt)
     assert history.explain(b"me", prompt, 0, SIZE).reason == "never_seen"
     assert history.explain(b"me", prompt[:], 0, SIZE).reason == "evicted"
@@ -143,7 +143,7 @@ def test_a_prompt_is_not_compared_with_itself() -> None:
 
 def test_tokens_generated_later_are_remembered() -> None:
     """The array that was added is the sequence's own, so what is appended to it counts."""
-    history, tokens = History(1000), of(0, 1, 2)
+    history, tokens = MissHistory(1000), of(0, 1, 2)
     history.add(b"me", tokens)
     tokens.extend(range(3, 10))
     assert history.explain(b"me", of(*range(12)), 0, SIZE).reason == "evicted"
@@ -151,7 +151,7 @@ def test_tokens_generated_later_are_remembered() -> None:
 
 def test_the_oldest_are_forgotten() -> None:
     """More tokens than the capacity are not kept; the latest sequence is kept in any case."""
-    history = History(10)
+    history = MissHistory(10)
     history.add(b"me", of(*range(8)))
     assert history.explain(b"me", of(*range(9)), 0, SIZE).reason == "evicted"
     history.add(b"me", of(*range(100, 104)))
@@ -165,7 +165,7 @@ def test_the_oldest_are_forgotten() -> None:
 @given(st.integers(0, 30), st.lists(st.integers(0, 12), max_size=12))
 def test_memory_is_bounded(capacity: int, lengths: list[int]) -> None:
     """The sequences held have at most `capacity` tokens together, or are one sequence; without capacity there is none."""
-    history = History(capacity)
+    history = MissHistory(capacity)
     for length in lengths:
         history.add(b"", of(*range(length)))
         held = [len(tokens) for _, tokens in history._seen]
@@ -179,11 +179,11 @@ def test_every_explanation_is_true(prompt: list[int], seen: list[int], reused: i
     """Whatever is asked, a divergence lies where the nearest sequence ends to agree, and never before the reused tokens."""
     if not prompt:
         return
-    history = History(1000)
+    history = MissHistory(1000)
     history.add(b"", of(*seen))
     cached = min(reused, len(prompt))
     found = history.explain(b"", of(*prompt), cached, size)
-    same = common_prefix(of(*prompt), of(*seen))
+    same = common_prefix_length(of(*prompt), of(*seen))
     if cached >= len(prompt) - 1:
         assert found.reason == "all_cached"
     elif found.reason == "diverged":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foreword.blocks import BlockTable, Copy, Match, PrefixCache, chain_keys
-from foreword.blocks.prefix import MAX_TAILS
+from foreword.blocks.prefix import MAX_PARTIALS
 from foreword.errors import BadRequest, IntegrityError
 
 ABC = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]  # ten tokens: blocks 1-4, 5-8, and 9-10 in a third
@@ -21,9 +21,9 @@ def snapshot(cache: PrefixCache, *tables: BlockTable) -> tuple[object, ...]:
         [pool.key(block) for block in blocks],
         list(pool._index.items()),
         [(name, list(others)) for name, others in pool._copies.items()],
-        [(name, block, list(tokens)) for name, (block, tokens) in cache._tails.items()],
-        list(cache._tail_of.items()),
-        [(t.chain.tokens.tolist(), list(t.blocks), t.visible, t.quiet_below) for t in tables],
+        [(name, block, list(tokens)) for name, (block, tokens) in cache._partials.items()],
+        list(cache._partial_of.items()),
+        [(t.chain.tokens.tolist(), list(t.blocks), t.published, t.next_block_at) for t in tables],
     )
 
 
@@ -40,7 +40,7 @@ def admit(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> tuple[Blo
 def serve(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> Match:
     """Admit a prompt, compute it, note its tail and end the sequence, as the scheduler does."""
     table, match = admit(cache, tokens, salt)
-    cache.note_tail(table, len(tokens))
+    cache.note_partial(table, len(tokens))
     cache.release(table)
     cache.check()
     return match
@@ -60,7 +60,7 @@ def test_r1_blocks_in_use_and_free_make_the_pool() -> None:
         assert sorted([*table.blocks, *cache.pool.free_blocks()]) == list(range(6))
     cache.release(table)
     assert sorted(cache.pool.free_blocks()) == list(range(6))
-    assert (table.blocks, table.visible) == ([], 0)
+    assert (table.blocks, table.published) == ([], 0)
 
 
 def test_r2_only_full_blocks_are_named_and_shared() -> None:
@@ -234,18 +234,18 @@ def test_r8_the_tail_of_a_running_sequence_is_copied() -> None:
     """A partly filled block in use is copied into the new sequence's own block; it may go on growing."""
     cache = PrefixCache(8, 4)
     running, _ = admit(cache, ABC)
-    cache.note_tail(running, 10)
+    cache.note_partial(running, 10)
     table = cache.open([*ABC, 11])
     match = cache.lookup(table)
-    assert (match.blocks, match.tail, match.tail_tokens, match.cached_tokens) == ([0, 1], 2, 2, 10)
+    assert (match.blocks, match.partial_block, match.partial_tokens, match.cached_tokens) == ([0, 1], 2, 2, 10)
     cache.admit(table, match)
     assert cache.advance(table, 11)
-    assert cache.copy_tail(table, match) == Copy(2, 3, 2)
+    assert cache.copy_partial(table, match) == Copy(2, 3, 2)
     for token in (20, 21, 22):
         running.append(token)
         assert cache.advance(running, len(running))
     assert running.blocks[2] == 2
-    assert found(cache, [*ABC, 11]).tail_tokens == 2
+    assert found(cache, [*ABC, 11]).partial_tokens == 2
     cache.check()
 
 
@@ -256,11 +256,11 @@ def test_r8_source_and_target_may_be_the_same_block() -> None:
     assert cache.pool.free_blocks()[0] == 2
     table = cache.open([*ABC, 11])
     match = cache.lookup(table)
-    assert (match.tail, match.cached_tokens) == (2, 10)
+    assert (match.partial_block, match.cached_tokens) == (2, 10)
     cache.admit(table, match)
     assert cache.advance(table, 11)
     assert table.blocks == [0, 1, 2]
-    assert cache.copy_tail(table, match) is None
+    assert cache.copy_partial(table, match) is None
     cache.check()
 
 
@@ -269,14 +269,14 @@ def test_r8_the_source_may_be_a_later_block_of_the_same_table() -> None:
     cache = PrefixCache(4, 4)
     source, _ = admit(cache, [1, 2, 3])
     other, _ = admit(cache, [50])
-    cache.note_tail(source, 3)
+    cache.note_partial(source, 3)
     cache.release(source)
     cache.release(other)
     assert cache.pool.free_blocks() == [1, 0, 2, 3]
     table, match = admit(cache, [1, 2, 3, 4, 5, 6])
-    assert (match.tail, match.tail_tokens) == (0, 3)
+    assert (match.partial_block, match.partial_tokens) == (0, 3)
     assert table.blocks == [1, 0]
-    assert cache.copy_tail(table, match) == Copy(0, 1, 3)
+    assert cache.copy_partial(table, match) == Copy(0, 1, 3)
 
 
 @pytest.mark.parametrize(
@@ -313,11 +313,11 @@ def test_r8_a_tail_dies_with_its_block() -> None:
     other, _ = admit(cache, [50, 51])
     assert other.blocks == [2]
     assert found(cache, ABC) == Match([0, 1], -1, 0, 8)
-    cache.note_tail(other, 2)
+    cache.note_partial(other, 2)
     cache.release(other)
     parent, _ = admit(cache, [60, 61, 62])
     assert parent.blocks == [2]
-    cache.note_tail(parent, 3)
+    cache.note_partial(parent, 3)
     serve(cache, [70, 71])  # its tail is noted on block 3
     assert found(cache, [70, 71, 72]).cached_tokens == 2
     forked = cache.fork(parent, 3)
@@ -332,11 +332,11 @@ def test_r8_the_latest_tail_wins() -> None:
     cache = PrefixCache(8, 4)
     one, _ = admit(cache, [*ABC[:4], 20, 21])
     two, _ = admit(cache, [*ABC[:4], 30, 31])
-    cache.note_tail(one, 6)
-    cache.note_tail(two, 6)
+    cache.note_partial(one, 6)
+    cache.note_partial(two, 6)
     assert found(cache, [*ABC[:4], 20, 21, 22]).cached_tokens == 4
     assert found(cache, [*ABC[:4], 30, 31, 32]).cached_tokens == 6
-    cache.note_tail(one, 6)
+    cache.note_partial(one, 6)
     assert found(cache, [*ABC[:4], 20, 21, 22]).cached_tokens == 6
     cache.check()
 
@@ -345,9 +345,9 @@ def test_r8_noting_again_updates_the_tail() -> None:
     """A tail that has grown since it was noted is offered with all its tokens."""
     cache = PrefixCache(8, 4)
     table, _ = admit(cache, [1, 2])
-    cache.note_tail(table, 2)
+    cache.note_partial(table, 2)
     table.append(3)
-    cache.note_tail(table, 3)
+    cache.note_partial(table, 3)
     assert found(cache, [1, 2, 3, 4]).cached_tokens == 3
     cache.check()
 
@@ -356,21 +356,21 @@ def test_r8_nothing_to_note() -> None:
     """Full blocks and blocks that the table does not have are no tails."""
     cache = PrefixCache(8, 4)
     table, _ = admit(cache, ABC[:8])
-    cache.note_tail(table, 8)
-    cache.note_tail(cache.open(ABC), 10)
-    cache.note_tail(table, 0)
-    assert not cache._tails
+    cache.note_partial(table, 8)
+    cache.note_partial(cache.open(ABC), 10)
+    cache.note_partial(table, 0)
+    assert not cache._partials
 
 
 def test_r8_tails_are_bounded() -> None:
     """Notes of more sequences than the bound push out those noted first."""
-    cache = PrefixCache(MAX_TAILS + 10, 2)
-    for number in range(MAX_TAILS + 5):
+    cache = PrefixCache(MAX_PARTIALS + 10, 2)
+    for number in range(MAX_PARTIALS + 5):
         table = cache.open([number], salt=number.to_bytes(3, "little"))
         assert cache.advance(table, 1)
-        cache.note_tail(table, 1)
+        cache.note_partial(table, 1)
     cache.check()
-    assert len(cache._tails) == MAX_TAILS
+    assert len(cache._partials) == MAX_PARTIALS
 
 
 def test_r8_partial_reuse_can_be_switched_off() -> None:
@@ -382,7 +382,7 @@ def test_r8_partial_reuse_can_be_switched_off() -> None:
     table = cache.open(ABC)
     cache.admit(table, match)
     assert cache.advance(table, 10)
-    assert cache.copy_tail(table, match) is None
+    assert cache.copy_partial(table, match) is None
 
 
 def test_r9_a_block_is_visible_when_the_step_that_fills_it_is_made() -> None:
@@ -420,7 +420,7 @@ def test_r10_only_what_the_step_needs_is_taken() -> None:
     taken = []
     for computed in (3, 4, 5, 8, 9, 20):
         assert cache.advance(table, computed)
-        taken.append((len(table.blocks), table.visible))
+        taken.append((len(table.blocks), table.published))
     assert taken == [(1, 0), (1, 1), (2, 1), (2, 2), (3, 2), (5, 5)]
 
 
@@ -434,7 +434,7 @@ def test_r10_a_few_blocks_ahead() -> None:
         taken.append(len(table.blocks))
         cache.check()
     assert taken == [3] * 12 + [6] * 5
-    assert table.visible == 4
+    assert table.published == 4
     cache.release(table)
     assert sorted(cache.pool.free_blocks()) == list(range(10))
 
@@ -450,19 +450,19 @@ def test_r10_lookahead_never_refuses() -> None:
 
 
 def test_r10_quiet_steps_do_nothing() -> None:
-    """`advance` below `quiet_below` is right to do nothing: the full path would not change anything either."""
+    """`advance` below `next_block_at` is right to do nothing: the full path would not change anything either."""
     for enabled in (True, False):
         for ahead in (0, 1, 3):
             cache = PrefixCache(20, 4, lookahead_blocks=ahead, enabled=enabled)
             table = cache.open(range(40))
             for computed in range(1, 41):
-                quiet = computed < table.quiet_below
+                quiet = computed < table.next_block_at
                 before = snapshot(cache, table)
                 assert cache.advance(table, computed)
                 if quiet:
                     assert snapshot(cache, table) == before
                 assert len(table.blocks) * 4 >= computed
-                assert table.visible == (computed // 4 if enabled else 0)
+                assert table.published == (computed // 4 if enabled else 0)
 
 
 def test_r11_too_little_memory_is_said_and_nothing_happens() -> None:
@@ -485,7 +485,7 @@ def test_r11_a_preempted_sequence_finds_its_blocks_again() -> None:
     cache = PrefixCache(6, 4)
     table, _ = admit(cache, ABC)
     blocks = list(table.blocks)
-    cache.note_tail(table, 10)
+    cache.note_partial(table, 10)
     cache.release(table)
     table.append(11)
     match = cache.lookup(table)
@@ -493,7 +493,7 @@ def test_r11_a_preempted_sequence_finds_its_blocks_again() -> None:
     cache.admit(table, match)
     assert cache.advance(table, 11)
     assert table.blocks == blocks
-    assert cache.copy_tail(table, match) is None
+    assert cache.copy_partial(table, match) is None
 
 
 def test_r11_a_preempted_sequence_loses_only_what_was_needed() -> None:
@@ -512,13 +512,13 @@ def test_retract_withdraws_what_a_failed_step_named() -> None:
     cache = PrefixCache(8, 4, partial_reuse=False, on_removed=removed.append)
     table = cache.open(list(range(16)))
     assert cache.advance(table, 6)
-    named = table.visible
+    named = table.published
     assert cache.advance(table, 16)
     sharing, match = admit(cache, list(range(16)))  # in the same step
     assert len(match.blocks) == 4
     cache.retract(table, named)
     cache.retract(sharing, 4)
-    assert (table.visible, removed) == (1, [chain_keys(cache.root(b""), range(16), 4)[1:]])
+    assert (table.published, removed) == (1, [chain_keys(cache.root(b""), range(16), 4)[1:]])
     assert found(cache, list(range(16))).blocks == [0]
     cache.release(sharing)
     cache.release(table)
@@ -535,7 +535,7 @@ def test_retract_leaves_no_tail_in_a_withdrawn_block() -> None:
     assert match.cached_tokens == 4
     cache.retract(first, 0)
     cache.retract(second, 1)
-    cache.note_tail(second, 3)
+    cache.note_partial(second, 3)
     cache.release(second)
     cache.release(first)
     assert found(cache, [1, 2, 3, 9]).cached_tokens == 0
@@ -586,7 +586,7 @@ def test_fork_at_a_blocks_end_copies_nothing() -> None:
     forked = cache.fork(parent, 8)
     assert forked is not None
     child, copy = forked
-    assert (child.blocks, child.visible, copy, len(child)) == ([0, 1], 2, None, 8)
+    assert (child.blocks, child.published, copy, len(child)) == ([0, 1], 2, None, 8)
 
 
 def test_fork_without_memory_changes_nothing() -> None:
@@ -605,7 +605,7 @@ def test_fork_without_caching_shares_too() -> None:
     forked = cache.fork(parent, 9)
     assert forked is not None
     child, copy = forked
-    assert (child.blocks, child.visible, copy) == ([0, 1, 3], 0, Copy(2, 3, 1))
+    assert (child.blocks, child.published, copy) == ([0, 1, 3], 0, Copy(2, 3, 1))
     cache.release(parent)
     assert cache.pool.num_free == 5
     cache.release(child)
@@ -645,7 +645,7 @@ def test_clear_forgets_what_is_not_in_use() -> None:
     """After `clear` only running sequences' full blocks are found, and no tail."""
     cache = PrefixCache(8, 4)
     running, _ = admit(cache, [*ABC[:4], 60, 61])
-    cache.note_tail(running, 6)
+    cache.note_partial(running, 6)
     serve(cache, ABC)
     assert cache.clear() == 1
     cache.check()
@@ -658,8 +658,8 @@ def test_disabled_nothing_is_named_and_nothing_is_found() -> None:
     heard: list[object] = []
     cache = PrefixCache(8, 4, enabled=False, on_stored=lambda parent, keys: heard.append(keys), on_removed=heard.append)
     table, match = admit(cache, ABC)
-    cache.note_tail(table, 10)
-    assert (match, table.visible) == (Match((), -1, 0, 0), 0)
+    cache.note_partial(table, 10)
+    assert (match, table.published) == (Match((), -1, 0, 0), 0)
     assert found(cache, ABC).cached_tokens == 0
     assert cache.pool.num_cached == 0
     cache.retract(table, 0)
@@ -672,8 +672,8 @@ def test_check_finds_a_stray_tail() -> None:
     """A noted tail that its block does not know of is a broken invariant."""
     cache = PrefixCache(4, 4)
     table, _ = admit(cache, [1, 2])
-    cache.note_tail(table, 2)
+    cache.note_partial(table, 2)
     cache.check()
-    cache._tail_of.clear()
-    with pytest.raises(IntegrityError, match="tail"):
+    cache._partial_of.clear()
+    with pytest.raises(IntegrityError, match="partial block"):
         cache.check()

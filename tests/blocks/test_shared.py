@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.blocks.common_prefixes import shared_chains
+from foreword.blocks.common_prefixes import common_prefixes
 
 SIZE = 2
 Texts = st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=12)
@@ -18,7 +18,7 @@ Texts = st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=12)
 def test_users_are_counted(texts: list[list[int]]) -> None:
     """Each chain is listed once, is as many full blocks long as it says, and has as many users as texts begin with it; every
     beginning that two texts share is listed, or is the beginning of a longer one with the same users."""
-    found = shared_chains([array("I", text) for text in texts], SIZE, 1000)
+    found = common_prefixes([array("I", text) for text in texts], SIZE, 1000)
     beginnings = Counter(tuple(text[: SIZE * blocks]) for text in texts for blocks in range(1, len(text) // SIZE + 1))
     users = {tuple(chain.tokens): chain.users for chain in found}
     assert len(users) == len(found)
@@ -34,15 +34,15 @@ def test_the_best_first() -> None:
     """A short chain of many comes before a long one of two where it saves more, and no more are given than were asked for."""
     many = [array("I", [1, 1, 1, 1, 9, number]) for number in range(10)]
     two = [array("I", [2] * 8 + [number]) for number in range(2)]
-    first, second = shared_chains([*many, *two], SIZE, 5)
+    first, second = common_prefixes([*many, *two], SIZE, 5)
     assert (first.blocks, first.users) == (2, 10) and (second.blocks, second.users) == (4, 2)
-    assert len(shared_chains([*many, *two], SIZE, 1)) == 1
-    assert shared_chains([], SIZE, 5) == []
+    assert len(common_prefixes([*many, *two], SIZE, 1)) == 1
+    assert common_prefixes([], SIZE, 5) == []
 
 
 def test_a_growing_text_does_not_crowd_out_others() -> None:
     """What a longer chain adds counts, not what it continues: of a long conversation its first turn comes first."""
     turns = [array("I", [3] * 12 + [5] * (2 * turn)) for turn in range(6)]
     many = [array("I", [1, 1, 1, 1, 9, number]) for number in range(6)]
-    first, second, *_ = shared_chains([*turns, *many], SIZE, 8)
+    first, second, *_ = common_prefixes([*turns, *many], SIZE, 8)
     assert (first.blocks, first.users) == (6, 6) and (second.blocks, second.users) == (2, 6)

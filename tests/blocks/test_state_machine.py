@@ -108,7 +108,7 @@ class Model:
         self.tails = []
         return len(named)
 
-    def note_tail(self, before: Prefix, block: int, held: Prefix) -> None:
+    def note_partial(self, before: Prefix, block: int, held: Prefix) -> None:
         self.tails = [tail for tail in self.tails if tail[0] != before and tail[1] != block]
         self.tails.append((before, block, held))
 
@@ -136,7 +136,7 @@ class Seq:
     tenant: int
     table: BlockTable
     blocks: list[int] = field(default_factory=list)
-    visible: int = 0
+    published: int = 0
     computed: int = 0
     running: bool = False
 
@@ -153,7 +153,7 @@ class Chunk:
     seq: Seq
     start: int
     count: int
-    named_before: int
+    published_before: int
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -227,10 +227,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def look_up(self, seq: Seq) -> Match:
         match = self.cache.lookup(seq.table)
         expected = self.model.lookup(seq.prefix(len(seq.table)))
-        assert (list(match.blocks), match.tail, match.tail_tokens) == (
+        assert (list(match.blocks), match.partial_block, match.partial_tokens) == (
             expected.blocks,
-            expected.tail,
-            expected.tail_tokens,
+            expected.partial_block,
+            expected.partial_tokens,
         )
         assert match.cached_tokens == expected.cached_tokens
         return match
@@ -238,7 +238,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def advance(self, seq: Seq, num_tokens: int) -> bool:
         """Advance table and model."""
         model, size = self.model, self.size
-        before = seq.visible
+        before = seq.published
         done = self.cache.advance(seq.table, num_tokens)
         missing = -(-num_tokens // size) - len(seq.blocks)
         if missing > 0:
@@ -249,31 +249,31 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             seq.blocks += model.take(missing + ahead, seq.table.blocks[len(seq.blocks) :])
         assert done
         if self.enabled:
-            while (seq.visible + 1) * size <= num_tokens:
-                model.give_name(seq.blocks[seq.visible], seq.prefix((seq.visible + 1) * size))
-                seq.visible += 1
-        assert seq.visible >= before
+            while (seq.published + 1) * size <= num_tokens:
+                model.give_name(seq.blocks[seq.published], seq.prefix((seq.published + 1) * size))
+                seq.published += 1
+        assert seq.published >= before
         return True
 
     def retract(self, seq: Seq, num_blocks: int) -> None:
         self.cache.retract(seq.table, num_blocks)
-        for block in seq.blocks[num_blocks : seq.visible]:
+        for block in seq.blocks[num_blocks : seq.published]:
             self.model.unname(block)
-        seq.visible = min(seq.visible, num_blocks)
+        seq.published = min(seq.published, num_blocks)
 
-    def note_tail(self, seq: Seq) -> None:
-        self.cache.note_tail(seq.table, seq.computed)
+    def note_partial(self, seq: Seq) -> None:
+        self.cache.note_partial(seq.table, seq.computed)
         depth, held = divmod(seq.computed, self.size)
-        withdrawn = depth < seq.visible and self.model.name[seq.blocks[depth]] is None
+        withdrawn = depth < seq.published and self.model.name[seq.blocks[depth]] is None
         if self.partial and held and not withdrawn:
             start = depth * self.size
             before = seq.prefix(start)
-            self.model.note_tail(before, seq.blocks[depth], seq.prefix(seq.computed)[1 + start :])
+            self.model.note_partial(before, seq.blocks[depth], seq.prefix(seq.computed)[1 + start :])
 
     def release(self, seq: Seq) -> None:
         self.cache.release(seq.table)
         self.model.release(seq.blocks)
-        seq.blocks, seq.visible, seq.computed, seq.running = [], 0, 0, False
+        seq.blocks, seq.published, seq.computed, seq.running = [], 0, 0, False
 
     def remember(self, prefix: Prefix) -> None:
         self.seen = [*(known for known in self.seen if known != prefix), prefix][-6:]
@@ -332,12 +332,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             return
         self.cache.admit(seq.table, match)
         self.model.share(list(match.blocks))
-        seq.blocks, seq.visible, seq.computed, seq.running = list(match.blocks), len(match.blocks), start, True
+        seq.blocks, seq.published, seq.computed, seq.running = list(match.blocks), len(match.blocks), start, True
         assert self.advance(seq, start + count)
         assert free - self.cache.pool.num_free in range(needed, needed + self.model.lookahead + 1)
-        copy = self.cache.copy_tail(seq.table, match)
-        if match.tail_tokens and seq.blocks[len(match.blocks)] != match.tail:
-            assert copy == Copy(match.tail, seq.blocks[len(match.blocks)], match.tail_tokens)
+        copy = self.cache.copy_partial(seq.table, match)
+        if match.partial_tokens and seq.blocks[len(match.blocks)] != match.partial_block:
+            assert copy == Copy(match.partial_block, seq.blocks[len(match.blocks)], match.partial_tokens)
             self.copies.append(copy)
         else:
             assert copy is None
@@ -353,7 +353,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def extend(self, seq: Seq, budget: int) -> bool:
         """Put a chunk of a running sequence into the step, if there is room."""
         count = min(budget, seq.missing)
-        named = seq.visible
+        named = seq.published
         done = self.advance(seq, seq.computed + count)
         if done:
             self.chunks.append(Chunk(seq, seq.computed, count, named))
@@ -368,9 +368,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def preempt(self, seq: Seq) -> None:
         for chunk in [chunk for chunk in self.chunks if chunk.seq is seq]:
-            self.retract(seq, chunk.named_before)
+            self.retract(seq, chunk.published_before)
             self.chunks.remove(chunk)
-        self.note_tail(seq)
+        self.note_partial(seq)
         self.release(seq)
 
     # Ending a step
@@ -382,7 +382,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             for slot in range(copy.tokens):
                 self.memory[copy.target, slot] = GARBAGE if fail else self.memory[copy.source, slot]
         for chunk in self.chunks:
-            write_from = max(chunk.start, chunk.named_before * size)
+            write_from = max(chunk.start, chunk.published_before * size)
             for position in range(write_from, chunk.start + chunk.count):
                 place = chunk.seq.blocks[position // size], position % size
                 self.memory[place] = GARBAGE if fail else chunk.seq.prefix(position + 1)
@@ -408,7 +408,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             seq.computed = chunk.start + chunk.count
             if seq.missing == 0:
                 if chunk.count > 1 or note:
-                    self.note_tail(seq)
+                    self.note_partial(seq)
                 seq.table.append(token)
         self.chunks, self.admitted = [], []
         for seq in self.running(idle=True):
@@ -421,8 +421,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """The step fails: its blocks are withdrawn, then its sequences end as the scheduler ends them."""
         self.write(fail=True)
         for chunk in self.chunks:
-            self.retract(chunk.seq, chunk.named_before)
-            chunk.seq.computed = min(chunk.seq.computed, chunk.named_before * self.size)
+            self.retract(chunk.seq, chunk.published_before)
+            chunk.seq.computed = min(chunk.seq.computed, chunk.published_before * self.size)
         for chunk in self.chunks:
             self.end(chunk.seq)
         self.chunks, self.admitted = [], []
@@ -438,7 +438,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def end(self, seq: Seq) -> None:
         self.remember(seq.prefix(len(seq.table)))
-        self.note_tail(seq)
+        self.note_partial(seq)
         self.release(seq)
         self.seqs.remove(seq)
 
@@ -475,7 +475,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         idle = self.running(idle=True)
         seq = idle[pick % len(idle)]
         pinned = self.cache.pin(seq.table, count)
-        assert pinned == seq.blocks[: min(count, seq.visible)]
+        assert pinned == seq.blocks[: min(count, seq.published)]
         self.model.share(pinned)
         self.pins.append(pinned)
 
@@ -497,7 +497,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """A lookup finds the longest cached prefix, and where the memory is settled it holds exactly that prefix."""
         seq = self.open(tenant, self.related(pick, kept, fresh))
         match = self.look_up(seq)
-        blocks = [*match.blocks, match.tail]
+        blocks = [*match.blocks, match.partial_block]
         if not self.chunks:
             for position in range(match.cached_tokens):
                 assert self.memory[blocks[position // self.size], position % self.size] == seq.prefix(position + 1)
@@ -521,7 +521,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.known == {self.key(name) for name in model.holders}
         for seq in self.seqs:
             assert seq.table.blocks == seq.blocks
-            assert seq.table.visible == seq.visible
+            assert seq.table.published == seq.published
 
     @invariant()
     def counted(self) -> None:
@@ -541,7 +541,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def contents(self) -> None:
         """Every named block that is not being filled by the step in the making holds the prefix of its name, and every
         noted tail holds its tokens."""
-        pending = {block for c in self.chunks for block in c.seq.blocks[c.named_before : c.seq.visible]}
+        pending = {block for c in self.chunks for block in c.seq.blocks[c.published_before : c.seq.published]}
         for block, name in enumerate(self.model.name):
             if name is not None and block not in pending:
                 for slot in range(self.size):

@@ -15,6 +15,6 @@ def patient(store: str | Sequence[str], **times: float) -> StoreConfig:
 
 def unhurried(llm: LLM) -> LLM:
     """From now on the engine loads what it finds, however soon it could compute it."""
-    if llm.off_device is not None:
-        llm.off_device._seconds_per_token = lambda: None  # type: ignore[method-assign]
+    if llm.offload is not None:
+        llm.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
     return llm

@@ -103,8 +103,8 @@ async def answer(engine: Any, told: dict[str, Any]) -> Any:
         request = Request("request", tuple(told["tokens"]), params)
         return [token async for delta in engine.generate(request) for token in delta.tokens]
     if told["do"] == "clear":
-        if engine.off_device is not None:
-            assert await asyncio.to_thread(engine.off_device.flush)
+        if engine.offload is not None:
+            assert await asyncio.to_thread(engine.offload.flush)
         return await engine.clear_cache()
     assert told["do"] == "status"
     await engine.check_integrity()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import tiny
 
 from foreword.blocks import PrefixCache
-from foreword.blocks.miss_history import History
+from foreword.blocks.miss_history import MissHistory
 from foreword.engine.loop import EngineCore, Limits
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.sampling import Draw, Sampled
@@ -37,7 +37,7 @@ class ScriptedRunner:
 def make_core(runner: ScriptedRunner, **options: int) -> EngineCore:
     cache = PrefixCache(runner.num_blocks, BLOCK)
     limits = Limits(runner.num_blocks * BLOCK, tiny.VOCAB, (tiny.EOS,))
-    return EngineCore(runner, cache, Scheduler(cache, **options), TOKENIZER, limits, history=History(1 << 16))
+    return EngineCore(runner, cache, Scheduler(cache, **options), TOKENIZER, limits, history=MissHistory(1 << 16))
 
 
 def say(tokens: Sequence[int]) -> EngineCore:

@@ -43,22 +43,22 @@ def test_killed_in_the_middle(engine: Make, reference: Find, redis: RedisServer)
     with unhurried(engine("llama", store=patient(redis.url, flush_seconds=2.0))) as llm:
         llm.generate(tokens, greedy(4))
         assert llm.flush()
-        [tier] = llm.off_device.store.tiers
-        locate = llm.off_device.store.locate
+        [tier] = llm.offload.store.tiers
+        locate = llm.offload.store.locate
 
         def locate_and_kill(*args: object, **named: object) -> list[int]:
             found = locate(*args, **named)  # type: ignore[arg-type]
             redis.kill()
             return found
 
-        llm.off_device.store.locate = locate_and_kill  # type: ignore[method-assign]
+        llm.offload.store.locate = locate_and_kill  # type: ignore[method-assign]
         for _ in range(4):
             llm.clear_cache()
             [output] = llm.generate(tokens, greedy(4))
             reference("llama").check(tokens, output.outputs[0], 4)
             assert output.cached_tokens == 0
         assert sum(tier.counters.errors.values()) >= 1
-        llm.off_device.store.locate = locate  # type: ignore[method-assign]
+        llm.offload.store.locate = locate  # type: ignore[method-assign]
         redis.start()
         wait_until(lambda: not tier.breaker.is_open, "the tier is tried again")
         for _ in range(20):
@@ -78,7 +78,7 @@ def test_accepts_and_never_answers(engine: Make, reference: Find) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
         with engine("llama", store=StoreConfig(urls=(url,), lookup_timeout=0.1, flush_seconds=0.2)) as llm:
-            [tier] = llm.off_device.store.tiers
+            [tier] = llm.offload.store.tiers
             for seed in range(40):
                 [output] = llm.generate(prompt(60, seed), greedy(4))
                 reference("llama").check(prompt(60, seed), output.outputs[0], 4)
@@ -95,15 +95,15 @@ def test_emptied_while_it_is_used(engine: Make, reference: Find, redis: RedisSer
         llm.generate(tokens, greedy(4))
         assert llm.flush()
         llm.clear_cache()
-        locate = llm.off_device.store.locate
+        locate = llm.offload.store.locate
 
         def locate_and_flush(*args: object, **named: object) -> list[int]:
             found = locate(*args, **named)  # type: ignore[arg-type]
             redis.client().flushall()
             return found
 
-        llm.off_device.store.locate = locate_and_flush  # type: ignore[method-assign]
+        llm.offload.store.locate = locate_and_flush  # type: ignore[method-assign]
         [output] = llm.generate(tokens, greedy(4))
-        assert output.cached_tokens == 0 and llm.off_device.status().cut == 1
+        assert output.cached_tokens == 0 and llm.offload.status().cut == 1
         reference("llama").check(tokens, output.outputs[0], 4)
         llm.check()

@@ -72,8 +72,8 @@ class Giver:
         return asyncio.run(collect(self.engine, tokens, count, salt))
 
     def clear(self) -> None:
-        if self.engine.off_device is not None:
-            assert self.engine.off_device.flush()
+        if self.engine.offload is not None:
+            assert self.engine.offload.flush()
         asyncio.run(self.engine.clear_cache())
 
     def names(self, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
@@ -109,14 +109,14 @@ def giver(llama: Path) -> Iterator[Callable[..., Giver]]:
 
 def unhurried(llm: LLM) -> None:
     """From now on the engine loads what it finds, however slow the machine is at the moment."""
-    assert llm.off_device is not None
-    llm.off_device._seconds_per_token = lambda: None  # type: ignore[method-assign]
+    assert llm.offload is not None
+    llm.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
 
 
 def connected(llm: LLM, number: int = -1) -> None:
     unhurried(llm)
-    assert llm.off_device is not None
-    tier = llm.off_device.store.tiers[number]
+    assert llm.offload is not None
+    tier = llm.offload.store.tiers[number]
     until(lambda: tier.store.status().notes["connected"] == 1)
 
 
@@ -166,8 +166,8 @@ def test_from_the_memory_of_another(engine: Make, reference: Find, giver: Any) -
     one = giver(None, MEMORY)
     one.generate(tokens[:60])
     one.clear()
-    one.engine.off_device.store.tiers[0].store.delete(one.names(tokens)[10:], deadline=time.monotonic() + PATIENCE)
-    memory = one.engine.off_device.store.tiers[0].store
+    one.engine.offload.store.tiers[0].store.delete(one.names(tokens)[10:], deadline=time.monotonic() + PATIENCE)
+    memory = one.engine.offload.store.tiers[0].store
     with engine("llama", store=stores(one.url)) as llm:
         connected(llm)
         [output] = llm.generate(tokens, greedy(8), cache_report=True)
@@ -176,14 +176,14 @@ def test_from_the_memory_of_another(engine: Make, reference: Find, giver: Any) -
         status = one.served.status()
         assert (status.device, status.memory) == (0, 10)
         one.generate(tokens)
-        assert one.engine.off_device.flush()
+        assert one.engine.offload.flush()
         memory.delete(one.names(tokens)[5:], deadline=time.monotonic() + PATIENCE)
         llm.clear_cache()
         [output] = llm.generate(tokens, greedy(8), cache_report=True)
         reference("llama").check(tokens, output.outputs[0], 8)
         assert output.cache_report.loaded_tokens == {"peer": 119}
         assert (one.served.status().device, one.served.status().memory) == (25, 15)
-        assert llm.off_device.status().saved == llm.off_device.status().queued == 0, "a peer is only read"
+        assert llm.offload.status().saved == llm.offload.status().queued == 0, "a peer is only read"
 
 
 def test_frames_are_those_that_a_store_would_have(giver: Any) -> None:
@@ -192,8 +192,8 @@ def test_frames_are_those_that_a_store_would_have(giver: Any) -> None:
     texts = [prompt(60, 3), prompt(60, 3)[:24] + prompt(40, 4), prompt(90, 5)]
     for tokens in texts:
         one.generate(tokens, 12)
-    assert one.engine.off_device.flush()
-    memory = one.engine.off_device.store.tiers[0].store
+    assert one.engine.offload.flush()
+    memory = one.engine.offload.store.tiers[0].store
     names = list(dict.fromkeys(name for tokens in texts for name in one.names(tokens)))
     buffers = [memoryview(bytearray(1 << 16)) for _ in names]
     lengths = memory.get(names, buffers, deadline=time.monotonic() + PATIENCE)
@@ -250,7 +250,7 @@ def test_another_model(folder: Find_folder, engine: Make, reference: Find, giver
     other.generate(tokens)
     for options in ({}, {"block_size": 8}):
         with caplog.at_level(logging.WARNING), engine("llama", store=stores(other.url), **options) as llm:
-            tier = llm.off_device.store.tiers[0]
+            tier = llm.offload.store.tiers[0]
             until(lambda tier=tier: tier.store.status().notes["rejected"] >= 1)
             [output] = llm.generate(tokens, greedy(4))
             reference("llama").check(tokens, output.outputs[0], 4)
@@ -267,7 +267,7 @@ def test_a_wrong_secret(engine: Make, reference: Find, giver: Any, monkeypatch: 
     monkeypatch.setenv("WRONG", SECRET.upper())
     for more, cached in (("", 0), ("&secret_env=WRONG", 0), ("&secret_env=RIGHT", 79)):
         with engine("llama", store=stores(one.url + more)) as llm:
-            notes = llm.off_device.store.tiers[0].store.status
+            notes = llm.offload.store.tiers[0].store.status
             until(lambda notes=notes: max(notes().notes["rejected"], notes().notes["connected"]) >= 1)
             unhurried(llm)
             [output] = llm.generate(tokens, greedy(4))
@@ -344,7 +344,7 @@ def test_bytes_that_change_on_the_way(engine: Make, reference: Find, giver: Any,
         between.flip = True
         [output] = llm.generate(tokens, greedy(8))
         reference("llama").check(tokens, output.outputs[0], 8)
-        counters = llm.off_device.store.tiers[1].counters
+        counters = llm.offload.store.tiers[1].counters
         assert output.cached_tokens < 399 and (counters.bad or counters.errors)
         between.flip = False
         llm.flush()
@@ -391,7 +391,7 @@ def test_a_process_that_is_killed_and_comes_back(
                 assert pool.submit(ask, llm, texts[3]).result(PATIENCE) == {}
             a.signal(signal.SIGCONT)
 
-            peer = llm.off_device.store.tiers[0]  # type: ignore[union-attr]
+            peer = llm.offload.store.tiers[0]  # type: ignore[union-attr]
             until(lambda: peer.store.status().notes["connected"] == 1 and not peer.breaker.is_open)
             between.hold_after = between.passed + 40_000
             with ThreadPoolExecutor(1) as pool:

@@ -36,7 +36,7 @@ def disk(path: Path, size: str = "64MiB") -> str:
 def flaky(engine: Make, family: str = "llama", **options: Any) -> Iterator[tuple[LLM, FlakyStore]]:
     """An engine whose only tier misbehaves when it is told to."""
     with engine(family, **({"store": MEMORY} | options)) as llm:
-        [tier] = llm.off_device.store.tiers
+        [tier] = llm.offload.store.tiers
         tier.store = store = FlakyStore(tier.store)
         yield llm, store
 
@@ -121,7 +121,7 @@ def test_part_of_a_chain(engine: Make, reference: Find) -> None:
     tokens = prompt(48, 5)
     with engine("llama", store=MEMORY) as llm:
         fill(llm, tokens)
-        store = llm.off_device.store
+        store = llm.offload.store
         names = sorted((entry.depth, entry.name) for entry in store.scan(deadline=1e18))
         assert store.delete([names[5][1]], deadline=1e18) == 1
         [output] = llm.generate(tokens, greedy(6), cache_report=True)
@@ -135,7 +135,7 @@ def test_what_a_store_lost_is_written_again(engine: Make) -> None:
     tokens = prompt(48, 18)
     with engine("llama", store=MEMORY) as llm:
         fill(llm, tokens)
-        store = llm.off_device.store
+        store = llm.offload.store
         assert store.delete([entry.name for entry in store.scan(deadline=1e18)], deadline=1e18) > 0
         assert llm.generate(tokens, greedy(2))[0].cached_tokens == 0
         assert llm.flush()
@@ -146,7 +146,7 @@ def test_what_a_store_lost_is_written_again(engine: Make) -> None:
 def test_a_tier_that_hangs_holds_up_no_other(engine: Make) -> None:
     """While one tier does not come back from a write, the other one writes what comes after it."""
     with engine("llama", store=StoreConfig(urls=(MEMORY, MEMORY), flush_seconds=0.1)) as llm:
-        fast, slow = llm.off_device.store.tiers
+        fast, slow = llm.offload.store.tiers
         slow.store = hanging = FlakyStore(slow.store)
         hanging.hang()
         for seed in range(4):
@@ -177,7 +177,7 @@ def test_damaged_blocks(damage: str, engine: Make, reference: Find) -> None:
         getattr(store, damage)()
         [output] = llm.generate(tokens, greedy(6))
         reference("llama").check(tokens, output.outputs[0], 6)
-        [tier] = llm.off_device.store.tiers
+        [tier] = llm.offload.store.tiers
         # A swapped block can be sound where nothing was read before it.
         assert sum(tier.counters.bad.values()) >= 1 and output.cached_tokens <= 4
         getattr(store, damage)(False)
@@ -195,7 +195,7 @@ def test_a_store_that_does_not_answer(trouble: str, engine: Make, reference: Fin
     with flaky(engine, store=StoreConfig(urls=(MEMORY,), flush_seconds=0.5)) as (llm, store):
         fill(llm, prompt(40, 8))
         getattr(store, trouble)()
-        [tier] = llm.off_device.store.tiers
+        [tier] = llm.offload.store.tiers
         for seed in range(8, 40):
             [output] = llm.generate(prompt(40, seed), greedy(4))
             assert output.cached_tokens == 0
@@ -229,7 +229,7 @@ def test_a_load_that_breaks_off(engine: Make, reference: Find) -> None:
             [output] = llm.generate(tokens, greedy(4))
             reference("llama").check(tokens, output.outputs[0], 4)
             assert output.cached_tokens == 28
-            assert llm.off_device.status().cut == 1
+            assert llm.offload.status().cut == 1
             getattr(store, trouble)(False)
             llm.check()
 
@@ -245,7 +245,7 @@ def test_eviction_in_a_small_store(engine: Make, reference: Find) -> None:
                 reference("llama").check(tokens, output.outputs[0], 4)
             llm.check()
         assert llm.flush()
-        status = llm.off_device.store.tiers[0].store.status()
+        status = llm.offload.store.tiers[0].store.status()
         assert status.evictions > 0 and status.bytes <= status.budget
 
 
@@ -268,7 +268,7 @@ def test_like_no_store(engine: Make, tmp_path: Path) -> None:
         for batch, tokens in zip(batches, expected, strict=True):
             assert [o.outputs[0].tokens for o in llm.generate(batch, greedy(12))] == tokens
             llm.check()
-        assert llm.off_device.status().loaded > 0
+        assert llm.offload.status().loaded > 0
 
 
 def test_slower_than_computing(engine: Make, reference: Find) -> None:
@@ -276,20 +276,20 @@ def test_slower_than_computing(engine: Make, reference: Find) -> None:
     tokens = prompt(200, 15)
     with flaky(engine) as (llm, store):
         fill(llm, tokens)
-        [tier] = llm.off_device.store.tiers
-        del llm.off_device._seconds_per_token  # it was made unhurried
-        llm.off_device.prefill_seconds.note(1e6, 1.0)
+        [tier] = llm.offload.store.tiers
+        del llm.offload._seconds_per_token  # it was made unhurried
+        llm.offload.prefill_seconds.note(1e6, 1.0)
         tier.read_rate.note(1e3, 1.0)
         [output] = llm.generate(tokens, greedy(4))
-        assert output.cached_tokens == 0 and llm.off_device.status().declined == 1
+        assert output.cached_tokens == 0 and llm.offload.status().declined == 1
         reference("llama").check(tokens, output.outputs[0], 4)
     with flaky(engine, store=patient(MEMORY)) as (llm, store):
         fill(llm, tokens)
         store.delay(0.2)
         for _ in range(20):  # a fast engine, as measured
-            llm.off_device.prefill_seconds.note(1e4, 1.0)
+            llm.offload.prefill_seconds.note(1e4, 1.0)
         [output] = llm.generate(tokens, greedy(4))
-        assert output.cached_tokens < 199 and llm.off_device.status().cut == 1
+        assert output.cached_tokens < 199 and llm.offload.status().cut == 1
         reference("llama").check(tokens, output.outputs[0], 4)
 
 
@@ -300,7 +300,7 @@ def test_a_queue_that_is_full(engine: Make) -> None:
         for seed in range(6):
             llm.generate(prompt(200, seed), greedy(2))
         assert llm.flush()
-        status = llm.off_device.status()
+        status = llm.offload.status()
         assert status.dropped > 0 and status.queued == 0 and status.saved > 0
         llm.check()
 
@@ -317,11 +317,11 @@ def test_others_go_on_while_one_loads(llama: Path) -> None:
         return Request(name, tuple(prompt(length, seed)), params)
 
     async def main(engine: AsyncEngine) -> None:
-        assert engine.off_device is not None
+        assert engine.offload is not None
         expected = await collect(engine, ask("first", 1))
-        await asyncio.to_thread(engine.off_device.flush)
+        await asyncio.to_thread(engine.offload.flush)
         await engine.clear_cache()
-        [tier] = engine.off_device.store.tiers
+        [tier] = engine.offload.store.tiers
         inner = tier.store
         store = FlakyStore(inner)
 
@@ -362,9 +362,9 @@ def test_a_prompt_that_another_request_loads(engine: Make) -> None:
     tokens = prompt(80, 16)
     with engine("llama", store=MEMORY) as llm:
         fill(llm, tokens)
-        before = llm.off_device.status().loaded
+        before = llm.offload.status().loaded
         outputs = llm.generate([[*tokens, seed] for seed in range(5)], greedy(2))
-        assert llm.off_device.status().loaded - before == 20
+        assert llm.offload.status().loaded - before == 20
         assert all(output.cached_tokens == 80 for output in outputs)
         llm.check()
 

@@ -504,9 +504,9 @@ def test_over_a_store(folder: Callable[[str], Path], nodes: tuple[Node, Node], t
         expected = await alone(nodes, tokens, GREEDY)
         first = await ask(engine, tokens, GREEDY, prefill.address)
         assert first.same(expected)
-        assert engine.off_device is not None
-        await asyncio.to_thread(engine.off_device.flush)
-        engine.off_device._seconds_per_token = lambda: None  # type: ignore[method-assign]
+        assert engine.offload is not None
+        await asyncio.to_thread(engine.offload.flush)
+        engine.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
         await engine.clear_cache()
         again = await ask(engine, tokens, GREEDY, prefill.address)
         assert again.same(expected)

@@ -36,8 +36,8 @@ def main() -> None:
             return run(*step)
 
         runner.run = at_pace
-        if engine.off_device is not None:
-            engine.off_device._seconds_per_token = lambda: None
+        if engine.offload is not None:
+            engine.offload._seconds_per_token = lambda: None
         return engine
 
     server.load_engine = led

@@ -81,9 +81,9 @@ def open_site(folder: Path) -> Iterator[Site]:
     store = StoreConfig(urls=urls, lookup_timeout=60.0, load_timeout=60.0)
     registry = PrometheusObserver()
     engine = AsyncEngine.from_config(ENGINE, prefixes=PrefixConfig(), store=store, observers=[registry])
-    assert engine.off_device is not None
+    assert engine.offload is not None
     # What is found is loaded, however slow this machine is at the moment.
-    engine.off_device._seconds_per_token = lambda: None  # type: ignore[method-assign]
+    engine.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
     registry.watch(engine)
     keyed = ServerConfig(port=0, api_keys=("ann=k1", "bob=k2"), tenant_secret="s3cret")
     servers, doors = [], []

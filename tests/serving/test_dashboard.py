@@ -123,7 +123,7 @@ def test_named_prefix_and_shared_chain(site: Site, page: Page) -> None:
 def test_hostile_text(site: Site, page: Page) -> None:
     """Markup in the model's name, in a request's id and in a prefix's name (which another instance may have put into the
     shared store) is shown as text and is not run."""
-    off = site.engine.off_device
+    off = site.engine.offload
     assert off is not None
     word = f"prefixes/{site.engine.info.fingerprint[:32]}/{tenant_digest(b'')}/evil"
     info = site.engine.info

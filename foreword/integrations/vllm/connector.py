@@ -6,7 +6,7 @@
 
 vLLM makes one connector in its scheduler and one in each worker. The scheduler's searches the stores for what vLLM does not
 have, plans loads and saves, and sends them along with each step; the worker's carries them out on the blocks of its own rank.
-Where both live in one process, which is so with a single rank, they share one `BlockCache`.
+Where both live in one process, which is so with a single rank, they share one `OffloadManager`.
 
 Keys are Foreword's own, made of token ids, so they agree across processes and versions. What a block's bytes mean is vLLM's
 business: shape, packing for the instruction set, backend and version are in the layout, so a block never lands in a layout

@@ -10,7 +10,7 @@ from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.config import TransferConfig
 from foreword.integrations.vllm.config import Facts, Settings
 from foreword.integrations.vllm.peers import ByRank, open_tiers, searched_peers, worker_memory
-from foreword.offload.manager import PATIENCE, Ticket
+from foreword.offload.manager import PATIENCE, StoreLoad
 from foreword.store.base import Store
 from foreword.store.tiered import Rate
 from foreword.store.urls import StoreUrl
@@ -46,28 +46,28 @@ class Search:
                 {self._fingerprints[rank]: worker_memory(where, label) for rank, where in addresses.items() if where}
             )
 
-    def find(self, keys: Sequence[bytes]) -> Ticket:
+    def find(self, keys: Sequence[bytes]) -> StoreLoad:
         names = [self._fingerprints[0] + key for key in keys]
-        ticket = Ticket(names, time.monotonic() + self._patience(len(keys)))
+        store_load = StoreLoad(names, time.monotonic() + self._patience(len(keys)))
 
         def search() -> None:
             found: list[list[int]] = []
             for fingerprint in self._fingerprints:
-                names = [fingerprint + name[FINGERPRINT_BYTES:] for name in ticket.names]
-                found.append(self.store.locate(names, deadline=ticket.deadline))
-            ticket.places = min(found, key=len)
+                names = [fingerprint + name[FINGERPRINT_BYTES:] for name in store_load.names]
+                found.append(self.store.locate(names, deadline=store_load.deadline))
+            store_load.places = min(found, key=len)
 
         self._finders.submit(search)
-        return ticket
+        return store_load
 
     def _patience(self, blocks: int) -> float:
-        """Seconds that a search may take: as `BlockCache` has it."""
+        """Seconds that a search may take: as `OffloadManager` has it."""
         speed = self.prefill_seconds.value
         return max(self._timeout, PATIENCE * blocks * self._block_size / speed) if speed else self._timeout
 
-    def worth_loading(self, ticket: Ticket, skip: int, tokens: int) -> int:
+    def worth_loading(self, store_load: StoreLoad, skip: int, tokens: int) -> int:
         """All that was found: how fast the tiers are is known to the workers only."""
-        return max(len(ticket.places or ()) - skip, 0)
+        return max(len(store_load.places or ()) - skip, 0)
 
     def tokens_by_tier(self, places: Iterable[int], block_size: int) -> dict[str, int]:
         return self.store.tokens_by_tier(places, block_size)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from foreword.integrations.vllm.leases import Leases
-from foreword.offload.manager import BlockCache, CacheStatus
+from foreword.offload.manager import CacheStatus, OffloadManager
 from foreword.store.tiered import Tier
 
 _PER_TIER: Final = {
@@ -98,7 +98,7 @@ def _add(into: dict[str, float], amounts: Mapping[str, float]) -> None:
 class StatsReader:
     """Reads the counters of one rank's cache, and what was added to them since the last time."""
 
-    def __init__(self, cache: BlockCache, rank: int, leases: Leases | None = None) -> None:
+    def __init__(self, cache: OffloadManager, rank: int, leases: Leases | None = None) -> None:
         self._cache = cache
         self._leases = leases
         self._rank = str(rank)

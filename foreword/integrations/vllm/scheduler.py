@@ -17,7 +17,7 @@ from foreword.integrations.vllm.lookup import Search
 from foreword.integrations.vllm.remote_prefill import Handover
 from foreword.integrations.vllm.step_messages import Load, Save, StepPlan, WorkerAddress, WorkerNews
 from foreword.integrations.vllm.worker import LENDERS, MEASURED_TOKENS, WorkerSide, worker_of
-from foreword.offload.manager import Ticket
+from foreword.offload.manager import StoreLoad
 from foreword.store.urls import parse
 
 _SALT = b"vllm\x00"
@@ -32,14 +32,14 @@ class _Tracked:
     Attributes:
         held: blocks that vLLM had itself when it last asked.
         saved: blocks from the first on that need not be saved; infinite for a request that must not be saved any more.
-        searched_from: number of the first block that `ticket` looks for.
-        places: what `ticket` found, and what another instance lends beyond it; None before that is known.
+        searched_from: number of the first block that `store_load` looks for.
+        places: what `store_load` found, and what another instance lends beyond it; None before that is known.
         no_more_loads: a load of this request failed, so that the next would too, over and over.
     """
 
     request: Any
     chain: TokenChain
-    ticket: Ticket | None = None
+    store_load: StoreLoad | None = None
     searched_from: int = 0
     places: list[int] | None = None
     held: int = 0
@@ -85,32 +85,32 @@ class SchedulerSide:
         tracked.held = tracked.saved = held
         if held >= full or tracked.no_more_loads or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
-        if tracked.ticket is None or held < tracked.searched_from:
-            tracked.ticket = self._search.find(tracked.chain.keys_to(full)[held:full])
+        if tracked.store_load is None or held < tracked.searched_from:
+            tracked.store_load = self._search.find(tracked.chain.keys_to(full)[held:full])
             tracked.searched_from, tracked.places = held, None
         if tracked.places is None:
-            if not tracked.ticket.answered:
+            if not tracked.store_load.answered:
                 return None, False
             self._note_gap(tracked, full)
-            tracked.ticket, tracked.places = self._with_lender(tracked, full)
-        count = self._search.worth_loading(tracked.ticket, held - tracked.searched_from, request.num_tokens)
+            tracked.store_load, tracked.places = self._with_lender(tracked, full)
+        count = self._search.worth_loading(tracked.store_load, held - tracked.searched_from, request.num_tokens)
         return count * size, count > 0
 
-    def _with_lender(self, tracked: _Tracked, full: int) -> tuple[Ticket, list[int]]:
+    def _with_lender(self, tracked: _Tracked, full: int) -> tuple[StoreLoad, list[int]]:
         """What was found, lengthened by what another instance keeps for this request."""
-        assert tracked.ticket is not None
-        places = list(tracked.ticket.places or ())
+        assert tracked.store_load is not None
+        places = list(tracked.store_load.places or ())
         lent = min(self._handover.blocks(tracked.request, tracked.chain), full) - tracked.searched_from
-        found = Ticket(tracked.ticket.names, tracked.ticket.deadline)
+        found = StoreLoad(tracked.store_load.names, tracked.store_load.deadline)
         found.places = places + [self._lenders] * (lent - len(places))
         return found, found.places
 
     def _note_gap(self, tracked: _Tracked, full: int) -> None:
         """Where a chain ends in the stores, whatever was announced of the next block is over."""
-        ticket = tracked.ticket
-        if self.announcer is None or ticket is None or ticket.places is None:
+        store_load = tracked.store_load
+        if self.announcer is None or store_load is None or store_load.places is None:
             return
-        end = tracked.searched_from + len(ticket.places)
+        end = tracked.searched_from + len(store_load.places)
         if end < full:
             self.announcer.missing(tracked.chain.keys_to(full)[end])
 
@@ -148,7 +148,7 @@ class SchedulerSide:
         same = next((i for i, (old, new) in enumerate(zip(known, now, strict=False)) if old != new), len(now))
         tracked.chain = tracked.chain.fork(min(same, len(known)))
         tracked.saved = min(tracked.saved, same // self._facts.block_size)
-        tracked.ticket = tracked.places = None
+        tracked.store_load = tracked.places = None
 
     # Planning
 
@@ -157,7 +157,7 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
-        found, tracked.ticket, tracked.places, tracked.tiers = tracked.places, None, None, {}
+        found, tracked.store_load, tracked.places, tracked.tiers = tracked.places, None, None, {}
         if not num_external_tokens or found is None:
             self._handover.forsake(request)
             return
@@ -287,7 +287,7 @@ class SchedulerSide:
         self._epoch = b"\x00reset\x00" + os.urandom(16)
         self._handover.reset()
         for tracked in self._requests.values():
-            tracked.ticket, tracked.places, tracked.saved = None, None, math.inf
+            tracked.store_load, tracked.places, tracked.saved = None, None, math.inf
             tracked.chain = TokenChain(self._root(tracked.request), self._facts.block_size, tracked.chain.tokens)
 
     def close(self) -> None:

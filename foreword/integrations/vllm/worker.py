@@ -26,7 +26,7 @@ from foreword.integrations.vllm.producers import Loan
 from foreword.integrations.vllm.step_messages import Load, StepPlan, WorkerAddress, WorkerNews
 from foreword.integrations.vllm.transfer import PeersDoor, SchedulersDoor, address_of, for_rank
 from foreword.offload.copies import Staging
-from foreword.offload.manager import BlockCache, Ticket
+from foreword.offload.manager import OffloadManager, StoreLoad
 from foreword.store.background import spread, spread_over
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
@@ -62,8 +62,8 @@ class WorkerSide:
         self._facts = facts
         self._settings = settings
         self._engine = engine
-        self.cache: BlockCache | None = None
-        self._loading: dict[str, Ticket] = {}
+        self.cache: OffloadManager | None = None
+        self._loading: dict[str, StoreLoad] = {}
         self._loans: dict[str, Loan] = {}
         self._scheduler: SchedulersDoor | None = None
         self._peers: PeersDoor | None = None
@@ -102,7 +102,7 @@ class WorkerSide:
         store = open_tiers(config.urls, layout, {"peer": peers_of(travel, rank, self._facts.ranks)})
         if self._facts.events:
             self._watch = TierWatch(store, rank)
-        self.cache = BlockCache(
+        self.cache = OffloadManager(
             store, staging, layout, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
         )
         self._open_doors(travel, layout, rank, tensors, store)
@@ -142,39 +142,39 @@ class WorkerSide:
         assert self.cache is not None
         for load in loads:
             fingerprint = self.cache.layout.fingerprint
-            ticket = Ticket([fingerprint + key for key in load.keys], math.inf)
-            ticket.places, ticket.started = list(load.places), time.monotonic()
-            self._loading[load.request_id] = ticket
+            store_load = StoreLoad([fingerprint + key for key in load.keys], math.inf)
+            store_load.places, store_load.started = list(load.places), time.monotonic()
+            self._loading[load.request_id] = store_load
             if load.lender is None or self._peers is None:
-                self.cache.load(ticket, 0, load.blocks)
+                self.cache.load(store_load, 0, load.blocks)
                 continue
-            begin = partial(self.cache.load, ticket, 0, load.blocks)
-            self._loans[load.request_id] = self._peers.lenders.open(load.lender, ticket.names, begin)
+            begin = partial(self.cache.load, store_load, 0, load.blocks)
+            self._loans[load.request_id] = self._peers.lenders.open(load.lender, store_load.names, begin)
 
     def stop(self, request_ids: Iterable[str]) -> None:
         """Requests that have ended: no block is written for them from now on. vLLM keeps their blocks until it hears so."""
         for request_id in request_ids:
-            ticket = self._loading.get(request_id)
-            if ticket is not None:
-                ticket.close()
+            store_load = self._loading.get(request_id)
+            if store_load is not None:
+                store_load.close()
 
     def loaded(self) -> set[str]:
         """Requests whose loads have ended since this was asked last: from then on nothing is written into their blocks. What
         did not come is noted as failed."""
-        ended = {name: ticket for name, ticket in self._loading.items() if ticket.done}
-        for name, ticket in ended.items():
+        ended = {name: store_load for name, store_load in self._loading.items() if store_load.done}
+        for name, store_load in ended.items():
             del self._loading[name]
             loan = self._loans.pop(name, None)
             if loan is not None and self._peers is not None:
                 self._peers.lenders.give_back(loan)
-            count = len(ticket.close())
-            self._seconds.append(time.monotonic() - ticket.started)
-            if count == len(ticket.blocks):
+            count = len(store_load.close())
+            self._seconds.append(time.monotonic() - store_load.started)
+            if count == len(store_load.blocks):
                 continue
             if self._facts.windowed:
                 self._failed_requests.add(name)
             else:
-                self._failed.update(ticket.blocks[count:])
+                self._failed.update(store_load.blocks[count:])
         return set(ended)
 
     def take_failed(self) -> set[int]:
@@ -192,7 +192,7 @@ class WorkerSide:
         the interpreter, more than it does."""
         assert self.cache is not None
         self._rests = 0 if self._loading else self._rests + 1
-        if not any(ticket.done for ticket in self._loading.values()):
+        if not any(store_load.done for store_load in self._loading.values()):
             self.cache.wait(self._seen, min(max(self._rests, 1) * _REST_SECONDS, _LONGEST_REST))
         self._seen = self.cache.changes
 
