@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foreword.engine.request import TokenLogprob
-from foreword.server.backend import Tokenizer
+
+if TYPE_CHECKING:
+    from foreword.engine.tokenizer import Tokenizer
 
 # JSON has no infinity. OpenAI's and vLLM's stand-in for "impossible".
 _IMPOSSIBLE = -9999.0

@@ -194,7 +194,7 @@ def _disguise(
 @with_config
 def serve(config: Config) -> None:
     """Serve a model over HTTP, with OpenAI's interface."""
-    from foreword.server.app import serve as run
+    from foreword.server.process import run
 
     raise typer.Exit(run(config))
 

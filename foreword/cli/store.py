@@ -291,7 +291,7 @@ def _forget(
     assert tenant is not None
     if secret is None:
         raise ConfigError("a tenant's blocks are found with the servers' --tenant-secret")
-    from foreword.server.tenants import derive_salt
+    from foreword.api.tenants import derive_salt
 
     return erasure.forget_tenant(store, derive_salt(secret.encode(), tenant))
 

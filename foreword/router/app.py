@@ -12,9 +12,8 @@ import msgspec
 from aiohttp import web
 
 from foreword import __version__
-from foreword.dashboard import router as dashboard
 from foreword.errors import ForewordError, ShuttingDown
-from foreword.router import admin
+from foreword.router import admin, dashboard
 from foreword.router import completions as proxying
 from foreword.router import errors as faults
 from foreword.router import passthrough as passing

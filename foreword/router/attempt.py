@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
+from foreword.api.tenants import Tenant
 from foreword.errors import ForewordError, ReplicaFailed
 from foreword.router import auth as tenancy
 from foreword.router.client_request import Asked
@@ -21,7 +22,6 @@ from foreword.router.pool import Pool, Ticket
 from foreword.router.prompts import Prompt
 from foreword.router.replicas import Live, Upstream, clock
 from foreword.router.service import HELD_UP_TIMES, Router
-from foreword.server.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Final
 
 from multidict import CIMultiDict
 
+from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
 from foreword.config import Config
 from foreword.errors import ConfigError, Forbidden
-from foreword.server.tenants import SALT_HEADER, Tenant, Tenants
 
 # Headers that concern one connection only (RFC 9110, 7.6.1), and those that the router sets itself.
 HOP_BY_HOP: Final = frozenset(

@@ -12,11 +12,11 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
+from foreword.api.tenants import Tenant
 from foreword.errors import NoReplica, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.router import auth as tenancy
 from foreword.router.replicas import LOST, Upstream
 from foreword.router.service import Router
-from foreword.server.tenants import Tenant
 
 
 def add_routes(app: web.Application, router: Router) -> None:

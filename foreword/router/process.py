@@ -14,6 +14,7 @@ import sys
 from aiohttp import web
 
 from foreword import __version__
+from foreword.api.listener import bind
 from foreword.config import Config
 from foreword.errors import ConfigError
 from foreword.router.app import create_app
@@ -22,7 +23,6 @@ from foreword.router.discovery import Membership, named
 from foreword.router.replicas import Spec
 from foreword.router.service import Router
 from foreword.routing.baselines import policy_named
-from foreword.server.listener import bind
 
 logger = logging.getLogger(__name__)
 

@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from foreword.engine.request import Delta, Departure, Request
 from foreword.errors import CannotMove, NotFound, did_you_mean
-
-if TYPE_CHECKING:
-    from foreword.server.openai import Job
-
-# What another server must be told to treat a caller in the same way.
-_PASSED_ON = ("authorization", "x-foreword-salt", "x-request-id")
-FOLLOW_HEADER = "x-foreword-follow"
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who asked.
-
-    Attributes:
-        headers: to show on the caller's behalf to the server where a request goes on.
-        follows: it knows `foreword.moved` events and goes there itself, as a router does.
-    """
-
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)  # the caller's key is among them
-    follows: bool = False
-
-    @classmethod
-    def of(cls, headers: Mapping[str, str]) -> Caller:
-        """From a request's headers."""
-        passed = {name: headers[name] for name in _PASSED_ON if name in headers}
-        return cls(passed, headers.get(FOLLOW_HEADER, "") == "1")
+from foreword.server.job import Job
 
 
 @dataclass(slots=True, eq=False)

@@ -10,27 +10,26 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from foreword import __version__
+from foreword.api.tenants import Tenants
 from foreword.config import Config
-from foreword.dashboard import server as dashboard
 from foreword.errors import ForewordError
 from foreword.observability.metrics import PrometheusObserver
-from foreword.server import cache_api, instance_api, openai_api, requests_api
+from foreword.server import cache_api, dashboard, instance_api, openai_api, requests_api
 from foreword.server import errors as faults
 from foreword.server import migration as moving
 from foreword.server import prefixes as prefixes_api
-from foreword.server.backend import Engine
 from foreword.server.endpoint import Front
 from foreword.server.limits import Gate
 from foreword.server.peers import Peers
 from foreword.server.requests_log import RequestsLog
-from foreword.server.tenants import Tenants
 
 if TYPE_CHECKING:
+    from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.server.kv_events import Source
 
 
 def create_app(
-    engine: Engine | Gate, registry: PrometheusObserver, config: Config, events: Source | None = None
+    engine: AsyncEngine | Gate, registry: PrometheusObserver, config: Config, events: Source | None = None
 ) -> FastAPI:
     """The ASGI application.
 
@@ -57,13 +56,6 @@ def create_app(
     _add_sources(app, events)
     faults.install(app)
     return app
-
-
-def serve(config: Config) -> int:
-    """Run the server until it is told to stop; returns the process's exit status. Raises ConfigError."""
-    from foreword.server.server import run  # it imports this module
-
-    return run(config)
 
 
 def _add_sources(app: FastAPI, events: Source | None) -> None:

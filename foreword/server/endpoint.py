@@ -6,18 +6,20 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from fastapi import Request
 
 from foreword.api.schemas import AnyBody, parse
-from foreword.dashboard.recent import RecentRequests
+from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
 from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mean
 from foreword.server.active_requests import InFlight
-from foreword.server.backend import Engine
 from foreword.server.limits import Gate
 from foreword.server.peers import Peers
-from foreword.server.tenants import SALT_HEADER, Tenant, Tenants
+from foreword.server.recent_requests import RecentRequests
+
+if TYPE_CHECKING:
+    from foreword.entrypoints.async_engine import AsyncEngine
 
 MAX_BODY_BYTES = 64 << 20
 # No tokenizer has tokens anywhere near this long, so a longer text can be refused without tokenizing it.
@@ -73,7 +75,7 @@ class Front:
         return await loop.run_in_executor(self.tokenizing, lambda: work(*args, **kwargs))
 
 
-def check_model(engine: Engine, name: str | None) -> None:
+def check_model(engine: AsyncEngine, name: str | None) -> None:
     """Raises UnknownModel if `name` is given and is not what `engine` serves."""
     if name is not None and name != engine.info.name:
         raise UnknownModel(
@@ -81,7 +83,7 @@ def check_model(engine: Engine, name: str | None) -> None:
         )
 
 
-def check_length(engine: Engine, text: str, param: str) -> None:
+def check_length(engine: AsyncEngine, text: str, param: str) -> None:
     """Raises PromptTooLong for a text that cannot possibly fit."""
     if len(text) > engine.info.max_model_len * MAX_CHARACTERS_PER_TOKEN:
         raise PromptTooLong(
@@ -90,7 +92,7 @@ def check_length(engine: Engine, text: str, param: str) -> None:
         )
 
 
-def check_token_ids(engine: Engine, tokens: tuple[int, ...], param: str) -> None:
+def check_token_ids(engine: AsyncEngine, tokens: tuple[int, ...], param: str) -> None:
     """Raises BadRequest for a token id outside the vocabulary."""
     size = engine.info.vocab_size
     if tokens and not 0 <= min(tokens) <= max(tokens) < size:

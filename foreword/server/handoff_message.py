@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foreword.engine.request import Request
 from foreword.errors import BadRequest
-from foreword.server.active_requests import Caller
-from foreword.server.backend import Engine
-from foreword.server.openai import ChatShape, CompletionShape, Job, Shape
+from foreword.server.job import Caller, ChatShape, CompletionShape, Job, Shape
+
+if TYPE_CHECKING:
+    from foreword.entrypoints.async_engine import AsyncEngine
 
 VERSION = 1
 
@@ -31,7 +32,7 @@ def seal(job: Job) -> bytes:
     return json.dumps(written).encode()
 
 
-def resume(engine: Engine, request: Request, output: Sequence[int], envelope: bytes, caller: Caller) -> Job:
+def resume(engine: AsyncEngine, request: Request, output: Sequence[int], envelope: bytes, caller: Caller) -> Job:
     """The job, to go on after the tokens `output`. Raises BadRequest if there is no envelope that is understood."""
     try:
         written: dict[str, Any] = json.loads(envelope)
@@ -45,7 +46,7 @@ def resume(engine: Engine, request: Request, output: Sequence[int], envelope: by
     return Job(head, (request,), (shape,), streams, usage, prefix, ids, caller=caller, resumed=len(output))
 
 
-def _shape(engine: Engine, written: dict[str, Any], output: Sequence[int]) -> Shape:
+def _shape(engine: AsyncEngine, written: dict[str, Any], output: Sequence[int]) -> Shape:
     if written["kind"] == "chat":
         return ChatShape(engine.tokenizer)
     shape = CompletionShape(engine.tokenizer, str(written["echo"]))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 
-from foreword.server.backend import Engine
+from foreword.api.tenants import Tenant
 from foreword.server.endpoint import Front
-from foreword.server.tenants import Tenant
+
+if TYPE_CHECKING:
+    from foreword.entrypoints.async_engine import AsyncEngine
 
 
 def router(front: Front) -> APIRouter:
@@ -28,7 +30,7 @@ def router(front: Front) -> APIRouter:
     return routes
 
 
-def describe(engine: Engine, tenant: Tenant) -> dict[str, Any]:
+def describe(engine: AsyncEngine, tenant: Tenant) -> dict[str, Any]:
     """This instance as JSON. `tenant` is a digest of the caller's salt: two servers that give the same one share its blocks."""
     info, status, instance = engine.info, engine.status(), engine.instance
     return {

@@ -6,9 +6,12 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from foreword.errors import BadRequest, EngineFailed, NotReady, QueueFull, ShuttingDown
-from foreword.server.backend import Engine
+
+if TYPE_CHECKING:
+    from foreword.entrypoints.async_engine import AsyncEngine
 
 # Seconds between two looks at what waits to be fetched.
 _LOOK = 0.05
@@ -22,7 +25,7 @@ class Gate:
         engine: the engine, if it is loaded already.
     """
 
-    def __init__(self, max_queue: int, engine: Engine | None = None) -> None:
+    def __init__(self, max_queue: int, engine: AsyncEngine | None = None) -> None:
         self.max_queue = max_queue
         self._engine = engine
         self._draining = False
@@ -34,7 +37,7 @@ class Gate:
         self._since = time.monotonic()
         self._progress = "it has just begun"
 
-    def open(self, engine: Engine) -> None:
+    def open(self, engine: AsyncEngine) -> None:
         """The engine is loaded: let requests in."""
         self._engine = engine
 
@@ -48,17 +51,17 @@ class Gate:
         return self._draining
 
     @property
-    def loaded(self) -> Engine | None:
+    def loaded(self) -> AsyncEngine | None:
         """The engine, whether or not requests may enter."""
         return self._engine
 
-    def engine(self) -> Engine:
+    def engine(self) -> AsyncEngine:
         """The engine. Raises ShuttingDown, NotReady or EngineFailed where a request may not enter now."""
         if self._draining:
             raise ShuttingDown("The server is shutting down and takes no new requests; retry later")
         return self._checked()
 
-    def _checked(self) -> Engine:
+    def _checked(self) -> AsyncEngine:
         if self._engine is None:
             waited = time.monotonic() - self._since
             raise NotReady(f"The model is still being loaded ({waited:.0f} s so far: {self._progress}); retry soon")
@@ -67,7 +70,7 @@ class Gate:
             raise EngineFailed(f"The engine has stopped: {failed}")
         return self._engine
 
-    def check_loaded(self) -> Engine:
+    def check_loaded(self) -> AsyncEngine:
         """The engine, also while the server drains. Raises NotReady or EngineFailed."""
         return self._checked()
 
@@ -87,7 +90,7 @@ class Gate:
             raise QueueFull(f"{waiting} sequences wait already and at most {self.max_queue} may; retry later")
 
     @contextmanager
-    def admit(self, sequences: int, *, checked: bool = True) -> Iterator[Engine]:
+    def admit(self, sequences: int, *, checked: bool = True) -> Iterator[AsyncEngine]:
         """Count `sequences` as inside until the end of the block. Raises what `engine` and `check_room` raise; those that are
         inside already (their request moved here) are not `checked`."""
         engine = self.engine() if checked else self.check_loaded()

@@ -10,20 +10,22 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 
+from foreword.api.tenants import Tenant
 from foreword.disaggregation.unclaimed_outputs import Adopted
 from foreword.engine.request import Request as EngineRequest
 from foreword.errors import CannotMove, EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
 from foreword.server.active_requests import Running
-from foreword.server.backend import Engine
 from foreword.server.endpoint import Front
 from foreword.server.handoff_message import seal
 from foreword.server.instance_api import describe
 from foreword.server.peers import server_url
-from foreword.server.tenants import Tenant
+
+if TYPE_CHECKING:
+    from foreword.entrypoints.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ async def _ask(target: str, headers: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _suits(engine: Engine, request: EngineRequest, there: Mapping[str, Any], target: str) -> str:
+def _suits(engine: AsyncEngine, request: EngineRequest, there: Mapping[str, Any], target: str) -> str:
     """The transfer address of a server that can go on with the request. Raises CannotMove."""
     here = describe(engine, Tenant("", request.salt))
     if here["transfer"] is None:
@@ -113,7 +115,7 @@ async def drain(front: Front, targets: Sequence[str], seconds: float = 60.0) -> 
     return {"requests": len(movable), "moved": moved}
 
 
-async def _movable(front: Front, engine: Engine) -> dict[str, Callable[[str], Awaitable[object]]]:
+async def _movable(front: Front, engine: AsyncEngine) -> dict[str, Callable[[str], Awaitable[object]]]:
     """What moves each request, by its id."""
     waiting: Sequence[Adopted] = ()
     with contextlib.suppress(EngineFailed, ShuttingDown):

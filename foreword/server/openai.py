@@ -6,169 +6,35 @@ is written. Choice `prompt * n + index` is sequence `index` of prompt `prompt`.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from foreword.api import logprobs
 from foreword.api.schemas import ChatRequest, CompletionRequest, Prompt, SamplingBody
+from foreword.api.tenants import Tenant
 from foreword.engine.request import Delta, Request, SamplingParams, TokenLogprob
 from foreword.errors import BadRequest, EngineFailed, ShuttingDown
 from foreword.server import relay, stream
-from foreword.server.active_requests import Caller
-from foreword.server.backend import Engine, Tokenizer
 from foreword.server.endpoint import Front, check_length, check_model, check_token_ids
-from foreword.server.tenants import Tenant
+from foreword.server.job import ChatShape, CompletionShape, Job, Shape, Tally
+
+if TYPE_CHECKING:
+    from foreword.entrypoints.async_engine import AsyncEngine
 
 DEFAULT_COMPLETION_TOKENS = 16
 
 _numbers = itertools.count()
 
 
-class Shape(Protocol):
-    """How the answers of one interface are written. It may keep state per choice."""
-
-    whole_object: str
-    chunk_object: str
-
-    def opening(self) -> dict[str, Any] | None:
-        """A choice's first chunk, sent before any text."""
-
-    def chunk(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        """A choice's further chunk."""
-
-    def whole(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        """A choice of an answer that is not streamed."""
-
-
-class CompletionShape:
-    """`text_completion`. Before the text may come the prompt (`echo`)."""
-
-    whole_object = "text_completion"
-    chunk_object = "text_completion"
-
-    def __init__(self, tokenizer: Tokenizer, echo: str = "") -> None:
-        self._tokenizer = tokenizer
-        self.echo = echo
-        self._offsets = logprobs.Offsets()
-
-    def skip(self, tokens: Sequence[int]) -> None:
-        """These were written elsewhere: count their characters."""
-        for token in tokens:
-            self._offsets.next(self._tokenizer, token)
-
-    def opening(self) -> dict[str, Any] | None:
-        return {"text": self.echo, "logprobs": None} if self.echo else None
-
-    def chunk(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        shown = None if entries is None else logprobs.for_completion(self._tokenizer, entries, self._offsets)
-        return {"text": text, "logprobs": shown}
-
-    def whole(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        return self.chunk(self.echo + text, entries)
-
-
-class ChatShape:
-    """`chat.completion`."""
-
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def opening(self) -> dict[str, Any] | None:
-        return {"delta": {"role": "assistant", "content": "", "refusal": None}, "logprobs": None}
-
-    def chunk(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}, "logprobs": self._logprobs(entries)}
-
-    def whole(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        return {
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs(entries),
-        }
-
-    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
-        return None if entries is None else logprobs.for_chat(self._tokenizer, entries)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One HTTP request on its way through.
-
-    Attributes:
-        head: what every answer and chunk begins with.
-        requests: one per prompt.
-        shapes: one per choice.
-        prefix: the named prefix that stands before the prompts.
-        token_ids: show the prompts' and the answers' token ids, in vLLM's fields.
-        caller: who asked.
-        resumed: it began on another server and goes on here after so many tokens; None if it begins here.
-    """
-
-    head: dict[str, Any]
-    requests: tuple[Request, ...]
-    shapes: tuple[Shape, ...]
-    streams: bool
-    include_usage: bool
-    prefix: str | None = None
-    token_ids: bool = False
-    caller: Caller = field(default_factory=Caller)
-    resumed: int | None = None
-
-    @property
-    def n(self) -> int:
-        return self.requests[0].params.n
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.requests[0].params.logprobs is not None
-
-
-@dataclass(slots=True)
-class Tally:
-    """What was counted while a job ran."""
-
-    job: Job
-    completion_tokens: int = 0
-    cached_tokens: dict[int, int] = field(default_factory=dict)
-    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    def add(self, prompt: int, delta: Delta) -> None:
-        self.completion_tokens += len(delta.tokens)
-        if delta.index == 0:
-            # A prompt counts once, as its first sequence met it; the others found it cached by that one.
-            self.cached_tokens[prompt] = delta.cached_tokens
-            # The dashboard may have asked for a report that the client did not ask for.
-            if delta.cache_report is not None and self.job.requests[prompt].want_cache_report:
-                self.reports[prompt] = dataclasses.asdict(delta.cache_report)
-
-    def usage(self) -> dict[str, Any]:
-        prompt_tokens = sum(len(request.tokens) for request in self.job.requests)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
-        }
-
-    def report(self) -> dict[str, Any]:
-        """`{"cache_report": ...}` if one was asked for: one report for one prompt, a list in order for several."""
-        if not self.reports:
-            return {}
-        reports = [self.reports[prompt] for prompt in sorted(self.reports)]
-        return {"cache_report": reports[0] if len(self.job.requests) == 1 else reports}
-
-
 # Bodies to jobs
 
 
-async def completion_job(front: Front, engine: Engine, tenant: Tenant, body: CompletionRequest, request_id: str) -> Job:
+async def completion_job(
+    front: Front, engine: AsyncEngine, tenant: Tenant, body: CompletionRequest, request_id: str
+) -> Job:
     """Raises BadRequest, PromptTooLong, UnknownModel or UnknownPrefix; nothing runs yet."""
     check_model(engine, body.model)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -182,7 +48,7 @@ async def completion_job(front: Front, engine: Engine, tenant: Tenant, body: Com
     return _job(front, engine, tenant, body, params, f"cmpl-{request_id}", prompts, shapes)
 
 
-async def chat_job(front: Front, engine: Engine, tenant: Tenant, body: ChatRequest, request_id: str) -> Job:
+async def chat_job(front: Front, engine: AsyncEngine, tenant: Tenant, body: ChatRequest, request_id: str) -> Job:
     """Raises BadRequest, PromptTooLong, UnknownModel or UnknownPrefix; nothing runs yet."""
     check_model(engine, body.model)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -197,7 +63,7 @@ async def chat_job(front: Front, engine: Engine, tenant: Tenant, body: ChatReque
 
 def _job(
     front: Front,
-    engine: Engine,
+    engine: AsyncEngine,
     tenant: Tenant,
     body: SamplingBody,
     params: SamplingParams,
@@ -226,7 +92,7 @@ def _job(
     return Job(head, requests, tuple(shapes), bool(body.stream), include_usage, body.prefix, shows_ids)
 
 
-def _prefill(front: Front, engine: Engine, tenant: Tenant, body: SamplingBody) -> str:
+def _prefill(front: Front, engine: AsyncEngine, tenant: Tenant, body: SamplingBody) -> str:
     """Which instance computes the prompt; nobody else's business where this one has no door for transfers. Raises BadRequest,
     Forbidden for an address that a client may not send this server to; a router names its own replicas."""
     wanted = body.kv_transfer_params.prefill if body.kv_transfer_params is not None else None
@@ -238,7 +104,9 @@ def _prefill(front: Front, engine: Engine, tenant: Tenant, body: SamplingBody) -
     return wanted
 
 
-def _params(engine: Engine, body: SamplingBody, max_tokens: int | None, alternatives: int | None) -> SamplingParams:
+def _params(
+    engine: AsyncEngine, body: SamplingBody, max_tokens: int | None, alternatives: int | None
+) -> SamplingParams:
     stop_token_ids = tuple(body.stop_token_ids or ())
     logit_bias = dict(body.logit_bias or {})
     check_token_ids(engine, stop_token_ids, "stop_token_ids")
@@ -265,7 +133,7 @@ def _params(engine: Engine, body: SamplingBody, max_tokens: int | None, alternat
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
-def _completion_tokens(engine: Engine, tenant: Tenant, body: CompletionRequest, prompt: Prompt) -> Sequence[int]:
+def _completion_tokens(engine: AsyncEngine, tenant: Tenant, body: CompletionRequest, prompt: Prompt) -> Sequence[int]:
     if isinstance(prompt, str):
         check_length(engine, prompt, "prompt")
     else:
@@ -277,13 +145,13 @@ def _completion_tokens(engine: Engine, tenant: Tenant, body: CompletionRequest, 
     return engine.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
 
 
-def _echo(engine: Engine, body: CompletionRequest, prompt: Prompt) -> str:
+def _echo(engine: AsyncEngine, body: CompletionRequest, prompt: Prompt) -> str:
     if not body.echo:
         return ""
     return prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt)
 
 
-def _chat_tokens(engine: Engine, tenant: Tenant, body: ChatRequest) -> Sequence[int]:
+def _chat_tokens(engine: AsyncEngine, tenant: Tenant, body: ChatRequest) -> Sequence[int]:
     messages = [message.plain() for message in body.messages]
     check_length(engine, "".join(message["content"] for message in messages), "messages")
     if body.prefix is not None:
@@ -320,7 +188,7 @@ async def run(front: Front, job: Job) -> AsyncGenerator[tuple[int, Delta], None]
 
 
 async def _deltas(
-    front: Front, job: Job, engine: Engine, requests: Sequence[Request]
+    front: Front, job: Job, engine: AsyncEngine, requests: Sequence[Request]
 ) -> AsyncGenerator[tuple[int, Delta], None]:
     """What the engine says, and what other servers say where a request moves without its caller."""
     if job.resumed is None:
@@ -340,7 +208,7 @@ async def _deltas(
                         yield prompt, passed_on
 
 
-def _note_hits(engine: Engine, prefix: str, salt: bytes, hits: Sequence[int]) -> None:
+def _note_hits(engine: AsyncEngine, prefix: str, salt: bytes, hits: Sequence[int]) -> None:
     for tokens in hits:
         engine.prefixes.note_hit(prefix, tokens, salt=salt)
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from foreword.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from foreword.server import openai
-from foreword.server.active_requests import Caller
-from foreword.server.backend import Engine
 from foreword.server.endpoint import Front, check_length, check_model, check_token_ids
 from foreword.server.errors import CLIENT_GONE
+from foreword.server.job import Caller, Job
 from foreword.server.openapi import json_body
 from foreword.server.stream import EventStream, unless_disconnected
+
+if TYPE_CHECKING:
+    from foreword.entrypoints.async_engine import AsyncEngine
 
 
 def router(front: Front) -> APIRouter:
@@ -84,7 +86,7 @@ def router(front: Front) -> APIRouter:
     return routes
 
 
-async def _respond(front: Front, request: Request, job: openai.Job) -> Response:
+async def _respond(front: Front, request: Request, job: Job) -> Response:
     job = dataclasses.replace(job, caller=Caller.of(request.headers))
     if job.streams:
         return EventStream(openai.events(front, job))
@@ -92,7 +94,7 @@ async def _respond(front: Front, request: Request, job: openai.Job) -> Response:
     return Response(status_code=CLIENT_GONE) if answer is None else JSONResponse(answer)
 
 
-def _describe(engine: Engine, created: int) -> dict[str, Any]:
+def _describe(engine: AsyncEngine, created: int) -> dict[str, Any]:
     info = engine.info
     return {
         "id": info.name,
@@ -106,7 +108,7 @@ def _describe(engine: Engine, created: int) -> dict[str, Any]:
     }
 
 
-def _tokens(engine: Engine, body: TokenizeRequest) -> list[int]:
+def _tokens(engine: AsyncEngine, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         check_length(engine, body.prompt, "prompt")
         return engine.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)

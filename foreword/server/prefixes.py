@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from foreword.api.schemas import NewPrefix, PrefixContent
-from foreword.server.backend import Engine, NamedPrefix
 from foreword.server.endpoint import Front, check_length
 from foreword.server.errors import CLIENT_GONE
 from foreword.server.openapi import json_body
 from foreword.server.stream import unless_disconnected
+
+if TYPE_CHECKING:
+    from foreword.entrypoints.async_engine import AsyncEngine
+    from foreword.prefixes.book import NamedPrefix
 
 
 def router(front: Front) -> APIRouter:
@@ -75,7 +78,7 @@ async def _store(
     return JSONResponse(describe(prefix), status_code=201 if prefix.version == 1 else 200)
 
 
-async def _add(engine: Engine, name: str, body: PrefixContent, salt: bytes, replace: bool) -> NamedPrefix:
+async def _add(engine: AsyncEngine, name: str, body: PrefixContent, salt: bytes, replace: bool) -> NamedPrefix:
     if body.content is not None:
         check_length(engine, body.content, "content")
         return await engine.prefixes.add(name, content=body.content, salt=salt, replace=replace)

@@ -16,7 +16,7 @@ import msgspec
 
 from foreword.engine.request import Delta, Departure
 from foreword.errors import EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
-from foreword.server.active_requests import FOLLOW_HEADER, Caller
+from foreword.server.job import FOLLOW_HEADER, Caller
 
 MOVED: Final = "foreword.moved"
 DELTA: Final = "foreword.delta"

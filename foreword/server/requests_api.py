@@ -16,9 +16,9 @@ from foreword.config import ServerConfig
 from foreword.errors import BadRequest, CannotMove, Forbidden, NotFound
 from foreword.server import migration as moving
 from foreword.server import openai
-from foreword.server.active_requests import Caller
 from foreword.server.endpoint import Front
 from foreword.server.handoff_message import resume
+from foreword.server.job import Caller, Job
 from foreword.server.openapi import json_body
 from foreword.server.relay import delta_event, keep_alive, moved_event
 from foreword.server.stream import EventStream
@@ -104,7 +104,7 @@ def _number(text: str) -> int:
     return int(text)
 
 
-async def _deltas(front: Front, job: openai.Job) -> AsyncGenerator[bytes, None]:
+async def _deltas(front: Front, job: Job) -> AsyncGenerator[bytes, None]:
     async with aclosing(openai.run(front, job)) as deltas:
         async for _, delta in deltas:
             yield delta_event(delta) if delta.moved is None else moved_event(delta.moved)

@@ -17,11 +17,11 @@ import httpx
 import openai
 import uvicorn
 
+from foreword.api.listener import bind
 from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.observability.metrics import PrometheusObserver
 from foreword.server.app import create_app
-from foreword.server.listener import bind
 
 # float32: in bfloat16 a cached and a computed prefix round differently, which can tip a sampled token.
 ENGINE = EngineConfig(

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from foreword.cli import main as cli
-from foreword.server import server
+from foreword.server import process
 
 
 def main() -> None:
     folder = Path(sys.argv.pop(1))
-    load = server.load_engine
+    load = process.load_engine
 
     def led(*arguments: Any, **named: Any) -> Any:
         while (folder / "loading").exists():
@@ -40,7 +40,7 @@ def main() -> None:
             engine.offload._seconds_per_token = lambda: None
         return engine
 
-    server.load_engine = led
+    process.load_engine = led
     cli.main()
 
 

@@ -14,11 +14,11 @@ import httpx
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from foreword.api.listener import bind
 from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig, StoreConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.observability.metrics import PrometheusObserver
 from foreword.server.app import create_app
-from foreword.server.listener import bind
 
 # Every place where a stranger's text reaches the page has this in it.
 HOSTILE = "<img/src=x/onerror=window.hacked=1>"

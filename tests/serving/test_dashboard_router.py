@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router_parts import QUICK
 from site_of_dashboard import HOSTILE, open_site
 
-from foreword.dashboard.replicas import read_fill
+from foreword.router.replica_memory import read_fill
 
 pytestmark = pytest.mark.timeout(240)
 

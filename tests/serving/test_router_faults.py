@@ -20,11 +20,11 @@ from aiohttp import web
 from doors import ENGINE, PREFIXES, Doors, knocking, until, words
 from router_parts import Loop, Relay, RouterProcess
 
+from foreword.api.listener import bind
 from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
 from foreword.router.breaker import Breaker
 from foreword.server.app import create_app
-from foreword.server.listener import bind
 
 CHUNK = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
 

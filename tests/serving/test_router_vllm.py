@@ -24,8 +24,8 @@ import transformers
 from doors import until, words
 from router_parts import Loop, Relay, RouterProcess, Scissors
 
+from foreword.api.tenants import Tenants
 from foreword.config import ServerConfig
-from foreword.server.tenants import Tenants
 
 PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
 pytestmark = [

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from doors import Doors, words
 
+from foreword.api.tenants import Tenants, derive_salt
 from foreword.config import ServerConfig
 from foreword.errors import ConfigError, Unauthorized
-from foreword.server.tenants import Tenants, derive_salt
 
 
 def cached(doors: Doors, key: str, prompt: str, **more: Any) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
@@ -17,9 +17,12 @@ from foreword.dashboard import pages
 from foreword.dashboard.history import MetricsHistory, Sampling
 from foreword.errors import ForewordError, Unauthorized
 from foreword.observability.metrics import PrometheusObserver
-from foreword.server.backend import Engine, NamedPrefix
 from foreword.server.endpoint import Front
 from foreword.server.prefixes import describe
+
+if TYPE_CHECKING:
+    from foreword.entrypoints.async_engine import AsyncEngine
+    from foreword.prefixes.book import NamedPrefix
 
 _SHOWN_REQUESTS: Final = 50
 _SHOWN_CHAINS: Final = 8
@@ -117,7 +120,7 @@ def _state(front: Front) -> dict[str, str]:
     return {"status": "ready", "reason": ""}
 
 
-async def _prefixes(engine: Engine, salt: bytes) -> Sequence[NamedPrefix]:
+async def _prefixes(engine: AsyncEngine, salt: bytes) -> Sequence[NamedPrefix]:
     try:
         await engine.prefixes.refresh(salt)
         return engine.prefixes.list(salt=salt)
@@ -132,7 +135,7 @@ class _Chains:
         self._found: OrderedDict[bytes, tuple[float, Sequence[CommonPrefix]]] = OrderedDict()
         self._finding = asyncio.Lock()
 
-    async def of(self, engine: Engine, salt: bytes) -> Sequence[CommonPrefix]:
+    async def of(self, engine: AsyncEngine, salt: bytes) -> Sequence[CommonPrefix]:
         async with self._finding:
             at, found = self._found.get(salt, (-_CHAINS_AGE, ()))
             if time.monotonic() - at < _CHAINS_AGE:

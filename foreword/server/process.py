@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from foreword import __version__
+from foreword.api.listener import bind
 from foreword.config import Config, TransferConfig
 from foreword.errors import ConfigError, ForewordError
 from foreword.events import Observer
 from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.recording import EngineRecorder, Recorder
 from foreword.server.app import create_app
-from foreword.server.backend import Engine
 from foreword.server.limits import Gate
-from foreword.server.listener import bind
 from foreword.transfer.sockets import parse_address
 
 if TYPE_CHECKING:
+    from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.server.kv_events import KvEvents
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _FLUSH = 5
 _LOOK = 0.05
 
 Progress = Callable[[str], None]
-Load = Callable[[Config, PrometheusObserver, Progress], Engine]
+Load = Callable[[Config, PrometheusObserver, Progress], AsyncEngine]
 
 
 def run(config: Config, load: Load | None = None) -> int:
@@ -220,7 +220,7 @@ class Loader:
         logger.info("loading: %s", text)
         self._call(self._server.gate.note_progress, text)
 
-    def _open(self, engine: Engine) -> None:
+    def _open(self, engine: AsyncEngine) -> None:
         self._registry.watch(engine)
         self._server.gate.open(engine)
         logger.info("ready: %s", _describe(engine))
@@ -228,7 +228,7 @@ class Loader:
 
 def load_engine(
     config: Config, registry: PrometheusObserver, progress: Progress, *, events: KvEvents | None = None
-) -> Engine:
+) -> AsyncEngine:
     """Load the real engine; imports torch. Raises ForewordError."""
     from foreword.entrypoints.async_engine import AsyncEngine
 
@@ -252,7 +252,7 @@ def load_engine(
     return engine
 
 
-def _describe(engine: Engine) -> str:
+def _describe(engine: AsyncEngine) -> str:
     info = engine.info
     pool, each = info.num_blocks * info.block_size, info.kv_bytes_per_block // info.block_size
     kept = f"room for {pool} tokens of KV at {each} bytes each"

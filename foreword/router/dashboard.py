@@ -10,9 +10,9 @@ from aiohttp import web
 from foreword import __version__
 from foreword.dashboard import pages
 from foreword.dashboard.history import MetricsHistory
-from foreword.dashboard.replicas import NOTHING, Fill, Fills
 from foreword.errors import Forbidden, Unauthorized
 from foreword.router.admin import describe
+from foreword.router.replica_memory import NOTHING, Fill, Fills
 from foreword.router.replicas import Upstream
 from foreword.router.service import Router
 
