@@ -45,7 +45,7 @@ _FLUSH = 5
 _LOOK = 0.05
 
 Progress = Callable[[str], None]
-Load = Callable[[Config, PrometheusObserver, Progress], AsyncEngine]
+Load = Callable[[Config, PrometheusObserver, Progress], "AsyncEngine"]
 
 
 def run(config: Config, load: Load | None = None) -> int:
