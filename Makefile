@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all check lint clean
+.PHONY: setup demo test test-all check lint docs clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The documentation as a site in dist/site. A broken link is an error.
+docs: setup
+	$(BIN)/mkdocs build --strict --quiet
 
 check: lint test
 
