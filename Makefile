@@ -19,13 +19,15 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/foreword demo
 
-# One test process per core with one thread each: OpenMP threads that outnumber the cores wait for each other.
-test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile -m "not slow"
+# One test process per core, one computing thread each: OpenMP threads that outnumber the cores wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
-# All tests: also those that kill processes, inject faults for minutes, or need a real vLLM.
-test-all: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+test: setup
+	$(PYTEST) -m "not slow"
+
+# Also the tests that kill processes, inject faults for minutes, or need a real vLLM (FOREWORD_VLLM_PYTHON).
+test-all: test
+	$(PYTEST) -m slow
 
 lint: setup
 	$(BIN)/ruff check .
