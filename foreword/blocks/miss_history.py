@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-Reason = Literal["all_cached", "never_seen", "diverged", "evicted", "shorter_than_block", "other_tenant", "disabled"]
+MissReason = Literal[
+    "all_cached", "never_seen", "diverged", "evicted", "shorter_than_block", "other_tenant", "disabled"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Why reuse ended where it did; `diverged_at` is a token position in the prompt."""
 
-    reason: Reason
+    reason: MissReason
     diverged_at: int | None
     detail: str
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from foreword.blocks.free_list import FreeList
+from foreword.blocks.runs import consecutive_runs
 from foreword.errors import ConfigError, IntegrityError
 
-_MIN_ROW = 4
+_MIN_RUN = 4
 
 
 class BlockPool:
@@ -95,8 +96,8 @@ class BlockPool:
         if count > len(self._free):
             return None
         blocks = self._free.take(count)
-        if count >= _MIN_ROW:
-            _turn_around(blocks)
+        if count >= _MIN_RUN:
+            _reverse_descending_runs(blocks)
         refs, keys, index, copies = self._refs, self._keys, self._index, self._copies
         removed: list[bytes] = []
         for block in blocks:
@@ -245,14 +246,8 @@ def _hold(condition: bool, invariant: str) -> None:
         raise IntegrityError(f"block pool: broken invariant: {invariant}")
 
 
-def _turn_around(blocks: list[int]) -> None:
-    """Make every run of at least _MIN_ROW numbers, each one less than the last, ascend."""
-    start, expected = 0, blocks[0] - 1
-    for position in range(1, len(blocks) + 1):
-        if position < len(blocks) and blocks[position] == expected:
-            expected -= 1
-            continue
-        if position - start >= _MIN_ROW:
-            blocks[start:position] = blocks[start:position][::-1]
-        if position < len(blocks):
-            start, expected = position, blocks[position] - 1
+def _reverse_descending_runs(blocks: list[int]) -> None:
+    """Reverse every descending run of at least _MIN_RUN blocks, in place."""
+    for low, high in consecutive_runs(blocks, step=-1):
+        if high - low >= _MIN_RUN:
+            blocks[low:high] = blocks[low:high][::-1]

@@ -90,8 +90,8 @@ class PrefixCache:
         partial_reuse: `lookup` also offers partly filled blocks, to be copied (R8).
         unfilled_first: see `BlockPool`.
         lookahead_blocks: blocks taken ahead of need per sequence, if there are any (R10).
-        on_stored, on_removed: told about keys that appear and disappear: `(parent, keys)` and `(keys)`.
-        on_named: told of the same appearances as `(table, start, end)`: blocks `start` to `end` of a table.
+        on_published: called with `(table, start, end)` when blocks `[start, end)` of a table are published.
+        on_removed: called with the keys that no block holds any more.
     """
 
     def __init__(
@@ -104,9 +104,8 @@ class PrefixCache:
         partial_reuse: bool = True,
         unfilled_first: bool = True,
         lookahead_blocks: int = 0,
-        on_stored: Callable[[bytes, list[bytes]], None] | None = None,
+        on_published: Callable[[BlockTable, int, int], None] | None = None,
         on_removed: Callable[[list[bytes]], None] | None = None,
-        on_named: Callable[[BlockTable, int, int], None] | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, unfilled_first=unfilled_first, on_removed=on_removed)
         self.block_size = block_size
@@ -114,8 +113,7 @@ class PrefixCache:
         self._model = model
         self._partial_reuse = partial_reuse and enabled
         self._lookahead = lookahead_blocks
-        self._on_stored = on_stored
-        self._on_named = on_named
+        self._on_published = on_published
         self._roots: dict[bytes, bytes] = {}
         # Partly filled blocks: key before the block -> (block, its tokens), least recently noted first.
         self._partials: OrderedDict[bytes, tuple[int, Sequence[int]]] = OrderedDict()
@@ -208,10 +206,8 @@ class PrefixCache:
             return
         keys = table.chain.keys_to(num_blocks)[start:num_blocks]
         self.pool.publish(table.blocks[start:num_blocks], keys)
-        if self._on_stored is not None:
-            self._on_stored(table.chain.key_before(start), keys)
-        if self._on_named is not None:
-            self._on_named(table, start, num_blocks)
+        if self._on_published is not None:
+            self._on_published(table, start, num_blocks)
         table.published = num_blocks
         self._set_next_block_at(table)
 
@@ -279,27 +275,6 @@ class PrefixCache:
         table.blocks = []
         table.published = 0
         table.next_block_at = 0
-
-    def fork(self, table: BlockTable, num_tokens: int) -> tuple[BlockTable, Copy | None] | None:
-        """A second sequence with the same first `num_tokens` computed tokens: full blocks are shared, a partly filled last
-        one must be copied. None if there is no block for it."""
-        depth, held = divmod(num_tokens, self.block_size)
-        shared = table.blocks[:depth]
-        fresh: list[int] = []
-        if held:
-            taken = self.pool.allocate(1)
-            if taken is None:
-                return None
-            fresh = taken
-            if fresh[0] in self._partial_of:
-                self._forget_partial(fresh[0])
-        self.pool.share(shared)
-        chain = table.chain
-        child = BlockTable(chain.fork(num_tokens))
-        child.blocks = shared + fresh
-        child.published = min(table.published, depth)
-        self._set_next_block_at(child)
-        return child, Copy(table.blocks[depth], fresh[0], held) if held else None
 
     def pin(self, table: BlockTable, num_blocks: int) -> list[int]:
         """Hold the first `num_blocks` blocks of a table (all of them visible) until `unpin`."""

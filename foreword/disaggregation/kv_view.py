@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foreword.blocks.layout import Layout
+from foreword.blocks.runs import consecutive_runs
 from foreword.offload.copies import Paged, tensors_of
 from foreword.transfer.messages import Buffer, Part
 
@@ -55,7 +56,7 @@ class KVPort:
     def read(self, part: Part, blocks: Sequence[int], mark: Any = None) -> list[Buffer]:
         """A part's payload, of `blocks` from `part.first_block` on. On a CPU these are views: the blocks must not change until
         they were sent. What was written before `mark` is in it; without one, what the device has been told by now."""
-        runs = list(_runs(blocks, part.tokens, self._size))
+        runs = _slot_runs(blocks, part.tokens, self._size)
         if self._copies is not None:
             return [self._copies.read(self._tensors(part), _slots(runs), mark)]
         buffers: list[Buffer] = []
@@ -68,7 +69,7 @@ class KVPort:
         """Copy a part's payload into `blocks`, after what the device was told before `mark`. When it returns, they hold it, and
         the payload may go."""
         data = np.frombuffer(payload, np.uint8)
-        runs = list(_runs(blocks, part.tokens, self._size))
+        runs = _slot_runs(blocks, part.tokens, self._size)
         if self._copies is not None:
             self._copies.write(self._tensors(part), _slots(runs), data, mark)
             return
@@ -173,11 +174,6 @@ def _slots(runs: Sequence[tuple[int, int]]) -> list[int]:
     return [slot for start, count in runs for slot in range(start, start + count)]
 
 
-def _runs(blocks: Sequence[int], tokens: int, size: int) -> Iterator[tuple[int, int]]:
-    """`(first slot, slots)` of the stretches in which blocks lie in a row, `tokens` slots together."""
-    start = 0
-    for end in range(1, len(blocks) + 1):
-        if end < len(blocks) and blocks[end] == blocks[end - 1] + 1:
-            continue
-        yield blocks[start] * size, min(end * size, tokens) - start * size
-        start = end
+def _slot_runs(blocks: Sequence[int], tokens: int, size: int) -> list[tuple[int, int]]:
+    """`(first slot, slots)` of the runs of consecutive blocks, `tokens` slots together."""
+    return [(blocks[low] * size, min(high * size, tokens) - low * size) for low, high in consecutive_runs(blocks)]

@@ -197,7 +197,7 @@ def _parts(layer: nn.Module, recorder: Recorder) -> _Parts | None:
     children = dict(layer.named_children())
     attention, mlp = children.get("self_attn"), children.get("mlp")
     number = getattr(attention, "layer_idx", None)
-    if attention is None or mlp is None or number not in recorder.shapes or number in recorder.special:
+    if attention is None or mlp is None or number not in recorder.layouts or number in recorder.special:
         return None
     inside, feed = dict(attention.named_children()), dict(mlp.named_children())
     qkv = _product(_named(inside, ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)))
@@ -207,12 +207,12 @@ def _parts(layer: nn.Module, recorder: Recorder) -> _Parts | None:
     query_norm, key_norm = _norm_of(inside.get("q_norm")), _norm_of(inside.get("k_norm"))
     if qkv is None or gate_up is None or output is None or down is None or norms[0] is None or norms[1] is None:
         return None
-    shape, heads = recorder.shapes[number], recorder.heads[number]
+    shape, heads = recorder.layouts[number], recorder.heads[number]
     rows = (heads + shape.kv_heads) * shape.key_dim + shape.kv_heads * shape.value_dim
     fits = (
         sum(held.weight.shape[0] for held in qkv.layers) == rows
         and output.layers[0].weight.shape[1] == heads * shape.value_dim
-        and gate_up.layers[0].weight.dtype == shape.dtype
+        and gate_up.layers[0].weight.dtype == recorder.dtype
         and all(norm is None or norm.weight.shape[0] == shape.key_dim for norm in (query_norm, key_norm))
         and _gates_by_silu(feed)
     )
@@ -259,7 +259,10 @@ def _replace_layers(
         return 0
     step, blocks = _trial_step(vocab_size)
     tensors = [
-        {n: PagedLayer(shape, blocks, _TRIAL_BLOCK, torch.device("cpu")) for n, shape in recorder.shapes.items()}
+        {
+            number: PagedLayer(layout, recorder.dtype, blocks, _TRIAL_BLOCK, torch.device("cpu"))
+            for number, layout in recorder.layouts.items()
+        }
         for _ in range(2)
     ]
     for layers in tensors:

@@ -19,16 +19,17 @@ import transformers
 from torch import Tensor, nn
 
 from foreword.blocks import PrefixCache
+from foreword.blocks.layout import LayerLayout
 from foreword.config import EngineConfig, parse_bytes
 from foreword.engine import decoder, linear
 from foreword.engine.attention import base as attention
-from foreword.engine.attention.base import LayerShape, Recorder
+from foreword.engine.attention.base import Recorder
 from foreword.engine.kernels import native
 from foreword.engine.kernels.build import CannotBuild
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler, SequenceState
-from foreword.engine.torch_runner import TorchRunner, record_layers
+from foreword.engine.torch_runner import TorchRunner, bytes_per_block, record_layers
 from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class LoadedModel:
 
     Attributes:
         fingerprint: SHA-256 over configuration and weights (not their path); part of every block's key.
-        shapes: what each layer keeps per token.
+        layouts: what each layer keeps per token, in numbers of `kv_dtype`.
         end_tokens: tokens that end a text, from the generation configuration.
         kernels: the compiled kernels; None where PyTorch's operators compute.
     """
@@ -60,7 +61,8 @@ class LoadedModel:
     name: str
     source: str
     fingerprint: bytes
-    shapes: Mapping[int, LayerShape]
+    layouts: Mapping[int, LayerLayout]
+    kv_dtype: torch.dtype
     max_model_len: int
     vocab_size: int
     dtype: torch.dtype
@@ -101,7 +103,8 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
         name=config.served_model_name or Path(source).name or source,
         source=source,
         fingerprint=fingerprint,
-        shapes=layers.shapes,
+        layouts=layers.layouts,
+        kv_dtype=layers.dtype,
         max_model_len=_model_length(text, layers.windows, config),
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         dtype=dtype,
@@ -220,7 +223,7 @@ def _layers(model: Any, settings: Any) -> Recorder:
         raise ModelUnsupported(
             f"{settings.model_type} does not run through our attention: {_first_line(error)}"
         ) from error
-    found = len(recorder.shapes)
+    found = len(recorder.layouts)
     expected = int(getattr(settings.get_text_config(), "num_hidden_layers", found))
     if found != expected:
         raise ModelUnsupported(
@@ -320,7 +323,7 @@ def _end_tokens(model: Any) -> tuple[int, ...]:
 def kv_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     """Blocks in the pool: from `kv_memory` in bytes or tokens, or from what is free. Raises ConfigError if there is no
     room for one sequence of two blocks."""
-    per_block = config.block_size * sum(shape.bytes_per_token for shape in loaded.shapes.values())
+    per_block = bytes_per_block(loaded.layouts.values(), loaded.kv_dtype, config.block_size)
     text = config.kv_memory.strip()
     if text.endswith("tokens"):
         number = text.removesuffix("tokens").strip().replace("_", "").replace(",", "")
@@ -391,7 +394,7 @@ def _own_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
 def _engine_logits(loaded: LoadedModel, tokens: list[int], block_size: int) -> list[tuple[int, Tensor]]:
     """(position, logits) of the same tokens through the paged engine: chunks, a decode step, and a prefix hit."""
     blocks = 3 * (len(tokens) // block_size + 2)
-    runner = TorchRunner(loaded.model, loaded.shapes, blocks, block_size, kernels=loaded.kernels)
+    runner = TorchRunner(loaded.model, loaded.layouts, loaded.kv_dtype, blocks, block_size, kernels=loaded.kernels)
     cache = PrefixCache(blocks, block_size)
     found: list[tuple[int, Tensor]] = []
     for chunk_size in (block_size + 1, len(tokens)):

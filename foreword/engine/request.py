@@ -10,13 +10,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from foreword.blocks.miss_history import MissReason
 from foreword.errors import BadRequest
 
 # `moved`: it goes on at another instance (`Delta.moved`).
 FinishReason = Literal["stop", "length", "abort", "error", "moved"]
-MissReason = Literal[
-    "all_cached", "never_seen", "diverged", "evicted", "shorter_than_block", "other_tenant", "disabled"
-]
 
 MAX_LOGPROBS = 20
 MAX_N = 128

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foreword.blocks import Copy
-from foreword.engine.attention.base import LayerShape, PagedLayer, Recorder, StepAttention, active
+from foreword.blocks.layout import LayerLayout
+from foreword.engine.attention.base import PagedLayer, Recorder, StepAttention, active
 from foreword.engine.attention.cpu_backend import NativeAttention
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.sampling import Draw, Sampled, sample
@@ -21,7 +22,7 @@ class TorchRunner:
 
     Args:
         model: on its device, in evaluation mode, with `attn_implementation` set to ours.
-        shapes: what each layer keeps per token (`record_layers`).
+        layouts: what each layer keeps per token, in numbers of `dtype` (`record_layers`).
         num_blocks, block_size: the pool; every layer gets tensors of that many blocks.
         share_prefixes: read a prefix that decoding sequences share once per batch.
         kernels: the compiled kernels, if they are to be used.
@@ -32,7 +33,8 @@ class TorchRunner:
     def __init__(
         self,
         model: Any,
-        shapes: Mapping[int, LayerShape],
+        layouts: Mapping[int, LayerLayout],
+        dtype: torch.dtype,
         num_blocks: int,
         block_size: int,
         *,
@@ -40,14 +42,14 @@ class TorchRunner:
         kernels: Kernels | None = None,
     ) -> None:
         self.num_blocks = num_blocks
-        self.bytes_per_block = block_size * sum(shape.bytes_per_token for shape in shapes.values())
+        self.bytes_per_block = bytes_per_block(layouts.values(), dtype, block_size)
         self._model = model
         self._device: torch.device = model.device
         self._block_size = block_size
         self._share = share_prefixes
         self.on_written: Callable[[int], None] | None = None
         self.layers = {
-            layer: PagedLayer(shape, num_blocks, block_size, self._device) for layer, shape in shapes.items()
+            layer: PagedLayer(layout, dtype, num_blocks, block_size, self._device) for layer, layout in layouts.items()
         }
         self._native = None if kernels is None else NativeAttention(kernels, self.layers, block_size)
 
@@ -115,6 +117,11 @@ class TorchRunner:
 
 
 @torch.inference_mode()
+def bytes_per_block(layouts: Iterable[LayerLayout], dtype: torch.dtype, block_size: int) -> int:
+    """Bytes that one block of the pool takes on the device, all layers."""
+    return block_size * dtype.itemsize * sum(layout.elements for layout in layouts)
+
+
 def record_layers(model: Any) -> tuple[Recorder, bool]:
     """What each layer that asks for attention keeps per token, and its window, found by one pass over two tokens; and
     whether the model keeps to `logits_to_keep` (one that does not computes logits for every token of a prompt)."""

@@ -95,7 +95,8 @@ def assemble(
     progress(f"taking {num_blocks} blocks of {config.block_size} tokens")
     runner = TorchRunner(
         loaded.model,
-        loaded.shapes,
+        loaded.layouts,
+        loaded.kv_dtype,
         num_blocks,
         config.block_size,
         share_prefixes=config.shared_prefix_attention,
@@ -204,7 +205,7 @@ def _keep_freed_memory() -> None:
 
 
 def _cache(config: EngineConfig, num_blocks: int, fingerprint: bytes, observers: Sequence[Observer]) -> PrefixCache:
-    def named(table: BlockTable, start: int, end: int) -> None:
+    def published(table: BlockTable, start: int, end: int) -> None:
         chain, size = table.chain, config.block_size
         keys, tokens = chain.keys_to(end)[start:end], chain.tokens[start * size : end * size]
         salt = cache.salt_of(chain.root) if not start else None
@@ -223,7 +224,7 @@ def _cache(config: EngineConfig, num_blocks: int, fingerprint: bytes, observers:
         enabled=config.enable_prefix_caching,
         partial_reuse=config.partial_reuse,
         lookahead_blocks=config.lookahead_blocks,
-        on_named=named if observers else None,
+        on_published=published if observers else None,
         on_removed=removed if observers else None,
     )
     return cache

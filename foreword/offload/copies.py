@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foreword.blocks.layout import LayerLayout, Layout
+from foreword.blocks.runs import consecutive_runs
 from foreword.store.frame import HEADER_BYTES
 
 _ALIGNMENT = 64
@@ -115,14 +116,7 @@ def _pair(tensors: Sequence[Tensor], arena: Tensor) -> Iterator[tuple[Tensor, Te
 
 
 def _runs(blocks: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """`(block, slot, count)` for stretches in which both go up by one."""
-    start = 0
-    for position in range(1, len(blocks) + 1):
-        if (
-            position < len(blocks)
-            and blocks[position] == blocks[position - 1] + 1
-            and slots[position] == slots[position - 1] + 1
-        ):
-            continue
-        yield blocks[start], slots[start], position - start
-        start = position
+    """`(block, slot, count)` of the runs in which blocks and slots are both consecutive."""
+    for start, stop in consecutive_runs(blocks):
+        for low, high in consecutive_runs(slots, start, stop):
+            yield blocks[low], slots[low], high - low

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from foreword.blocks import PrefixCache
+from foreword.blocks import BlockTable, PrefixCache
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler, SequenceState, Step
 from foreword.sim.costs import EngineCosts, FleetSpec
@@ -94,8 +94,8 @@ class SimReplica:
         costs: EngineCosts,
         stores: SimStores | None,
         watcher: Watcher,
-        on_stored: Callable[[bytes, list[bytes]], None] | None,
-        on_removed: Callable[[list[bytes]], None] | None,
+        on_published: Callable[[BlockTable, int, int], None],
+        on_removed: Callable[[list[bytes]], None],
     ) -> SimReplica:
         cache = PrefixCache(
             spec.device_tokens // spec.block_size,
@@ -103,7 +103,7 @@ class SimReplica:
             model=MODEL,
             partial_reuse=spec.partial_reuse,
             lookahead_blocks=spec.lookahead_blocks,
-            on_stored=on_stored,
+            on_published=on_published,
             on_removed=on_removed,
         )
         scheduler = Scheduler(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from foreword.blocks import BlockTable
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.errors import ConfigError
 from foreword.routing.baselines import policy_named
@@ -112,6 +113,9 @@ class _Run:
             if spec.events:
                 directory.removed(name, tier, keys)
 
+        def published(table: BlockTable, start: int, end: int) -> None:
+            stored(Tier.DEVICE, table.chain.key_before(start), table.chain.keys_to(end)[start:end])
+
         def wait(seconds: float, then: Callable[[], None]) -> None:
             self._at(self.now + seconds, lambda: self._after_load(name, then))
 
@@ -125,7 +129,7 @@ class _Run:
             self.costs,
             stores,
             self,
-            lambda parent, keys: stored(Tier.DEVICE, parent, keys),
+            published,
             lambda keys: removed(Tier.DEVICE, keys),
         )
 

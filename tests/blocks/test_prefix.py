@@ -307,7 +307,7 @@ def test_r8_the_tail_of_a_short_prompt_hangs_at_the_root() -> None:
 
 
 def test_r8_a_tail_dies_with_its_block() -> None:
-    """As soon as the block is taken for something else, by advancing or by forking, its tail is not offered any more."""
+    """As soon as the block is taken for something else, its partial content is not offered any more."""
     cache = PrefixCache(4, 4)
     serve(cache, ABC)
     other, _ = admit(cache, [50, 51])
@@ -315,15 +315,6 @@ def test_r8_a_tail_dies_with_its_block() -> None:
     assert found(cache, ABC) == Match([0, 1], -1, 0, 8)
     cache.note_partial(other, 2)
     cache.release(other)
-    parent, _ = admit(cache, [60, 61, 62])
-    assert parent.blocks == [2]
-    cache.note_partial(parent, 3)
-    serve(cache, [70, 71])  # its tail is noted on block 3
-    assert found(cache, [70, 71, 72]).cached_tokens == 2
-    forked = cache.fork(parent, 3)
-    assert forked is not None
-    assert forked[1] == Copy(2, 3, 3)
-    assert found(cache, [70, 71, 72]).cached_tokens == 0
     cache.check()
 
 
@@ -399,7 +390,11 @@ def test_r9_stored_and_removed_keys_are_told_once_each() -> None:
     """Whoever listens hears of every key with its parent when it appears, and of every key when it is gone."""
     stored: list[tuple[bytes, list[bytes]]] = []
     removed: list[list[bytes]] = []
-    cache = PrefixCache(3, 4, on_stored=lambda parent, keys: stored.append((parent, keys)), on_removed=removed.append)
+
+    def on_published(table: BlockTable, start: int, end: int) -> None:
+        stored.append((table.chain.key_before(start), table.chain.keys_to(end)[start:end]))
+
+    cache = PrefixCache(3, 4, on_published=on_published, on_removed=removed.append)
     root = cache.root(b"")
     keys = chain_keys(root, ABC, 4)
     table = cache.open(ABC)
@@ -554,65 +549,6 @@ def test_retract_then_compute_again() -> None:
     cache.check()
 
 
-def test_fork_shares_full_blocks_and_copies_the_last() -> None:
-    """A fork refers to the same full blocks, gets a block of its own for the partial one, and both go their own ways."""
-    cache = PrefixCache(8, 4)
-    parent, _ = admit(cache, ABC)
-    forked = cache.fork(parent, 10)
-    assert forked is not None
-    child, copy = forked
-    assert copy == Copy(2, 3, 2)
-    assert child.blocks == [0, 1, 3]
-    assert child.chain.tokens == parent.chain.tokens
-    assert [cache.pool.references(block) for block in range(4)] == [2, 2, 1, 1]
-    for table, token in ((parent, 20), (child, 30)):
-        for _ in range(2):
-            table.append(token)
-            assert cache.advance(table, len(table))
-    cache.check()
-    assert found(cache, [*ABC, 20, 20]).blocks == [0, 1, 2]
-    assert found(cache, [*ABC, 30, 30]).blocks == [0, 1, 3]
-    cache.release(parent)
-    assert child.blocks == [0, 1, 3]
-    cache.release(child)
-    cache.check()
-
-
-def test_fork_at_a_blocks_end_copies_nothing() -> None:
-    """A fork after a full block needs no block."""
-    cache = PrefixCache(3, 4)
-    parent, _ = admit(cache, ABC)
-    assert cache.pool.num_free == 0
-    forked = cache.fork(parent, 8)
-    assert forked is not None
-    child, copy = forked
-    assert (child.blocks, child.published, copy, len(child)) == ([0, 1], 2, None, 8)
-
-
-def test_fork_without_memory_changes_nothing() -> None:
-    """Where there is no block for the copy the answer is None and nothing has changed."""
-    cache = PrefixCache(3, 4)
-    parent, _ = admit(cache, ABC)
-    before = snapshot(cache, parent)
-    assert cache.fork(parent, 10) is None
-    assert snapshot(cache, parent) == before
-
-
-def test_fork_without_caching_shares_too() -> None:
-    """Forks share full blocks when prefix caching is off, although these have no names."""
-    cache = PrefixCache(8, 4, enabled=False)
-    parent, _ = admit(cache, ABC)
-    forked = cache.fork(parent, 9)
-    assert forked is not None
-    child, copy = forked
-    assert (child.blocks, child.published, copy) == ([0, 1, 3], 0, Copy(2, 3, 1))
-    cache.release(parent)
-    assert cache.pool.num_free == 5
-    cache.release(child)
-    cache.check()
-    assert cache.pool.num_free == 8
-
-
 def test_pinned_blocks_are_never_evicted() -> None:
     """Pinned blocks stay cached, in order, while everything else is taken; unpinned they are evicted like any other."""
     cache = PrefixCache(5, 4)
@@ -656,7 +592,7 @@ def test_clear_forgets_what_is_not_in_use() -> None:
 def test_disabled_nothing_is_named_and_nothing_is_found() -> None:
     """With caching off the pool works as before, every lookup misses, and freed blocks hold nothing."""
     heard: list[object] = []
-    cache = PrefixCache(8, 4, enabled=False, on_stored=lambda parent, keys: heard.append(keys), on_removed=heard.append)
+    cache = PrefixCache(8, 4, enabled=False, on_published=lambda *blocks: heard.append(blocks), on_removed=heard.append)
     table, match = admit(cache, ABC)
     cache.note_partial(table, 10)
     assert (match, table.published) == (Match((), -1, 0, 0), 0)

@@ -182,7 +182,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             partial_reuse=partial,
             unfilled_first=unfilled_first,
             lookahead_blocks=lookahead,
-            on_stored=self.on_stored,
+            on_published=self.on_published,
             on_removed=self.on_removed,
         )
         self.model = Model(num_blocks, size, unfilled_first, lookahead)
@@ -195,7 +195,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.calm = 0  # steps that ran since something was torn down
         self.seen: list[Prefix] = [(0, 0, 1, 0)]  # latest sequences, to draw related prompts from
 
-    def on_stored(self, parent: bytes, keys: list[bytes]) -> None:
+    def on_published(self, table: BlockTable, start: int, end: int) -> None:
+        parent, keys = table.chain.key_before(start), table.chain.keys_to(end)[start:end]
         assert parent in self.known or parent in {self.root(0), self.root(1)}
         self.known.update(keys)
 
@@ -441,33 +442,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.note_partial(seq)
         self.release(seq)
         self.seqs.remove(seq)
-
-    @precondition(lambda self: self.running(idle=False) and len(self.seqs) < MAX_SEQUENCES)
-    @rule(pick=picks, kept=st.integers(1, MAX_TOKENS), token=tokens, sampled=sampled_tokens)
-    def fork(self, pick: int, kept: int, token: int, sampled: list[int]) -> None:
-        self.run(sampled, False)
-        idle = self.running(idle=True)
-        if not idle:
-            return
-        parent = idle[pick % len(idle)]
-        kept = min(kept, parent.computed)
-        depth, held = divmod(kept, self.size)
-        forked = self.cache.fork(parent.table, kept)
-        assert (forked is None) == (held > 0 and not self.model.free)
-        if forked is None:
-            return
-        table, copy = forked
-        blocks = parent.blocks[:depth]
-        self.model.share(blocks)
-        if held:
-            blocks = [*blocks, *self.model.take(1, table.blocks[depth:])]
-            assert copy == Copy(parent.blocks[depth], blocks[-1], held)
-            for slot in range(held):
-                self.memory[copy.target, slot] = self.memory[copy.source, slot]
-        else:
-            assert copy is None
-        table.append(token)
-        self.seqs.append(Seq(parent.tenant, table, blocks, depth if self.enabled else 0, kept, True))
 
     @precondition(lambda self: self.running(idle=True) and not self.pins)
     @rule(pick=picks, count=st.integers(1, 4))

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreword.blocks import BlockTable, PrefixCache
-from foreword.engine.attention.base import LayerShape, PagedLayer, StepAttention
-from foreword.engine.attention.base import metadata as attention_plan
+from foreword.blocks.layout import LayerLayout
+from foreword.engine.attention import metadata as attention_plan
+from foreword.engine.attention.base import PagedLayer, StepAttention
 from foreword.engine.attention.cpu_backend import NativeAttention
 from foreword.engine.attention.metadata import locate, shared_tokens
 from foreword.engine.attention.torch_backend import merge
@@ -105,8 +106,8 @@ class Case:
 
     def layer(self) -> PagedLayer:
         """The paged tensors before the step. What nobody wrote is NaN: whoever reads it is found out."""
-        shape = LayerShape(self.kv_heads, self.key_dim, self.value_dim, self.dtype)
-        paged = PagedLayer(shape, self.num_blocks, self.block_size, CPU)
+        layout = LayerLayout(self.kv_heads, self.key_dim, self.value_dim)
+        paged = PagedLayer(layout, self.dtype, self.num_blocks, self.block_size, CPU)
         paged.k.fill_(math.nan)
         paged.v.fill_(math.nan)
         for (start, _), blocks, k, v in zip(self.chunks, self.tables, self.keys, self.values, strict=True):
@@ -384,11 +385,6 @@ def test_writes_only_what_is_its_own() -> None:
     assert torch.allclose(found.double(), case.expected(), **EXACT)
     changed = (paged.k.nan_to_num(7.0) != before.nan_to_num(7.0)).any(dim=(1, 2)).nonzero().flatten().tolist()
     assert changed == [second.sequence.table.blocks[2] * 4 + offset for offset in range(3)]
-
-
-def test_bytes_per_token() -> None:
-    """A layer's bytes per token count K and V, of unequal sizes too."""
-    assert LayerShape(2, 24, 12, torch.bfloat16).bytes_per_token == 2 * (24 + 12) * 2
 
 
 def test_nothing_of_others_is_read(engine: Callable[..., LLM], reference: Callable[[str], tiny.Reference]) -> None:

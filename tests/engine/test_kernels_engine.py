@@ -100,7 +100,7 @@ def test_layers_that_are_fused(family: str, folder: Folder) -> None:
     """Layers of Llama's kind are computed whole, and no others; the whole model computes as before."""
     loaded = load_model(EngineConfig(model=str(folder(family)), dtype="float32"))
     layers = len(list(decoder.replaced(loaded.model)))
-    assert layers == (len(loaded.shapes) if family in WHOLE else 0)
+    assert layers == (len(loaded.layouts) if family in WHOLE else 0)
     assert self_check(loaded, 4) < 1e-4
 
 

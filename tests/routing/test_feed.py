@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.blocks import PrefixCache
+from foreword.blocks import BlockTable, PrefixCache
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.routing.directory import NOTHING, Directory, Tier
 from foreword.routing.event_feed import Feed, KeyTable, Missing
@@ -205,14 +205,19 @@ def test_a_real_pool_is_followed() -> None:
     def name(key: bytes) -> int:
         return names.setdefault(key, int.from_bytes(key[:8], "big"))
 
-    def on_stored(parent: bytes, keys: list[bytes]) -> None:
+    def on_published(table: BlockTable, start: int, end: int) -> None:
+        parent, keys = table.chain.key_before(start), table.chain.keys_to(end)[start:end]
         tokens = [token for key in keys for token in texts[key]]
         above = None if parent == cache.root(b"") else name(parent)
         hashes = [name(key) for key in keys]
         sent.append(stored([]) | {"block_hashes": hashes, "parent_block_hash": above, "token_ids": tokens})
 
     cache = PrefixCache(
-        64, BLOCK, model=b"m", on_stored=on_stored, on_removed=lambda keys: sent.append(removed([*map(name, keys)]))
+        64,
+        BLOCK,
+        model=b"m",
+        on_published=on_published,
+        on_removed=lambda keys: sent.append(removed([*map(name, keys)])),
     )
     rng = random.Random(4)
     asked = []

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from foreword.blocks.layout import LayerLayout
 from foreword.engine.attention.cpu_backend import NativeAttention, NativeStep
-from foreword.engine.attention.kv_tensors import LayerShape, PagedLayer
+from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.torch_backend import TorchAttention
 from foreword.engine.sequence import Chunk, Step
 
-__all__ = ["NAME", "LayerShape", "PagedLayer", "Recorder", "StepAttention", "active", "current"]
+__all__ = ["NAME", "PagedLayer", "Recorder", "StepAttention", "active", "current"]
 
 NAME = "foreword"
 
@@ -137,10 +138,11 @@ class StepAttention:
 
 
 class Recorder:
-    """Stands in for `StepAttention` in one trial pass: notes shape and window of every layer that asks for attention."""
+    """Stands in for `StepAttention` in one trial pass: notes layout and window of every layer that asks for attention."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, LayerShape] = {}
+        self.layouts: dict[int, LayerLayout] = {}
+        self.dtype = torch.float32  # of K and V, the same in all layers
         self.windows: dict[int, int | None] = {}
         self.heads: dict[int, int] = {}
         self.scales: dict[int, float] = {}
@@ -158,7 +160,8 @@ class Recorder:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        self.layouts[layer] = LayerLayout(key.shape[1], key.shape[3], value.shape[3])
+        self.dtype = key.dtype
         self.windows[layer] = window
         self.heads[layer] = query.shape[1]
         self.scales[layer] = scale

@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one layer keeps per token: K is `[kv_heads, key_dim]`, V is `[kv_heads, value_dim]`."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+from foreword.blocks.layout import LayerLayout
 
 
 class PagedLayer:
@@ -30,10 +16,12 @@ class PagedLayer:
 
     __slots__ = ("k", "k_blocks", "k_heads", "v", "v_blocks", "v_heads")
 
-    def __init__(self, shape: LayerShape, num_blocks: int, block_size: int, device: torch.device) -> None:
-        heads = (num_blocks, block_size, shape.kv_heads)
-        self.k_blocks = torch.empty(*heads, shape.key_dim, dtype=shape.dtype, device=device)
-        self.v_blocks = torch.empty(*heads, shape.value_dim, dtype=shape.dtype, device=device)
+    def __init__(
+        self, layout: LayerLayout, dtype: torch.dtype, num_blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        heads = (num_blocks, block_size, layout.kv_heads)
+        self.k_blocks = torch.empty(*heads, layout.key_dim, dtype=dtype, device=device)
+        self.v_blocks = torch.empty(*heads, layout.value_dim, dtype=dtype, device=device)
         self.k = self.k_blocks.flatten(0, 1)
         self.v = self.v_blocks.flatten(0, 1)
         self.k_heads = self.k.transpose(0, 1).unsqueeze(0)

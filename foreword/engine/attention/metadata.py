@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foreword.blocks.runs import consecutive_runs
 from foreword.engine.sequence import Chunk
 
 MAX_RUNS = 3
@@ -42,7 +43,7 @@ def locate(
     blocks at a time. `ordered` keys are one run, or gathered as a whole: attention over parts forgets their order.
     """
     first, last = start // block_size, (stop - 1) // block_size
-    spans = _spans(table, first, last)
+    spans = consecutive_runs(table, first, last + 1)
     if len(spans) == 1:
         low = table[first] * block_size + start - first * block_size
         return Keys(((low, low + stop - start),), None, 0, 0, stop - start)
@@ -64,20 +65,6 @@ def locate(
     skip = 0 if spans[0] in viewed else before
     gathered = stop - start - sum(high - low for low, high in runs)
     return Keys(runs, torch.tensor(rest, dtype=torch.long, device=device), skip, gathered, stop - start)
-
-
-def _spans(table: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
-    """Intervals of block table positions whose blocks lie in a row, covering `[first, last]`."""
-    spans = []
-    low, expected = first, table[first] + 1
-    for position in range(first + 1, last + 1):
-        block = table[position]
-        if block != expected:
-            spans.append((low, position))
-            low = position
-        expected = block + 1
-    spans.append((low, last + 1))
-    return spans
 
 
 @dataclass(slots=True)
