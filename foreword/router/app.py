@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import logging
-import re
-import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from foreword import __version__
+from foreword.api.errors import CLIENT_GONE, MAX_BODY_BYTES, error_response, http_error_response
+from foreword.api.request_log import log_request, request_id_from
 from foreword.errors import ForewordError, ShuttingDown
 from foreword.router import admin, dashboard
 from foreword.router import completions as proxying
-from foreword.router import errors as faults
 from foreword.router import passthrough as passing
+from foreword.router.errors import to_aiohttp
 from foreword.router.replicas import clock
 from foreword.router.service import Router
 
 logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES: Final = 64 << 20
-_VALID_ID: Final = re.compile(r"[!-~]{1,128}")
-_QUIET: Final = frozenset(("/health", "/ready", "/metrics"))
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -58,9 +53,8 @@ def _edge(router: Router) -> Any:
 
     @web.middleware
     async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("x-request-id", "")
-        request["id"] = given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
-        began, status = clock(), 499
+        request["id"] = request_id_from(request.headers.get("x-request-id"))
+        began, status = clock(), CLIENT_GONE
         router.inside += 1
         try:
             if router.draining and request.path.startswith("/v1/") and not request.path.startswith("/v1/router"):
@@ -71,7 +65,7 @@ def _edge(router: Router) -> Any:
             answer = _refuse(router, request, error)
             status = answer.status
         except web.HTTPException as error:
-            answer = _http_error(request, error)
+            answer = to_aiohttp(http_error_response(error.status, error.reason, request.method, request.path))
             status = answer.status
         finally:
             router.inside -= 1
@@ -87,29 +81,13 @@ def _refuse(router: Router, request: web.Request, error: ForewordError) -> web.R
     router.metrics.shed(request.get("tenant", "unknown"), error.code)
     if error.status >= 500 and not error.retry:
         logger.error("request %s: %s", request["id"], error.message)
-    return faults.response(error, router.retry_after())
-
-
-def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
-    if error.status == 404:
-        message = f"There is no route {request.path!r}"
-    elif error.status == 413:
-        message = f"The body has more than {MAX_BODY_BYTES >> 20} MiB"
-    elif error.status == 405:
-        message = f"{request.path} does not take {request.method}"
-    else:
-        message = error.reason
-    body = msgspec.json.encode(faults.body(message, error.status, None, None))
-    return web.Response(body=body, status=error.status, content_type="application/json")
+    return to_aiohttp(error_response(error, router.retry_after()))
 
 
 def _note(router: Router, request: web.Request, status: int, seconds: float) -> None:
     resource = request.match_info.route.resource
     router.metrics.response(resource.canonical if resource is not None else "unknown", status)
-    level = logging.DEBUG if request.path in _QUIET or request.path.startswith("/ui") else logging.INFO
-    if logger.isEnabledFor(level):
-        path = request.path.encode("ascii", "backslashreplace").decode()
-        logger.log(level, "%s %s %d %.3f s [%s]", request.method, path, status, seconds, request["id"])
+    log_request(request.method, request.path, status, seconds, request["id"])
 
 
 def _add_probes(app: web.Application, router: Router) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from foreword.api.sse import DONE, Event
+from foreword.api.sse import DONE, ServerSentEvent
 from foreword.errors import ReplicaFailed
 from foreword.router.client_request import Asked
 from foreword.router.continuation import Known, Seam
@@ -87,7 +87,7 @@ class Answer:
         last = self.encode({"choices": [self.seam.piece(text, None, reason, match)], **extra})
         return last + (self.end() or b"")
 
-    def take(self, event: Event) -> bytes | None:
+    def take(self, event: ServerSentEvent) -> bytes | None:
         """What the client gets for an event, if anything. Raises ReplicaFailed for an error that another replica may not
         have, and for nonsense."""
         if event.data == DONE:
@@ -143,7 +143,7 @@ class Answer:
 
     # Events
 
-    def _error(self, event: Event, error: object) -> bytes:
+    def _error(self, event: ServerSentEvent, error: object) -> bytes:
         code = error.get("code") if isinstance(error, dict) else None
         kind = str(error.get("type", "")) if isinstance(error, dict) else ""
         message = error.get("message") if isinstance(error, dict) else error
@@ -152,7 +152,7 @@ class Answer:
             return event.raw + b"\n\n"
         raise ReplicaFailed(f"the replica ended the answer with an error: {str(message)[:300]}")
 
-    def _chunk(self, event: Event, chunk: dict[str, Any]) -> bytes | None:
+    def _chunk(self, event: ServerSentEvent, chunk: dict[str, Any]) -> bytes | None:
         choices = chunk.get("choices")
         if not choices:
             return self._last(event, chunk)
@@ -191,7 +191,7 @@ class Answer:
                 self.begun = True
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
-    def _shown(self, event: Event, chunk: dict[str, Any], choice: dict[str, Any]) -> bytes | None:
+    def _shown(self, event: ServerSentEvent, chunk: dict[str, Any], choice: dict[str, Any]) -> bytes | None:
         """The chunk without what only the router asked for."""
         changed = self._again
         if self._again:
@@ -212,7 +212,7 @@ class Answer:
             changed = True
         return b"data: " + _encode(chunk) + b"\n\n" if changed else event.raw + b"\n\n"
 
-    def _without_usage(self, event: Event, chunk: dict[str, Any]) -> bytes:
+    def _without_usage(self, event: ServerSentEvent, chunk: dict[str, Any]) -> bytes:
         for choice in chunk["choices"]:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if self.asked.wants_usage or chunk.get("usage", 0) is not None:
@@ -240,7 +240,7 @@ class Answer:
         extra = {"usage": None} if self.asked.wants_usage else {}
         return self.encode({"choices": [made], **extra})
 
-    def _last(self, event: Event, chunk: dict[str, Any]) -> bytes | None:
+    def _last(self, event: ServerSentEvent, chunk: dict[str, Any]) -> bytes | None:
         usage = chunk.get("usage")
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details")

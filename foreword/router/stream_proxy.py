@@ -15,13 +15,13 @@ import msgspec
 from aiohttp import web
 from yarl import URL
 
-from foreword.api.sse import Event, Events
+from foreword.api.errors import error_body
+from foreword.api.sse import EventParser, ServerSentEvent, encode
 from foreword.errors import DeadlineExceeded, ForewordError, ReplicaFailed
 from foreword.router import auth as tenancy
 from foreword.router import client_request as asking
 from foreword.router import continuation as seam
 from foreword.router import disaggregated
-from foreword.router import errors as faults
 from foreword.router.attempt import Call, again, answered, is_certain, said, sentence
 from foreword.router.decisions import header
 from foreword.router.pool import Ticket
@@ -128,14 +128,14 @@ class _Stream:
         return msgspec.json.encode({**msgspec.json.decode(body), "cache_salt": self.call.salt})
 
     async def _relay(self, ticket: Ticket, response: aiohttp.ClientResponse) -> None:
-        """Events from the replica to the client, to the end. Raises what a lost replica raises, or ClientGone."""
+        """EventParser from the replica to the client, to the end. Raises what a lost replica raises, or ClientGone."""
         while (moved := await self._pass_on(ticket, response)) is not None:
             response = await self._follow(moved)
         end = self.answer.end()
         if end is not None:
             await self._write(response, end)
 
-    async def _pass_on(self, ticket: Ticket, response: aiohttp.ClientResponse) -> Event | None:
+    async def _pass_on(self, ticket: Ticket, response: aiohttp.ClientResponse) -> ServerSentEvent | None:
         """One server's events. Returns the one by which it moves the answer, if it does. Raises ReplicaFailed or ClientGone.
 
         A coroutine and not a generator, with little between reading and writing: this is what every token costs.
@@ -143,7 +143,7 @@ class _Stream:
         answer, upstream = self.answer, self._at or ticket.upstream
         live = Live(response.close, clock(), answer.begun)
         upstream.lives.add(live)
-        events, read, moved = Events(), response.content.readany, None
+        events, read, moved = EventParser(), response.content.readany, None
         try:
             while not (answer.done or answer.cut or moved):
                 try:
@@ -167,7 +167,9 @@ class _Stream:
                 response.close()
         return moved
 
-    async def _take(self, ticket: Ticket, response: aiohttp.ClientResponse, batch: list[Event]) -> Event | None:
+    async def _take(
+        self, ticket: Ticket, response: aiohttp.ClientResponse, batch: list[ServerSentEvent]
+    ) -> ServerSentEvent | None:
         """What came at once, to the client at once. Returns the event by which the answer moves; nothing follows it."""
         answer, pieces = self.answer, list[bytes]()
         try:
@@ -186,7 +188,7 @@ class _Stream:
                 await self._write(response, pieces[0] if len(pieces) == 1 else b"".join(pieces))
         return None
 
-    async def _follow(self, moved: Event) -> aiohttp.ClientResponse:
+    async def _follow(self, moved: ServerSentEvent) -> aiohttp.ClientResponse:
         """Go on reading where the answer went. Raises ReplicaFailed."""
         call = self.call
         try:
@@ -331,7 +333,7 @@ class _Stream:
         if self.out is None:
             raise error
         logger.warning("request %s ends with an error: %s", self.call.request_id, error.message)
-        await self._write(None, b"data: " + msgspec.json.encode(faults.body_of(error)) + b"\n\n")
+        await self._write(None, encode(error_body(error)))
         await self._close()
 
 

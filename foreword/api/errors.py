@@ -1,0 +1,101 @@
+"""Errors as HTTP responses with OpenAI's JSON: `{"error": {"message", "type", "param", "code"}}`.
+
+The server and the router share this mapping; each has a thin adapter for its web framework.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+from foreword.errors import BadRequest, ForewordError, NotFound, did_you_mean
+
+MAX_BODY_BYTES: Final = 64 << 20
+# nginx's status for a client that closed the connection. No client sees it; the log and the metrics do.
+CLIENT_GONE: Final = 499
+# Seconds, by status, where the caller of `error_response` gives none.
+_RETRY_AFTER: Final = {503: 5.0}
+
+
+class BodyTooLarge(BadRequest):
+    """A body is larger than any prompt could need."""
+
+    status = 413
+    code = "request_too_large"
+
+    def __init__(self) -> None:
+        super().__init__(f"The body has more than {MAX_BODY_BYTES >> 20} MiB")
+
+
+class UnsupportedMediaType(BadRequest):
+    """A body is not declared as JSON. Browsers send such bodies across sites without a preflight request."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class ErrorResponse(NamedTuple):
+    """What a framework needs to answer a request with an error."""
+
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+
+def error_body(error: ForewordError) -> dict[str, Any]:
+    """The JSON that reports an error to a client."""
+    return _body(error.message, error.status, error.param, error.code)
+
+
+def error_response(error: ForewordError, retry_after: float | None = None) -> ErrorResponse:
+    """The response to an error that is known before anything was sent.
+
+    Args:
+        retry_after: seconds after which a retry makes sense, for errors that a retry may cure.
+    """
+    headers = {}
+    if error.retry:
+        headers["retry-after"] = str(math.ceil(retry_after or _RETRY_AFTER.get(error.status, 1.0)))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return _response(error.status, error_body(error), headers)
+
+
+def http_error_response(status: int, reason: str, method: str, path: str, known: Iterable[str] = ()) -> ErrorResponse:
+    """The response to an error that the web framework found: no such route, a wrong method, a body that is too large.
+
+    Args:
+        reason: the framework's own text, for any other status.
+        known: paths to suggest instead of an unknown one.
+    """
+    if status == 404:
+        return error_response(NotFound(f"There is no route {path!r}{did_you_mean(path, known)}"))
+    if status == 413:
+        return error_response(BodyTooLarge())
+    message = f"{path} does not take {method}" if status == 405 else reason
+    return _response(status, _body(message, status, None, None), {})
+
+
+def internal_error_response(request_id: str) -> ErrorResponse:
+    """The response to an exception that no code expected. The details are in the server's log only."""
+    message = f"Internal error; the server's log has the details under request id {request_id}"
+    return _response(500, _body(message, 500, None, "internal_error"), {"x-request-id": request_id})
+
+
+def _response(status: int, body: dict[str, Any], headers: dict[str, str]) -> ErrorResponse:
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return ErrorResponse(status, text.encode("utf-8", "replace"), {"content-type": "application/json", **headers})
+
+
+def _body(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": _type(status), "param": param, "code": code}}
+
+
+def _type(status: int) -> str:
+    if status == 401:
+        return "authentication_error"
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
