@@ -5,7 +5,7 @@
 One pool, requests one after the other, in order of arrival; a request's full blocks are looked up from the front and those that
 are missing are stored. The share of prompt blocks found is what counts.
 
-`pool` is the engine's own PrefixCache and `store` the stores' own Chains. `optimum` is Belady's MIN, which knows the future and
+`pool` is the engine's own PrefixCache and `store` the stores' ChainLru. `optimum` is Belady's MIN: it knows the future and
 may decline to store: the block whose next use is farthest goes. Every use of a block is a use of the blocks before it, so a
 parent is never needed later than its child: among those whose next use is farthest there is always a leaf, and the chains' rule
 that tails go first costs the optimum nothing. It is a bound for the pool, which must hold a prompt while it is computed, and

@@ -16,7 +16,7 @@ import torch
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.offload.copies import Staging
 from foreword.offload.manager import PATIENCE, OffloadManager
-from foreword.store.background import spread, spread_over
+from foreword.store.background import use_background_cores, set_background_cores
 from foreword.store.memory.store import MemoryStore
 from foreword.store.tiered import TieredStore
 
@@ -57,7 +57,7 @@ def test_threads_leave_the_core_of_whoever_starts_them() -> None:
         found: list[set[int]] = []
 
         def look() -> None:
-            spread()
+            use_background_cores()
             found.append(os.sched_getaffinity(0))
 
         thread = threading.Thread(target=look)
@@ -66,11 +66,11 @@ def test_threads_leave_the_core_of_whoever_starts_them() -> None:
         return found[0]
 
     assert elsewhere(started_on_one_core) == one
-    spread_over(cores)
+    set_background_cores(cores)
     try:
         assert elsewhere(started_on_one_core) == cores
     finally:
-        spread_over(())
+        set_background_cores(())
 
 
 def test_a_search_may_take_a_tenth_of_computing() -> None:

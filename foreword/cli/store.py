@@ -17,9 +17,9 @@ from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.errors import BadFrame, ConfigError
 
 if TYPE_CHECKING:
-    from foreword.prefixes.erasure import Chains, LayoutRecord, Receipt
-    from foreword.store.base import Entry
-    from foreword.store.tiered import Tier, TieredStore
+    from foreword.prefixes.erasure import LayoutRecord, Receipt, StoredChains
+    from foreword.store.base import StoredBlock
+    from foreword.store.tiered import StoreTier, TieredStore
 
 Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Stores, for example disk:///var/cache/foreword.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -75,15 +75,15 @@ def inspect_store(urls: Urls, *, as_json: Json = False) -> None:
         )
 
 
-def _tier_summary(tier: Tier, known: dict[bytes, LayoutRecord]) -> dict[str, Any]:
-    from foreword.prefixes.erasure import SCAN_WITHIN, Chains
+def _tier_summary(tier: StoreTier, known: dict[bytes, LayoutRecord]) -> dict[str, Any]:
+    from foreword.prefixes.erasure import SCAN_WITHIN, StoredChains
 
-    by_layout: dict[bytes, list[Entry]] = {}
+    by_layout: dict[bytes, list[StoredBlock]] = {}
     for entry in tier.store.scan(deadline=time.monotonic() + SCAN_WITHIN):
         by_layout.setdefault(entry.name[:FINGERPRINT_BYTES], []).append(entry)
     status = tier.store.status()
     groups = [
-        _group_summary(fingerprint, entries, Chains(entries), known.get(fingerprint))
+        _group_summary(fingerprint, entries, StoredChains(entries), known.get(fingerprint))
         for fingerprint, entries in by_layout.items()
     ]
     return {
@@ -98,7 +98,7 @@ def _tier_summary(tier: Tier, known: dict[bytes, LayoutRecord]) -> dict[str, Any
 
 
 def _group_summary(
-    fingerprint: bytes, entries: list[Entry], chains: Chains, record: LayoutRecord | None
+    fingerprint: bytes, entries: list[StoredBlock], chains: StoredChains, record: LayoutRecord | None
 ) -> dict[str, Any]:
     stored = [entry.stored_at for entry in entries if entry.stored_at]
     used = [entry.used_at for entry in entries if entry.used_at]
@@ -197,7 +197,7 @@ def _findings(one: _Findings) -> dict[str, Any]:
     return {"sound": one.sound, "bad": dict(one.bad), "gone": one.gone, "bytes": one.read, "removed": one.removed}
 
 
-def _verify_tier(tier: Tier, repair: bool) -> _Findings:
+def _verify_tier(tier: StoreTier, repair: bool) -> _Findings:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -216,7 +216,7 @@ def _verify_tier(tier: Tier, repair: bool) -> _Findings:
     return found
 
 
-def _verify_batch(tier: Tier, batch: list[Entry], found: _Findings) -> None:
+def _verify_batch(tier: StoreTier, batch: list[StoredBlock], found: _Findings) -> None:
     from foreword.store.frame import check
 
     buffers = [memoryview(bytearray(entry.size or _LARGEST_FRAME)) for entry in batch]

@@ -27,7 +27,7 @@ from foreword.events import (
 )
 from foreword.observability.transfer_metrics import TransferSeries, endpoint_metrics, served_metrics
 from foreword.offload.manager import OffloadManager
-from foreword.store.tiered import Tier, TierCounters
+from foreword.store.tiered import StoreTier, TierCounters
 
 # vLLM's buckets, so that quantiles compare.
 _LONG = (2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -227,7 +227,7 @@ def _store_metrics(model: str, cache: OffloadManager) -> Iterator[Metric]:
     yield queue
 
 
-def _tier_gauges(model: str, tiers: Sequence[Tier]) -> Iterator[Metric]:
+def _tier_gauges(model: str, tiers: Sequence[StoreTier]) -> Iterator[Metric]:
     each = [(tier, tier.store.status()) for tier in tiers]
     evictions = CounterMetricFamily(
         "foreword:tier_evictions", "Blocks that made room for others.", labels=("model_name", "tier")

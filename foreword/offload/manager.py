@@ -26,10 +26,10 @@ from foreword.blocks.layout import Layout
 from foreword.errors import StoreError
 from foreword.offload.staging import Slots, Staging
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_WITHIN, WriteBehind
-from foreword.store.background import spread
+from foreword.store.background import use_background_cores
 from foreword.store.base import Name
 from foreword.store.frame import RAW, Header
-from foreword.store.tiered import Found, Rate, TieredStore
+from foreword.store.tiered import FetchedBlock, Rate, TieredStore
 
 _GROUP_BYTES: Final = 8 << 20
 _PROBE_BYTES: Final = 1 << 20
@@ -160,9 +160,9 @@ class OffloadManager:
         self._writes = WriteBehind(store, staging)
         self._lookup_timeout = lookup_timeout
         self._load_timeout = load_timeout
-        self._finders = ThreadPoolExecutor(loaders, "foreword-find", spread)
-        self._loaders = ThreadPoolExecutor(loaders, "foreword-load", spread)
-        self._control = ThreadPoolExecutor(1, "foreword-control", spread)
+        self._finders = ThreadPoolExecutor(loaders, "foreword-find", use_background_cores)
+        self._loaders = ThreadPoolExecutor(loaders, "foreword-load", use_background_cores)
+        self._control = ThreadPoolExecutor(1, "foreword-control", use_background_cores)
         self._changed = threading.Condition()
         self.changes = 0
         self._dropped = 0
@@ -264,7 +264,7 @@ class OffloadManager:
         promoted = 0
         try:
             found = self.store.fetch(names, [self._staging.buffer(slot) for slot in slots], deadline=deadline)
-            whole: list[Found] = []
+            whole: list[FetchedBlock] = []
             for one in found:
                 if one is None or not self._fits(one):
                     break
@@ -280,14 +280,16 @@ class OffloadManager:
         finally:
             self._loading_slots.give(slots[promoted:])
 
-    def _promote(self, found: Sequence[Found], slots: Sequence[int]) -> None:
+    def _promote(self, found: Sequence[FetchedBlock], slots: Sequence[int]) -> None:
         """Hand loaded blocks and their slots on to the threads that write, a tier's at a time."""
         for tier, some in itertools.groupby(zip(found, slots, strict=True), key=lambda pair: pair[0].tier):
             pairs = list(some)
             headers = [one.frame.header for one, _ in pairs]
-            self._writes.promote(headers, [slot for _, slot in pairs], self._loading_slots, self.store.above(tier))
+            self._writes.promote(
+                headers, [slot for _, slot in pairs], self._loading_slots, self.store.promotion_targets(tier)
+            )
 
-    def _fits(self, found: Found) -> bool:
+    def _fits(self, found: FetchedBlock) -> bool:
         header = found.frame.header
         return header.codec == RAW and header.length == self._staging.block_bytes
 
@@ -316,7 +318,7 @@ class OffloadManager:
 
         Whoever computed a block did not find it anywhere, so it is written, whatever was written before.
         """
-        if not self.store.written:
+        if not self.store.writable:
             return
         step = max(min(WRITE_BLOCKS, self._staging.slots // 4), 1)
         for low in range(0, len(keys), step):
@@ -331,7 +333,7 @@ class OffloadManager:
                 self._header(key, above, depth + low + i)
                 for i, (key, above) in enumerate(zip(some, before, strict=True))
             ]
-            self._writes.add(headers, slots, self._saving_slots, self.store.written)
+            self._writes.add(headers, slots, self._saving_slots, self.store.writable)
 
     def _room(self, home: Slots, count: int) -> list[int] | None:
         """`count` slots, if need be in place of blocks that wait to be written; None if there are too few even so."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from foreword.offload.staging import Slots, Staging
-from foreword.store.background import spread, step_back
+from foreword.store.background import lower_priority, use_background_cores
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.tiered import TieredStore
 
@@ -81,7 +81,7 @@ class WriteBehind:
         self.failed = 0
         self._threads = [
             threading.Thread(target=self._run, args=(tier,), name=f"foreword-write-{tier}", daemon=True)
-            for tier in store.written
+            for tier in store.writable
         ]
         for thread in self._threads:
             thread.start()
@@ -148,8 +148,8 @@ class WriteBehind:
             thread.join(0.5)
 
     def _run(self, tier: int) -> None:
-        spread()
-        step_back(_WRITE_NICE)
+        use_background_cores()
+        lower_priority(_WRITE_NICE)
         while (taken := self._take(tier)) is not None:
             frames = [frame for _, batch in taken for frame in self._sealed(batch)]
             kept = self._store.tiers[tier].put(frames, time.monotonic() + WRITE_WITHIN)

@@ -16,7 +16,7 @@ from foreword.blocks.keys import Scope
 from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.errors import NotFound
 from foreword.prefixes.records import PrefixRecord, read_record, tenant_digest
-from foreword.store.base import Entry, Name
+from foreword.store.base import Name, StoredBlock
 from foreword.store.tiered import TieredStore
 
 SCAN_WITHIN = 600.0
@@ -101,8 +101,8 @@ def forget_tenant(store: TieredStore, salt: bytes) -> Receipt:
     mine = f"/{tenant_digest(salt)}/"
     words = [word for word in store.records("prefixes/", deadline=_soon()) if mine in word]
 
-    def select(chains: Chains) -> set[Name]:
-        return chains.below(
+    def select(chains: StoredChains) -> set[Name]:
+        return chains.descendants(
             name for name, entry in chains.entries.items() if entry.depth == 0 and entry.parent in roots
         )
 
@@ -121,7 +121,7 @@ def forget_model(store: TieredStore, model: str) -> Receipt:
     starts = {f"prefixes/{known[fingerprint].model.hex()[:32]}/" for fingerprint in mine}
     words = [word for start in starts for word in store.records(start, deadline=_soon())]
 
-    def select(chains: Chains) -> set[Name]:
+    def select(chains: StoredChains) -> set[Name]:
         return {name for name in chains.entries if name[:FINGERPRINT_BYTES] in mine}
 
     return _forget(store, f"model {model}", select, words, known)
@@ -137,21 +137,21 @@ def forget_prefix(store: TieredStore, name: str, salt: bytes | None = None) -> R
         raise NotFound(f"the store has no prefix named {name!r}")
     last = {bytes.fromhex(named[word].last_key) for word in words}
 
-    def select(chains: Chains) -> set[Name]:
+    def select(chains: StoredChains) -> set[Name]:
         ends = [end for end in chains.entries if end[FINGERPRINT_BYTES:] in last]
-        chosen = chains.below(ends)
+        chosen = chains.descendants(ends)
         for end in ends:
-            chosen |= chains.above(end, chosen)
+            chosen |= chains.ancestors(end, chosen)
         return chosen
 
     return _forget(store, f"prefix {name}", select, words, layouts(store))
 
 
-class Chains:
+class StoredChains:
     """The blocks of a store as trees."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        self.entries: dict[Name, Entry] = {}
+    def __init__(self, entries: Iterable[StoredBlock]) -> None:
+        self.entries: dict[Name, StoredBlock] = {}
         self.sizes: dict[Name, int] = defaultdict(int)
         self._children: dict[Name, list[Name]] = defaultdict(list)
         for entry in entries:
@@ -160,7 +160,7 @@ class Chains:
                 self.entries[entry.name] = entry
                 self._children[_parent(entry)].append(entry.name)
 
-    def below(self, starts: Iterable[Name]) -> set[Name]:
+    def descendants(self, starts: Iterable[Name]) -> set[Name]:
         """Blocks and all that continue them."""
         found: set[Name] = set()
         left = list(starts)
@@ -171,7 +171,7 @@ class Chains:
                 left += self._children.get(name, ())
         return found
 
-    def above(self, name: Name, chosen: set[Name]) -> set[Name]:
+    def ancestors(self, name: Name, chosen: set[Name]) -> set[Name]:
         """The blocks before one, up to the first that has children besides the chosen ones."""
         found: set[Name] = set()
         entry = self.entries.get(name)
@@ -182,7 +182,7 @@ class Chains:
             entry = parent
         return found
 
-    def heads(self) -> Iterator[Entry]:
+    def heads(self) -> Iterator[StoredBlock]:
         """First blocks of chains."""
         return (entry for entry in self.entries.values() if entry.depth == 0)
 
@@ -192,26 +192,26 @@ class Chains:
 
     def unreachable(self) -> int:
         """Blocks whose chain is broken above them: no lookup finds them."""
-        reached = self.below(entry.name for entry in self.heads())
+        reached = self.descendants(entry.name for entry in self.heads())
         return len(self.entries) - len(reached)
 
 
-def _parent(entry: Entry) -> Name:
+def _parent(entry: StoredBlock) -> Name:
     return entry.name[:FINGERPRINT_BYTES] + entry.parent
 
 
 def _forget(
     store: TieredStore,
     what: str,
-    select: Callable[[Chains], set[Name]],
+    select: Callable[[StoredChains], set[Name]],
     words: Sequence[str],
     known: Mapping[bytes, LayoutRecord],
 ) -> Receipt:
-    chains = Chains(store.scan(deadline=time.monotonic() + SCAN_WITHIN))
+    chains = StoredChains(store.scan(deadline=time.monotonic() + SCAN_WITHIN))
     chosen = sorted(select(chains))
     removed: dict[str, int] = dict.fromkeys((tier.label for tier in store.tiers), 0)
     for low in range(0, len(chosen), _BATCH):
-        for label, count in store.forget(chosen[low : low + _BATCH], deadline=_soon()).items():
+        for label, count in store.delete_by_tier(chosen[low : low + _BATCH], deadline=_soon()).items():
             removed[label] += count
     records = [word for word in words if store.delete_record(word, deadline=_soon())]
     left = sum(store.lookup([name], deadline=_soon()) for name in chosen)

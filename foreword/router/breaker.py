@@ -9,7 +9,7 @@ _LONGEST_PAUSE: Final = 30.0
 _BETWEEN_PROBES: Final = 1.0
 
 
-class Breaker:
+class ReplicaBreaker:
     """Closed: requests go there. After `failures` failures in a row, or one that leaves no doubt, it is open: none do. After a
     pause a probe decides, and again a second later if that fails; when one is answered it is half-open: one request at a time
     goes there until one has succeeded. If that fails, the next pause is twice as long: what answers probes and fails requests

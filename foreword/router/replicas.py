@@ -14,7 +14,7 @@ import aiohttp
 
 from foreword.config import RouterConfig
 from foreword.errors import ConfigError, ReplicaFailed, did_you_mean
-from foreword.router.breaker import Breaker
+from foreword.router.breaker import ReplicaBreaker
 
 _ROLES: Final = ("both", "prefill", "decode")
 _METRIC: Final = re.compile(rb"^vllm:(num_requests_running|num_requests_waiting)\{[^}]*\}\s+([0-9.e+]+)", re.MULTILINE)
@@ -113,7 +113,7 @@ class Upstream:
 
     spec: Spec
     source: str
-    breaker: Breaker
+    breaker: ReplicaBreaker
     facts: Facts | None = None
     drained: bool = False
     pause_until: float = 0.0

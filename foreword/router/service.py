@@ -15,7 +15,7 @@ import zmq.asyncio
 from foreword.config import Config
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.router.auth import Callers
-from foreword.router.breaker import Breaker
+from foreword.router.breaker import ReplicaBreaker
 from foreword.router.decisions import Decisions
 from foreword.router.events import Subscription
 from foreword.router.metrics import RouterMetrics
@@ -107,7 +107,7 @@ class Router:
         """A replica comes. Raises ConfigError if it is there already."""
         if spec.url in self.upstreams:
             raise ConfigError(f"there is a replica {spec.url} already")
-        upstream = Upstream(spec, source, Breaker(self.config.failures), most=self.config.max_in_flight)
+        upstream = Upstream(spec, source, ReplicaBreaker(self.config.failures), most=self.config.max_in_flight)
         self.upstreams[spec.url] = upstream
         upstream.tasks.append(_task(self._watch(upstream)))
         logger.info("replica %s comes (%s)", spec.url, source)

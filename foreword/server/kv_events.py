@@ -29,7 +29,6 @@ from foreword.events import BlocksRemoved, BlocksStored, Event, StepFinished
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import parse
-from foreword.store.watch import watch
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +215,7 @@ class KvEvents:
         def note(tier: int, stored: bool, names: Sequence[Name]) -> None:
             self._changes.extend(_Change(places[tier], stored, name[FINGERPRINT_BYTES:]) for name in names)
 
-        watch(store, note)
+        store.subscribe(note)
 
     # On its own thread
 

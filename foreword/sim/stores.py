@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from foreword.routing.directory import Tier
 from foreword.sim.costs import EngineCosts
-from foreword.store.chains import Chains
+from foreword.store.chains import ChainLru
 
 Told = Callable[[Tier, bytes, Sequence[bytes]], None]
 Removed = Callable[[Tier, Sequence[bytes]], None]
@@ -18,7 +18,7 @@ class SimTier:
 
     def __init__(self, tier: Tier, blocks: int) -> None:
         self.tier = tier
-        self.chains = Chains(blocks)
+        self.chains = ChainLru(blocks)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self.chains.index

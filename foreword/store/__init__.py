@@ -1,1 +1,1 @@
-"""Where blocks rest: one contract (base.py), and backends side by side that do not know each other."""
+"""Stores that keep KV blocks outside the device: one contract (`base.py`), independent backends, and a tiered store."""

@@ -1,4 +1,4 @@
-"""Threads that work while somebody else computes."""
+"""Priority and CPU affinity of background threads, so that they do not slow the thread that computes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Iterable
 _cores: frozenset[int] = frozenset()
 
 
-def step_back(nice: int) -> None:
-    """Let the calling thread run when the processor has nothing better to do: `nice` steps below its present priority.
+def lower_priority(nice: int) -> None:
+    """Raise the calling thread's nice value by `nice`. Threads that it starts inherit the value.
 
-    Linux has priorities per thread; elsewhere nothing happens. Threads that it starts inherit it.
+    Linux only, where threads have separate priorities; elsewhere this does nothing.
     """
     if sys.platform == "linux":
         thread = threading.get_native_id()
@@ -22,19 +22,21 @@ def step_back(nice: int) -> None:
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
 
 
-def spread_over(cores: Iterable[int]) -> None:
-    """Cores for those of this process's background threads that begin from now on (`spread`).
+def set_background_cores(cores: Iterable[int]) -> None:
+    """Set the cores that `use_background_cores` applies to threads that call it from now on.
 
-    For processes whose computing thread is bound to a core, as OpenMP binds it under vLLM: threads inherit the binding of the
-    thread that starts them, and would take turns with it there.
+    For processes whose computing thread is bound to one core, as OpenMP binds it under vLLM. A thread inherits the binding of
+    the thread that starts it, and would otherwise compete for that core.
     """
     global _cores
     _cores = frozenset(cores)
 
 
-def spread() -> None:
-    """Let the calling thread run on the cores of `spread_over`; nothing happens if none were given, or not on Linux. Threads
-    that it starts inherit it."""
+def use_background_cores() -> None:
+    """Bind the calling thread, and the threads that it starts, to the cores given to `set_background_cores`.
+
+    Does nothing if no cores were given, and on systems other than Linux.
+    """
     if _cores and sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, _cores)

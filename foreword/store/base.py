@@ -1,37 +1,41 @@
-"""The contract of every place where blocks rest.
+"""The `Store` contract: what every backend that keeps KV blocks must do.
 
-A store keeps *frames* (store/frame.py) under *names* (layout fingerprint and key, 48 bytes) and small *records* (named
-prefixes, descriptions of layouts) under words. A frame never changes once it is there: writing it again is nothing, losing
-it is a miss. `foreword.conformance.StoreContract` says in tests what is said here in words.
+A store keeps two kinds of data:
 
-Stores do not check what they give back; `TieredStore` does, for every one of them, before anybody else sees a byte.
+- *Frames* (`store/frame.py`): encoded KV blocks, stored under a *name* of 48 bytes (layout fingerprint and block key). A frame
+  is immutable: putting it again has no effect. Losing it is a cache miss.
+- *Records*: small values such as named prefixes and layout descriptions, stored under a record key such as `prefixes/a/b`.
+
+`foreword.conformance.StoreContract` tests this contract. A store does not verify the bytes that it returns: `TieredStore`
+verifies every frame that it reads from any store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from foreword.errors import StoreConfigError, StoreError, StoreTimeout
-from foreword.store.frame import Frame
+from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout
+from foreword.store.frame import Frame, read_header
 
 Name = bytes
 RECORD_BYTES: Final = 8 << 20
-_WORD: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
+_RECORD_KEY: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One block in a store.
+class StoredBlock:
+    """The metadata of one block in a store, as `scan` lists it.
 
     Attributes:
-        parent: the key of the block before it (the root for the first of a chain); b"" where the store does not know.
-        depth: its number in the chain, 0 first.
+        parent: key of the previous block (the root key for the first block of a chain); b"" if the store does not know.
+        depth: index of the block in its chain, from 0.
         size: bytes of the frame.
-        stored_at, used_at: seconds since the epoch, 0.0 where the store does not know.
+        stored_at, used_at: seconds since the epoch, 0.0 if the store does not know.
     """
 
     name: Name
@@ -43,10 +47,35 @@ class Entry:
     hits: int = 0
     pinned: bool = False
 
+    @classmethod
+    def from_header(
+        cls,
+        name: Name,
+        header_bytes: bytes,
+        size: int,
+        *,
+        stored_at: float = 0.0,
+        used_at: float = 0.0,
+        pinned: bool = False,
+    ) -> StoredBlock:
+        """Describe a block by the first bytes of its frame. Parent and depth stay unknown if these are not its header."""
+        parent, depth = b"", 0
+        with contextlib.suppress(BadFrame):
+            header = read_header(header_bytes)
+            if header.name == name:
+                parent, depth = header.parent, header.depth
+        return cls(name, parent, depth, size, stored_at, used_at, pinned=pinned)
+
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """How full a store is. `budget` is 0 where the store itself sets no bound; -1 blocks: not known without a scan."""
+    """How full a store is.
+
+    Attributes:
+        blocks: -1 if the store does not know without a scan.
+        budget: 0 if the store has no limit of bytes itself.
+        notes: further numbers, specific to the backend.
+    """
 
     blocks: int = -1
     bytes: int = 0
@@ -57,66 +86,74 @@ class StoreStatus:
 
 
 class Store(Protocol):
-    """Threads may call at once. `deadline` is a time of `time.monotonic()`; whoever passes it raises `StoreTimeout`.
+    """A store of blocks and records. All methods are thread-safe.
 
-    Every method may raise `StoreError`, and nothing else.
+    `deadline` is a time of `time.monotonic()`. A call that passes it raises `StoreTimeout`. Methods raise `StoreError` and no
+    other exception.
 
     Attributes:
-        label: its name in metrics and reports.
-        readers: how many threads reading parts of a batch at once are sooner done than one.
+        label: name of the store in metrics and reports.
+        readers: number of threads that read a large batch faster than one thread does.
+        on_evicted: if set, called with the name of each block that the store itself evicts to make room. It may be called
+            under the store's lock, so it must be quick, and it must not raise.
     """
 
     label: str
     readers: int
+    on_evicted: Callable[[Name], None] | None = None
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
-        """How many of `names`, from the first on, are there without a gap. Changes nothing."""
+        """Count how many of `names` are present, from the first up to the first that is missing. Not a use for LRU."""
         ...
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
-        """Read the frame of each name into the buffer beside it (writable, contiguous bytes, as long as a frame at least).
+        """Read each frame into its buffer (writable, contiguous, at least as long as the frame).
 
-        Returns the length of each frame, 0 for one that is missing or does not fit. The bytes are not checked here.
+        Returns the length of each frame, 0 for one that is missing or does not fit. The bytes are not verified.
         """
         ...
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        """Keep frames, in chain order; one that is there already is left as it is. Returns how many are there now.
+        """Store frames, in chain order, and return how many of them are present now. A frame already present stays as it is.
 
-        Buffers may be reused once this returns. In a bounded store the least recently used chains make room, tails first.
+        The caller may reuse the buffers after the call. A store with a budget evicts the least recently used chains first, and
+        within a chain the deepest blocks.
         """
         ...
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
-        """Remove blocks, pinned ones too; returns how many were there."""
+        """Delete blocks, pinned ones too. Returns how many were present."""
         ...
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
-        """Keep blocks from eviction, or no longer, within the store's budget for pins; returns how many of them are so now."""
+        """Protect blocks from eviction, within the store's budget for pins, or end the protection.
+
+        Returns how many of the blocks have the wanted state now.
+        """
         ...
 
-    def scan(self, *, deadline: float) -> Iterator[Entry]:
-        """All blocks, in no order. Blocks that come or go meanwhile may be missed."""
+    def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
+        """List all blocks, in no order. Blocks that are added or removed during the scan may be missed."""
         ...
 
-    def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
-        """Keep a small record (up to 8 MiB) in place of what was there. Words are `/`-separated parts of `[A-Za-z0-9._-]`."""
+    def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
+        """Store a record of up to 8 MiB, replacing the previous one. A key is parts of `[A-Za-z0-9._-]` joined by `/`."""
         ...
 
-    def get_record(self, word: str, *, deadline: float) -> bytes | None: ...
+    def get_record(self, key: str, *, deadline: float) -> bytes | None: ...
 
-    def delete_record(self, word: str, *, deadline: float) -> bool: ...
+    def delete_record(self, key: str, *, deadline: float) -> bool: ...
 
-    def records(self, start: str, *, deadline: float) -> list[str]:
-        """Words that begin with `start`, sorted."""
+    def records(self, prefix: str, *, deadline: float) -> list[str]:
+        """List the record keys that start with `prefix`, sorted."""
         ...
 
     def status(self) -> StoreStatus:
-        """Never blocks for long and never raises."""
+        """Report how full the store is. Never blocks for long and never raises."""
         ...
 
     def close(self) -> None:
-        """Flush and let go of everything. Calls after it raise `StoreUnavailable`."""
+        """Flush and release all resources. Later calls raise `StoreUnavailable`."""
         ...
 
 
@@ -128,15 +165,15 @@ def time_left(deadline: float) -> float:
     return left
 
 
-def check_word(word: str) -> str:
-    """The word, if it may name a record. Raises StoreConfigError."""
-    if not _WORD.fullmatch(word):
-        raise StoreConfigError(f"a record's word has parts of letters, digits and ._- between slashes, unlike {word!r}")
-    return word
+def check_record_key(key: str) -> str:
+    """Return `key` if it is a valid record key. Raises StoreConfigError."""
+    if not _RECORD_KEY.fullmatch(key):
+        raise StoreConfigError(f"a record key has parts of letters, digits and ._- joined by slashes, unlike {key!r}")
+    return key
 
 
 def check_record(data: bytes) -> bytes:
-    """The record, if it is small enough. Raises StoreError."""
+    """Return `data` if it is small enough for a record. Raises StoreError."""
     if len(data) > RECORD_BYTES:
         raise StoreError(f"a record has at most {RECORD_BYTES} bytes, not {len(data)}")
     return data

@@ -22,7 +22,7 @@ _DEPTH_BITS = 24
 _DEEPEST = (1 << _DEPTH_BITS) - 1
 
 
-class Chains:
+class ChainLru:
     """Blocks in slots, who hangs on whom, and when each was last used.
 
     Args:

@@ -1,12 +1,13 @@
-"""Fast over slow: several stores as one, and the one place where a store's failure becomes a miss.
+"""A tiered store: several stores as one, fastest first, where the failure of a store is a cache miss.
 
-Whatever a tier raises, and however long it is silent, ends here: it is counted, the block is looked for further down, and a
-tier that keeps failing is left alone for a while (a circuit breaker). Whatever a tier delivers is checked here to the last
-byte before anybody else sees it; what does not pass is counted and removed from that tier.
+`TieredStore` counts every error and timeout of a tier and looks for the block in the next tier. A circuit breaker skips a tier
+that keeps failing. Every frame is verified (checksum, name, length) before a caller sees it; a frame that does not pass is
+counted and deleted from its tier.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -15,28 +16,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeVar
 
 from foreword.errors import BadFrame, StoreError
-from foreword.store.base import Entry, Name, Store, StoreStatus
+from foreword.store.base import Name, Store, StoredBlock, StoreStatus
+from foreword.store.circuit_breaker import CircuitBreaker
 from foreword.store.frame import Frame, check
 
 Result = TypeVar("Result")
 
-_FAILURES_TO_OPEN: Final = 3
-_FIRST_PAUSE: Final = 1.0
-_LONGEST_PAUSE: Final = 30.0
-_REMOVE_WITHIN: Final = 1.0
-# A measured rate is believed so long; then one load is tried again.
-_BELIEVED: Final = 60.0
-_WEIGHT: Final = 0.3
+_DELETE_TIMEOUT: Final = 1.0
+_RATE_LIFETIME: Final = 60.0  # seconds until a measured rate expires; then one load is tried again
+_RATE_WEIGHT: Final = 0.3
 _CORES: Final = os.cpu_count() or 1
-_PART_BYTES: Final = 2 << 20
+_PART_BYTES: Final = 2 << 20  # a batch is divided among threads in parts of at least this size
 _readers = ThreadPoolExecutor(_CORES, "foreword-read")
 
 
 def _after_fork() -> None:
-    """The parent's threads are not in the child."""
+    """Replace the pool: the threads of the parent do not exist in the child."""
     global _readers
     _readers = ThreadPoolExecutor(_CORES, "foreword-read")
 
@@ -46,7 +45,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @dataclass(slots=True)
 class TierCounters:
-    """What happened in one tier since the start. `errors` and `bad` count by kind."""
+    """Counters of one tier since the start. `errors` and `bad` (frames that failed verification) count by kind."""
 
     hit_blocks: int = 0
     missed_blocks: int = 0
@@ -62,47 +61,8 @@ class TierCounters:
     bad: Counter[str] = field(default_factory=Counter)
 
 
-class Breaker:
-    """Lets calls through until several in a row failed; then none for a while, and one to try again."""
-
-    __slots__ = ("_clock", "_failures", "_lock", "_open_until", "_pause")
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._pause = _FIRST_PAUSE
-        self._open_until = 0.0
-
-    def allows(self) -> bool:
-        with self._lock:
-            now = self._clock()
-            if now < self._open_until:
-                return False
-            if self._open_until:  # one call tries; the others wait for what it finds
-                self._open_until = now + self._pause
-            return True
-
-    def succeeded(self) -> None:
-        with self._lock:
-            self._failures = 0
-            self._pause = _FIRST_PAUSE
-            self._open_until = 0.0
-
-    def failed(self) -> None:
-        with self._lock:
-            self._failures += 1
-            if self._failures >= _FAILURES_TO_OPEN:
-                self._open_until = self._clock() + self._pause
-                self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-
-    @property
-    def is_open(self) -> bool:
-        return self._clock() < self._open_until
-
-
 class Rate:
-    """Bytes per second as last seen, an exponential average; 0.0 while nothing recent is known."""
+    """Measured bytes per second as an exponential moving average. 0.0 if there is no recent measurement."""
 
     __slots__ = ("_at", "_clock", "_value")
 
@@ -112,40 +72,51 @@ class Rate:
         self._at = 0.0
 
     def note(self, amount: float, seconds: float) -> None:
+        """Add a measurement."""
         value = amount / max(seconds, 1e-9)
         known = self.value
-        self._value = value if not known else known + _WEIGHT * (value - known)
+        self._value = value if not known else known + _RATE_WEIGHT * (value - known)
         self._at = self._clock()
 
     @property
     def value(self) -> float:
-        return self._value if self._clock() - self._at < _BELIEVED else 0.0
+        return self._value if self._clock() - self._at < _RATE_LIFETIME else 0.0
 
 
-class Tier:
-    """One store, what is known of it, and how it is called."""
+class StoreTier:
+    """One store of a tiered store, with its counters, circuit breaker and measured read rate.
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic, *, written: bool = True) -> None:
+    Args:
+        writable: whether blocks are written to and deleted from the store.
+    """
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic, *, writable: bool = True) -> None:
         self.store = store
         self.label = store.label
-        self.written = written
+        self.writable = writable
         self.counters = TierCounters()
-        self.breaker = Breaker(clock)
+        self.breaker = CircuitBreaker(clock)
         self.read_rate = Rate(clock)
         self._lock = threading.Lock()
+        self._listener: Callable[[bool, Sequence[Name]], None] | None = None
 
-    def attempt(self, call: Callable[[], Result], otherwise: Result) -> Result:
-        """The call's result, or `otherwise` if it fails or the tier is left alone for now."""
+    def subscribe(self, listener: Callable[[bool, Sequence[Name]], None]) -> None:
+        """Call `listener(stored, names)` whenever blocks are stored in or removed from this tier by this process."""
+        self._listener = listener
+        self.store.on_evicted = lambda name: listener(False, [name])
+
+    def attempt(self, call: Callable[[], Result], default: Result) -> Result:
+        """Return the call's result, or `default` if it raises or the circuit breaker is open."""
         if not self.breaker.allows():
             with self._lock:
                 self.counters.skipped += 1
-            return otherwise
+            return default
         try:
             result = call()
-        except Exception as error:  # noqa: BLE001 - here, and nowhere else, a failing store becomes a miss
+        except Exception as error:  # noqa: BLE001 - the only place where a store's failure becomes a miss
             self.breaker.failed()
             self.count_error(error)
-            return otherwise
+            return default
         self.breaker.succeeded()
         return result
 
@@ -163,7 +134,7 @@ class Tier:
         return found
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float) -> list[Frame | None]:
-        """Frames that are whole and what they should be; None for the others."""
+        """Read and verify frames. None for each one that is missing or bad."""
         started = time.perf_counter()
         parts = _parts(buffers, min(self.store.readers, _CORES))
         later = [_readers.submit(self._get_part, names[part], buffers[part], deadline) for part in parts[1:]]
@@ -195,13 +166,14 @@ class Tier:
         except BadFrame as error:
             with self._lock:
                 self.counters.bad[error.reason] += 1
-            if self.written:
-                self.attempt(lambda: self.store.delete([name], deadline=time.monotonic() + _REMOVE_WITHIN), 0)
+            if self.writable:
+                self.attempt(lambda: self.delete([name], time.monotonic() + _DELETE_TIMEOUT), 0)
             return None
 
     def put(self, frames: Sequence[Frame], deadline: float) -> int:
+        """Store frames. Returns how many are present now, 0 if the store failed."""
         started = time.perf_counter()
-        kept = self.attempt(lambda: self.store.put(frames, deadline=deadline), 0)
+        kept = self.attempt(lambda: self._put(frames, deadline), 0)
         with self._lock:
             self.counters.written_blocks += kept
             if kept:
@@ -209,68 +181,101 @@ class Tier:
             self.counters.write_seconds += time.perf_counter() - started
         return kept
 
+    def _put(self, frames: Sequence[Frame], deadline: float) -> int:
+        kept = self.store.put(frames, deadline=deadline)
+        if self._listener is not None:
+            names = [frame.name for frame in frames]
+            self._notify(True, names if kept == len(names) else self._present(names, deadline))
+        return kept
+
+    def _present(self, names: Sequence[Name], deadline: float) -> list[Name]:
+        """Those of `names` that the store has. Empty if the store fails: then nothing is reported as stored."""
+        present: list[Name] = []
+        with contextlib.suppress(StoreError):
+            present += [name for name in names if self.store.lookup([name], deadline=deadline)]
+        return present
+
+    def delete(self, names: Sequence[Name], deadline: float) -> int:
+        """Delete blocks, even if the circuit breaker is open. Returns how many were present. Raises StoreError."""
+        count = self.store.delete(names, deadline=deadline)
+        self._notify(False, names)
+        return count
+
+    def _notify(self, stored: bool, names: Sequence[Name]) -> None:
+        if self._listener is not None and names:
+            self._listener(stored, names)
+
 
 def _parts(buffers: Sequence[memoryview], readers: int) -> list[slice]:
-    """A batch in pieces that are read side by side: a kernel's copies take one core each."""
+    """Divide a batch among reading threads: the copies in the kernel take one core each."""
     count = min(readers, max(sum(len(buffer) for buffer in buffers) // _PART_BYTES, 1), max(len(buffers), 1))
     bounds = [len(buffers) * number // count for number in range(count + 1)]
     return [slice(low, high) for low, high in itertools.pairwise(bounds)]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What `TieredStore.fetch` brought for one name: a frame that was checked, and the tier that had it."""
+class FetchedBlock:
+    """A verified frame that `TieredStore.fetch` has read, and the index of the tier that it came from."""
 
     frame: Frame
     tier: int
 
 
-class TieredStore:
-    """Several stores, the fastest first. Implements `Store`, and never raises for a tier's failure.
+class TieredStore(Store):
+    """Several stores as one, fastest first. A failing tier never makes a block operation raise.
 
     Args:
-        stores: at least one.
-        lasting: which of them outlive the process (None: all). Records (named prefixes) go to those, if there are any, and
-            are read from the last first: that is the one which the most instances share.
-        written: which of them take writes (None: all). The others are only read: nothing is put, promoted or pinned there,
-            what is bad there stays, and records go there only if there is no other tier.
+        stores: the tiers.
+        persistent: indexes of the tiers that outlive the process (None: all). Records are written to these if there are any.
+            They are read from the last tier first, which is the one shared by the most instances.
+        writable: indexes of the tiers that take writes (None: all). The other tiers are only read: blocks are never put,
+            promoted, pinned or deleted there, and records are written there only if there is no other tier.
 
     Attributes:
-        written: numbers of the tiers that take writes.
+        writable: indexes of the tiers that take writes.
     """
 
     def __init__(
         self,
         stores: Sequence[Store],
-        lasting: Sequence[int] | None = None,
+        persistent: Sequence[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        written: Sequence[int] | None = None,
+        writable: Sequence[int] | None = None,
     ) -> None:
-        self.written = tuple(range(len(stores)) if written is None else sorted(written))
-        self.tiers = [Tier(store, clock, written=number in self.written) for number, store in enumerate(stores)]
+        self.writable = tuple(range(len(stores)) if writable is None else sorted(writable))
+        self.tiers = [StoreTier(store, clock, writable=index in self.writable) for index, store in enumerate(stores)]
         self.label = " > ".join(tier.label for tier in self.tiers)
         self.readers = 1
-        chosen = sorted(lasting or ()) or self.written or range(len(stores))
-        self._record_tiers = [self.tiers[number] for number in chosen][::-1]
+        chosen = sorted(persistent or ()) or self.writable or range(len(stores))
+        self._record_tiers = [self.tiers[index] for index in chosen][::-1]
+
+    def subscribe(self, listener: Callable[[int, bool, Sequence[Name]], None]) -> None:
+        """Call `listener(tier, stored, names)` whenever this process stores blocks in a writable tier or removes them.
+
+        Evictions by a server such as Redis, and changes that other processes make, are not reported. The listener is called
+        on any thread and possibly under a store's lock: it must be quick and must not raise.
+        """
+        for index in self.writable:
+            self.tiers[index].subscribe(partial(listener, index))
 
     # Blocks
 
     def locate(self, names: Sequence[Name], *, deadline: float) -> list[int]:
-        """The tier of each of `names`, as far as they are there without a gap. A hint: only `fetch` knows."""
+        """The tier of each of `names`, up to the first that is missing everywhere. A hint: only `fetch` verifies."""
         places: list[int] = []
         while len(places) < len(names):
             before = len(places)
-            for number, tier in enumerate(self.tiers):
-                # A tier that is asked too late would seem to fail, though it was another one that took the time.
-                if len(places) < len(names) and (number == 0 or time.monotonic() < deadline):
-                    places += [number] * tier.lookup(names[len(places) :], deadline)
+            for index, tier in enumerate(self.tiers):
+                # Do not start a lookup after the deadline: it would count as a failure of this tier, not of the slow one.
+                if len(places) < len(names) and (index == 0 or time.monotonic() < deadline):
+                    places += [index] * tier.lookup(names[len(places) :], deadline)
             if len(places) == before or len(self.tiers) == 1 or time.monotonic() >= deadline:
                 break
         return places
 
     def tokens_by_tier(self, places: Iterable[int], block_size: int) -> dict[str, int]:
-        """Tokens by the label of the tier that has them, for what `locate` found."""
+        """Count tokens by the label of their tier, given the result of `locate`."""
         counts: dict[str, int] = {}
         for place in places:
             label = self.tiers[place].label
@@ -280,17 +285,19 @@ class TieredStore:
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         return len(self.locate(names, deadline=deadline))
 
-    def fetch(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[Found | None]:
-        """Each block from the fastest tier that has it whole."""
-        found: list[Found | None] = [None] * len(names)
-        for number, tier in enumerate(self.tiers):
-            open_ = [i for i, one in enumerate(found) if one is None]
-            if not open_ or time.monotonic() >= deadline:
+    def fetch(
+        self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float
+    ) -> list[FetchedBlock | None]:
+        """Read and verify each block from the fastest tier that has a good copy."""
+        found: list[FetchedBlock | None] = [None] * len(names)
+        for index, tier in enumerate(self.tiers):
+            missing = [i for i, one in enumerate(found) if one is None]
+            if not missing or time.monotonic() >= deadline:
                 break
-            frames = tier.get([names[i] for i in open_], [buffers[i] for i in open_], deadline)
-            for i, frame in zip(open_, frames, strict=True):
+            frames = tier.get([names[i] for i in missing], [buffers[i] for i in missing], deadline)
+            for i, frame in zip(missing, frames, strict=True):
                 if frame is not None:
-                    found[i] = Found(frame, number)
+                    found[i] = FetchedBlock(frame, index)
         return found
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
@@ -298,69 +305,71 @@ class TieredStore:
         return [0 if one is None else len(one.frame.data) for one in found]
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        """Into every tier that takes writes; returns the most that one of them kept."""
-        return max((self.tiers[number].put(frames, deadline) for number in self.written), default=0)
+        """Store frames in every writable tier. Returns the largest number that one tier kept."""
+        return max((self.tiers[index].put(frames, deadline) for index in self.writable), default=0)
 
-    def above(self, tier: int) -> tuple[int, ...]:
-        """Tiers that a block from this one goes up into: those before it that take writes."""
-        return tuple(number for number in self.written if number < tier)
+    def promotion_targets(self, tier: int) -> tuple[int, ...]:
+        """The faster, writable tiers to which a block found in this tier is copied."""
+        return tuple(index for index in self.writable if index < tier)
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
-        return max(self.forget(names, deadline=deadline).values(), default=0)
+        return max(self.delete_by_tier(names, deadline=deadline).values(), default=0)
 
-    def forget(self, names: Sequence[Name], *, deadline: float) -> dict[str, int]:
-        """Remove from every tier, whatever its breaker says; how many each one had. Raises StoreError if one cannot: what
-        is to be forgotten must not be left behind without a word."""
-        return {tier.label: tier.store.delete(names, deadline=deadline) for tier in self.tiers}
+    def delete_by_tier(self, names: Sequence[Name], *, deadline: float) -> dict[str, int]:
+        """Delete blocks from every tier, even where the circuit breaker is open. Returns the count of each tier by label.
+
+        Raises StoreError if a tier fails: a deletion must not be reported as complete when it is not.
+        """
+        return {tier.label: tier.delete(names, deadline) for tier in self.tiers}
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
-        def in_tier(tier: Tier) -> int:
+        def in_tier(tier: StoreTier) -> int:
             return tier.attempt(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), 0)
 
-        return max((in_tier(self.tiers[number]) for number in self.written), default=0)
+        return max((in_tier(self.tiers[index]) for index in self.writable), default=0)
 
-    def scan(self, *, deadline: float) -> Iterator[Entry]:
-        """Every tier's blocks; one that lies in several comes several times."""
+    def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
+        """List the blocks of all tiers. A block in several tiers is listed several times."""
         for tier in self.tiers:
             yield from tier.store.scan(deadline=deadline)
 
     # Records
 
-    def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
-        """Into every tier that keeps records. Raises StoreError if none took it."""
+    def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
+        """Write to every tier that keeps records. Raises StoreError if all of them failed."""
         failures = []
         for tier in self._record_tiers:
             try:
-                tier.store.put_record(word, data, deadline=deadline)
+                tier.store.put_record(key, data, deadline=deadline)
             except StoreError as error:
                 tier.count_error(error)
                 failures.append(error)
         if len(failures) == len(self._record_tiers):
             raise failures[0]
 
-    def get_record(self, word: str, *, deadline: float) -> bytes | None:
+    def get_record(self, key: str, *, deadline: float) -> bytes | None:
         for tier in self._record_tiers:
-            found = tier.attempt(lambda tier=tier: tier.store.get_record(word, deadline=deadline), None)  # type: ignore[misc]
+            found = tier.attempt(lambda tier=tier: tier.store.get_record(key, deadline=deadline), None)  # type: ignore[misc]
             if found is not None:
                 return bytes(found)
         return None
 
-    def delete_record(self, word: str, *, deadline: float) -> bool:
-        """From every tier. Raises StoreError if one cannot: it would come back."""
-        gone = [tier.store.delete_record(word, deadline=deadline) for tier in self._record_tiers]
+    def delete_record(self, key: str, *, deadline: float) -> bool:
+        """Delete from every tier. Raises StoreError if one fails: the record would come back from there."""
+        gone = [tier.store.delete_record(key, deadline=deadline) for tier in self._record_tiers]
         return any(gone)
 
-    def records(self, start: str, *, deadline: float) -> list[str]:
-        """Raises StoreError if one tier does not say: a list with gaps would read as if something had been removed."""
-        words: set[str] = set()
+    def records(self, prefix: str, *, deadline: float) -> list[str]:
+        """Raises StoreError if a tier fails: an incomplete list would look as if records had been deleted."""
+        keys: set[str] = set()
         for tier in self._record_tiers:
-            words.update(tier.store.records(start, deadline=deadline))
-        return sorted(words)
+            keys.update(tier.store.records(prefix, deadline=deadline))
+        return sorted(keys)
 
-    # All of it
+    # Status
 
     def status(self) -> StoreStatus:
-        """Sums over the tiers; -1 blocks if one does not know."""
+        """Sums over the tiers; -1 blocks if one tier does not know."""
         each = [tier.store.status() for tier in self.tiers]
         blocks = -1 if any(one.blocks < 0 for one in each) else sum(one.blocks for one in each)
         return StoreStatus(

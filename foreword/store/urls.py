@@ -43,12 +43,12 @@ class StoreUrl:
     shown: str
 
     @property
-    def lasting(self) -> bool:
+    def persistent(self) -> bool:
         """Whether what is written there outlives the process."""
         return self.scheme not in ("memory", "peer")
 
     @property
-    def written(self) -> bool:
+    def writable(self) -> bool:
         """Whether blocks are written there at all."""
         return self.scheme != "peer" and self.options.get("read_only", "0").lower() in ("0", "false")
 
@@ -78,12 +78,12 @@ def parse(url: str) -> StoreUrl:
 
 
 def open_store(
-    urls: Sequence[str], layout: Layout | None = None, above: Mapping[str, Opener] | None = None
+    urls: Sequence[str], layout: Layout | None = None, openers: Mapping[str, Opener] | None = None
 ) -> TieredStore:
     """Open every store of a composition, the fastest first. Without a layout (tools) encoded blocks stay encoded.
 
     Args:
-        above: what opens URLs of schemes that rooms above this one know, by scheme (`foreword.transfer.peer.opener`).
+        openers: what opens URLs of schemes that rooms above this one know, by scheme (`foreword.transfer.peer.opener`).
 
     Raises StoreError: a wrong URL, or a store that cannot be opened.
     """
@@ -93,20 +93,20 @@ def open_store(
     opened: list[Store] = []
     try:
         for place in _labelled(parsed):
-            opened.append(_encoded(_open(place, layout, above or {}), place.codec, layout))
+            opened.append(_encoded(_open(place, layout, openers or {}), place.codec, layout))
     except BaseException:
         for store in opened:
             store.close()
         raise
-    lasting = [number for number, place in enumerate(parsed) if place.lasting]
-    written = [number for number, place in enumerate(parsed) if place.written]
-    return TieredStore(opened, lasting, written=written)
+    persistent = [number for number, place in enumerate(parsed) if place.persistent]
+    writable = [number for number, place in enumerate(parsed) if place.writable]
+    return TieredStore(opened, persistent, writable=writable)
 
 
 def loss_of(urls: Sequence[str]) -> str:
     """What the layout of blocks in this composition must name as its loss: "" unless a codec is lossy."""
     from foreword.store.codecs.base import codec_named
-    from foreword.store.codecs.store import named_loss
+    from foreword.store.codecs.coded_store import named_loss
 
     return named_loss(*(codec_named(parse(url).codec) for url in urls))
 
@@ -126,14 +126,14 @@ def _encoded(store: Store, codec: str, layout: Layout | None) -> Store:
     if codec == "raw" or layout is None:
         return store
     from foreword.store.codecs.base import codec_named
-    from foreword.store.codecs.store import CodedStore
+    from foreword.store.codecs.coded_store import CodedStore
 
     return CodedStore(store, codec_named(codec), layout)
 
 
-def _open(place: StoreUrl, layout: Layout | None, above: Mapping[str, Opener]) -> Store:
-    if place.scheme in above:
-        return above[place.scheme](place, layout)
+def _open(place: StoreUrl, layout: Layout | None, openers: Mapping[str, Opener]) -> Store:
+    if place.scheme in openers:
+        return openers[place.scheme](place, layout)
     if place.scheme in _ABOVE:
         raise StoreConfigError(f"{place.shown}: only an engine reads from another instance; leave this store out here")
     if place.scheme == "memory":

@@ -20,7 +20,7 @@ from foreword.blocks.layout import Layout
 from foreword.config import TransferConfig
 from foreword.errors import ConfigError, PeerRejected, StoreConfigError, StoreTimeout, StoreUnavailable, TransferError
 from foreword.errors import TransferTimeout as NoAnswer
-from foreword.store.base import Entry, Name, StoreStatus, check_record, check_word, time_left
+from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
 from foreword.store.frame import Frame
 from foreword.store.urls import Opener, Options, StoreUrl
 from foreword.transfer.connection import Connection
@@ -37,7 +37,7 @@ _LONGEST_PAUSE: Final = 5.0
 _LOOK: Final = 0.5
 
 
-class PeerStore:
+class PeerStore(Store):
     """Implements `Store` over an instance that listens at `address`. Nobody need be there yet.
 
     `put`, `delete` and `pin` do nothing and say 0, `scan` is empty. Records stay in this process: they are not the peer's to
@@ -86,7 +86,7 @@ class PeerStore:
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         return self._nothing(deadline)
 
-    def scan(self, *, deadline: float) -> Iterator[Entry]:
+    def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
         self._nothing(deadline)
         return iter(())
 
@@ -99,7 +99,7 @@ class PeerStore:
 
     def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
         self._nothing(deadline)
-        self._records[check_word(word)] = bytes(check_record(data))
+        self._records[check_record_key(word)] = bytes(check_record(data))
 
     def get_record(self, word: str, *, deadline: float) -> bytes | None:
         self._nothing(deadline)

@@ -23,7 +23,7 @@ from router_parts import Loop, Relay, RouterProcess
 from foreword.api.listener import bind
 from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
-from foreword.router.breaker import Breaker
+from foreword.router.breaker import ReplicaBreaker
 from foreword.server.app import create_app
 
 CHUNK = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
@@ -329,7 +329,7 @@ def test_one_that_was_away_is_tried_once(loop: Loop) -> None:
 def test_what_is_away_long_is_used_at_once() -> None:
     """However long a replica was away, a probe looks for it again a second later; one that answers probes and fails requests is
     tried ever less often."""
-    away, odd = Breaker(), Breaker()
+    away, odd = ReplicaBreaker(), ReplicaBreaker()
     away.failed(0.0, "gone", certain=True)
     for second in range(1, 600):
         assert away.due(float(second))

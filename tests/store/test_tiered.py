@@ -11,7 +11,7 @@ from foreword.conformance import FlakyStore, StoreContract, make_frames, names_o
 from foreword.errors import StoreError, StoreReadOnly
 from foreword.store.base import Store
 from foreword.store.memory.store import MemoryStore
-from foreword.store.tiered import Breaker, Rate, TieredStore
+from foreword.store.tiered import CircuitBreaker, Rate, TieredStore
 from foreword.store.urls import loss_of, open_store, parse
 
 PAYLOAD = 1000
@@ -81,7 +81,7 @@ def test_each_block_from_the_fastest_tier(tiers: Tiers) -> None:
     buffers = [memoryview(bytearray(2000)) for _ in frames]
     found = tiers.store.fetch(names, buffers, deadline=soon())
     assert [None if one is None else one.tier for one in found] == [0, 0, 0, 0, 1, 1, 1, 0, None]
-    assert [tiers.store.above(number) for number in (0, 1)] == [(), (0,)]
+    assert [tiers.store.promotion_targets(number) for number in (0, 1)] == [(), (0,)]
 
 
 @pytest.mark.parametrize("damage", ["corrupt_reads", "truncate_reads", "swap_reads"])
@@ -120,7 +120,7 @@ def test_a_failing_tier_is_left_alone(tiers: Tiers) -> None:
 def test_the_pause_grows() -> None:
     """A tier that fails on and on is tried less and less often, at least twice a minute."""
     clock = Clock()
-    breaker, pauses = Breaker(clock), []
+    breaker, pauses = CircuitBreaker(clock), []
     for _ in range(3):
         breaker.failed()
     for _ in range(10):
@@ -158,16 +158,16 @@ def test_forgetting_is_not_best_effort(tiers: Tiers) -> None:
     """What is to be forgotten is removed from every tier, or there is an error: nothing is left behind without a word."""
     frames = make_frames(5, 4, PAYLOAD)
     put_all(tiers.store, frames)
-    assert tiers.store.forget(names_of(frames[2:]), deadline=soon()) == {"fast": 2, "slow": 2}
+    assert tiers.store.delete_by_tier(names_of(frames[2:]), deadline=soon()) == {"fast": 2, "slow": 2}
     tiers.slow.fail_next(1, lambda: StoreReadOnly("takes no writes"))
     with pytest.raises(StoreReadOnly):
-        tiers.store.forget(names_of(frames[:2]), deadline=soon())
+        tiers.store.delete_by_tier(names_of(frames[:2]), deadline=soon())
 
 
 def test_records_lie_where_they_last() -> None:
     """Records go to the tiers that outlive the process and are read from the one that most instances share."""
     memory, near, far = (MemoryStore(1 << 16, label=label) for label in ("memory", "near", "far"))
-    store = TieredStore([memory, near, far], lasting=[1, 2])
+    store = TieredStore([memory, near, far], persistent=[1, 2])
     store.put_record("a/b", b"one", deadline=soon())
     assert memory.get_record("a/b", deadline=soon()) is None
     far.put_record("a/b", b"two", deadline=soon())

@@ -12,12 +12,11 @@ from foreword.conformance import FlakyStore, make_frames, names_of, put_all, rea
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name, Store
 from foreword.store.codecs.base import codec_named
-from foreword.store.codecs.store import CodedStore
+from foreword.store.codecs.coded_store import CodedStore
 from foreword.store.disk.store import DiskStore
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.memory.store import MemoryStore
 from foreword.store.tiered import TieredStore
-from foreword.store.watch import watch
 
 LAYOUT = Layout(b"m" * 32, 16, (LayerLayout(1, 8, 8),), "float32")
 PAYLOAD = 1000
@@ -27,11 +26,11 @@ FRAME = HEADER_BYTES + PAYLOAD
 class Watched:
     """Tiers, and the blocks that each of them has by what is told."""
 
-    def __init__(self, *stores: Store, written: Sequence[int] | None = None) -> None:
-        self.store = TieredStore(stores, written=written)
+    def __init__(self, *stores: Store, writable: Sequence[int] | None = None) -> None:
+        self.store = TieredStore(stores, writable=writable)
         self.held: list[set[Name]] = [set() for _ in stores]
         self.told: set[int] = set()
-        watch(self.store, self._note)
+        self.store.subscribe(self._note)
 
     def _note(self, tier: int, stored: bool, names: Sequence[Name]) -> None:
         assert names
@@ -93,13 +92,13 @@ def test_of_what_a_store_does_not_say_nothing_is_told() -> None:
 def test_each_tier_is_told_of_apart() -> None:
     """A block that two tiers took and that is deleted from one is still in the other; a tier that takes no writes is silent."""
     lent = MemoryStore(1 << 20, label="lent")
-    watched = Watched(MemoryStore(1 << 20), MemoryStore(1 << 20), lent, written=[0, 1])
+    watched = Watched(MemoryStore(1 << 20), MemoryStore(1 << 20), lent, writable=[0, 1])
     frames = make_frames(1, 3, PAYLOAD)
     names = set(names_of(frames))
     put_all(lent, frames)
     put_all(watched.store, frames)
     assert watched.held == [names, names, set()]
-    watched.store.tiers[1].store.delete(names_of(frames[1:]), deadline=soon())
+    watched.store.tiers[1].delete(names_of(frames[1:]), soon())
     assert watched.held == [names, {frames[0].name}, set()]
-    watched.store.forget(names_of(frames), deadline=soon())
+    watched.store.delete_by_tier(names_of(frames), deadline=soon())
     assert watched.held == [set(), set(), set()] and watched.told == {0, 1}

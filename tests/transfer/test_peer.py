@@ -240,7 +240,7 @@ def test_a_wire_that_misbehaves(fault: str, serve: Serve, stack: ExitStack) -> N
     for at in [draw.randrange(600, 50_000) for _ in range(12)]:
         proxy = Proxy(place.address, fault, at)
         store = PeerStore(proxy.address, LAYOUT, config=config(links=("tcp",)))
-        tiers = TieredStore([store], written=[])
+        tiers = TieredStore([store], writable=[])
         buffers = [memoryview(bytearray(6000)) for _ in frames]
         found = tiers.fetch(names_of(frames), buffers, deadline=soon(2.0))
         for one, got in zip(frames, found, strict=True):
@@ -264,7 +264,7 @@ def test_a_peer_that_stalls_harms_no_other_tier(stack: ExitStack, reader: Open) 
     frames = make_frames(1, 3, 100)
     memory.put(frames, deadline=soon())
     peer = reader(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout=PATIENCE)
-    tiers = TieredStore([peer, memory], written=[1])
+    tiers = TieredStore([peer, memory], writable=[1])
     until(lambda: tiers.lookup(names_of(frames), deadline=soon(1.0)) == 3)
     assert tiers.tiers[0].counters.errors["store_timeout"] >= 3 and not tiers.tiers[1].counters.errors
 
@@ -275,7 +275,7 @@ def test_several_peers(serve: Serve, reader: Open) -> None:
     near, far = serve(frames[:5]), serve(frames[3:])
     gone = Place()
     gone.close()
-    tiers = TieredStore([reader(place.address) for place in (near, gone, far)], written=[])
+    tiers = TieredStore([reader(place.address) for place in (near, gone, far)], writable=[])
     assert tiers.locate(names_of(frames), deadline=soon()) == [0] * 5 + [2] * 7
     buffers = [memoryview(bytearray(len(one.data))) for one in frames]
     found = tiers.fetch(names_of(frames), buffers, deadline=soon())
@@ -289,9 +289,9 @@ def test_a_tier_that_is_never_written_to(serve: Serve, reader: Open) -> None:
     frames = make_frames(1, 8, 500)
     place = serve(frames[:4])
     memory = MemoryStore(1 << 20)
-    tiers = TieredStore([memory, reader(place.address)], written=[0])
+    tiers = TieredStore([memory, reader(place.address)], writable=[0])
     found = tiers.fetch(names_of(frames[:4]), [memoryview(bytearray(1000)) for _ in range(4)], deadline=soon())
-    assert tiers.above(1) == (0,) and tiers.above(0) == ()
+    assert tiers.promotion_targets(1) == (0,) and tiers.promotion_targets(0) == ()
     assert tiers.put([one.frame for one in found if one is not None], deadline=soon()) == 4
     assert tiers.put(frames[4:], deadline=soon()) == 4
     assert read(memory, frames) == whole(frames)
@@ -305,7 +305,7 @@ def test_a_breaker_around_a_dead_peer(serve: Serve, reader: Open) -> None:
     """After some failures in a row a dead peer is not even asked; when it is back, so are its blocks."""
     frames = make_frames(1, 3, 100)
     place = Place(frames)
-    tiers = TieredStore([reader(place.address)], written=[])
+    tiers = TieredStore([reader(place.address)], writable=[])
     assert tiers.lookup(names_of(frames), deadline=soon()) == 3
     place.close()
     for _ in range(10):
@@ -320,11 +320,11 @@ def test_a_breaker_around_a_dead_peer(serve: Serve, reader: Open) -> None:
 def test_records_stay_here(serve: Serve, reader: Open) -> None:
     """Records are kept by a tier that is written to, and in this process where there is none."""
     place = serve()
-    alone = TieredStore([reader(place.address)], written=[])
+    alone = TieredStore([reader(place.address)], writable=[])
     alone.put_record("a/b", b"one", deadline=soon())
     assert alone.get_record("a/b", deadline=soon()) == b"one" and alone.records("a/", deadline=soon()) == ["a/b"]
     memory, peer = MemoryStore(1 << 20), reader(place.address)
-    both = TieredStore([memory, peer], [], written=[0])
+    both = TieredStore([memory, peer], [], writable=[0])
     both.put_record("a/b", b"two", deadline=soon())
     assert memory.get_record("a/b", deadline=soon()) == b"two" and peer.get_record("a/b", deadline=soon()) is None
     assert alone.delete_record("a/b", deadline=soon()) is True
@@ -354,8 +354,8 @@ def test_urls(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
         store = open_store(["memory://?size=1MiB", url], LAYOUT, peers(settings))  # type: ignore[arg-type]
         stack.callback(store.close)
         assert store.locate(names_of(frames), deadline=soon()) == [1, 1, 1], url
-        assert store.tiers[1].label == ("others" if "label" in url else "peer") and store.written == (0,)
-    assert not parse(url).lasting and not parse(url).written
+        assert store.tiers[1].label == ("others" if "label" in url else "peer") and store.writable == (0,)
+    assert not parse(url).persistent and not parse(url).writable
 
 
 def test_urls_that_are_wrong(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.integrations.vllm.step_messages import TierChange
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
-from foreword.store.watch import watch
 
 # About 60 MB and 70 MB of the scheduler's memory where blocks have 32 tokens.
 _EXPECTED = 1 << 16
@@ -43,7 +42,7 @@ class TierWatch:
         self._rank = rank
         self._lock = threading.Lock()
         self._changes: list[TierChange] = []
-        watch(store, self._note)
+        store.subscribe(self._note)
 
     def _note(self, tier: int, stored: bool, names: Sequence[Name]) -> None:
         keys = tuple(name[FINGERPRINT_BYTES:] for name in names)

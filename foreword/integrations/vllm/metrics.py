@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from foreword.integrations.vllm.leases import Leases
 from foreword.offload.manager import CacheStatus, OffloadManager
-from foreword.store.tiered import Tier
+from foreword.store.tiered import StoreTier
 
 _PER_TIER: Final = {
     "loaded_blocks": "Blocks read from a tier, whole and checked.",
@@ -135,7 +135,7 @@ def _added(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, f
     return {name: amount - before.get(name, 0) for name, amount in now.items() if amount != before.get(name, 0)}
 
 
-def _of_tier(tier: Tier) -> dict[str, float]:
+def _of_tier(tier: StoreTier) -> dict[str, float]:
     counters = tier.counters
     return {
         "loaded_blocks": counters.hit_blocks,

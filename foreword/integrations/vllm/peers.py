@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.config import TransferConfig
 from foreword.errors import ConfigError
-from foreword.store.base import Entry, Name, Store, StoreStatus
+from foreword.store.base import Name, Store, StoredBlock, StoreStatus
 from foreword.store.frame import Frame
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import Opener, StoreUrl, open_store
@@ -20,7 +20,7 @@ from foreword.transfer.sockets import Address, parse_address
 _ASKING = TransferConfig(links=("tcp",), ring="64KiB", queue="64KiB")
 
 
-class Unwritten:
+class Unwritten(Store):
     """A store that keeps nothing. Subclass it for what can be read."""
 
     def __init__(self, label: str) -> None:
@@ -42,7 +42,7 @@ class Unwritten:
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         return 0
 
-    def scan(self, *, deadline: float) -> Iterator[Entry]:
+    def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
         return iter(())
 
     def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
@@ -89,9 +89,9 @@ def worker_memory(address: str, label: str) -> Store:
     return PeerStore(address, config=_ASKING, label=label)
 
 
-def open_tiers(urls: Sequence[str], layout: Layout | None, above: Mapping[str, Opener]) -> TieredStore:
+def open_tiers(urls: Sequence[str], layout: Layout | None, openers: Mapping[str, Opener]) -> TieredStore:
     """Like `open_store`, but no URL is no tier: an instance that only hands over and takes over has none."""
-    return open_store(urls, layout, above) if urls else TieredStore([])
+    return open_store(urls, layout, openers) if urls else TieredStore([])
 
 
 def peers_of(config: TransferConfig, rank: int, ranks: int) -> Opener:

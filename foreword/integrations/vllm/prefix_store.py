@@ -21,7 +21,7 @@ from foreword.integrations.vllm.connector import Settings
 from foreword.prefixes.erasure import LayoutRecord, layouts
 from foreword.prefixes.records import PrefixRecords
 from foreword.store.base import Name
-from foreword.store.tiered import Tier
+from foreword.store.tiered import StoreTier
 from foreword.store.urls import open_store, parse
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class PrefixStores:
         self._name = str(vllm_config.model_config.model)
         self._dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
         self._ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-        urls = [url for url in settings.store.urls if parse(url).lasting]
+        urls = [url for url in settings.store.urls if parse(url).persistent]
         self.seen = bool(urls)
         self._store = open_store(urls or ["memory://?size=1MiB"])
         self._limits = [_pin_limit(tier, url) for tier, url in zip(self._store.tiers, urls, strict=False)]
@@ -181,7 +181,7 @@ class PrefixStores:
             for tier in self._store.tiers:
                 self._pin_in(tier, names, False)
 
-    def _pin_in(self, tier: Tier, names: list[Name], pinned: bool) -> int:
+    def _pin_in(self, tier: StoreTier, names: list[Name], pinned: bool) -> int:
         if not names:
             return 0
         deadline = time.monotonic() + _CALL_WITHIN
@@ -198,7 +198,7 @@ class PrefixStores:
         self._store.close()
 
 
-def _pin_limit(tier: Tier, url: str) -> int | None:
+def _pin_limit(tier: StoreTier, url: str) -> int | None:
     place = parse(url)
     if place.scheme != "disk":
         return None

@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from foreword.errors import ConfigError, TransferError, TransferTimeout
 from foreword.integrations.vllm.peers import Unwritten
 from foreword.integrations.vllm.step_messages import Lender
-from foreword.store.background import spread
+from foreword.store.background import use_background_cores
 from foreword.store.base import Name
-from foreword.store.tiered import Tier
+from foreword.store.tiered import StoreTier
 from foreword.transfer.connection import Connection
 from foreword.transfer.endpoint import Endpoint
 from foreword.transfer.messages import Reason
@@ -68,8 +68,8 @@ class Lenders(Unwritten):
         self._rank = rank
         self._lock = threading.Lock()
         self._loans: dict[Name, list[Loan]] = {}
-        self._tiers: OrderedDict[str, Tier] = OrderedDict()
-        self._pool = ThreadPoolExecutor(_OPENERS, "foreword-lenders", spread)
+        self._tiers: OrderedDict[str, StoreTier] = OrderedDict()
+        self._pool = ThreadPoolExecutor(_OPENERS, "foreword-lenders", use_background_cores)
 
     def open(self, lender: Lender, names: Sequence[Name], then: Callable[[], None]) -> Loan:
         """Begin to borrow; `then` is called, from another thread, when what can be read can be read, be it nothing."""
@@ -135,9 +135,9 @@ class Lenders(Unwritten):
             if others:
                 self._loans[name] = others
 
-    def _tier(self, address: str) -> Tier:
+    def _tier(self, address: str) -> StoreTier:
         with self._lock:
-            tier = self._tiers.pop(address, None) or Tier(Unwritten(address), written=False)
+            tier = self._tiers.pop(address, None) or StoreTier(Unwritten(address), writable=False)
             self._tiers[address] = tier
             if len(self._tiers) > _KNOWN:
                 self._tiers.popitem(last=False)

@@ -27,10 +27,10 @@ from foreword.integrations.vllm.step_messages import Load, StepPlan, WorkerAddre
 from foreword.integrations.vllm.transfer import PeersDoor, SchedulersDoor, address_of, for_rank
 from foreword.offload.copies import Staging
 from foreword.offload.manager import OffloadManager, StoreLoad
-from foreword.store.background import spread, spread_over
+from foreword.store.background import use_background_cores, set_background_cores
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
-from foreword.store.tiered import Tier, TieredStore
+from foreword.store.tiered import StoreTier, TieredStore
 from foreword.store.urls import parse
 
 logger = logging.getLogger(__name__)
@@ -79,9 +79,9 @@ class WorkerSide:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """vLLM's tensors are there: open the stores. Raises ModelUnsupported for an arrangement that is not known."""
         if all(cache.device.type == "cpu" for cache in kv_caches.values()):
-            spread_over(_cores_of_parent())
+            set_background_cores(_cores_of_parent())
         with ThreadPoolExecutor(
-            1, "foreword-open", spread
+            1, "foreword-open", use_background_cores
         ) as opener:  # threads that are started there inherit its cores
             opener.submit(self._open, kv_caches).result()
 
@@ -129,7 +129,7 @@ class WorkerSide:
             travel, layout, tensors, memory, listens=self._settings.listens, lenders=_label(LENDERS, store)
         )
         if self._settings.takes_over:
-            store.tiers.append(Tier(self._peers.lenders, written=False))
+            store.tiers.append(StoreTier(self._peers.lenders, writable=False))
 
     @property
     def address(self) -> WorkerAddress:

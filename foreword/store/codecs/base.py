@@ -1,14 +1,13 @@
-"""Codecs: how the payload of a stored block is written. What each of them costs and saves is measured in docs/guides/codecs.md.
+"""Codecs encode the payload of stored blocks. docs/guides/codecs.md has measurements of their ratio, speed and accuracy.
 
     name      number  lossy
-    raw            0  no     as it is
-    lossless       1  no     planes of exponents and mantissas; those that shrink are compressed (entropy.py)
-    int8           2  yes    keys per channel, values per token (quantise.py)
-    int4           3  yes    the same, two numbers in a byte
-    entropy        4  yes    anchors, differences with fewer steps in later layers, entropy-coded (entropy.py)
+    raw            0  no     unchanged
+    lossless       1  no     planes of exponents and mantissas, compressed with zstd where that helps (lossless.py)
+    int8           2  yes    8-bit quantization, keys per channel, values per token (quantize.py)
+    int4           3  yes    the same with 4 bits (quantize.py)
 
-The number stands in a frame's header and never changes its meaning: what an older version wrote stays readable. Whoever
-stores blocks with a lossy codec names it in `Layout.loss`, so that altered blocks never lie under the name of exact ones.
+The number is stored in the frame header and keeps its meaning forever. Number 4 belonged to a codec that was removed. Blocks
+encoded with a lossy codec have another layout (`Layout.loss`), so they never share a name with exact blocks.
 """
 
 from __future__ import annotations
@@ -20,39 +19,42 @@ from foreword.blocks.layout import Layout
 from foreword.errors import BadFrame, StoreConfigError, did_you_mean
 from foreword.store.frame import RAW
 
-_HOME: Final = {"lossless": "lossless", "int8": "quantize", "int4": "quantize", "entropy": "lossless"}
-NAMES: Final = ("raw", *_HOME)
+_MODULES: Final = {"lossless": "lossless", "int8": "quantize", "int4": "quantize"}
+NAMES: Final = ("raw", *_MODULES)
 
 
 class Codec(Protocol):
-    """One way to write payloads. Without state: threads may call at once."""
+    """Encodes and decodes payloads. Stateless and thread-safe."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def number(self) -> int:
-        """Of the frame header's field."""
+        """The codec field of the frame header."""
         ...
 
     @property
     def lossy(self) -> bool: ...
 
     def encode(self, payload: memoryview, layout: Layout) -> bytes | memoryview:
-        """The payload (`layout.block_bytes` bytes) written shorter, or a little longer where that fails.
+        """Encode a payload of `layout.block_bytes` bytes. The result may be a little longer if the payload does not compress.
 
-        Raises BadFrame for a payload of another length, StoreConfigError for a layout that the codec cannot take.
+        Raises BadFrame if the payload has another length, StoreConfigError if the codec does not support the layout.
         """
         ...
 
     def decode(self, data: memoryview, out: memoryview, layout: Layout) -> None:
-        """Fill `out` (writable, `layout.block_bytes` bytes). Raises BadFrame for anything that `encode` cannot have written;
-        `out` may then hold anything. Lengths are checked before memory is asked for."""
+        """Decode into `out` (writable, `layout.block_bytes` bytes).
+
+        Raises BadFrame for data that `encode` cannot have written; the content of `out` is then undefined. Lengths are checked
+        before memory is allocated.
+        """
         ...
 
 
 class Raw:
-    """The payload as it is."""
+    """The codec that leaves payloads unchanged."""
 
     name = "raw"
     number = RAW
@@ -69,29 +71,29 @@ class Raw:
 
 
 def codec_named(name: str) -> Codec:
-    """The codec of that name. Raises StoreConfigError for an unknown one, or if its libraries are not installed."""
+    """The codec of that name. Raises StoreConfigError if there is none, or if its libraries are not installed."""
     if name == Raw.name:
         return Raw()
-    if name not in _HOME:
+    if name not in _MODULES:
         raise StoreConfigError(f"There is no codec {name!r}{did_you_mean(name, NAMES)}", param="codec")
     try:
-        home = import_module(f"foreword.store.codecs.{_HOME[name]}")
+        module = import_module(f"foreword.store.codecs.{_MODULES[name]}")
     except ModuleNotFoundError as error:
         raise StoreConfigError(
             f"The codec {name!r} needs {error.name}: pip install 'foreword[compression]'", param="codec"
         ) from error
-    return cast("Codec", home.CODECS[name])
+    return cast("Codec", module.CODECS[name])
 
 
 def check_length(payload: memoryview, layout: Layout) -> None:
-    """Raises BadFrame if these are not as many bytes as a block of this layout has."""
+    """Raise BadFrame unless the payload has the length of a block of this layout."""
     if payload.nbytes != layout.block_bytes:
         raise BadFrame("codec", f"{payload.nbytes} bytes of payload, a block of this layout has {layout.block_bytes}")
 
 
 def check_tokens(layout: Layout, name: str) -> None:
-    """Raises StoreConfigError if a codec that must know keys from values is given another order than `tokens`."""
+    """Raise StoreConfigError unless the layout has the order `tokens`, in which keys and values can be told apart."""
     if layout.order != "tokens":
         raise StoreConfigError(
-            f"The codec {name!r} knows blocks of the order 'tokens', not {layout.order!r}", param="codec"
+            f"The codec {name!r} supports blocks of the order 'tokens', not {layout.order!r}", param="codec"
         )

@@ -29,7 +29,7 @@ from typing import Final
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
-from foreword.store.base import Name, check_record, check_word, time_left
+from foreword.store.base import Name, check_record, check_record_key, time_left
 from foreword.store.frame import HEADER_BYTES, Header, read_header
 
 _LAYOUT: Final = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
@@ -242,7 +242,7 @@ class Records:
         self._folder = folder
 
     def _path(self, word: str) -> str:
-        *parts, last = check_word(word).split("/")
+        *parts, last = check_record_key(word).split("/")
         return "/".join([self._folder, *(part + "=" for part in parts), last + "~"])
 
     def put(self, word: str, data: bytes, token: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from foreword.errors import StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
-from foreword.store.base import Entry, Name, time_left
+from foreword.store.base import Name, StoredBlock, time_left
 from foreword.store.disk.index_rows import COUNTED, SCHEMA, THESE, VERSION, BrokenIndex, Transaction, block_id, check
 
 _NO_VERSION: Final = 1000  # a larger number is no version but damage
@@ -226,7 +226,7 @@ class Index:
         """Which of the blocks are whole, as far as the index knows."""
         return {one for (one,) in self._read(f"SELECT id FROM blocks WHERE {THESE}", (json.dumps(ids),), deadline)}
 
-    def entries(self, after: int, count: int, deadline: float) -> tuple[list[Entry], int]:
+    def entries(self, after: int, count: int, deadline: float) -> tuple[list[StoredBlock], int]:
         """The next blocks in the order of their rows, and the last one's row."""
         rows = self._read(
             "SELECT rowid, name, parent, depth, size, stored_at, used_at, hits, pinned FROM blocks"
@@ -265,8 +265,8 @@ def _first_missing(ids: Sequence[int], there: set[int], start: int) -> int:
 
 def _entry(
     name: Name, parent: bytes, depth: int, size: int, stored_at: float, used_at: float, hits: int, pinned: int
-) -> Entry:
-    return Entry(name, parent, depth, size, stored_at, used_at, hits, bool(pinned))
+) -> StoredBlock:
+    return StoredBlock(name, parent, depth, size, stored_at, used_at, hits, bool(pinned))
 
 
 @contextlib.contextmanager

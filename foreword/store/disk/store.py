@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal
 
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
-from foreword.store.base import Entry, Name, StoreStatus, time_left
+from foreword.store.base import Name, Store, StoredBlock, StoreStatus, time_left
 from foreword.store.disk.eviction import Group, Room, in_groups
 from foreword.store.disk.files import (
     Files,
@@ -49,7 +49,7 @@ _SCAN_ROWS: Final = 1024
 _stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
 
 
-class DiskStore:
+class DiskStore(Store):
     """A store of `size` bytes of blocks below the folder `path`.
 
     Args:
@@ -195,23 +195,23 @@ class DiskStore:
                 count += 1
         return count
 
-    def scan(self, *, deadline: float) -> Iterator[Entry]:
+    def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
         return self._scan(self._ready(deadline), deadline)
 
-    def _scan(self, indexed: bool, deadline: float) -> Iterator[Entry]:
+    def _scan(self, indexed: bool, deadline: float) -> Iterator[StoredBlock]:
         if not indexed:
             for found in self._files.walk():
                 time_left(deadline)
                 header = None if found.token else header_of(found)
                 if header is not None:
-                    yield Entry(found.name, header.parent, header.depth, found.size, found.modified)
+                    yield StoredBlock(found.name, header.parent, header.depth, found.size, found.modified)
             return
         after, entries = self._page(-1, deadline)
         while entries:
             yield from entries
             after, entries = self._page(after, deadline)
 
-    def _page(self, after: int, deadline: float) -> tuple[int, list[Entry]]:
+    def _page(self, after: int, deadline: float) -> tuple[int, list[StoredBlock]]:
         self._ready(deadline)
         entries, last = self._index.entries(after, _SCAN_ROWS, deadline)
         return last, entries

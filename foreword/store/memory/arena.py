@@ -10,7 +10,7 @@ import mmap
 import threading
 
 from foreword.errors import StoreUnavailable
-from foreword.store.background import step_back
+from foreword.store.background import lower_priority
 
 _UNLOCKED_BYTES = 64 << 10  # copies from here on let other threads run meanwhile
 _POPULATE_BYTES = 16 << 20
@@ -97,7 +97,7 @@ class Pages:
 
 def populate(arena: Arena, pages: Pages) -> None:
     """Touch the arena's pages from its beginning on, in pieces, a little ahead of those that are used."""
-    step_back(_POPULATE_NICE)
+    lower_priority(_POPULATE_NICE)
     for offset in range(0, arena.size, _POPULATE_BYTES):
         if not pages.wait_for(offset) or not arena.populate(offset, min(_POPULATE_BYTES, arena.size - offset)):
             return

@@ -10,8 +10,8 @@ import time
 from array import array
 from collections.abc import Sequence
 
-from foreword.store.base import Entry, Name
-from foreword.store.chains import Chains
+from foreword.store.base import Name, StoredBlock
+from foreword.store.chains import ChainLru
 from foreword.store.frame import Frame
 
 
@@ -21,7 +21,7 @@ class Slots:
     def __init__(self, size: int, slot_bytes: int) -> None:
         count = size // slot_bytes
         self.slot_bytes = slot_bytes
-        self.chains = Chains(count)
+        self.chains = ChainLru(count)
         self.writing: set[int] = set()
         self.bytes = 0
         self.pinned_bytes = 0
@@ -121,11 +121,11 @@ class Slots:
             self._pins -= 1
             self.pinned_bytes -= self._lengths[slot]
 
-    def entries(self, start: int, stop: int) -> list[Entry]:
+    def entries(self, start: int, stop: int) -> list[StoredBlock]:
         """The blocks in a range of slots."""
         chains = self.chains
         return [
-            Entry(
+            StoredBlock(
                 name,
                 parent=(chains.parents[slot] or b"")[-32:],
                 depth=chains.depths[slot],

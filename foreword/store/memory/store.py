@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from foreword.errors import StoreConfigError, StoreFull, StoreTimeout, StoreUnavailable
-from foreword.store.base import Entry, Name, StoreStatus, check_record, check_word, time_left
+from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
 from foreword.store.frame import Frame
 from foreword.store.memory.arena import Arena, Pages, populate
 from foreword.store.memory.slots import Slots
@@ -25,7 +25,7 @@ from foreword.store.memory.slots import Slots
 _SCAN_SLOTS = 4096
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """A store of `size` bytes in memory.
 
     Args:
@@ -158,7 +158,7 @@ class MemoryStore:
             limit = int(slots.chains.slots * self._pin_share)
             return sum(slots.pin(slot, pinned, limit) for slot in self._there(names))
 
-    def scan(self, *, deadline: float) -> Iterator[Entry]:
+    def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
         time_left(deadline)
         with self._lock:
             self._open()
@@ -166,7 +166,7 @@ class MemoryStore:
 
     def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
         time_left(deadline)
-        check_word(word)
+        check_record_key(word)
         check_record(data)
         with self._lock:
             self._open()
@@ -302,7 +302,7 @@ class MemoryStore:
                 raise StoreTimeout("another thread is still writing the same blocks")
             return sum(name in index for _, name in theirs)
 
-    def _scan(self, deadline: float) -> Iterator[Entry]:
+    def _scan(self, deadline: float) -> Iterator[StoredBlock]:
         start = 0
         while True:
             time_left(deadline)

@@ -26,7 +26,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreReadOnly
-from foreword.store.base import Entry, Name, StoreStatus, check_record, check_word, time_left
+from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
 from foreword.store.frame import HEADER_BYTES, Frame, read_header
 from foreword.store.object.client import Loop, open_client, result_of, said
 
@@ -39,7 +39,7 @@ _RECORD = re.compile(r"records/([^/]+)\.record")
 T = TypeVar("T")
 
 
-class ObjectStore:
+class ObjectStore(Store):
     """A store in a bucket (the module's docstring says what lies where).
 
     Args:
@@ -114,7 +114,7 @@ class ObjectStore:
         """How many are there. Nothing is noted: this store evicts nothing, and a bucket's rules know no names."""
         return sum(size > 0 for size in self._each((self._size(name) for name in names), deadline, light=True))
 
-    def scan(self, *, deadline: float) -> Iterator[Entry]:
+    def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
         """All blocks, each with a request for its header."""
         for found in self._list("", deadline):
             metas = [meta for meta in found if _BLOCK.fullmatch(self._below(meta["path"]))]
@@ -149,7 +149,7 @@ class ObjectStore:
         return f"{self._start}{name[:FINGERPRINT_BYTES].hex()}/{name[FINGERPRINT_BYTES:].hex()}"
 
     def _record(self, word: str) -> str:
-        return f"{self._start}records/{check_word(word).replace('/', '!')}.record"
+        return f"{self._start}records/{check_record_key(word).replace('/', '!')}.record"
 
     def _below(self, path: str) -> str:
         return path.removeprefix(self._start)
@@ -255,7 +255,7 @@ class ObjectStore:
             return False
         return True
 
-    async def _entry(self, meta: Any) -> Entry:
+    async def _entry(self, meta: Any) -> StoredBlock:
         path, size = self._below(meta["path"]), int(meta["size"])
         name = bytes.fromhex(path.replace("/", ""))
         stored_at = meta["last_modified"].timestamp()
@@ -266,7 +266,7 @@ class ObjectStore:
         try:
             header = read_header(head)
         except BadFrame:
-            return Entry(name, size=size, stored_at=stored_at)
+            return StoredBlock(name, size=size, stored_at=stored_at)
         if header.name != name:
-            return Entry(name, size=size, stored_at=stored_at)
-        return Entry(name, header.parent, header.depth, size, stored_at=stored_at)
+            return StoredBlock(name, size=size, stored_at=stored_at)
+        return StoredBlock(name, header.parent, header.depth, size, stored_at=stored_at)

@@ -26,7 +26,7 @@ from typing import Final
 
 from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreUnavailable
-from foreword.store.base import Entry, Name, StoreStatus, check_record, check_word, time_left
+from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
 from foreword.store.frame import HEADER_BYTES, Frame, read_header
 from foreword.store.redis.nodes import Cluster, Node, Single, open_nodes
 from foreword.store.redis.resp import Command, Refusal, Reply, as_number, as_value, as_values, encode, words
@@ -39,7 +39,7 @@ _STATUS_WAIT: Final = 0.25
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
 
-class RedisStore:
+class RedisStore(Store):
     """A store in a Redis or Valkey server or cluster (the module's docstring says what it evicts).
 
     Nothing is connected before the first call; after a failure the next call connects anew. Host names are looked up by the
@@ -125,7 +125,7 @@ class RedisStore:
             self._ask(commands, deadline)
         return len(found)
 
-    def scan(self, *, deadline: float) -> Iterator[Entry]:
+    def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
         """All blocks. Reads each one's header, so the server takes them all for used just now; `used_at` is from before."""
         [members] = self._ask([words(self._pinned, b"SMEMBERS", self._pinned)], deadline)
         pinned = set(as_values(members))
@@ -232,7 +232,7 @@ class _Header:
 
 
 def _word(word: str) -> bytes:
-    return check_word(word).encode()
+    return check_record_key(word).encode()
 
 
 def _scan_keys(node: Node, pattern: bytes, deadline: float) -> Iterator[list[bytes]]:
@@ -250,7 +250,7 @@ def _scan_keys(node: Node, pattern: bytes, deadline: float) -> Iterator[list[byt
             return
 
 
-def _entries(node: Node, names: dict[Name, bytes], pinned: set[bytes], deadline: float) -> Iterator[Entry]:
+def _entries(node: Node, names: dict[Name, bytes], pinned: set[bytes], deadline: float) -> Iterator[StoredBlock]:
     """What a server knows of these blocks; those that went away meanwhile are left out."""
     commands = []
     for key in names.values():
@@ -264,7 +264,7 @@ def _entries(node: Node, names: dict[Name, bytes], pinned: set[bytes], deadline:
             continue
         header = _header(head, name)
         used_at = now - idle if isinstance(idle, int) else 0.0
-        yield Entry(name, header.parent, header.depth, size, used_at=used_at, pinned=name in pinned)
+        yield StoredBlock(name, header.parent, header.depth, size, used_at=used_at, pinned=name in pinned)
 
 
 def _header(head: bytes, name: Name) -> _Header:

@@ -1,0 +1,55 @@
+"""A circuit breaker around the calls of one store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+_FAILURES_TO_OPEN: Final = 3
+_FIRST_PAUSE: Final = 1.0
+_LONGEST_PAUSE: Final = 30.0
+
+
+class CircuitBreaker:
+    """Opens after 3 consecutive failures. While it is open, no call is allowed until a pause has passed.
+
+    After the pause one trial call is allowed at a time. If it succeeds, the circuit closes; if it fails, the next pause is
+    twice as long, up to 30 seconds. Thread-safe.
+    """
+
+    __slots__ = ("_clock", "_failures", "_lock", "_open_until", "_pause")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._pause = _FIRST_PAUSE
+        self._open_until = 0.0  # 0.0 while the circuit is closed
+
+    def allows(self) -> bool:
+        with self._lock:
+            now = self._clock()
+            if now < self._open_until:
+                return False
+            if self._open_until:  # this is the trial call: refuse the others until it has ended
+                self._open_until = now + self._pause
+            return True
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._failures = 0
+            self._pause = _FIRST_PAUSE
+            self._open_until = 0.0
+
+    def failed(self) -> None:
+        with self._lock:
+            self._failures += 1
+            if self._failures >= _FAILURES_TO_OPEN:
+                self._open_until = self._clock() + self._pause
+                self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    @property
+    def is_open(self) -> bool:
+        return self._clock() < self._open_until

@@ -1,0 +1,74 @@
+"""Base class for stores that wrap another store and change some of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from foreword.store.base import Name, Store, StoredBlock, StoreStatus
+from foreword.store.frame import Frame
+
+
+class StoreWrapper(Store):
+    """Forwards every call to `inner`. Subclasses override the calls that they change, or `before_call`."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.label = inner.label
+        self.readers = inner.readers
+
+    @property
+    def on_evicted(self) -> Callable[[Name], None] | None:
+        return self.inner.on_evicted
+
+    @on_evicted.setter
+    def on_evicted(self, call: Callable[[Name], None] | None) -> None:
+        self.inner.on_evicted = call
+
+    def before_call(self, deadline: float) -> None:
+        """Called first in every call that has a deadline. Does nothing here."""
+
+    def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
+        self.before_call(deadline)
+        return self.inner.lookup(names, deadline=deadline)
+
+    def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+        self.before_call(deadline)
+        return self.inner.get(names, buffers, deadline=deadline)
+
+    def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
+        self.before_call(deadline)
+        return self.inner.put(frames, deadline=deadline)
+
+    def delete(self, names: Sequence[Name], *, deadline: float) -> int:
+        self.before_call(deadline)
+        return self.inner.delete(names, deadline=deadline)
+
+    def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
+        self.before_call(deadline)
+        return self.inner.pin(names, pinned=pinned, deadline=deadline)
+
+    def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
+        self.before_call(deadline)
+        return self.inner.scan(deadline=deadline)
+
+    def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
+        self.before_call(deadline)
+        self.inner.put_record(key, data, deadline=deadline)
+
+    def get_record(self, key: str, *, deadline: float) -> bytes | None:
+        self.before_call(deadline)
+        return self.inner.get_record(key, deadline=deadline)
+
+    def delete_record(self, key: str, *, deadline: float) -> bool:
+        self.before_call(deadline)
+        return self.inner.delete_record(key, deadline=deadline)
+
+    def records(self, prefix: str, *, deadline: float) -> list[str]:
+        self.before_call(deadline)
+        return self.inner.records(prefix, deadline=deadline)
+
+    def status(self) -> StoreStatus:
+        return self.inner.status()
+
+    def close(self) -> None:
+        self.inner.close()
