@@ -16,7 +16,7 @@ import torch
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.offload.copies import Staging
 from foreword.offload.manager import PATIENCE, OffloadManager
-from foreword.store.background import use_background_cores, set_background_cores
+from foreword.store.background import set_background_cores, use_background_cores
 from foreword.store.memory.store import MemoryStore
 from foreword.store.tiered import TieredStore
 

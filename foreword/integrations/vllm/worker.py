@@ -27,7 +27,7 @@ from foreword.integrations.vllm.step_messages import Load, StepPlan, WorkerAddre
 from foreword.integrations.vllm.transfer import PeersDoor, SchedulersDoor, address_of, for_rank
 from foreword.offload.copies import Staging
 from foreword.offload.manager import OffloadManager, StoreLoad
-from foreword.store.background import use_background_cores, set_background_cores
+from foreword.store.background import set_background_cores, use_background_cores
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.tiered import StoreTier, TieredStore
