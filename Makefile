@@ -37,7 +37,7 @@ lint: setup
 
 # The documentation as a site in dist/site. A broken link is an error.
 docs: setup
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: lint test
 
