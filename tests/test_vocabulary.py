@@ -1,0 +1,61 @@
+"""One concept, one word: the code, the pages and the docs use the field's terms (docs/glossary.md)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# A word or phrase that is not used, and what stands in its place.
+REPLACED = {
+    r"sooner": "faster, earlier",
+    r"go(es)? on elsewhere|the seam|seams?": "failover, continuation",
+    r"(is|was|are) left alone": "circuit opened",
+    r"(is|was) well again": "recovered",
+    r"beginnings?": "prefix, start",
+    r"computed again|not computed again": "recomputed, cached",
+    r"quiet_below": "next_block_at",
+    r"lenders?|handover": "KV producer, hand-off",
+    r"untold|(is|are|was|were) told|tells? whoever": "pending, synced, published",
+    r"bury|buried|set aside|set_aside": "roll back, quarantine",
+    r"disk_room": "eviction",
+    r"presence": "liveness lock",
+    r"reckons?|reckoned": "cost model, estimate",
+    r"whoever|nobody|somebody": "name who: the scheduler, the client, another replica",
+    r"neighbours?|front doors?|doors?": "endpoint, interface, peer",
+    r"gaps between tokens": "inter-token latency (ITL)",
+    r"requests that move|request that moves|moved requests?": "migrated request",
+    r"of late": "recently",
+    r"of its own|of his own|of their own": "own",
+    r"house|rooms": "architecture, packages",
+    r"R[0-9]{1,2}": "no requirement numbers",
+    r"good-bye": "close",
+    r"no company": "not batched",
+}
+FOLDERS = ("foreword", "docs", "benchmarks")
+SUFFIXES = {".py", ".md", ".js", ".html", ".cpp", ".h", ".css"}
+
+
+def _files() -> Iterator[Path]:
+    yield ROOT / "README.md"
+    yield ROOT / "CHANGELOG.md"
+    yield ROOT / "CONTRIBUTING.md"
+    for folder in FOLDERS:
+        yield from (path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in SUFFIXES)
+
+
+@pytest.mark.parametrize("pattern", REPLACED)
+def test_vocabulary(pattern: str) -> None:
+    """Words of the first version's private vocabulary do not come back."""
+    word = re.compile(rf"\b(?:{pattern})\b", 0 if pattern.startswith("R[") else re.IGNORECASE)
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in _files()
+        if "models" not in path.parts
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if word.search(line)
+    ]
+    assert not found, f"write {REPLACED[pattern]!r}:\n" + "\n".join(found)
