@@ -12,7 +12,7 @@ without one, only our half runs. Blocks have 16 tokens and vLLM's hash is its de
   keys, whose growth is that of the processor's cache misses alone; and the memory that a block takes (ours).
 
 Only the calls that an engine's scheduler makes are inside the clock. The garbage collector is outside of it, since it
-would count against whoever makes more objects; so is making vLLM's Request objects. Our conversion of the tokens is
+would count against the side that makes more objects; so is making vLLM's Request objects. Our conversion of the tokens is
 inside.
 """
 

@@ -1,15 +1,15 @@
-"""Prefill and decode apart, and requests that move: what it does to other requests, to the first token, and to a moved one.
+"""Disaggregated prefill and migration: ITL of other requests, TTFT, and the pause of a migrated request.
 
     python benchmarks/random_model.py 88m MODEL
     python benchmarks/disaggregation.py MODEL [--only itl ttft move hits] [--dtype bfloat16] [--rounds 5]
 
 Every server is a real `foreword serve` process bound to its cores; the client measures over HTTP. Four experiments:
 
-itl    gaps between tokens of running requests while prompts of 8,000 tokens arrive one after the other. Apart: prefill on one
+itl    inter-token latency of running requests while prompts of 8,000 tokens arrive. Disaggregated: prefill on one
        core, decode on the other. Together: one process on both cores, chunked prefill, with each of --chunks.
-ttft   time to first token of a prompt of 4,000 tokens, computed in place against computed on another server; and the share of
+ttft   time to first token of a prompt of 4,000 tokens, computed locally and on another server; and the share of
        the bytes that had left before the prompt was computed.
-move   a request with 4,000 tokens of context moves: how long it pauses, as the server and as the client see it, against
+move   a request with 4,000 tokens of context migrates: its pause, as the server and as the client see it, against
        computing its context there.
 hits   the decode side has 3,500 of 4,000 tokens: how many bytes travel.
 
@@ -117,7 +117,7 @@ def _ready(process: subprocess.Popen[str]) -> Server:
             break
     else:
         raise SystemExit("".join(seen))
-    # Nobody reads what else it says; a full pipe would stop it.
+    # The rest of its output is not read; a full pipe would stop it.
     subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
     server = Server(url, process)
     server.address = httpx.get(f"{url}/v1/instance").json()["transfer"] or ""
@@ -157,7 +157,7 @@ async def first_token(client: httpx.AsyncClient, url: str, asked: dict[str, Any]
     return first
 
 
-# Gaps between tokens
+# Inter-token latency
 
 
 async def gaps(bench: Bench, url: str, more: dict[str, Any]) -> list[float]:
@@ -219,7 +219,7 @@ async def first(bench: Bench, server: Server, more: dict[str, Any]) -> None:
         await first_token(client, server.url, body(bench.prompt(600), 4, **more))
 
 
-# Time to first token
+# TTFT
 
 
 def ttft(bench: Bench) -> Rows:
@@ -256,7 +256,7 @@ def ttft(bench: Bench) -> Rows:
     ]
 
 
-# Requests that move
+# Migration
 
 
 def move(bench: Bench) -> Rows:
@@ -281,14 +281,14 @@ def move(bench: Bench) -> Rows:
     return [
         ["pause, as the source sees it", ms(pause), f"{ratio(again, pause):.0f}x shorter"],
         ["longest gap that the client sees", ms(client), f"{ratio(again, client):.0f}x shorter"],
-        ["usual gap between tokens", ms(median(usual)), ""],
+        ["usual inter-token latency", ms(median(usual)), ""],
         ["computing the context there", ms(again), ""],
         ["KV", f"{moved['bytes'] / 2**20:.1f} MiB", f"{moved['rounds']} rounds, {1000 * moved['seconds']:.0f} ms"],
     ]
 
 
 async def one_move(bench: Bench, here: Server, there: Server) -> tuple[dict[str, Any], list[float]]:
-    """A streaming request moves after 20 tokens; how it went, and the gaps of its client."""
+    """Migrate a streaming request after 20 tokens. Returns the migration's figures and the client's ITLs."""
     answer: asyncio.Task[httpx.Response] | None = None
     times: list[float] = []
     async with httpx.AsyncClient(timeout=None) as client:
@@ -343,9 +343,9 @@ def ms(seconds: float) -> str:
 
 EXPERIMENTS = {
     "itl": (itl, ["8k prompts arrive", "median gap", "p99", "longest", "gaps", "p99 / apart's"]),
-    "ttft": (ttft, ["4k prompt", "first token", "/ in place", "hidden"]),
+    "ttft": (ttft, ["4k prompt", "TTFT", "/ local", "hidden"]),
     "move": (move, ["4k tokens of context", "", ""]),
-    "hits": (hits, ["tokens held", "missing", "tokens that travelled", "bytes", "first token"]),
+    "hits": (hits, ["tokens held", "missing", "tokens that travelled", "bytes", "TTFT"]),
 }
 
 

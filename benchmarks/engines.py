@@ -3,7 +3,7 @@
     python benchmarks/random_model.py 88m MODEL
     python benchmarks/engines.py MODEL --vllm-python PATH_TO_VLLM_ENVIRONMENT/bin/python
 
-Each engine is measured by `engine_worker.py` in a process of its own, with its best settings, on the same model and the
+Each engine is measured by `engine_worker.py` in its own process, with its best settings, on the same model and the
 same number of threads. Engines take turns, and who goes first changes with every round, so that whatever else the machine
 does meets all of them. Where an engine has several modes, each one runs and the best one counts, figure by figure.
 """

@@ -51,7 +51,7 @@ def bars(title: str, subtitle: str, description: str, rows: Sequence[Bar]) -> st
 
 
 def draw(passes: list[dict[str, Any]]) -> str:
-    """One bar per pass: median time to first token, and the share of prompt tokens that was not computed again."""
+    """One bar per pass: median time to first token, and the share of cached prompt tokens."""
     tokens = sum(answer["prompt_tokens"] for answer in passes[0]["answers"])
     subtitle = f"{len(passes[0]['answers'])} answers, {tokens:,} prompt tokens per pass, median; embedded model, CPU"
     rows = []

@@ -116,9 +116,9 @@ def ttft(bench: Bench, rounds: int) -> list[tuple[str, str, str, str]]:
         firsts.append(first)
         ratios.append(first / step)
     return [
-        ("4k prompt wholly cached: first token / decode step", f"{median(ratios):.2f}", "at most 1.5", _spread(ratios)),
-        ("4k prompt: first token, cached", f"{median(firsts) * 1000:.1f} ms", "", ""),
-        ("4k prompt: first token, computed", f"{median(colds) * 1000:.0f} ms", "", ""),
+        ("4k prompt wholly cached: TTFT / decode step", f"{median(ratios):.2f}", "at most 1.5", _spread(ratios)),
+        ("4k prompt: TTFT, cached", f"{median(firsts) * 1000:.1f} ms", "", ""),
+        ("4k prompt: TTFT, computed", f"{median(colds) * 1000:.0f} ms", "", ""),
     ]
 
 

@@ -25,7 +25,7 @@ REQUEST_SECONDS = 600.0
 
 
 class Process:
-    """A process of `foreword` on a port of its own; what it says goes to a file."""
+    """A process of `foreword` on its own port; what it says goes to a file."""
 
     def __init__(self, folder: Path, name: str, command: Sequence[str]) -> None:
         self.port = _free_port()
@@ -80,7 +80,7 @@ def _free_port() -> int:
 
 @contextmanager
 def servers(folder: Path, names: Sequence[str], *flags: str) -> Iterator[list[Process]]:
-    """Servers that are ready, one thread each. They are killed at the end: nobody needs what they hold."""
+    """Servers that are ready, one thread each. They are killed at the end; their state is not needed."""
     common = ["--threads", "1", "--log-level", "warning", "--no-self-check", *flags]
     with ExitStack() as stack:
         made = []
@@ -134,7 +134,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """A stream as the client saw it; filled while it goes on. Times are of `time.perf_counter`, 0.0 if it never came.
+    """A stream as the client saw it; filled while it runs. Times are of `time.perf_counter`, 0.0 if it never came.
 
     `events` are the times at which tokens came; `error` is empty for a stream that came to its end as streams do.
     """

@@ -116,7 +116,7 @@ async def measure(contenders: list[Contender], servers: Servers, given: argparse
 
 
 async def one_by_one(one: Contender, figures: Figures, seconds: float, given: argparse.Namespace | None = None) -> None:
-    """What the way takes when nothing else goes on."""
+    """Time per event on an idle machine."""
     [client] = await connected(one.port, 1)
     until = time.monotonic() + seconds
     while time.monotonic() < until:

@@ -8,13 +8,13 @@ MODEL is a folder; without it, the embedded model. `--quick` is for a look; it m
 
 agents          sessions of a tool-using agent from --traces (real text), several times each. Closed loop: each sends its next
                 step after a time of thinking.
-system-prompts  shared system prompts of real text, which one follows Zipf's law, each with a short question of its own. Open
+system-prompts  shared system prompts of real text, which one follows Zipf's law, each with its own short question. Open
                 loop: Poisson arrivals.
 kill            1,000 greedy streams, 40 at a time, over a disk store that the servers share. One server is killed with SIGKILL
                 in the middle and started again. Every stream must be complete and say what a single undisturbed server says.
 
-The first two compare time to first token between policies, which take turns; each begins with empty devices and a new router.
-The load is --load of what round robin manages at most, found first from the first requests: so nobody is compared when
+The first two compare time to first token between policies, which take turns; each starts with empty devices and a new router.
+The load is --load of what round robin manages at most, found first from the first requests: so no policy is compared when
 saturated. The ratio depends on what the devices can hold: --kv-memory is such that each holds the prefixes of its share of the
 sessions or system prompts, more or less, and not those of all; where every device holds everything, any policy will do.
 """
@@ -66,7 +66,7 @@ class Bench:
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def cut(self, text: str, tokens: int) -> str:
-        """The beginning of the text, so many tokens of it."""
+        """The first tokens of the text."""
         found = self.tokenizer.encode(text, add_special_tokens=False)
         return text if len(found.ids) <= tokens else text[: found.offsets[tokens][0]]
 
@@ -236,7 +236,7 @@ def once(bench: Bench, fleet: list[Process], policy: str, traffic: Traffic, rate
 
 
 def capacity(bench: Bench, fleet: list[Process], requests: Sequence[Request]) -> float:
-    """Requests per second through round robin with as many clients as keep all servers busy, beginning cold."""
+    """Requests per second through round robin with as many clients as keep all servers busy, from cold caches."""
     warm = [Request(bench.body(prompt="def main():\n" * 100))] * 2 * len(fleet)
 
     async def send(url: str) -> float:
@@ -420,7 +420,7 @@ class Death:
 
 
 def mixed(bench: Bench) -> list[Request]:
-    """A quarter as many prompts as streams: shared beginnings of 100 to 2,000 tokens, text and chat, each asked four times."""
+    """A quarter as many prompts as streams: common prefixes of 100 to 2,000 tokens, text and chat, each asked four times."""
     lengths = (2000, 1500, 1000, 700, 400, 200, 100) * 2
     texts = [bench.cut(text, length) for text, length in zip(library(), lengths, strict=False)]
     found = []
@@ -439,7 +439,7 @@ def kill(bench: Bench) -> tuple[Report, int]:
     streams = [prompts[number % len(prompts)] for number in range(given.streams)]
     print(
         f"{'traffic':<12}  {len(streams)} streams, {given.at_a_time} at a time (closed loop), of {len(prompts)} prompts with "
-        f"14 shared beginnings, text and chat; disk store shared by all; {given.kills} kill(s), each {given.down:g} s down",
+        f"14 common prefixes, text and chat; disk store shared by all; {given.kills} kill(s), each {given.down:g} s down",
         flush=True,
     )
     store = ["--store", f"disk://{bench.folder}/kv?size=4GiB"]
@@ -454,7 +454,7 @@ def kill(bench: Bench) -> tuple[Report, int]:
         answers, deaths = asyncio.run(disturbed(bench, front.url, fleet, streams))
         took = time.perf_counter() - began
         verdicts = [verdict(alone, one, expected[id(one.request)]) for one in answers]
-        return told(front, fleet, answers, deaths, verdicts, took)
+        return summarize(front, fleet, answers, deaths, verdicts, took)
 
 
 async def undisturbed(url: str, prompts: Sequence[Request]) -> list[Answer]:
@@ -515,7 +515,7 @@ def verdict(alone: Process, one: Answer, expected: Answer) -> str:
 
 
 def shifted(ids: list[int], others: list[int]) -> bool:
-    """Whether these are the others with up to four tokens left out at the beginning."""
+    """Whether these are the others with up to four tokens left out at the start."""
     return any(len(others) - by >= 3 and ids[: len(others) - by] == others[by:] for by in range(1, 5))
 
 
@@ -528,7 +528,7 @@ def margin(alone: Process, expected: Answer, at: int) -> float:
     return float(best - second)
 
 
-def told(
+def summarize(
     front: Process, fleet: list[Process], answers: list[Answer], deaths: list[Death], verdicts: list[str], took: float
 ) -> tuple[Report, int]:
     cut = {id(one) for death in deaths for one in death.cut}
@@ -536,7 +536,7 @@ def told(
     rest = [one for one in answers if id(one) not in cut | waiting]
     groups = {
         "cut in the middle": [one for one in answers if id(one) in cut],
-        "waiting for a first token at the kill": [one for one in answers if id(one) in waiting],
+        "waiting for the first token at the kill": [one for one in answers if id(one) in waiting],
         "all others": rest,
     }
     counts = Counter(verdicts)

@@ -45,7 +45,7 @@ def many_files() -> int:
 
 
 def settle_memory() -> None:
-    """What is loaded stays, and nobody looks at it again: the ends' own pauses are not what is measured."""
+    """Freeze what is loaded, so that the collector's pauses at the ends are not measured."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -292,7 +292,7 @@ class Servers:
     def __init__(self) -> None:
         self.ports: dict[str, list[int]] = {}
         self._pids: list[int] = []
-        for kind in ("vllm", "somebody") * 2:
+        for kind in ("vllm", "plain") * 2:
             ours, theirs = multiprocessing.Pipe()
             process = multiprocessing.Process(target=serve, args=(kind, theirs), daemon=True)
             process.start()
@@ -323,7 +323,7 @@ def start(stack: ExitStack, servers: Servers) -> list[Contender]:
         found.append(Contender("nginx", port, _worker(process)))
     tokenizer = str(Path(__file__).parents[1] / "foreword" / "models" / "stdlib-nano")
     for name, kind, flags in (
-        ("router, plain servers", "somebody", []),
+        ("router, plain servers", "plain", []),
         ("router, vLLM, own tokenizer", "vllm", ["--tokenizer", tokenizer]),
         ("router, vLLM, /tokenize", "vllm", []),
     ):

@@ -4,7 +4,7 @@
 
 Every replica holds chains of 2,048 blocks (32,768 tokens of 16 per block). A tenth of each chain is a system prompt that one in
 eight chains share, so that lookups meet several holders. Beside it the obvious structure, a dictionary from key to the set of
-replicas, at a tenth of the size, and for vLLM's events the table from its hashes to our keys. Each in a process of its own.
+replicas, at a tenth of the size, and for vLLM's events the table from its hashes to our keys. Each in its own process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rss() -> int:
 
 
 def prompts(blocks: int) -> int:
-    """How many prompts have this many blocks of their own."""
+    """How many prompts have this many their own blocks."""
     return max(blocks // (PROMPT - SHARED), 1)
 
 
@@ -132,8 +132,8 @@ def measure_full(blocks: int, replicas: int) -> list[list[str]]:
     """A directory that is full: every insertion makes others go."""
     directory = Directory(blocks // 4)
     spent = fill(directory, blocks, replicas)
-    told = prompts(blocks) * PROMPT
-    return [[f"stored into a full one ({blocks // 4:,})", f"{told / spent:,.0f} blocks/s"]]
+    stored = prompts(blocks) * PROMPT
+    return [[f"stored into a full one ({blocks // 4:,})", f"{stored / spent:,.0f} blocks/s"]]
 
 
 def measure_dictionary(blocks: int, replicas: int) -> list[list[str]]:
@@ -191,7 +191,7 @@ def main() -> None:
     print(set_up(facts), end="\n\n")
     small = args.blocks // 10
     rows: list[list[str]] = []
-    # Memory that one measurement freed would hide what the next one takes, so each has a process of its own.
+    # Memory that one measurement freed would hide what the next one takes, so each has its own process.
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         rows += processes.submit(measure_directory, args.blocks, args.replicas).result()
         rows += processes.submit(measure_full, small, args.replicas).result()

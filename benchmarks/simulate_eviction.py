@@ -12,7 +12,7 @@ that tails go first costs the optimum nothing. It is a bound for the pool, which
 exact for a store that may decline.
 
 `lfu` takes the leaf with the fewest uses, ageing as in GreedyDual (Cao and Irani, 1997; a block's worth is the worth of what
-went last at the time of its own last use, plus its uses); `slru` takes leaves that were never found again first (Karedla, Love
+went last at the time of its last use, plus its uses); `slru` takes leaves that were never found again first (Karedla, Love
 and Wherry, 1994), with at most four fifths for the others; `depth` takes the leaf with the least of last use plus a bonus for
 its depth, because what lies deep costs more attention.
 """
@@ -115,7 +115,7 @@ class Optimum:
 
 
 class Leaves:
-    """Takes the leaf with the least worth. `worth(uses, age, now, depth)` is reckoned when a block is used; `age` is the worth
+    """Takes the leaf with the least worth. `worth(uses, age, now, depth)` is computed when a block is used; `age` is the worth
     of what went last."""
 
     def __init__(self, size: int, worth: Callable[[int, float, int, int], float]) -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/simulate_placement.py mooncake-conversation.jsonl [--agents agent-*.jsonl] [--only A B] [--limit N]
 
-Virtual time: what the machine does meanwhile makes no difference. For each setting a table of all policies, and how much sooner
+Virtual time: what the machine does meanwhile makes no difference. For each setting a table of all policies, and how much lower
 first tokens come with ours, mean and 90th percentile, than with `least-loaded` and than with the best of the others in that
 number. `--speeds` replays the trace at other speeds too, so that nothing is tuned to one.
 """
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def compare(found: Sequence[Summary]) -> None:
-    """How much sooner, in percent, first tokens come with ours."""
+    """How much lower TTFT is with placement by cost, in percent."""
     ours = next((one for one in found if one.name == "cost"), None)
     others = [one for one in found if one.name != "cost"]
     if ours is None or not others:

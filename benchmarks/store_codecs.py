@@ -3,7 +3,7 @@
     python benchmarks/store_codecs.py [--texts 12] [--context 1024] [--following 256] [--json FILE]
 
 The embedded model reads `--context` tokens of source files of Python's standard library that it was not trained on. Its KV is
-cut into blocks of 16 tokens, each is encoded and decoded, and the model goes on from what came back:
+cut into blocks of 16 tokens, each is encoded and decoded, and the model continues from the result:
 
 ratio        bytes before / bytes after, over all blocks
 GB/s         of raw payload, median over all blocks, one thread, the blocks' bytes in memory
@@ -56,7 +56,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the model says after some KV: logits `[following, vocabulary]`, the tokens it goes on with."""
+    """What the model says after some KV: logits `[following, vocabulary]`, the tokens that follow."""
 
     logits: torch.Tensor
     greedy: list[int]

@@ -2,7 +2,7 @@
 
     python benchmarks/store_redis.py [--url redis://host] [--unix] [--batch 32] [--rounds 15] [--json FILE]
 
-Without --url it starts a redis-server of its own that writes nothing to disk. redis-py runs with hiredis and in both of its
+Without --url it starts its own redis-server that writes nothing to disk. redis-py runs with hiredis and in both of its
 ways, MSET/MGET and a pipeline of SET/GET; the faster one of the two is what Foreword is compared with. Foreword's times
 include asking which blocks are there before it saves any, and bringing what it loads into the caller's buffers; redis-py's
 end with `bytes` objects. Keys are deleted before each save, outside of the time.

@@ -4,7 +4,7 @@
 
 MODEL is a folder (see random_model.py). Three experiments:
 
-ttft       a prompt of 4,096 tokens that the device has forgotten: time to first token from memory, disk and Redis against
+ttft       a prompt of 4,096 tokens that was evicted from the device: TTFT from memory, disk and Redis against
            computing it.
 documents  documents of 10 to 40 kB, each asked several questions in turn, in a device memory that is too small for all of
            them (the experiment of vLLM's pull request 11385): time with a store against the device's prefix cache alone, and
@@ -85,7 +85,7 @@ def greedy(count: int) -> SamplingParams:
 
 
 def ttft(bench: Bench) -> Rows:
-    """Seconds to the first token of a long prompt, by where its KV lies."""
+    """TTFT of a long prompt in seconds, by where its KV is."""
     rows: Rows = []
     computed: list[float] = []
     taken: dict[str, list[float]] = {}
@@ -104,9 +104,9 @@ def ttft(bench: Bench) -> Rows:
                 assert warm.cached_tokens >= PROMPT - 1, (tier, warm.cached_tokens)
                 llm.clear_cache()
     base = median(computed)
-    rows.append(["first token of 4,096 tokens, computed", f"{base * 1e3:,.0f} ms", ""])
+    rows.append(["TTFT of 4,096 tokens, computed", f"{base * 1e3:,.0f} ms", ""])
     for tier, each in taken.items():
-        rows.append([f"... from {tier}", f"{median(each[1:]) * 1e3:,.0f} ms", f"{base / median(each[1:]):.1f}x sooner"])
+        rows.append([f"... from {tier}", f"{median(each[1:]) * 1e3:,.0f} ms", f"{base / median(each[1:]):.1f}x faster"])
     return rows
 
 

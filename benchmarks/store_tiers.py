@@ -242,7 +242,7 @@ def row(where: str, blocks: Blocks, name: str, ours: float, theirs: float) -> li
 
 
 def small_frames(first: int, count: int, data: memoryview) -> list[Frame]:
-    """Frames in chains of 2,048, unsealed; nobody reads them."""
+    """Frames in chains of 2,048, unsealed; they are not read."""
     keys = [(number % (1 << 64)).to_bytes(32, "little") for number in range(first - 1, first + count)]
     length = len(data) - HEADER_BYTES
     frames = []

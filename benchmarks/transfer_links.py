@@ -8,7 +8,7 @@ one block at a time into one buffer. `memcpy` copies each block once within this
 has, so it is one copy, as the shared-memory link makes one. `summed` is with the checksum of every payload made on one side
 and checked on the other. `parts` is the whole room: a transfer between two endpoints, through queue, writer, reader, ledger
 and checks, into a service that lets go of each part. `nixl bare` is NIXL without us: one side has the blocks registered and
-the other one reads them, eight requests at a time. Where NIXL is installed run it in a network of its own, because it binds
+the other one reads them, eight requests at a time. Where NIXL is installed run it in its own network, because it binds
 what it finds:
 
     unshare --net sh -c 'ip link set lo up; exec python benchmarks/transfer_links.py'

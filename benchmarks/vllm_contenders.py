@@ -34,7 +34,7 @@ class Contender:
         python: the interpreter that has vLLM and what it needs.
         servers: started before vLLM, ended after it; they outlive a vLLM that is started again.
         store: the folder or the file that holds what was saved, None if no file does.
-        hidden: why nobody can damage all that was saved from outside; empty if one can.
+        hidden: why saved data cannot be damaged from outside; empty if it can.
         whole: whether a prompt must be computed in one step to be saved right.
     """
 
@@ -164,7 +164,7 @@ def _mooncake(places: Places) -> Contender:
     )
     return Contender(
         "mooncake",
-        "MooncakeStoreConnector, a master and a pool in a process of its own, over TCP",
+        "MooncakeStoreConnector, a master and a pool in its own process, over TCP",
         {
             "kv_connector": "MooncakeStoreConnector",
             "kv_role": "kv_both",
@@ -197,7 +197,7 @@ def _example(places: Places) -> Contender:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody uses now."""
+    """A free port of loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,11 +1,11 @@
-"""vLLM with and without something behind it: time to first token, tokens a second, what was loaded, wrong answers, memory.
+"""vLLM alone and with KV offload: TTFT, tokens per second, loaded blocks, wrong answers, memory.
 
     python benchmarks/vllm_offload.py MODEL --vllm-python ENVIRONMENT/bin/python [--lmcache-python ...] [--mooncake-python ...]
         [--contenders alone,foreword-disk,lmcache] [--workloads first-token,documents] [--dtype float32] [--traces FOLDER]
         [--json FILE]
 
 MODEL is a folder (see random_model.py); the environment is made by `.ci/vllm FOLDER`. LMCache and Mooncake are optional; give
-them environments of their own that have that vLLM (a .pth file with its site-packages will do), since their other requirements
+them their own environments that have that vLLM (a .pth file with its site-packages will do), since their other requirements
 do not go together. Contenders, one after the other, each with processes of its own:
 
 alone            vLLM and its own prefix cache
@@ -13,7 +13,7 @@ foreword-memory  ForewordConnector over memory and disk (a fresh process finds w
 foreword-tmpfs   ... over a folder on tmpfs
 foreword-disk    ... over a folder on disk
 lmcache          LMCacheMPConnector and LMCache's server over shared memory
-mooncake         MooncakeStoreConnector, its master and its pool in processes of their own, over TCP
+mooncake         MooncakeStoreConnector, its master and its pool in their own processes, over TCP
 example          vLLM's ExampleConnector, which writes files
 
 Workloads:
@@ -23,7 +23,7 @@ documents    six long documents asked three times in turn
 chat         eight conversations that take turns, each turn with all that was said
 agents       the sessions in --traces, taking turns (see vllm_workloads.py for what is left out)
 restart      the documents once; vLLM ends, starts again, and is asked about all of them again
-saving       prompts that nobody has seen, many at once, answered and saved, in turn with vLLM alone
+saving       new prompts, many at once, answered and saved, alternating with vLLM alone
 identity     200 prompts around every block boundary, loaded, against the answers of vLLM alone
 faults       bytes flipped in the store while vLLM runs; other weights under the model's path
 

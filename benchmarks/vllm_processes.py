@@ -30,7 +30,7 @@ class Failed(Exception):
 class Running:
     """A contender's processes, from `with` to its end; nothing of it is left behind.
 
-    `private`: a network namespace of its own with nothing but loopback (needs root), since some servers listen everywhere.
+    `private`: its own network namespace with nothing but loopback (needs root), since some servers listen everywhere.
     """
 
     def __init__(self, contender: Contender, logs: Path, *, preload: Path | None, private: bool = False) -> None:
@@ -247,7 +247,7 @@ def family(pid: int) -> list[int]:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether somebody listens on a TCP port in the network namespace of a process."""
+    """Whether a TCP port in the network namespace of a process is open."""
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:

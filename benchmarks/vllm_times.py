@@ -13,7 +13,7 @@ _FEW = 4  # new tokens where only the first is timed
 
 
 def first_token(bench: Bench) -> None:
-    """Time to first token of a long prompt, by where its KV lies."""
+    """TTFT of a long prompt, by where its KV is."""
     arguments = bench.arguments
     draw = random.Random(arguments.seed)
     texts = [workloads.tokens(draw, arguments.tokens) for _ in range(arguments.rounds)]
