@@ -1,4 +1,4 @@
-"""What a block is: its name, its place in the pool, and how it becomes visible. Pure: no I/O, no torch."""
+"""KV blocks: keys, the block pool, prefix lookup. Pure Python: no I/O, no torch."""
 
 from foreword.blocks.keys import KEY_BYTES, KEY_FORMAT, Scope, TokenChain, chain_keys
 from foreword.blocks.pool import BlockPool

@@ -1,4 +1,4 @@
-"""Which beginnings do texts share? The inner nodes of the trie of their blocks, found by sorting."""
+"""Find prefixes that several texts share: the inner nodes of the trie of their blocks, found by sorting."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from foreword.blocks.miss_history import common_prefix_length
-
 
 @dataclass(frozen=True, slots=True)
 class CommonPrefix:
-    """A chain of full blocks with which several texts begin.
+    """Full blocks that several texts begin with.
 
     Attributes:
-        tokens: its tokens, `blocks * block_size` of them.
-        blocks: full blocks.
-        users: texts that begin with it.
-        on_device: its leading blocks that a lookup on the device finds now.
+        tokens: tokens of these blocks, `blocks * block_size` of them.
+        blocks: number of full blocks.
+        users: number of texts that begin with them.
+        on_device: leading blocks that are cached on the device now.
     """
 
     tokens: array[int]
@@ -29,38 +27,60 @@ class CommonPrefix:
 
 
 def common_prefixes(texts: Sequence[array[int]], block_size: int, limit: int) -> list[CommonPrefix]:
-    """The `limit` chains whose sharing is worth most: blocks that a chain adds to the one it continues, times `users - 1`,
-    need not be computed again because of it.
+    """The `limit` common prefixes that save the most recomputation.
 
-    A chain is listed where texts part after it, or where one of them ends. Costs O(n log n) comparisons of texts.
+    A prefix is listed where texts diverge after it or where one of them ends. It saves the blocks that it adds to the next
+    shorter common prefix, times `users - 1`. Costs O(n log n) comparisons of texts.
     """
     ordered = sorted(texts, key=array.tobytes)
-    best = heapq.nlargest(limit, _runs(ordered, block_size), key=lambda run: (run.worth, run.blocks))
-    return [CommonPrefix(ordered[run.first][: run.blocks * block_size], run.blocks, run.users) for run in best]
+    best = heapq.nlargest(limit, _sharing_groups(ordered, block_size), key=lambda group: (group.saved, group.blocks))
+    return [
+        CommonPrefix(ordered[group.first][: group.blocks * block_size], group.blocks, group.users) for group in best
+    ]
 
 
-class _Run(NamedTuple):
-    """Neighbours with a common beginning: number of the first, full blocks in common, how many of these are in common with
-    more texts, length of the run."""
+class _SharingGroup(NamedTuple):
+    """Neighbors in sorted order that share a prefix.
+
+    Attributes:
+        first: position of the first text.
+        blocks: full blocks that all of them share.
+        shared_wider: leading blocks of these that more texts share.
+        users: number of texts.
+    """
 
     first: int
     blocks: int
-    wider: int
+    shared_wider: int
     users: int
 
     @property
-    def worth(self) -> int:
-        return (self.users - 1) * (self.blocks - self.wider)
+    def saved(self) -> int:
+        """Blocks that sharing saves."""
+        return (self.users - 1) * (self.blocks - self.shared_wider)
 
 
-def _runs(ordered: Sequence[array[int]], block_size: int) -> Iterator[_Run]:
-    """All maximal runs of at least two texts and one block."""
-    open_runs: list[tuple[int, int]] = []
+def _sharing_groups(ordered: Sequence[array[int]], block_size: int) -> Iterator[_SharingGroup]:
+    """All maximal groups of at least two texts that share at least one block."""
+    open_groups: list[tuple[int, int]] = []
     for end in range(1, len(ordered) + 1):
         depth = common_prefix_length(ordered[end - 1], ordered[end]) // block_size if end < len(ordered) else 0
         start = end - 1
-        while open_runs and open_runs[-1][0] > depth:
-            blocks, start = open_runs.pop()
-            yield _Run(start, blocks, max(depth, open_runs[-1][0] if open_runs else 0), end - start)
-        if depth and (not open_runs or open_runs[-1][0] < depth):
-            open_runs.append((depth, start))
+        while open_groups and open_groups[-1][0] > depth:
+            blocks, start = open_groups.pop()
+            yield _SharingGroup(start, blocks, max(depth, open_groups[-1][0] if open_groups else 0), end - start)
+        if depth and (not open_groups or open_groups[-1][0] < depth):
+            open_groups.append((depth, start))
+
+
+def common_prefix_length(first: array[int], second: array[int]) -> int:
+    """Number of leading items that are equal. A binary search over memory comparisons."""
+    a, b = memoryview(first), memoryview(second)
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,13 +1,15 @@
-"""The free list: a doubly linked list over the blocks themselves, in eviction order (R5).
+"""The free list: free blocks in eviction order, as a doubly linked list.
 
-Block `b` is the node `b` of two lists of links, so an operation touches a few integers and makes no object. The node after
-the last block is a sentinel that closes the ring. The list does not know whether a block is in it: the pool's reference
-counts do, and the pool asks for nothing that they forbid.
+Block `b` is node `b` of two lists of links: an operation changes a few integers and creates no object. The node after the
+last block is a sentinel that closes the ring. The list does not check whether a block is in it. `BlockPool` knows that from
+its reference counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+
+from foreword.errors import IntegrityError
 
 
 class FreeList:
@@ -19,7 +21,7 @@ class FreeList:
         self._end = num_blocks
         self._length = num_blocks
         ring = list(range(num_blocks + 1))
-        # Both lists hold the integers of `ring`, so that a million blocks have a million integers, not three.
+        # Both lists share the integer objects of `ring`, which saves memory in large pools.
         self._next = ring[1:] + ring[:1]
         self._prev = ring[-1:] + ring[:-1]
 
@@ -27,14 +29,16 @@ class FreeList:
         return self._length
 
     def __iter__(self) -> Iterator[int]:
-        """Front (next to be evicted) to back."""
+        """From front (evicted next) to back."""
         node = self._next[self._end]
         while node != self._end:
             yield node
             node = self._next[node]
 
     def take(self, count: int) -> list[int]:
-        """Remove `count` blocks from the front; the caller knows that there are as many."""
+        """Remove `count` blocks from the front. Raises IntegrityError if there are fewer."""
+        if count > self._length:
+            raise IntegrityError(f"free list: {count} blocks asked for, {self._length} are free")
         following, end = self._next, self._end
         node = following[end]
         taken: list[int] = []
@@ -48,14 +52,14 @@ class FreeList:
         return taken
 
     def remove(self, block: int) -> None:
-        """Take a block out of the middle."""
+        """Remove a block from any position."""
         before, after = self._prev[block], self._next[block]
         self._next[before] = after
         self._prev[after] = before
         self._length -= 1
 
     def append(self, blocks: Sequence[int]) -> None:
-        """Put blocks at the back in their order: the last one is evicted last."""
+        """Add blocks at the back in their order: the last one is evicted last."""
         following, previous, end = self._next, self._prev, self._end
         last = previous[end]
         for block in blocks:
@@ -67,7 +71,7 @@ class FreeList:
         self._length += len(blocks)
 
     def push_front(self, blocks: Iterable[int]) -> None:
-        """Put blocks at the front one after the other: the last one is taken first."""
+        """Add blocks at the front one after the other: the last one is evicted first."""
         following, previous, end = self._next, self._prev, self._end
         first = following[end]
         for block in blocks:

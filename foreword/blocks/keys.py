@@ -1,10 +1,10 @@
-"""The name of a block: chained keys, a written format (docs/reference/formats.md) with golden vectors and without options.
+"""Block keys: chained SHA-256 hashes of tokens. The format is specified in docs/reference/formats.md.
 
     key_0     = SHA-256(scope)
     key_{i+1} = SHA-256(key_i || tokens of block i as uint32 little-endian || extras of block i)
 
-Keys are the same in every process, on every machine and after every restart (R2). The block size is part of the scope, so
-the tokens' length is fixed within a chain and the concatenation has one reading.
+Keys are equal in all processes, on all machines and after restarts. The block size is part of the scope. It fixes the
+length of the tokens within a chain, so two different inputs never concatenate to the same bytes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if array("I").itemsize != _TOKEN_BYTES:  # pragma: no cover - no supported platf
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What besides the tokens decides the KV: whoever has equal scopes and tokens has equal KV.
+    """Everything besides the tokens that determines KV: equal scopes and equal tokens mean equal KV.
 
     Attributes:
-        model: fingerprint of what the weights are (not where they lie).
+        model: fingerprint of the weights (of their content, not their path).
         block_size: tokens per block.
-        salt: the tenant's; equal salts share, different ones never do.
+        salt: the tenant's cache salt. Tenants with equal salts share blocks, others never do.
     """
 
     model: bytes
@@ -42,7 +42,7 @@ class Scope:
     salt: bytes = b""
 
     def encode(self) -> bytes:
-        """Canonical bytes: magic, format, block size, then model and salt, each behind its length (uint32 LE)."""
+        """Canonical bytes: magic, format, block size, then model and salt, each after its length (uint32 LE)."""
         head = struct.pack("<II", KEY_FORMAT, self.block_size)
         parts = (struct.pack("<I", len(part)) + part for part in (self.model, self.salt))
         return _MAGIC + head + b"".join(parts)
@@ -62,16 +62,15 @@ def token_bytes(tokens: Iterable[int]) -> bytes:
 
 
 def chain_keys(parent: bytes, tokens: Iterable[int], block_size: int, extras: Sequence[bytes] = ()) -> list[bytes]:
-    """Keys of the full blocks of `tokens` that follow the block (or root) named `parent`; a partial last block has none.
+    """Keys of the full blocks of `tokens` that follow the block (or root) with key `parent`. A partial last block has none.
 
-    `extras[i]`, where given, is whatever else changes block i (an adapter's name, an image's digest); b"" is the same as
-    no extra.
+    `extras[i]` is other input that changes the KV of block i, such as an adapter's name or an image's digest. b"" means none.
     """
     data, width = token_bytes(tokens), block_size * _TOKEN_BYTES
     keys: list[bytes] = []
     append = keys.append
     if not extras:
-        # The floor of admission's cost: nothing else belongs into this loop.
+        # Hot loop: its cost is the lower bound of admission's cost.
         for start in range(0, len(data) - width + 1, width):
             parent = sha256(parent + data[start : start + width]).digest()
             append(parent)
@@ -84,9 +83,9 @@ def chain_keys(parent: bytes, tokens: Iterable[int], block_size: int, extras: Se
 
 
 class TokenChain:
-    """The tokens of one sequence and the keys of its full blocks, kept up to date as tokens are appended.
+    """The tokens of one sequence and the keys of its full blocks.
 
-    Keys are made when they are asked for (`keys_to`), so that appending a token costs one list append.
+    Keys are computed on demand (`keys_to`): appending a token is only an append to `tokens`.
     """
 
     __slots__ = ("_extras", "block_size", "keys", "root", "tokens")
@@ -102,7 +101,10 @@ class TokenChain:
         return len(self.tokens)
 
     def keys_to(self, num_blocks: int) -> list[bytes]:
-        """All keys known, at least the first `num_blocks`, which must be full. The list is the chain's own: read only."""
+        """All keys computed so far, at least those of the first `num_blocks` blocks, which must be full.
+
+        The list is the chain's internal one: do not change it.
+        """
         known = len(self.keys)
         if known < num_blocks:
             size = self.block_size
@@ -112,11 +114,11 @@ class TokenChain:
         return self.keys
 
     def key_before(self, block: int) -> bytes:
-        """The key of the block before number `block`: the root for block 0."""
+        """The parent key of block `block`: the key of the block before it, or the root for block 0."""
         return self.keys_to(block)[block - 1] if block else self.root
 
     def fork(self, num_tokens: int) -> TokenChain:
-        """A chain of its own with the first `num_tokens` tokens."""
+        """A new chain with the first `num_tokens` tokens."""
         child = TokenChain(self.root, self.block_size, self.tokens[:num_tokens], self._extras)
         child.keys = self.keys[: num_tokens // self.block_size]
         return child
@@ -126,7 +128,7 @@ def _array(tokens: Iterable[int]) -> array[int]:
     if isinstance(tokens, array) and tokens.typecode == "I":
         return tokens
     if isinstance(tokens, bytes | bytearray):
-        tokens = list(tokens)  # `array` would take them for the machine's own encoding of larger tokens
+        tokens = list(tokens)  # `array` would read bytes as machine-encoded integers
     try:
         return array("I", tokens)
     except (OverflowError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""What the bytes of a block's KV mean: layers, heads, dimensions, dtype, block size, order, shard, loss.
+"""The layout of a block's KV bytes: layers, heads, dimensions, dtype, block size, order, shard, loss.
 
 The layout is not part of a block's key (whoever routes requests knows the tokens, not the tensors), but of the name under
 which a store keeps it: `name = layout fingerprint (16 bytes) || key (32 bytes)`. The written format is in
@@ -30,20 +30,22 @@ class LayerLayout:
 
     @property
     def elements(self) -> int:
-        """Numbers per token."""
+        """Elements of K and V per token."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The arrangement of one block's bytes. A payload is, layer after layer, K `[block_size, kv_heads, key_dim]` and V
-    `[block_size, kv_heads, value_dim]`, little-endian, for `order` "tokens"; other engines name an order of their own.
+    """The arrangement of one block's bytes.
+
+    With `order` "tokens" a payload is, layer after layer, K `[block_size, kv_heads, key_dim]` and V `[block_size, kv_heads,
+    value_dim]`, little-endian. Other engines use other order names.
 
     Attributes:
-        model: fingerprint of the weights. The key covers it too; here it lets a tool tell whose blocks a store holds.
+        model: fingerprint of the weights. Keys cover it too; here it tells tools which model a store's blocks belong to.
         dtype: `float32`, `bfloat16` or `float16`.
-        shard: `(index, count)` of tensor parallelism.
-        loss: the lossy codecs that a block may have passed, "" for none. Blocks that were altered never meet exact ones.
+        shard: `(rank, world size)` of tensor parallelism.
+        loss: lossy codecs that a block may have passed, "" for none. It keeps lossy and exact blocks apart.
     """
 
     model: bytes
@@ -56,11 +58,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
-            raise BadRequest(f"no layout for dtype {self.dtype!r}; known are {', '.join(ITEM_BYTES)}")
+            raise BadRequest(f"dtype {self.dtype!r} is not supported; supported are {', '.join(ITEM_BYTES)}")
 
     @property
     def item_bytes(self) -> int:
-        """Bytes per number."""
+        """Bytes per element."""
         return ITEM_BYTES[self.dtype]
 
     @property
@@ -69,7 +71,7 @@ class Layout:
         return self.block_size * self.item_bytes * sum(layer.elements for layer in self.layers)
 
     def describe(self) -> dict[str, object]:
-        """As a JSON object; `fingerprint` is a digest of its canonical form."""
+        """The layout as a JSON object. `fingerprint` is a digest of its canonical form."""
         described = asdict(self)
         described["model"] = self.model.hex()
         described["layers"] = [[layer.kv_heads, layer.key_dim, layer.value_dim] for layer in self.layers]

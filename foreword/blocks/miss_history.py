@@ -1,98 +1,112 @@
-"""Why did it miss? A bounded memory of recent token sequences, compared with a prompt on request."""
+"""Explain cache misses: recent token sequences, kept within a bound and compared with a prompt."""
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+from foreword.blocks.common_prefixes import common_prefix_length
+
 MissReason = Literal[
     "all_cached", "never_seen", "diverged", "evicted", "shorter_than_block", "other_tenant", "disabled"
 ]
+# Texts that `add` measures again.
+_MEASURED_AGAIN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why reuse ended where it did; `diverged_at` is a token position in the prompt."""
+    """Why the cached prefix ended where it did. `diverged_at` is a token position in the prompt."""
 
     reason: MissReason
     diverged_at: int | None
     detail: str
 
 
-class MissHistory:
-    """The token sequences seen last, at most `capacity` tokens of them (4 bytes each).
+@dataclass(slots=True)
+class _RecentText:
+    """A tenant's tokens; `counted` of them are in the history's total."""
 
-    `add` keeps the array that it is given, so that tokens generated later are remembered without another call.
+    salt: bytes
+    tokens: array[int]
+    counted: int
+
+
+class MissHistory:
+    """The most recent token sequences, about `capacity` tokens of them (4 bytes each).
+
+    `add` keeps the array itself, not a copy: tokens that the engine appends later are part of the history. They are counted
+    a little later, when a following `add` measures their text again.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._seen: deque[tuple[bytes, array[int]]] = deque()
+        self._texts: dict[int, _RecentText] = {}  # by number, oldest first
+        self._oldest = 0
+        self._next = 0
+        self._measure_next = 0
+        self._total = 0
 
     def add(self, salt: bytes, tokens: array[int]) -> None:
+        """Remember a sequence, and forget the oldest ones beyond the capacity."""
         if not self._capacity:
             return
-        self._seen.append((salt, tokens))
-        held = sum(len(known) for _, known in self._seen)
-        while held > self._capacity and len(self._seen) > 1:
-            held -= len(self._seen.popleft()[1])
+        self._texts[self._next] = _RecentText(salt, tokens, len(tokens))
+        self._next += 1
+        self._total += len(tokens)
+        self._count_growth()
+        while self._total > self._capacity and len(self._texts) > 1:
+            self._total -= self._texts.pop(self._oldest).counted
+            self._oldest += 1
+
+    def _count_growth(self) -> None:
+        """Count tokens that were appended since the last count, for a few texts at a time, in turn."""
+        for _ in range(_MEASURED_AGAIN):
+            if self._measure_next not in self._texts:
+                self._measure_next = self._oldest
+            text = self._texts[self._measure_next]
+            self._total += len(text.tokens) - text.counted
+            text.counted = len(text.tokens)
+            self._measure_next += 1
 
     def recent(self, salt: bytes, count: int) -> list[array[int]]:
-        """Copies of a tenant's `count` newest sequences, the newest first."""
-        mine = (tokens for known, tokens in reversed(self._seen) if known == salt)
-        return [tokens[:] for tokens in islice(mine, count)]
+        """Copies of a tenant's `count` newest sequences, newest first."""
+        newest_first = reversed(self._texts.values())
+        return [text.tokens[:] for text in islice((t for t in newest_first if t.salt == salt), count)]
 
     def explain(
         self, salt: bytes, prompt: array[int], cached: int, block_size: int, *, tell_other_tenants: bool = False
     ) -> Explanation:
-        """Why `cached` of the prompt's tokens were reused and no more. Costs O(tokens remembered)."""
+        """Explain why only `cached` of the prompt's tokens were cached. Costs O(tokens remembered)."""
         length = len(prompt)
         if cached >= length - 1:
             return Explanation("all_cached", None, "Everything but the last token, which gives the logits, was cached.")
         if length < block_size:
             detail = f"The prompt has {length} tokens; only full blocks of {block_size} are shared."
             return Explanation("shorter_than_block", None, detail)
-        same = self._nearest(prompt, lambda other: other == salt)
+        same = self._longest_match(prompt, lambda other: other == salt)
         next_block = (cached // block_size + 1) * block_size
-        # A sequence's newest token is not computed yet: one token beyond the reused ones was never there to be evicted.
+        # The KV of a sequence's newest token is not computed yet: a match that is one token longer is no eviction.
         if same >= next_block and same > cached + 1:
             detail = f"Tokens up to {same} were computed before, but blocks after token {cached} have been evicted."
             return Explanation("evicted", None, detail)
-        if tell_other_tenants and self._nearest(prompt, lambda other: other != salt) >= next_block:
-            detail = "Another tenant has this prefix; tenants do not share."
-            return Explanation("other_tenant", None, detail)
+        if tell_other_tenants and self._longest_match(prompt, lambda other: other != salt) >= next_block:
+            return Explanation("other_tenant", None, "Another tenant has this prefix; tenants do not share.")
         if same == length:
             detail = f"The whole prompt was seen before; its last {length - cached} tokens do not fill a shared block."
             return Explanation("shorter_than_block", None, detail)
-        if same < cached:  # what was reused is older than this memory
-            return Explanation(
-                "never_seen", None, f"No recent prompt agrees beyond the {cached} tokens that were cached."
-            )
+        if same < cached:  # the cached prefix is older than this history
+            detail = f"No recent prompt matches beyond the {cached} tokens that were cached."
+            return Explanation("never_seen", None, detail)
         if same == 0:
             return Explanation("never_seen", None, "No recent prompt begins with the same token.")
-        detail = f"The nearest recent prompt agrees in {same} tokens and differs at position {same}."
+        detail = f"The closest recent prompt matches {same} tokens and differs at position {same}."
         return Explanation("diverged", same, detail)
 
-    def _nearest(self, prompt: array[int], counts: Callable[[bytes], bool]) -> int:
-        best = 0
-        for salt, tokens in self._seen:
-            if tokens is not prompt and counts(salt):
-                best = max(best, common_prefix_length(prompt, tokens))
-        return best
-
-
-def common_prefix_length(first: array[int], second: array[int]) -> int:
-    """Number of leading items that agree: a binary search whose steps are memory comparisons."""
-    a, b = memoryview(first), memoryview(second)
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    def _longest_match(self, prompt: array[int], accepts: Callable[[bytes], bool]) -> int:
+        """Length of the longest prefix that the prompt shares with another text of an accepted tenant."""
+        others = (text for text in self._texts.values() if text.tokens is not prompt and accepts(text.salt))
+        return max((common_prefix_length(prompt, text.tokens) for text in others), default=0)

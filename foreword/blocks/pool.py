@@ -1,13 +1,13 @@
-"""The block pool: a fixed number of blocks, made once, and what each of them is at this moment (R1, R4 to R7).
+"""The block pool: a fixed number of blocks, their reference counts, their keys, and eviction.
 
-A block is in one of three states, and `BlockPool.check` proves it:
+A block is in one of three states. `BlockPool.check` verifies them:
 
-    free, empty     no reference, no key        in the free list, towards its front
-    free, cached    no reference, a key         in the free list, found by lookups, evicted when it is taken
+    free, empty     no reference, no key        in the free list, towards the front
+    free, cached    no reference, a key         in the free list; lookups find it; evicted when it is allocated
     in use          references, maybe a key     not in the free list, never evicted
 
-Several blocks in use may have the same key (R7); among free blocks a key stands once. `index` leads to the block that a
-lookup finds, `copies` to the others, in the order in which they were filled.
+Several blocks in use may have the same key. Of free blocks, at most one has a given key. `_index` maps a key to the block
+that lookups return, `_copies` to the other blocks with that key, in the order in which they were published.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MIN_RUN = 4
 
 
 class BlockPool:
-    """Reference counts, keys and eviction over `num_blocks` blocks. It holds no KV: a block is its number.
+    """Reference counts, keys and eviction over `num_blocks` blocks. A block is only a number here; the pool holds no KV.
 
     Args:
         num_blocks: size of the pool.
-        unfilled_first: blocks without a key go to the front of the free list (R6); off in R12's example.
-        on_removed: called with the keys that no block holds any more, after each allocation that evicted some.
+        unfilled_first: evict freed blocks without a key before all others.
+        on_removed: called with the keys that no block has any more.
     """
 
     __slots__ = ("_copies", "_free", "_index", "_keys", "_on_removed", "_refs", "_unfilled_first", "num_blocks")
@@ -61,7 +61,7 @@ class BlockPool:
         return len(self._index)
 
     def free_blocks(self) -> list[int]:
-        """The free list, next to be evicted first."""
+        """The free list, from the block that is evicted next."""
         return list(self._free)
 
     def references(self, block: int) -> int:
@@ -71,7 +71,7 @@ class BlockPool:
         return self._keys[block]
 
     def lookup(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix of a chain. Changes nothing (R3)."""
+        """Blocks of the longest cached prefix of a chain of keys. Changes nothing."""
         find = self._index.get
         found: list[int] = []
         append = found.append
@@ -83,15 +83,15 @@ class BlockPool:
         return found
 
     def count_free(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` are free: sharing them takes that many away from `num_free`."""
+        """How many of `blocks` are free. Sharing the blocks reduces `num_free` by that number."""
         refs = self._refs
         return sum(1 for block in blocks if not refs[block])
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` blocks from the front of the free list, evicting what they cache; None if there are not as many.
+        """Take `count` blocks from the front of the free list and evict what they cache. None if too few are free.
 
-        The blocks come with one reference each and without a key (R4, miss), in the order of the free list but for longer
-        runs of descending numbers, which are turned around: a chain that was freed tail first lies in a row again.
+        Each block has one reference and no key. The order is that of the free list, except that longer descending runs are
+        reversed: blocks that were freed together, last one first, become consecutive again.
         """
         if count > len(self._free):
             return None
@@ -106,16 +106,15 @@ class BlockPool:
             if key is not None:
                 keys[block] = None
                 if copies and key in copies:
-                    self._promote(key)
+                    self._promote_copy(key)
                 else:
-                    del index[key]  # a free block with a key is always the one that the index names
+                    del index[key]  # a free block with a key is always the one in the index
                     removed.append(key)
-        if removed and self._on_removed is not None:
-            self._on_removed(removed)
+        self._report_removed(removed)
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add a reference to each block; free ones leave the free list (R4, both kinds of hit)."""
+        """Add a reference to each block. Free blocks leave the free list."""
         refs, remove = self._refs, self._free.remove
         for block in blocks:
             if not refs[block]:
@@ -123,16 +122,16 @@ class BlockPool:
             refs[block] += 1
 
     def publish(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Name blocks in use that are full from now on. A key that is known already keeps leading to its first block."""
-        names, index = self._keys, self._index
+        """Give full blocks in use their keys, so that lookups find them. A known key stays mapped to its first block."""
+        block_keys, index = self._keys, self._index
         for block, key in zip(blocks, keys, strict=True):
-            names[block] = key
+            block_keys[block] = key
             first = index.setdefault(key, block)
             if first != block:
                 self._copies.setdefault(key, []).append(block)
 
     def retract(self, blocks: Sequence[int]) -> None:
-        """Take the names of blocks in use away: what they hold is not, or will never be, what the key says."""
+        """Remove the keys of blocks in use whose content is not what the key says."""
         removed = []
         for block in blocks:
             key = self._keys[block]
@@ -141,13 +140,15 @@ class BlockPool:
             self._keys[block] = None
             if self._index[key] != block:
                 self._drop_copy(key, block)
-            elif self._lose(key):
+            elif self._unindex(key):
                 removed.append(key)
-        if removed and self._on_removed is not None:
-            self._on_removed(removed)
+        self._report_removed(removed)
 
     def release(self, table: Sequence[int]) -> None:
-        """Drop one reference of each block of a block table, the tail first, so that the tail is evicted first (R6)."""
+        """Drop one reference of each block of a block table, last block first, so that a chain is evicted from its end.
+
+        No two blocks of the table may have the same key. Chained keys guarantee that for the table of one sequence.
+        """
         refs, keys, index = self._refs, self._keys, self._index
         cached: list[int] = []
         empty: list[int] = []
@@ -157,7 +158,7 @@ class BlockPool:
             if left:
                 continue
             key = keys[block]
-            if (key is not None and index[key] == block) or (key is not None and self._release_copy(key, block)):
+            if key is not None and (index[key] == block or self._release_copy(key, block)):
                 cached.append(block)
             elif self._unfilled_first:
                 empty.append(block)
@@ -168,8 +169,10 @@ class BlockPool:
             self._free.push_front(empty)
 
     def _release_copy(self, key: bytes, block: int) -> bool:
-        """A copy is no longer in use. Of two free blocks with one key the one used last stays, or a parent could be
-        evicted before its children. True if `block` keeps the key."""
+        """Free a copy. True if it keeps its key.
+
+        Of two free blocks with one key, the one used last keeps it: otherwise a parent could be evicted before its children.
+        """
         first = self._index[key]
         self._drop_copy(key, block)
         if self._refs[first]:
@@ -182,66 +185,70 @@ class BlockPool:
         return True
 
     def _drop_copy(self, key: bytes, block: int) -> None:
-        others = self._copies[key]
-        others.remove(block)
-        if not others:
+        copies = self._copies[key]
+        copies.remove(block)
+        if not copies:
             del self._copies[key]
 
-    def _promote(self, key: bytes) -> None:
-        """The block that the index names is lost; the oldest of its copies takes its place."""
-        others = self._copies[key]
-        self._index[key] = others.pop(0)
-        if not others:
+    def _promote_copy(self, key: bytes) -> None:
+        """Index the oldest copy in place of the block that had the key."""
+        copies = self._copies[key]
+        self._index[key] = copies.pop(0)
+        if not copies:
             del self._copies[key]
 
-    def _lose(self, key: bytes) -> bool:
-        """The block that the index names has lost its key. True if no other block has it."""
+    def _unindex(self, key: bytes) -> bool:
+        """The indexed block has lost its key. True if no other block has it."""
         if key in self._copies:
-            self._promote(key)
+            self._promote_copy(key)
             return False
         del self._index[key]
         return True
 
+    def _report_removed(self, keys: list[bytes]) -> None:
+        if keys and self._on_removed is not None:
+            self._on_removed(keys)
+
     def clear(self) -> int:
-        """Forget all cached blocks that are free; returns how many. Blocks in use keep their keys."""
-        dropped = [block for block in self._free if self._keys[block] is not None]
+        """Drop the cached content of all free blocks and return their number. Blocks in use keep their keys."""
+        dropped = [(block, key) for block in self._free if (key := self._keys[block]) is not None]
         removed = []
-        for block in dropped:
-            key = self._keys[block]
-            assert key is not None
+        for block, key in dropped:
             self._keys[block] = None
-            if self._lose(key):
+            if self._unindex(key):
                 removed.append(key)
-        if removed and self._on_removed is not None:
-            self._on_removed(removed)
+        self._report_removed(removed)
         return len(dropped)
 
     def check(self) -> None:
-        """Prove the invariants. Raises IntegrityError naming the first that does not hold. Takes O(num_blocks)."""
+        """Verify the invariants. Raises IntegrityError with the first that is broken. Costs O(num_blocks)."""
         free = list(self._free)
-        _hold(len(free) == len(set(free)) == len(self._free), "the free list has each block once")
-        _hold(all(count >= 0 for count in self._refs), "no reference count is negative")
-        _hold(
+        _require(len(free) == len(set(free)) == len(self._free), "the free list has each block once")
+        _require(all(count >= 0 for count in self._refs), "no reference count is negative")
+        _require(
             set(free) == {block for block, count in enumerate(self._refs) if count == 0},
-            "a block is in the free list exactly when nobody refers to it",
+            "a block is in the free list exactly when it has no reference",
         )
         holders: dict[bytes, set[int]] = {}
         for block, key in enumerate(self._keys):
             if key is not None:
                 holders.setdefault(key, set()).add(block)
-        _hold(holders.keys() == self._index.keys(), "the index knows exactly the keys that blocks hold")
+        _require(holders.keys() == self._index.keys(), "the index has exactly the keys that blocks have")
         for key, blocks in holders.items():
-            named = [self._index[key], *self._copies.get(key, ())]
-            _hold(
-                len(named) == len(set(named)) and set(named) == blocks, "index and copies name a key's blocks once each"
+            listed = [self._index[key], *self._copies.get(key, ())]
+            _require(
+                len(listed) == len(set(listed)) and set(listed) == blocks,
+                "index and copies list each block of a key once",
             )
-            _hold(sum(not self._refs[block] for block in blocks) <= 1, "among free blocks a key stands once")
-            free_named = [block for block in named if not self._refs[block]]
-            _hold(free_named in ([], named[:1]), "a free block with a key is the one that the index names")
-        _hold(self._copies.keys() <= holders.keys() and all(self._copies.values()), "no empty or stray list of copies")
+            free_holders = [block for block in listed if not self._refs[block]]
+            _require(len(free_holders) <= 1, "at most one free block has a given key")
+            _require(free_holders in ([], listed[:1]), "a free block with a key is the one in the index")
+        _require(
+            self._copies.keys() <= holders.keys() and all(self._copies.values()), "no empty or stray list of copies"
+        )
 
 
-def _hold(condition: bool, invariant: str) -> None:
+def _require(condition: bool, invariant: str) -> None:
     if not condition:
         raise IntegrityError(f"block pool: broken invariant: {invariant}")
 

@@ -1,4 +1,4 @@
-"""The two worked examples of the threads, block number by block number (R12, R13)."""
+"""Two worked examples, block number by block number: evictions in a small pool, and two copies of a prefix."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decode(cache: PrefixCache, table: BlockTable, token: int) -> None:
 
 
 def until_b_ends(cache: PrefixCache) -> None:
-    """R12 up to request C. What holds with and without R6's rule for unfilled blocks is asserted on the way."""
+    """The eviction example up to request C. Assertions that hold with and without `unfilled_first` are here."""
     assert cache.pool.free_blocks() == list(range(10))
     a, cached = admit(cache, A_PROMPT)
     assert (a.blocks, a.published, cached) == ([0, 1, 2, 3], 3, 0)
@@ -51,7 +51,7 @@ def until_b_ends(cache: PrefixCache) -> None:
 
 
 @pytest.mark.parametrize("partial_reuse", [False, True])
-def test_r12_as_in_the_thread(partial_reuse: bool) -> None:
+def test_as_in_the_thread(partial_reuse: bool) -> None:
     """Without the rule for unfilled blocks the free list is 7-8-9-4-3-2-6-5-1-0, and C evicts exactly block 3."""
     removed: list[bytes] = []
     cache = PrefixCache(10, 4, unfilled_first=False, partial_reuse=partial_reuse, on_removed=removed.extend)
@@ -65,14 +65,14 @@ def test_r12_as_in_the_thread(partial_reuse: bool) -> None:
 
 
 @pytest.mark.parametrize("partial_reuse", [False, True])
-def test_r12_with_unfilled_blocks_first(partial_reuse: bool) -> None:
+def test_with_unfilled_blocks_first(partial_reuse: bool) -> None:
     """With the rule, unfilled blocks 4 and 6 are reused before anything is evicted, and C evicts nothing.
 
     By hand: while A and B run, 7-8-9 are free. A ends and gives 4, 3, 2 back (0 and 1 are B's too). 4 holds one token and
     has no key, so it goes to the front; 3 and 2 are cached and go to the back in this order: 4-7-8-9-3-2. B ends and
     gives 6, 5, 1, 0 back. 6 holds two tokens, so it goes to the front; 5, 1, 0 go to the back: 6-4-7-8-9-3-2-5-1-0.
     C takes 0, 1, 2 out of the middle and five new blocks from the front: 6, 4, 7, 8, 9. None of them held a key. 3 and 5,
-    the tails that C does not share, stay cached.
+    the last blocks, which C does not share, stay cached.
     """
     removed: list[bytes] = []
     cache = PrefixCache(10, 4, partial_reuse=partial_reuse, on_removed=removed.extend)
@@ -84,7 +84,7 @@ def test_r12_with_unfilled_blocks_first(partial_reuse: bool) -> None:
     assert cache.pool.free_blocks() == [3, 5]
 
 
-def test_r13_both_copies_stay() -> None:
+def test_both_copies_stay() -> None:
     """Two greedy requests with one prompt fill tables [0,1,...] and [0,3,...]; both copies stay and lookups find block 1.
 
     The first request has filled block 1 and taken block 2 when the second comes.
@@ -105,8 +105,8 @@ def test_r13_both_copies_stay() -> None:
 
 
 @pytest.mark.parametrize("first_ends_first", [True, False])
-def test_r13_the_copy_is_dropped_when_it_is_freed(first_ends_first: bool) -> None:
-    """Whoever ends first, once both requests of R13 are gone one of the copies is left and is found."""
+def test_the_copy_is_dropped_when_it_is_freed(first_ends_first: bool) -> None:
+    """When both requests have ended, in either order, one of the two copies is left and is found."""
     cache = PrefixCache(10, 4)
     first, _ = admit(cache, [*PAIR, 8])
     second = cache.open([*PAIR, 8])
@@ -122,8 +122,8 @@ def test_r13_the_copy_is_dropped_when_it_is_freed(first_ends_first: bool) -> Non
     assert cache.pool.num_cached == 2
 
 
-def test_r13_with_a_partly_filled_block_to_copy() -> None:
-    """With the first prompt's tail noted, the second request of R13 copies E and F and recomputes only G (R8)."""
+def test_with_a_partly_filled_block_to_copy() -> None:
+    """With the partial block of the first prompt noted, the second request copies E and F and recomputes only G."""
     cache = PrefixCache(10, 4)
     first, _ = admit(cache, PAIR)
     cache.note_partial(first, 7)

@@ -1,4 +1,4 @@
-"""The free list against a plain Python list, and that its operations make no objects (R5)."""
+"""The free list behaves like a plain Python list, and its operations create no objects."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ class FreeListMachine(RuleBasedStateMachine):
         assert len(self.real) == len(self.plain)
 
 
-TestR5FreeListIsAPlainList = FreeListMachine.TestCase
-TestR5FreeListIsAPlainList.__doc__ = "Any sequence of operations leaves the order that a plain Python list would have."
-TestR5FreeListIsAPlainList.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestFreeListIsAPlainList = FreeListMachine.TestCase
+TestFreeListIsAPlainList.__doc__ = "Any sequence of operations leaves the order that a plain Python list would have."
+TestFreeListIsAPlainList.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 @given(st.integers(0, 30))
-def test_r5_all_blocks_are_free_at_first_in_ascending_order(num_blocks: int) -> None:
+def test_all_blocks_are_free_at_first_in_ascending_order(num_blocks: int) -> None:
     """A new list holds every block once, ascending."""
     free = FreeList(num_blocks)
     assert list(free) == list(range(num_blocks))
     assert len(free) == num_blocks
 
 
-def test_r5_empty_and_back() -> None:
+def test_empty_and_back() -> None:
     """A list that was emptied takes blocks at both ends again."""
     free = FreeList(4)
     assert free.take(4) == [0, 1, 2, 3]
@@ -82,7 +82,7 @@ def test_r5_empty_and_back() -> None:
 
 
 @pytest.mark.parametrize("block", [0, 3, 5])
-def test_r5_removes_from_anywhere(block: int) -> None:
+def test_removes_from_anywhere(block: int) -> None:
     """The first, a middle and the last block can be taken out."""
     free = FreeList(6)
     free.remove(block)
@@ -98,7 +98,7 @@ def churn(free: FreeList, rounds: int, one: tuple[int], two: tuple[int]) -> None
         free.push_front(two)
 
 
-def test_r5_no_object_per_operation() -> None:
+def test_no_object_per_operation() -> None:
     """After 100 000 operations the interpreter holds as many objects as before, give or take other threads."""
     free = FreeList(10_000)
     one, two = (4_321,), (8_765,)
@@ -110,7 +110,7 @@ def test_r5_no_object_per_operation() -> None:
     assert len(free) == 10_000
 
 
-def test_r5_no_object_while_operating() -> None:
+def test_no_object_while_operating() -> None:
     """Removing from the middle and putting back never needs more than a few kilobytes, however long the list is."""
     free = FreeList(10_000)
     one, two = (4_321,), (8_765,)
@@ -128,7 +128,7 @@ def test_r5_no_object_while_operating() -> None:
     assert peak - before < 8192
 
 
-def test_r5_links_hold_one_integer_per_block() -> None:
+def test_links_hold_one_integer_per_block() -> None:
     """The list itself takes two pointers and one integer per block."""
     tracemalloc.start()
     try:

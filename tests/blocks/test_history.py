@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.blocks.miss_history import Explanation, MissHistory, common_prefix_length
+from foreword.blocks.common_prefixes import common_prefix_length
+from foreword.blocks.miss_history import Explanation, MissHistory
 
 SIZE = 4
 
@@ -84,7 +85,7 @@ def test_diverged() -> None:
     """The nearest of the sequences seen says where the prompt went its own way."""
     found = explain([1, 2, 3, 4, 5, 6, 7, 8], 4, [1, 2, 9], [1, 2, 3, 4, 5, 9, 9, 9], [1, 2, 3, 4, 9])
     assert (found.reason, found.diverged_at) == ("diverged", 5)
-    assert "agrees in 5 tokens and differs at position 5" in found.detail
+    assert "matches 5 tokens and differs at position 5" in found.detail
 
 
 def test_diverged_before_the_first_block() -> None:
@@ -116,7 +117,7 @@ def test_what_was_reused_is_older_than_the_memory() -> None:
         assert bool("8 tokens" in found.detail)
 
 
-def test_other_tenants_are_told_of_only_where_allowed() -> None:
+def test_other_tenants_are_mentioned_only_where_allowed() -> None:
     """That another tenant has the prefix is said only if the operator allows it; else it was never seen."""
     prompt, seen = list(range(9)), list(range(9))
     quiet = explain(prompt, 0, seen, other=b"them")
@@ -126,7 +127,7 @@ def test_other_tenants_are_told_of_only_where_allowed() -> None:
 
 
 def test_own_eviction_before_other_tenants() -> None:
-    """What the tenant itself had computed was evicted, whoever else has it."""
+    """What the tenant itself had computed was evicted, even if another tenant has it."""
     history = MissHistory(1000)
     history.add(b"me", of(*range(9)))
     history.add(b"them", of(*range(9)))
@@ -164,14 +165,40 @@ def test_the_oldest_are_forgotten() -> None:
 
 @given(st.integers(0, 30), st.lists(st.integers(0, 12), max_size=12))
 def test_memory_is_bounded(capacity: int, lengths: list[int]) -> None:
-    """The sequences held have at most `capacity` tokens together, or are one sequence; without capacity there is none."""
+    """The history holds at most `capacity` tokens, or one sequence. With capacity 0 it holds nothing."""
     history = MissHistory(capacity)
     for length in lengths:
         history.add(b"", of(*range(length)))
-        held = [len(tokens) for _, tokens in history._seen]
+        held = [len(tokens) for tokens in history.recent(b"", 100)]
         assert sum(held) <= capacity or len(held) == 1
         if not capacity:
             assert not held
+
+
+def test_tokens_generated_later_count() -> None:
+    """Tokens that are appended to remembered arrays count: the history does not grow beyond its capacity by them."""
+    history = MissHistory(1_000)
+    for _ in range(1_000):
+        tokens = of(1)
+        history.add(b"", tokens)
+        tokens.extend(range(99))
+    assert 500 <= sum(len(tokens) for tokens in history.recent(b"", 1_000)) <= 1_500
+
+
+def test_adding_does_not_depend_on_what_is_remembered() -> None:
+    """Adding a sequence measures a few others, not all that are remembered."""
+    history = MissHistory(1 << 20)
+    measured = 0
+
+    class Counted(array):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            nonlocal measured
+            measured += 1
+            return super().__len__()
+
+    for _ in range(1_000):
+        history.add(b"", Counted("I", (1, 2, 3)))
+    assert measured <= 20_000
 
 
 @given(small, small, st.integers(0, 50), st.integers(1, 6))

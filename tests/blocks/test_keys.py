@@ -1,4 +1,4 @@
-"""The name of a block: the written format, its golden vectors, and what changes a key (R2)."""
+"""Block keys: the specified format, its golden vectors, and what changes a key."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def hexes(keys: Iterable[bytes]) -> list[str]:
     return [key.hex() for key in keys]
 
 
-def test_r2_golden_vectors() -> None:
+def test_golden_vectors() -> None:
     """The keys of three written-down chains never change; a change of the format must change KEY_FORMAT and these."""
     assert (KEY_FORMAT, KEY_BYTES) == (1, 32)
     assert PLAIN.root().hex() == PLAIN_ROOT
@@ -76,7 +76,7 @@ def test_r2_golden_vectors() -> None:
     assert hexes(chain_keys(TENANT.root(), TENANT_TOKENS, 4, [b"", b"adapter"])) == [TENANT_KEYS[0], ADAPTER_KEY]
 
 
-def test_r2_golden_vectors_agree_with_the_written_format() -> None:
+def test_golden_vectors_agree_with_the_written_format() -> None:
     """The golden vectors are what the written format gives when it is followed by hand."""
     assert hexes(written_keys(sha256(written_scope(PLAIN)).digest(), range(32), 16)) == PLAIN_KEYS
     root = sha256(written_scope(TENANT)).digest()
@@ -92,7 +92,7 @@ def test_the_documented_vectors_are_the_tested_ones() -> None:
 
 
 @given(st.binary(max_size=40), st.integers(1, 2**32 - 1), st.binary(max_size=40))
-def test_r2_scope_follows_the_written_format(model: bytes, block_size: int, salt: bytes) -> None:
+def test_scope_follows_the_written_format(model: bytes, block_size: int, salt: bytes) -> None:
     """Every scope is encoded as written, and its root is the SHA-256 of that."""
     scope = Scope(model, block_size, salt)
     assert scope.encode() == written_scope(scope)
@@ -100,7 +100,7 @@ def test_r2_scope_follows_the_written_format(model: bytes, block_size: int, salt
 
 
 @given(tokens_of, block_sizes, extras_of)
-def test_r2_chain_follows_the_written_format(tokens: list[int], block_size: int, extras: list[bytes]) -> None:
+def test_chain_follows_the_written_format(tokens: list[int], block_size: int, extras: list[bytes]) -> None:
     """Every chain is encoded as written, with and without extras, and a partial last block has no key."""
     root = Scope(b"model", block_size).root()
     assert chain_keys(root, tokens, block_size) == written_keys(root, tokens, block_size)
@@ -108,7 +108,7 @@ def test_r2_chain_follows_the_written_format(tokens: list[int], block_size: int,
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4294967295"])
-def test_r2_same_keys_in_a_fresh_process(seed: str) -> None:
+def test_same_keys_in_a_fresh_process(seed: str) -> None:
     """Another process with another hash seed computes the same keys."""
     program = (
         "from foreword.blocks import Scope, chain_keys\n"
@@ -124,7 +124,7 @@ def test_r2_same_keys_in_a_fresh_process(seed: str) -> None:
 
 
 @pytest.mark.parametrize("other", [Scope(b"model2", 4, b"tenant"), Scope(b"model", 4, b"other"), Scope(b"model", 4)])
-def test_r2_model_and_salt_change_every_key(other: Scope) -> None:
+def test_model_and_salt_change_every_key(other: Scope) -> None:
     """A chain of another model or another tenant has no key in common."""
     mine = {TENANT.root(), *chain_keys(TENANT.root(), TENANT_TOKENS, 4)}
     theirs = {other.root(), *chain_keys(other.root(), TENANT_TOKENS, 4)}
@@ -132,7 +132,7 @@ def test_r2_model_and_salt_change_every_key(other: Scope) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
-def test_r2_block_size_changes_every_key(first: int, second: int) -> None:
+def test_block_size_changes_every_key(first: int, second: int) -> None:
     """Chains of the same tokens under different block sizes have no key in common."""
     a, b = Scope(b"model", first), Scope(b"model", second)
     mine = {a.root(), *chain_keys(a.root(), range(24), first)}
@@ -141,14 +141,14 @@ def test_r2_block_size_changes_every_key(first: int, second: int) -> None:
 
 
 @given(st.binary(max_size=6), st.binary(max_size=6), st.binary(max_size=6), st.binary(max_size=6))
-def test_r2_scope_has_one_reading(model: bytes, salt: bytes, other_model: bytes, other_salt: bytes) -> None:
+def test_scope_has_one_reading(model: bytes, salt: bytes, other_model: bytes, other_salt: bytes) -> None:
     """No bytes can wander from the model to the salt: equal encodings mean equal scopes."""
     first, second = Scope(model, 4, salt), Scope(other_model, 4, other_salt)
     assert (first.encode() == second.encode()) == (first == second)
 
 
 @given(small_tokens, small_tokens, block_sizes)
-def test_r2_a_key_names_the_whole_prefix(first: list[int], second: list[int], block_size: int) -> None:
+def test_a_key_names_the_whole_prefix(first: list[int], second: list[int], block_size: int) -> None:
     """Two chains share the keys of exactly the leading blocks in which they agree, and never find each other later."""
     root = Scope(b"model", block_size).root()
     mine, theirs = chain_keys(root, first, block_size), chain_keys(root, second, block_size)
@@ -157,7 +157,7 @@ def test_r2_a_key_names_the_whole_prefix(first: list[int], second: list[int], bl
         assert (key in theirs) == (len(second) >= end and first[:end] == second[:end])
 
 
-def test_r2_an_extra_changes_its_block_and_all_that_follow() -> None:
+def test_an_extra_changes_its_block_and_all_that_follow() -> None:
     """What is written behind block 1 changes the keys of blocks 1, 2, ... and leaves block 0 alone."""
     root = TENANT.root()
     plain = chain_keys(root, range(16), 4)
@@ -167,14 +167,14 @@ def test_r2_an_extra_changes_its_block_and_all_that_follow() -> None:
 
 
 @given(small_tokens, block_sizes, st.integers(0, 12))
-def test_r2_an_empty_extra_is_none(tokens: list[int], block_size: int, count: int) -> None:
+def test_an_empty_extra_is_none(tokens: list[int], block_size: int, count: int) -> None:
     """b"" as an extra, any number of times, is the same as no extra."""
     root = Scope(b"model", block_size).root()
     assert chain_keys(root, tokens, block_size, [b""] * count) == chain_keys(root, tokens, block_size)
 
 
 @given(tokens_of, block_sizes, extras_of, st.lists(st.integers(0, 40), max_size=6), st.integers(0, 40))
-def test_r2_a_chain_grown_lazily_is_the_chain_made_at_once(
+def test_a_chain_grown_lazily_is_the_chain_made_at_once(
     tokens: list[int], block_size: int, extras: list[bytes], asks: list[int], given_first: int
 ) -> None:
     """However tokens are appended and keys are asked for, a TokenChain has the keys that `chain_keys` makes at once."""
@@ -193,7 +193,7 @@ def test_r2_a_chain_grown_lazily_is_the_chain_made_at_once(
 
 
 @given(small_tokens, block_sizes, st.integers(0, 40), st.integers(0, 40), st.booleans())
-def test_r2_a_forked_chain_is_a_chain_of_its_own(
+def test_a_forked_chain_is_a_chain_of_its_own(
     tokens: list[int], block_size: int, kept: int, asked: int, extra: bool
 ) -> None:
     """A fork has the keys of the tokens it kept, and what is appended to one of the two does not reach the other."""

@@ -1,4 +1,4 @@
-"""Reference counts, keys, copies and eviction of the block pool (R1, R3, R4, R6, R7)."""
+"""Reference counts, keys, copies and eviction of the block pool."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def snapshot(pool: BlockPool) -> tuple[object, ...]:
     )
 
 
-def test_r1_the_pool_is_fixed() -> None:
+def test_the_pool_is_fixed() -> None:
     """All blocks are there at once, free and empty, and there are never more or fewer."""
     pool = BlockPool(5)
     assert pool.free_blocks() == [0, 1, 2, 3, 4]
@@ -58,13 +58,13 @@ def test_r1_the_pool_is_fixed() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1])
-def test_r1_a_pool_without_blocks_is_refused(num_blocks: int) -> None:
+def test_a_pool_without_blocks_is_refused(num_blocks: int) -> None:
     """A pool needs a block, and says so to the operator."""
     with pytest.raises(ConfigError, match="at least one block"):
         BlockPool(num_blocks)
 
 
-def test_r3_lookup_changes_nothing() -> None:
+def test_lookup_changes_nothing() -> None:
     """Whether it finds all, some or nothing, a lookup leaves references, keys and order as they were."""
     pool = BlockPool(6)
     held = fill(pool, "abc")
@@ -79,7 +79,7 @@ def test_r3_lookup_changes_nothing() -> None:
     assert snapshot(pool) == before
 
 
-def test_r4_miss_takes_a_free_block_and_evicts_what_it_caches() -> None:
+def test_miss_takes_a_free_block_and_evicts_what_it_caches() -> None:
     """A miss takes the front of the free list; a key on it is gone before the block is handed out."""
     removed: list[list[bytes]] = []
     pool = BlockPool(3, on_removed=removed.append)
@@ -93,7 +93,7 @@ def test_r4_miss_takes_a_free_block_and_evicts_what_it_caches() -> None:
     pool.check()
 
 
-def test_r4_miss_without_a_key_evicts_nothing() -> None:
+def test_miss_without_a_key_evicts_nothing() -> None:
     """An empty free block is taken without a word to anybody."""
     removed: list[list[bytes]] = []
     pool = BlockPool(3, on_removed=removed.append)
@@ -101,7 +101,7 @@ def test_r4_miss_without_a_key_evicts_nothing() -> None:
     assert removed == []
 
 
-def test_r4_hit_on_a_free_block_takes_it_out_of_the_free_list() -> None:
+def test_hit_on_a_free_block_takes_it_out_of_the_free_list() -> None:
     """Sharing a free block removes it from the middle of the list and gives it its first reference; it keeps its key."""
     pool = BlockPool(4)
     blocks = fill(pool, "abcd")
@@ -113,7 +113,7 @@ def test_r4_hit_on_a_free_block_takes_it_out_of_the_free_list() -> None:
     pool.check()
 
 
-def test_r4_hit_on_a_block_in_use_only_adds_a_reference() -> None:
+def test_hit_on_a_block_in_use_only_adds_a_reference() -> None:
     """Sharing a block in use changes one number; it is free again after the last release."""
     pool = BlockPool(4)
     blocks = fill(pool, "a")
@@ -126,7 +126,7 @@ def test_r4_hit_on_a_block_in_use_only_adds_a_reference() -> None:
     assert pool.free_blocks() == [1, 2, 3, 0]
 
 
-def test_r4_too_little_memory_changes_nothing() -> None:
+def test_too_little_memory_changes_nothing() -> None:
     """An allocation that does not fit takes nothing and evicts nothing."""
     pool = BlockPool(4)
     pool.release(fill(pool, "ab"))
@@ -138,8 +138,8 @@ def test_r4_too_little_memory_changes_nothing() -> None:
     assert snapshot(pool) == before
 
 
-def test_r6_least_recently_used_first_and_the_tail_before_the_head() -> None:
-    """Sequences are evicted in the order in which they were freed, and each from its tail."""
+def test_least_recently_used_first_and_the_tail_before_the_head() -> None:
+    """Sequences are evicted in the order in which they were freed, and each from its last block."""
     pool = BlockPool(7)
     first, second = fill(pool, "abc"), fill(pool, "xy")
     pool.release(second)
@@ -150,7 +150,7 @@ def test_r6_least_recently_used_first_and_the_tail_before_the_head() -> None:
     assert names(pool) == "..cbayx"
 
 
-def test_r6_an_unfilled_block_goes_to_the_front() -> None:
+def test_an_unfilled_block_goes_to_the_front() -> None:
     """Blocks without a key are taken before anything useful is evicted."""
     pool = BlockPool(6)
     pool.release(fill(pool, "ab"))
@@ -161,7 +161,7 @@ def test_r6_an_unfilled_block_goes_to_the_front() -> None:
     assert pool.free_blocks() == [3, 4, 5, 1, 0, 2]
 
 
-def test_r6_an_unfilled_block_goes_to_the_back_when_the_rule_is_off() -> None:
+def test_an_unfilled_block_goes_to_the_back_when_the_rule_is_off() -> None:
     """Without the rule every block goes to the back, in reverse order of its table (the thread's list)."""
     pool = BlockPool(6, unfilled_first=False)
     table = [*fill(pool, "c"), *(pool.allocate(2) or ())]
@@ -170,7 +170,7 @@ def test_r6_an_unfilled_block_goes_to_the_back_when_the_rule_is_off() -> None:
 
 
 def test_a_chain_that_was_freed_lies_in_a_row_again() -> None:
-    """A chain freed tail first and evicted as a whole is handed out with ascending numbers; short runs stay as they lie."""
+    """A chain that was freed last block first is allocated again in ascending order; short runs keep their order."""
     pool = BlockPool(9, unfilled_first=False)
     blocks = pool.allocate(9)
     assert blocks is not None
@@ -187,7 +187,7 @@ def test_a_chain_that_was_freed_lies_in_a_row_again() -> None:
 
 
 @given(st.permutations(range(12)), st.integers(0, 12))
-def test_r6_whatever_their_order_the_front_of_the_list_is_taken(order: list[int], count: int) -> None:
+def test_whatever_their_order_the_front_of_the_list_is_taken(order: list[int], count: int) -> None:
     """An allocation takes exactly the blocks at the front of the free list, and what is left keeps its order."""
     pool = BlockPool(12, unfilled_first=False)
     assert pool.allocate(12) is not None
@@ -200,7 +200,7 @@ def test_r6_whatever_their_order_the_front_of_the_list_is_taken(order: list[int]
     pool.check()
 
 
-def test_r7_the_first_copy_is_found() -> None:
+def test_the_first_copy_is_found() -> None:
     """While two blocks in use have one key, a lookup finds the one that was filled first."""
     pool = BlockPool(4)
     first, second, third = fill(pool, "a"), fill(pool, "a"), fill(pool, "a")
@@ -209,8 +209,8 @@ def test_r7_the_first_copy_is_found() -> None:
     assert pool.num_cached == 1
 
 
-def test_r7_a_copy_freed_while_the_first_is_in_use_loses_its_name() -> None:
-    """A second copy that nobody uses is worth nothing: it becomes empty and goes to the front."""
+def test_a_copy_freed_while_the_first_is_in_use_loses_its_name() -> None:
+    """A freed copy of a block in use loses its key and goes to the front of the free list."""
     pool = BlockPool(4)
     pool.release(fill(pool, "x"))
     first, second = fill(pool, "a"), fill(pool, "a")
@@ -221,7 +221,7 @@ def test_r7_a_copy_freed_while_the_first_is_in_use_loses_its_name() -> None:
     pool.check()
 
 
-def test_r7_of_two_free_copies_the_one_used_last_stays() -> None:
+def test_of_two_free_copies_the_one_used_last_stays() -> None:
     """The parent goes where the children just went, so that it is not evicted before them (decision 0003)."""
     pool = BlockPool(6)
     first, second = fill(pool, "a"), fill(pool, "ab")
@@ -234,8 +234,8 @@ def test_r7_of_two_free_copies_the_one_used_last_stays() -> None:
     pool.check()
 
 
-def test_r7_eviction_of_the_first_copy_leads_to_the_next() -> None:
-    """When the first copy is evicted while another is in use, lookups find the other and nobody hears of a removal."""
+def test_eviction_of_the_first_copy_leads_to_the_next() -> None:
+    """When the first copy is evicted while another is in use, lookups find the other and no removal is reported."""
     removed: list[list[bytes]] = []
     pool = BlockPool(3, on_removed=removed.append)
     first, second, third = fill(pool, "a"), fill(pool, "a"), fill(pool, "a")
@@ -270,7 +270,7 @@ def test_retract_takes_names_away_from_blocks_in_use() -> None:
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_retract_of_one_copy_leaves_the_others(which: int) -> None:
-    """Whichever copy is retracted, lookups find the first of those that are left, and nobody hears of a removal."""
+    """Whichever copy is retracted, lookups find the first of the rest, and no removal is reported."""
     removed: list[list[bytes]] = []
     pool = BlockPool(4, on_removed=removed.append)
     copies = [fill(pool, "a"), fill(pool, "a"), fill(pool, "a")]
@@ -286,7 +286,7 @@ def test_retract_of_one_copy_leaves_the_others(which: int) -> None:
 
 
 def test_clear_forgets_what_is_free() -> None:
-    """`clear` empties free blocks, tells which keys are gone, and leaves blocks in use alone."""
+    """`clear` empties free blocks, reports their keys, and does not touch blocks in use."""
     removed: list[list[bytes]] = []
     pool = BlockPool(5, on_removed=removed.append)
     held = fill(pool, "ab")
@@ -358,16 +358,16 @@ def break_two_free(pool: BlockPool) -> None:
 @pytest.mark.parametrize(
     ("damage", "invariant"),
     [
-        (break_references, "exactly when nobody refers to it"),
+        (break_references, "exactly when it has no reference"),
         (break_negative, "no reference count is negative"),
-        (break_free_list, "exactly when nobody refers to it"),
+        (break_free_list, "exactly when it has no reference"),
         (break_length, "each block once"),
-        (break_index, "exactly the keys that blocks hold"),
-        (break_name, "exactly the keys that blocks hold"),
-        (break_copies, "name a key's blocks once each"),
+        (break_index, "exactly the keys that blocks have"),
+        (break_name, "exactly the keys that blocks have"),
+        (break_copies, "list each block of a key once"),
         (break_stray_copies, "no empty or stray list of copies"),
-        (break_order, "is the one that the index names"),
-        (break_two_free, "among free blocks a key stands once"),
+        (break_order, "is the one in the index"),
+        (break_two_free, "at most one free block has a given key"),
     ],
 )
 def test_check_names_the_broken_invariant(damage: Callable[[BlockPool], None], invariant: str) -> None:

@@ -1,11 +1,11 @@
-"""Automatic prefix caching, requirement by requirement (R1 to R11; the worked examples R12 and R13 are in test_examples)."""
+"""Automatic prefix caching: lookup, sharing, eviction, partial blocks, publishing, retraction, pins."""
 
 from __future__ import annotations
 
 import pytest
 
 from foreword.blocks import BlockTable, Copy, Match, PrefixCache, chain_keys
-from foreword.blocks.prefix import MAX_PARTIALS
+from foreword.blocks.prefix import MAX_PARTIAL_BLOCKS
 from foreword.errors import BadRequest, IntegrityError
 
 ABC = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]  # ten tokens: blocks 1-4, 5-8, and 9-10 in a third
@@ -22,7 +22,7 @@ def snapshot(cache: PrefixCache, *tables: BlockTable) -> tuple[object, ...]:
         list(pool._index.items()),
         [(name, list(others)) for name, others in pool._copies.items()],
         [(name, block, list(tokens)) for name, (block, tokens) in cache._partials.items()],
-        list(cache._partial_of.items()),
+        list(cache._partial_parents.items()),
         [(t.chain.tokens.tolist(), list(t.blocks), t.published, t.next_block_at) for t in tables],
     )
 
@@ -38,7 +38,7 @@ def admit(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> tuple[Blo
 
 
 def serve(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> Match:
-    """Admit a prompt, compute it, note its tail and end the sequence, as the scheduler does."""
+    """Admit a prompt, compute it, note its partial block and end the sequence, as the scheduler does."""
     table, match = admit(cache, tokens, salt)
     cache.note_partial(table, len(tokens))
     cache.release(table)
@@ -50,7 +50,7 @@ def found(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> Match:
     return cache.lookup(cache.open(tokens, salt=salt))
 
 
-def test_r1_blocks_in_use_and_free_make_the_pool() -> None:
+def test_blocks_in_use_and_free_make_the_pool() -> None:
     """Through a sequence's whole life every block of the pool is either in its table or free."""
     cache = PrefixCache(6, 4)
     table, _ = admit(cache, ABC)
@@ -63,7 +63,7 @@ def test_r1_blocks_in_use_and_free_make_the_pool() -> None:
     assert (table.blocks, table.published) == ([], 0)
 
 
-def test_r2_only_full_blocks_are_named_and_shared() -> None:
+def test_only_full_blocks_are_named_and_shared() -> None:
     """A prompt's full blocks get the chained keys of its tokens; the partial last one gets none."""
     cache = PrefixCache(6, 4, model=b"m", partial_reuse=False)
     table, _ = admit(cache, ABC)
@@ -72,7 +72,7 @@ def test_r2_only_full_blocks_are_named_and_shared() -> None:
     assert found(cache, ABC) == Match([0, 1], -1, 0, 8)
 
 
-def test_r2_tenants_models_and_extras_do_not_meet() -> None:
+def test_tenants_models_and_extras_do_not_meet() -> None:
     """A different salt or extra never finds the blocks; the same one does."""
     cache = PrefixCache(12, 4)
     serve(cache, ABC, salt=b"one")
@@ -87,7 +87,7 @@ def test_r2_tenants_models_and_extras_do_not_meet() -> None:
     assert PrefixCache(1, 4, model=b"a").root(b"") != PrefixCache(1, 4, model=b"b").root(b"")
 
 
-def test_r2_roots_of_many_tenants_are_bounded_and_right() -> None:
+def test_roots_of_many_tenants_are_bounded_and_right() -> None:
     """However many tenants come by, a tenant's root stays what it was."""
     cache = PrefixCache(2, 4)
     first = cache.root(b"first")
@@ -97,7 +97,7 @@ def test_r2_roots_of_many_tenants_are_bounded_and_right() -> None:
     assert len(cache._roots) <= 1024
 
 
-def test_r2_bad_tokens_are_refused_before_anything_is_taken() -> None:
+def test_bad_tokens_are_refused_before_anything_is_taken() -> None:
     """A token that no key can hold is the client's mistake, and the pool does not notice it."""
     cache = PrefixCache(2, 4)
     with pytest.raises(BadRequest):
@@ -106,8 +106,8 @@ def test_r2_bad_tokens_are_refused_before_anything_is_taken() -> None:
 
 
 @pytest.mark.parametrize("tokens", [ABC, ABC[:7], [*ABC[:5], 99, 99, 99], [99], [], ABC * 3])
-def test_r3_lookup_changes_nothing(tokens: list[int]) -> None:
-    """No reference, no order, no key, no noted tail and no table is different after a lookup, hit or miss."""
+def test_lookup_changes_nothing(tokens: list[int]) -> None:
+    """No reference, no order, no key, no partial block and no table is different after a lookup, hit or miss."""
     cache = PrefixCache(8, 4)
     running, _ = admit(cache, [*ABC[:4], 50, 51, 52, 53])
     serve(cache, ABC)
@@ -119,7 +119,7 @@ def test_r3_lookup_changes_nothing(tokens: list[int]) -> None:
     assert snapshot(cache, running, table) == before
 
 
-def test_r4_three_endings_of_one_admission() -> None:
+def test_three_endings_of_one_admission() -> None:
     """One prompt hits a block in use, hits a free block, and misses onto a free block whose key is evicted first."""
     removed: list[list[bytes]] = []
     cache = PrefixCache(4, 4, partial_reuse=False, on_removed=removed.append)
@@ -138,7 +138,7 @@ def test_r4_three_endings_of_one_admission() -> None:
     assert running.blocks == [0]
 
 
-def test_r4_new_blocks_foretells_what_admission_takes() -> None:
+def test_new_blocks_predicts_what_admission_takes() -> None:
     """`new_blocks` counts misses and hits on free blocks, and hits on blocks in use for nothing."""
     cache = PrefixCache(8, 4, partial_reuse=False)
     admit(cache, ABC[:4])
@@ -153,8 +153,8 @@ def test_r4_new_blocks_foretells_what_admission_takes() -> None:
     assert before - cache.pool.num_free == expected
 
 
-def test_r6_tail_before_head_and_older_before_newer() -> None:
-    """A sequence's blocks are evicted from its tail, after those of sequences that ended before it."""
+def test_tail_before_head_and_older_before_newer() -> None:
+    """A sequence's blocks are evicted from its last block, after those of sequences that ended before it."""
     cache = PrefixCache(8, 2)
     serve(cache, [1, 2, 3, 4, 5, 6])
     serve(cache, [7, 8, 9, 10])
@@ -163,7 +163,7 @@ def test_r6_tail_before_head_and_older_before_newer() -> None:
     assert order == [None, None, None, *reversed(first), *reversed(second)]
 
 
-def test_r6_a_use_makes_a_prefix_the_latest() -> None:
+def test_a_use_makes_a_prefix_the_latest() -> None:
     """Blocks that are hit go to the back again when they are freed."""
     cache = PrefixCache(4, 2)
     serve(cache, [1, 2, 3, 4])
@@ -172,21 +172,21 @@ def test_r6_a_use_makes_a_prefix_the_latest() -> None:
     assert cache.pool.free_blocks() == [3, 2, 1, 0]
 
 
-def test_r6_unfilled_blocks_go_to_the_front() -> None:
+def test_unfilled_blocks_go_to_the_front() -> None:
     """The block that a sequence did not fill is the next to be taken."""
     cache = PrefixCache(5, 4)
     serve(cache, ABC)
     assert cache.pool.free_blocks() == [2, 3, 4, 1, 0]
 
 
-def test_r6_unfilled_blocks_go_to_the_back_when_the_rule_is_off() -> None:
+def test_unfilled_blocks_go_to_the_back_when_the_rule_is_off() -> None:
     """Without the rule the table goes back in reverse, filled or not."""
     cache = PrefixCache(5, 4, unfilled_first=False)
     serve(cache, ABC)
     assert cache.pool.free_blocks() == [3, 4, 2, 1, 0]
 
 
-def test_r7_tables_are_append_only() -> None:
+def test_tables_are_append_only() -> None:
     """What stands in a table stays there while other sequences come, share, copy and end."""
     cache = PrefixCache(12, 4)
     table, _ = admit(cache, ABC)
@@ -202,7 +202,7 @@ def test_r7_tables_are_append_only() -> None:
         assert table.blocks == seen
 
 
-def test_r7_two_that_fill_one_block_at_once_keep_their_own() -> None:
+def test_two_that_fill_one_block_at_once_keep_their_own() -> None:
     """Both sequences keep their copy of a block that both filled, and lookups find the first."""
     cache = PrefixCache(8, 4, partial_reuse=False)
     first, _ = admit(cache, [1, 2, 3])
@@ -220,7 +220,7 @@ def test_r7_two_that_fill_one_block_at_once_keep_their_own() -> None:
     assert found(cache, [1, 2, 3, 4]).blocks == [1]
 
 
-def test_r8_a_prompt_cached_to_its_last_token_needs_one_token() -> None:
+def test_a_prompt_cached_to_its_last_token_needs_one_token() -> None:
     """Of a prompt seen before, everything but its last token is cached; a full last block is shared whole."""
     cache = PrefixCache(8, 4)
     serve(cache, ABC)
@@ -230,7 +230,7 @@ def test_r8_a_prompt_cached_to_its_last_token_needs_one_token() -> None:
     assert cache.new_blocks(cache.open(ABC[:8]), found(cache, ABC[:8]), 8) == 2  # the two that were free, no new one
 
 
-def test_r8_the_tail_of_a_running_sequence_is_copied() -> None:
+def test_the_tail_of_a_running_sequence_is_copied() -> None:
     """A partly filled block in use is copied into the new sequence's own block; it may go on growing."""
     cache = PrefixCache(8, 4)
     running, _ = admit(cache, ABC)
@@ -249,7 +249,7 @@ def test_r8_the_tail_of_a_running_sequence_is_copied() -> None:
     cache.check()
 
 
-def test_r8_source_and_target_may_be_the_same_block() -> None:
+def test_source_and_target_may_be_the_same_block() -> None:
     """If the free list hands out the very block that was to be copied, there is nothing to copy and the tokens count."""
     cache = PrefixCache(5, 4)
     serve(cache, ABC)
@@ -264,8 +264,8 @@ def test_r8_source_and_target_may_be_the_same_block() -> None:
     cache.check()
 
 
-def test_r8_the_source_may_be_a_later_block_of_the_same_table() -> None:
-    """A tail whose block is taken for a later block of the same table is still copied, before that block is written."""
+def test_the_source_may_be_a_later_block_of_the_same_table() -> None:
+    """A partial block that is allocated as a later block of the same table is still copied, before that block is written."""
     cache = PrefixCache(4, 4)
     source, _ = admit(cache, [1, 2, 3])
     other, _ = admit(cache, [50])
@@ -287,18 +287,18 @@ def test_r8_the_source_may_be_a_later_block_of_the_same_table() -> None:
         ([*ABC[:8], 9, 10], 9),  # the last token is left to be computed
         ([*ABC[:8], 9], 8),
         ([*ABC[:8], 99, 10], 8),
-        ([*ABC[:6], 99, 99, 9, 10], 4),  # divergence inside a full block: only noted tails are copied
+        ([*ABC[:6], 99, 99, 9, 10], 4),  # divergence inside a full block: only noted partial blocks are copied
         ([99, *ABC[1:]], 0),
     ],
 )
-def test_r8_divergence_inside_the_block(tokens: list[int], cached: int) -> None:
-    """Only the leading tokens in which the noted tail and the prompt agree are copied."""
+def test_divergence_inside_the_block(tokens: list[int], cached: int) -> None:
+    """Only the leading tokens that the partial block and the prompt have in common are copied."""
     cache = PrefixCache(8, 4)
     serve(cache, ABC)
     assert found(cache, tokens).cached_tokens == cached
 
 
-def test_r8_the_tail_of_a_short_prompt_hangs_at_the_root() -> None:
+def test_a_short_prompt_is_a_partial_block_at_the_root() -> None:
     """A prompt shorter than a block is reused too, but only under its own salt."""
     cache = PrefixCache(8, 4)
     serve(cache, [1, 2, 3], salt=b"one")
@@ -306,7 +306,7 @@ def test_r8_the_tail_of_a_short_prompt_hangs_at_the_root() -> None:
     assert found(cache, [1, 2, 3], salt=b"two").cached_tokens == 0
 
 
-def test_r8_a_tail_dies_with_its_block() -> None:
+def test_a_partial_block_is_gone_when_its_block_is_allocated() -> None:
     """As soon as the block is taken for something else, its partial content is not offered any more."""
     cache = PrefixCache(4, 4)
     serve(cache, ABC)
@@ -318,8 +318,8 @@ def test_r8_a_tail_dies_with_its_block() -> None:
     cache.check()
 
 
-def test_r8_the_latest_tail_wins() -> None:
-    """Of two tails after the same block the one noted last is offered."""
+def test_the_latest_partial_block_wins() -> None:
+    """Of two partial blocks with the same parent the one noted last is offered."""
     cache = PrefixCache(8, 4)
     one, _ = admit(cache, [*ABC[:4], 20, 21])
     two, _ = admit(cache, [*ABC[:4], 30, 31])
@@ -332,8 +332,8 @@ def test_r8_the_latest_tail_wins() -> None:
     cache.check()
 
 
-def test_r8_noting_again_updates_the_tail() -> None:
-    """A tail that has grown since it was noted is offered with all its tokens."""
+def test_noting_again_updates_the_partial_block() -> None:
+    """A partial block that is noted again with more tokens is offered with all of them."""
     cache = PrefixCache(8, 4)
     table, _ = admit(cache, [1, 2])
     cache.note_partial(table, 2)
@@ -343,8 +343,8 @@ def test_r8_noting_again_updates_the_tail() -> None:
     cache.check()
 
 
-def test_r8_nothing_to_note() -> None:
-    """Full blocks and blocks that the table does not have are no tails."""
+def test_nothing_to_note() -> None:
+    """Full blocks and blocks that the table does not have are no partial blocks."""
     cache = PrefixCache(8, 4)
     table, _ = admit(cache, ABC[:8])
     cache.note_partial(table, 8)
@@ -353,18 +353,18 @@ def test_r8_nothing_to_note() -> None:
     assert not cache._partials
 
 
-def test_r8_tails_are_bounded() -> None:
+def test_tails_are_bounded() -> None:
     """Notes of more sequences than the bound push out those noted first."""
-    cache = PrefixCache(MAX_PARTIALS + 10, 2)
-    for number in range(MAX_PARTIALS + 5):
+    cache = PrefixCache(MAX_PARTIAL_BLOCKS + 10, 2)
+    for number in range(MAX_PARTIAL_BLOCKS + 5):
         table = cache.open([number], salt=number.to_bytes(3, "little"))
         assert cache.advance(table, 1)
         cache.note_partial(table, 1)
     cache.check()
-    assert len(cache._partials) == MAX_PARTIALS
+    assert len(cache._partials) == MAX_PARTIAL_BLOCKS
 
 
-def test_r8_partial_reuse_can_be_switched_off() -> None:
+def test_partial_reuse_can_be_switched_off() -> None:
     """Without partial reuse only full blocks are found."""
     cache = PrefixCache(8, 4, partial_reuse=False)
     serve(cache, ABC)
@@ -376,7 +376,7 @@ def test_r8_partial_reuse_can_be_switched_off() -> None:
     assert cache.copy_partial(table, match) is None
 
 
-def test_r9_a_block_is_visible_when_the_step_that_fills_it_is_made() -> None:
+def test_a_block_is_published_when_the_step_that_fills_it_is_scheduled() -> None:
     """The next request of the same step shares the blocks that the one before it is about to fill."""
     cache = PrefixCache(8, 4)
     first, _ = admit(cache, ABC)
@@ -386,8 +386,8 @@ def test_r9_a_block_is_visible_when_the_step_that_fills_it_is_made() -> None:
     assert [cache.pool.references(block) for block in (0, 1, 2, 3)] == [2, 2, 1, 1]
 
 
-def test_r9_stored_and_removed_keys_are_told_once_each() -> None:
-    """Whoever listens hears of every key with its parent when it appears, and of every key when it is gone."""
+def test_published_and_removed_keys_are_reported_once_each() -> None:
+    """The hooks report every published key with its parent, and every key that is gone."""
     stored: list[tuple[bytes, list[bytes]]] = []
     removed: list[list[bytes]] = []
 
@@ -408,7 +408,7 @@ def test_r9_stored_and_removed_keys_are_told_once_each() -> None:
     assert removed == [[keys[1], keys[0]]]
 
 
-def test_r10_only_what_the_step_needs_is_taken() -> None:
+def test_only_what_the_step_needs_is_taken() -> None:
     """Advancing chunk by chunk takes blocks as the chunks need them."""
     cache = PrefixCache(10, 4)
     table = cache.open(range(20))
@@ -419,7 +419,7 @@ def test_r10_only_what_the_step_needs_is_taken() -> None:
     assert taken == [(1, 0), (1, 1), (2, 1), (2, 2), (3, 2), (5, 5)]
 
 
-def test_r10_a_few_blocks_ahead() -> None:
+def test_a_few_blocks_ahead() -> None:
     """With lookahead, `advance` takes that many blocks more when it takes any, and uses them up before the next taking."""
     cache = PrefixCache(10, 4, lookahead_blocks=2)
     table = cache.open(range(20))
@@ -434,7 +434,7 @@ def test_r10_a_few_blocks_ahead() -> None:
     assert sorted(cache.pool.free_blocks()) == list(range(10))
 
 
-def test_r10_lookahead_never_refuses() -> None:
+def test_lookahead_never_refuses() -> None:
     """Blocks ahead are taken only if they are there; what is needed is taken without them."""
     cache = PrefixCache(3, 4, lookahead_blocks=5)
     table = cache.open(range(13))
@@ -444,7 +444,7 @@ def test_r10_lookahead_never_refuses() -> None:
     assert not cache.advance(table, 13)
 
 
-def test_r10_quiet_steps_do_nothing() -> None:
+def test_quiet_steps_do_nothing() -> None:
     """`advance` below `next_block_at` is right to do nothing: the full path would not change anything either."""
     for enabled in (True, False):
         for ahead in (0, 1, 3):
@@ -460,7 +460,7 @@ def test_r10_quiet_steps_do_nothing() -> None:
                 assert table.published == (computed // 4 if enabled else 0)
 
 
-def test_r11_too_little_memory_is_said_and_nothing_happens() -> None:
+def test_too_little_memory_is_said_and_nothing_happens() -> None:
     """An advance that does not fit answers False and changes nothing; after a preemption it fits."""
     cache = PrefixCache(4, 4)
     running, _ = admit(cache, ABC)
@@ -475,8 +475,8 @@ def test_r11_too_little_memory_is_said_and_nothing_happens() -> None:
     cache.check()
 
 
-def test_r11_a_preempted_sequence_finds_its_blocks_again() -> None:
-    """The blocks of a preempted sequence stay cached while they can, its tail too, and it goes on where it was."""
+def test_a_preempted_sequence_finds_its_blocks_again() -> None:
+    """The blocks of a preempted sequence stay cached until evicted, its partial block too, and it resumes where it was."""
     cache = PrefixCache(6, 4)
     table, _ = admit(cache, ABC)
     blocks = list(table.blocks)
@@ -491,7 +491,7 @@ def test_r11_a_preempted_sequence_finds_its_blocks_again() -> None:
     assert cache.copy_partial(table, match) is None
 
 
-def test_r11_a_preempted_sequence_loses_only_what_was_needed() -> None:
+def test_a_preempted_sequence_loses_only_what_was_needed() -> None:
     """When some of a preempted sequence's blocks were taken, the head of its chain is still found."""
     cache = PrefixCache(4, 4)
     table, _ = admit(cache, list(range(16)))
@@ -502,7 +502,7 @@ def test_r11_a_preempted_sequence_loses_only_what_was_needed() -> None:
 
 
 def test_retract_withdraws_what_a_failed_step_named() -> None:
-    """After a failed step nobody finds the blocks that it would have filled; those from before stay."""
+    """After a failed step, lookups do not find the blocks that it would have filled; earlier blocks stay."""
     removed: list[list[bytes]] = []
     cache = PrefixCache(8, 4, partial_reuse=False, on_removed=removed.append)
     table = cache.open(list(range(16)))
@@ -526,7 +526,7 @@ def test_retract_leaves_no_tail_in_a_withdrawn_block() -> None:
     """Who shared a block of a failed step in that step cannot offer it for copying when it ends: nothing is in it."""
     cache = PrefixCache(8, 4)
     first, _ = admit(cache, [1, 2, 3, 4])
-    second, match = admit(cache, [1, 2, 3, 4])  # in the same step; its last token is to be computed again
+    second, match = admit(cache, [1, 2, 3, 4])  # in the same step; its last token is recomputed
     assert match.cached_tokens == 4
     cache.retract(first, 0)
     cache.retract(second, 1)
@@ -567,7 +567,7 @@ def test_pinned_blocks_are_never_evicted() -> None:
     assert cache.clear() == 5
 
 
-def test_pin_takes_only_visible_blocks() -> None:
+def test_pin_takes_only_published_blocks() -> None:
     """A block that is not full cannot be pinned."""
     cache = PrefixCache(5, 4)
     table, _ = admit(cache, ABC)
@@ -578,7 +578,7 @@ def test_pin_takes_only_visible_blocks() -> None:
 
 
 def test_clear_forgets_what_is_not_in_use() -> None:
-    """After `clear` only running sequences' full blocks are found, and no tail."""
+    """After `clear` only running sequences' full blocks are found, and no partial block."""
     cache = PrefixCache(8, 4)
     running, _ = admit(cache, [*ABC[:4], 60, 61])
     cache.note_partial(running, 6)
@@ -604,12 +604,12 @@ def test_disabled_nothing_is_named_and_nothing_is_found() -> None:
     assert (cache.pool.num_free, cache.clear(), heard) == (8, 0, [])
 
 
-def test_check_finds_a_stray_tail() -> None:
-    """A noted tail that its block does not know of is a broken invariant."""
+def test_check_finds_a_stray_partial_block() -> None:
+    """A partial block that is missing in one of the two maps is a broken invariant."""
     cache = PrefixCache(4, 4)
     table, _ = admit(cache, [1, 2])
     cache.note_partial(table, 2)
     cache.check()
-    cache._partial_of.clear()
+    cache._partial_parents.clear()
     with pytest.raises(IntegrityError, match="partial block"):
         cache.check()

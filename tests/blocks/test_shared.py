@@ -16,16 +16,16 @@ Texts = st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=12)
 
 @given(Texts)
 def test_users_are_counted(texts: list[list[int]]) -> None:
-    """Each chain is listed once, is as many full blocks long as it says, and has as many users as texts begin with it; every
-    beginning that two texts share is listed, or is the beginning of a longer one with the same users."""
+    """Each prefix is listed once, with its full blocks and the number of texts that begin with it. Every prefix that two texts
+    share is listed, or is the prefix of a longer one with the same users."""
     found = common_prefixes([array("I", text) for text in texts], SIZE, 1000)
-    beginnings = Counter(tuple(text[: SIZE * blocks]) for text in texts for blocks in range(1, len(text) // SIZE + 1))
+    prefixes = Counter(tuple(text[: SIZE * blocks]) for text in texts for blocks in range(1, len(text) // SIZE + 1))
     users = {tuple(chain.tokens): chain.users for chain in found}
     assert len(users) == len(found)
     assert all(len(chain.tokens) == chain.blocks * SIZE for chain in found)
     for tokens, count in users.items():
-        assert beginnings[tokens] == count >= 2
-    for tokens, count in beginnings.items():
+        assert prefixes[tokens] == count >= 2
+    for tokens, count in prefixes.items():
         if count > 1:
             assert any(known[: len(tokens)] == tokens and users[known] == count for known in users)
 

@@ -40,7 +40,7 @@ def in_rows(blocks: list[int]) -> list[int]:
 
 
 class Model:
-    """What the pool and the noted tails are, in plain lists and dictionaries."""
+    """What the pool and the noted partial blocks are, in plain lists and dictionaries."""
 
     def __init__(self, num_blocks: int, size: int, unfilled_first: bool, lookahead: int) -> None:
         self.size = size
@@ -50,7 +50,7 @@ class Model:
         self.refs = [0] * num_blocks
         self.name: list[Prefix | None] = [None] * num_blocks
         self.holders: dict[Prefix, list[int]] = {}  # who holds a prefix; lookups find the first
-        self.tails: list[tuple[Prefix, int, Prefix]] = []  # (what comes before, block, its tokens), latest last
+        self.partials: list[tuple[Prefix, int, Prefix]] = []  # (what comes before, block, its tokens), latest last
 
     def take(self, count: int, order: list[int]) -> list[int]:
         """The next blocks to be evicted; in which order a table gets the blocks of one allocation is the pool's business."""
@@ -59,7 +59,7 @@ class Model:
         for block in taken:
             self.refs[block] = 1
             self.unname(block)
-            self.tails = [tail for tail in self.tails if tail[1] != block]
+            self.partials = [partial for partial in self.partials if partial[1] != block]
         return order
 
     def unname(self, block: int) -> None:
@@ -105,21 +105,21 @@ class Model:
         named = [block for block in self.free if self.name[block] is not None]
         for block in named:
             self.unname(block)
-        self.tails = []
+        self.partials = []
         return len(named)
 
     def note_partial(self, before: Prefix, block: int, held: Prefix) -> None:
-        self.tails = [tail for tail in self.tails if tail[0] != before and tail[1] != block]
-        self.tails.append((before, block, held))
+        self.partials = [partial for partial in self.partials if partial[0] != before and partial[1] != block]
+        self.partials.append((before, block, held))
 
     def lookup(self, prefix: Prefix) -> Match:
-        """The longest prefix whose blocks are all held, and how far a noted tail goes on, but for the last token."""
+        """The longest prefix whose blocks are all held, and how far a partial block continues it, except for the last token."""
         full = 0
         while 1 + (full + 1) * self.size <= len(prefix) and prefix[: 1 + (full + 1) * self.size] in self.holders:
             full += 1
         end = 1 + full * self.size
         blocks = [self.holders[prefix[: 1 + (n + 1) * self.size]][0] for n in range(full)]
-        for before, block, held in self.tails:
+        for before, block, held in self.partials:
             if before == prefix[:end]:
                 same = 0
                 while same < len(held) and end + same < len(prefix) - 1 and prefix[end + same] == held[same]:
@@ -157,7 +157,7 @@ class Chunk:
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    """Sequences come, grow, fork, fail, are preempted and end; after every rule the cache is what the model is."""
+    """Sequences come, grow, fail, are preempted and end; after every rule the cache is what the model is."""
 
     @initialize(
         size=st.sampled_from([3, 4, 2, 5, 1]),
@@ -173,7 +173,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.size = size
         self.enabled = enabled
         self.partial = partial and enabled
-        self.known: set[bytes] = set()  # by what the cache told its listeners
+        self.known: set[bytes] = set()  # according to the hooks
         self.cache = PrefixCache(
             num_blocks,
             size,
@@ -394,7 +394,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.run(sampled, note)
 
     def run(self, sampled: list[int], note: bool) -> None:
-        """What the step does not contain yet goes on by one token, if need be at the cost of others; then the step runs."""
+        """Sequences that are not in the step yet advance by one token, if need be by preempting others; then the step runs."""
         for seq in self.running(idle=True):
             while seq.running and not self.extend(seq, 1):
                 self.preempt(self.running(idle=bool(self.admitted))[-1])
@@ -499,7 +499,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def counted(self) -> None:
-        """Every reference is somebody's: as many as tables and pins name the block."""
+        """A block has as many references as tables and pins contain it."""
         tables = [*(seq.blocks for seq in self.seqs), *self.pins]
         for block, count in enumerate(self.model.refs):
             assert count == sum(blocks.count(block) for blocks in tables)
@@ -513,14 +513,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def contents(self) -> None:
-        """Every named block that is not being filled by the step in the making holds the prefix of its name, and every
-        noted tail holds its tokens."""
+        """Every published block that is not being filled by the step in the making holds the prefix of its name, and every
+        noted partial block holds its tokens."""
         pending = {block for c in self.chunks for block in c.seq.blocks[c.published_before : c.seq.published]}
         for block, name in enumerate(self.model.name):
             if name is not None and block not in pending:
                 for slot in range(self.size):
                     assert self.memory[block, slot] == name[: len(name) - self.size + slot + 1]
-        for before, block, held in self.model.tails:
+        for before, block, held in self.model.partials:
             for slot in range(len(held)):
                 assert self.memory[block, slot] == (*before, *held[: slot + 1])
 
