@@ -21,9 +21,9 @@ from pathlib import Path
 
 from timing import machine, median, set_up, table
 
-from foreword.routing.directory import Directory, Tier
+from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.event_feed import KeyTable
-from foreword.routing.placement import Candidate, CheapestFirstToken, Query
+from foreword.routing.placement import Candidate, CostPolicy, PlacementQuery
 
 PROMPT = 2048
 SHARED = PROMPT // 10
@@ -73,7 +73,7 @@ def fill(directory: Directory, blocks: int, replicas: int) -> float:
         name = f"replica-{number % replicas}"
         started = time.perf_counter()
         for low in range(0, PROMPT, 32):
-            directory.stored(name, Tier.DEVICE, keys[low - 1] if low else None, keys[low : low + 32])
+            directory.stored(name, CacheTier.DEVICE, keys[low - 1] if low else None, keys[low : low + 32])
         spent += time.perf_counter() - started
     return spent
 
@@ -85,7 +85,7 @@ def remove(directory: Directory, numbers: list[int], replicas: int) -> float:
         keys = chain(number)[::-1]
         started = time.perf_counter()
         for key in keys:
-            directory.removed(f"replica-{number % replicas}", Tier.DEVICE, (key,))
+            directory.removed(f"replica-{number % replicas}", CacheTier.DEVICE, (key,))
         spent += time.perf_counter() - started
     return spent
 
@@ -101,11 +101,11 @@ def measure_directory(blocks: int, replicas: int) -> list[list[str]]:
     cold = range(10**7, 10**7 + 200)
     warm_us = lookups(known, directory.held)
     cold_us = lookups(list(cold), directory.held)
-    policy = CheapestFirstToken()
+    policy = CostPolicy()
 
     def place(keys: list[bytes]) -> object:
-        found = directory.held(keys)
-        query = Query(keys, PROMPT * 16, 16)
+        found = directory.lookup(keys)
+        query = PlacementQuery(keys, PROMPT * 16, 16)
         return policy.choose(
             query, [Candidate(f"replica-{i}", reach=found.of(f"replica-{i}")) for i in range(replicas)]
         )

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Protocol
 
 from foreword.blocks import PrefixCache
-from foreword.routing.directory import Tier
+from foreword.routing.directory import CacheTier
 from foreword.sim.report import as_file, svg
 from foreword.sim.stores import SimTier
 from foreword.sim.trace import block_size_of, read_trace
@@ -68,7 +68,7 @@ class Stored:
     """The stores' own."""
 
     def __init__(self, size: int, names: Sequence[bytes]) -> None:
-        self.tier = SimTier(Tier.HOST, size)
+        self.tier = SimTier(CacheTier.HOST, size)
         self.names = names
 
     def request(self, blocks: Sequence[Block], first_access: int) -> int:

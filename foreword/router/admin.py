@@ -110,7 +110,7 @@ def _pool(pool: Pool) -> dict[str, Any]:
         "replicas": list(pool.upstreams),
         "queued": len(pool.queue),
         "sessions": len(pool.fleet.sessions),
-        "sessions_moved": pool.fleet.moved,
+        "sessions_moved": pool.fleet.sessions_moved,
         "directory_blocks": len(pool.fleet.directory),
         "directory_budget_blocks": pool.fleet.directory.max_blocks,
     }
@@ -148,8 +148,8 @@ def describe(router: Router, upstream: Upstream) -> dict[str, Any]:
 
 def _learned(pool: Pool, url: str) -> dict[str, Any]:
     replica = pool.fleet.replicas[url]
-    costs, accuracy = replica.learner.costs, replica.accuracy
-    estimated = len(replica.estimate) if replica.estimate is not None else None
+    costs, accuracy = replica.cost_model.costs, replica.accuracy
+    estimated = len(replica.estimated_blocks) if replica.estimated_blocks is not None else None
     return {
         "waiting": len(replica.load.waiting),
         "running": len(replica.load.running),

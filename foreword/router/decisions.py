@@ -88,6 +88,6 @@ def _describe(made: _Made) -> dict[str, Any]:
                 "excluded": price.excluded,
                 "in_words": price.in_words(),
             }
-            for price in decision.prices
+            for price in decision.estimates
         ],
     }

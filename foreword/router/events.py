@@ -11,7 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from foreword.routing.event_feed import Feed, Missing
+from foreword.routing.event_feed import KvEventFeed, MessageGap
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Subscription:
         endpoint, replay: of the source; without `replay` a gap costs what is known of the replica.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, feed: Feed, endpoint: str, replay: str | None) -> None:
+    def __init__(self, context: zmq.asyncio.Context, feed: KvEventFeed, endpoint: str, replay: str | None) -> None:
         self.feed = feed
         self.endpoint = endpoint
         self._replay = replay
@@ -85,7 +85,7 @@ class Subscription:
             self.feed.skip_to(number)
             self.feed.receive(number, events)
 
-    async def _fill(self, missing: Missing) -> None:
+    async def _fill(self, missing: MessageGap) -> None:
         if self._replay is None:
             self.feed.skip_to(missing.end)
         else:

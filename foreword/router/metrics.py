@@ -112,7 +112,7 @@ class RouterMetrics(Collector):
             queue.add_metric((name,), len(pool.queue))
             blocks.add_metric((name,), len(pool.fleet.directory))
             sessions.add_metric((name,), len(pool.fleet.sessions))
-            moved.add_metric((name,), pool.fleet.moved)
+            moved.add_metric((name,), pool.fleet.sessions_moved)
         yield from (queue, blocks, sessions, moved)
         yield from _events(router)
 
@@ -142,7 +142,7 @@ def _replicas(router: Router) -> Iterator[Metric]:
             over.add_metric((url,), accuracy.overestimated_tokens)
             under.add_metric((url,), accuracy.underestimated_tokens)
             waiting.add_metric((url,), len(replica.load.waiting))
-            prefill.add_metric((url,), replica.learner.costs.prefill)
+            prefill.add_metric((url,), replica.cost_model.costs.prefill)
     yield from (expected, actual, over, under, waiting, prefill)
 
 

@@ -15,11 +15,11 @@ from foreword.router.prompts import Prompt
 from foreword.router.replicas import Upstream, clock
 from foreword.routing.baselines import policy_named
 from foreword.routing.directory import Directory
-from foreword.routing.disaggregation import Disaggregation
+from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.fleet import Fleet
-from foreword.routing.placement import Decision, Query
-from foreword.routing.queue import Entry, FairQueue
-from foreword.routing.sessions import Sessions
+from foreword.routing.placement import Decision, PlacementQuery
+from foreword.routing.queue import FairQueue, QueueEntry
+from foreword.routing.sessions import SessionTable
 
 _BLOCK: Final = 16
 _OVERLOADED: Final = "overloaded"
@@ -34,7 +34,7 @@ class Ticket:
     id: str
     upstream: Upstream
     decision: Decision
-    query: Query
+    query: PlacementQuery
     prompt: Prompt
     queued: float
     prefill: Upstream | None = None
@@ -45,7 +45,7 @@ class Ticket:
 @dataclass(eq=False, slots=True)
 class _Waiter:
     id: str
-    query: Query
+    query: PlacementQuery
     prompt: Prompt
     avoid: Sequence[str]
     placed: asyncio.Future[Ticket]
@@ -59,8 +59,8 @@ class Pool:
         self.fleet = Fleet(
             policy_named(config.policy),
             directory=Directory(config.directory_blocks),
-            sessions=Sessions(ttl=config.session_ttl),
-            disaggregation=Disaggregation(min_tokens=config.min_prefill),
+            sessions=SessionTable(ttl=config.session_ttl),
+            disaggregation=DisaggregationPolicy(min_tokens=config.min_prefill),
         )
         self.upstreams: dict[str, Upstream] = {}
         self.queue: FairQueue[_Waiter] = FairQueue(config.max_queue, dict(weights))
@@ -117,14 +117,14 @@ class Pool:
 
     def query(
         self, prompt: Prompt, model: str | None, salt: str | None, session: str | None, most: int | None
-    ) -> Query:
+    ) -> PlacementQuery:
         """What placement wants to know of a prompt."""
         sizes = Counter(one.facts.block_size for one in self.upstreams.values() if one.facts and one.facts.block_size)
         main, *others = [size for size, _ in sizes.most_common()] or [_BLOCK]
         named = model or self.model
         keys = self._keys(prompt, named, main, salt)
         further = {size: self._keys(prompt, named, size, salt) for size in others}
-        return Query(keys, max(len(prompt.tokens), 1), main, session, most, further)
+        return PlacementQuery(keys, max(len(prompt.tokens), 1), main, session, most, further)
 
     def _keys(self, prompt: Prompt, model: str, size: int, salt: str | None) -> list[bytes]:
         name = (model, size, salt or "")
@@ -139,7 +139,7 @@ class Pool:
             return []
 
     async def place(
-        self, name: str, tenant: str, query: Query, prompt: Prompt, deadline: float, avoid: Sequence[str] = ()
+        self, name: str, tenant: str, query: PlacementQuery, prompt: Prompt, deadline: float, avoid: Sequence[str] = ()
     ) -> Ticket:
         """Find a replica, or wait for one. Raises QueueFull, NoReplica, or DeadlineExceeded."""
         if not len(self.queue):
@@ -148,7 +148,7 @@ class Pool:
                 return ticket
         return await self._wait(name, tenant, query, prompt, deadline, avoid)
 
-    def _try(self, name: str, query: Query, prompt: Prompt, avoid: Sequence[str]) -> Ticket | None:
+    def _try(self, name: str, query: PlacementQuery, prompt: Prompt, avoid: Sequence[str]) -> Ticket | None:
         """None if all that could take it have too much to do. Raises NoReplica if there is none."""
         now = clock()
         for upstream in self.upstreams.values():
@@ -158,7 +158,7 @@ class Pool:
         if decision.replica is None and avoid:
             decision = self.fleet.place(query, now)
         if decision.replica is None:
-            if any(price.excluded.startswith(_OVERLOADED) for price in decision.prices):
+            if any(price.excluded.startswith(_OVERLOADED) for price in decision.estimates):
                 return None
             raise NoReplica(decision.in_words())
         self.fleet.sent(name, query, decision, now)
@@ -172,7 +172,7 @@ class Pool:
         return Ticket(name, upstream, decision, query, prompt, 0.0, prefill)
 
     async def _wait(
-        self, name: str, tenant: str, query: Query, prompt: Prompt, deadline: float, avoid: Sequence[str]
+        self, name: str, tenant: str, query: PlacementQuery, prompt: Prompt, deadline: float, avoid: Sequence[str]
     ) -> Ticket:
         began = clock()
         future: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
@@ -267,7 +267,7 @@ class Pool:
     def guess_first_token(self, ticket: Ticket) -> None:
         """An answer that is not streamed does not show when its prompt was computed: it counts as computed when that was
         expected."""
-        price = ticket.decision.price
+        price = ticket.decision.estimate
         seconds = price.total if price is not None else 0.0
         ticket.guess = asyncio.get_running_loop().call_later(seconds, self.first_token, ticket)
 
@@ -302,6 +302,6 @@ class Pool:
         self.refresh(upstream)
 
 
-def _fail(entry: Entry[_Waiter], error: Exception) -> None:
+def _fail(entry: QueueEntry[_Waiter], error: Exception) -> None:
     if not entry.item.placed.done():
         entry.item.placed.set_exception(error)

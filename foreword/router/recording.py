@@ -1,4 +1,4 @@
-"""What the router tells its recorder of each request (`--record`)."""
+"""Records the router's requests as a trace (`--record`)."""
 
 from __future__ import annotations
 
@@ -7,34 +7,33 @@ from pathlib import Path
 
 from foreword.config import ServerConfig
 from foreword.observability.recording import Recorded, Recorder
-from foreword.routing.fleet import Ended
+from foreword.routing.fleet import FinishedRequest
 
 
-def recorder_of(config: ServerConfig) -> Recorder | None:
-    """None if nothing is to be recorded. Raises ConfigError."""
+def open_recorder(config: ServerConfig) -> Recorder | None:
+    """None if no recording is configured. Raises ConfigError."""
     return Recorder(Path(config.record), salt=config.record_salt) if config.record is not None else None
 
 
-def told(recorder: Recorder) -> Callable[[Ended], None]:
-    """For `Fleet.on_finished`. Requests whose prompt was not looked at have no blocks to record."""
+def record_finished(recorder: Recorder) -> Callable[[FinishedRequest], None]:
+    """A callback for `Fleet.on_finished`. Requests whose prompt was not tokenized have no blocks and are not recorded."""
 
-    def note(ended: Ended) -> None:
-        if not ended.keys and ended.prompt_tokens >= ended.block_size:
+    def record(request: FinishedRequest) -> None:
+        if not request.keys and request.prompt_tokens >= request.block_size:
             return
-        first = None if ended.first_at is None else ended.first_at - ended.sent_at
         recorder.record(
             Recorded(
-                ended.sent_at,
-                ended.keys,
-                ended.block_size,
-                max(ended.prompt_tokens, 1),
-                max(ended.output_tokens or 1, 1),
-                ended.cached_tokens,
-                first,
-                ended.ended_at - ended.sent_at,
-                ended.session,
-                ended.replica,
+                request.sent_at,
+                request.keys,
+                request.block_size,
+                max(request.prompt_tokens, 1),
+                max(request.output_tokens or 1, 1),
+                request.cached_tokens,
+                None if request.first_at is None else request.first_at - request.sent_at,
+                request.finished_at - request.sent_at,
+                request.session,
+                request.replica,
             )
         )
 
-    return note
+    return record

@@ -21,9 +21,9 @@ from foreword.router.events import Subscription
 from foreword.router.metrics import RouterMetrics
 from foreword.router.pool import Pool
 from foreword.router.prompts import Prompts
-from foreword.router.recording import recorder_of, told
+from foreword.router.recording import open_recorder, record_finished
 from foreword.router.replicas import LOST, Health, Probe, Spec, Upstream, clock
-from foreword.routing.event_feed import Feed
+from foreword.routing.event_feed import KvEventFeed
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Router:
         self.feeds: dict[str, list[Subscription]] = {}
         self.decisions = Decisions(config.router.decisions)
         self.metrics = RouterMetrics(self)
-        self.recorder = recorder_of(config.server)
+        self.recorder = open_recorder(config.server)
         self.draining = False
         self.inside = 0
         self._held_up = 0.0
@@ -247,7 +247,7 @@ class Router:
         if pool is None:
             pool = self.pools[model] = Pool(model, self.config, self.callers.weights)
             if self.recorder is not None:
-                pool.fleet.on_finished = told(self.recorder)
+                pool.fleet.on_finished = record_finished(self.recorder)
         self._subscribe(upstream, pool)
         pool.add(upstream)
         events = ", sends KV events" if upstream.url in self.feeds else ""
@@ -278,7 +278,9 @@ class Router:
             self._zmq = zmq.asyncio.Context()
         counts = facts.kind == "vllm"
         for endpoint, replay in facts.sources:
-            feed = Feed(pool.fleet.directory, upstream.url, pool.model.encode(), facts.block_size, counts_copies=counts)
+            feed = KvEventFeed(
+                pool.fleet.directory, upstream.url, pool.model.encode(), facts.block_size, counts_copies=counts
+            )
             subscription = Subscription(self._zmq, feed, endpoint, replay)
             self.feeds.setdefault(upstream.url, []).append(subscription)
             upstream.tasks.append(_task(subscription.run()))

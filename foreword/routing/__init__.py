@@ -1,4 +1,4 @@
-"""Which instance a request goes to. Pure: it decides, and does no I/O (docs/concepts/routing.md).
+"""Request placement across replicas. Pure: decides, and does no I/O (docs/concepts/routing.md).
 
-`Fleet` is what a router needs; the other modules are its parts.
+`Fleet` is the entry point for a router; the other modules are its parts.
 """

@@ -1,4 +1,4 @@
-"""How common a prompt's beginning is among the prompts of late: bounded, and what is long ago counts less. Pure."""
+"""How common a prefix is among recent prompts. Bounded; older prompts count less. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections import OrderedDict
 from typing import Final
 
 _SHORT_KEY: Final = 8
-# Each prompt makes those before it count 1 % less: about the last hundred count.
-_FADING: Final = 0.99
-_FEW: Final = 5
+# Each prompt reduces the weight of earlier ones by 1 %: about the last hundred prompts count.
+_DECAY: Final = 0.99
+_PRIOR_PROMPTS: Final = 5
 
 
-class Beginnings:
-    """Counts of the blocks in which prompts cease to be known: about 200 bytes each, the least recently counted forgotten
-    first."""
+class PrefixPopularity:
+    """Decayed counts of the last cached block of each prompt: about 200 bytes per block, LRU-bounded to `size` blocks."""
 
     def __init__(self, size: int = 1024) -> None:
         self._size = size
@@ -24,16 +23,18 @@ class Beginnings:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def share(self, key: bytes | None) -> float:
-        """One more prompt, of which the replicas know all up to the block with this key (None: nothing). Returns how many of
-        the prompts of late were so, from 0 to 1, on the low side as long as there were few."""
+    def record(self, key: bytes | None) -> float:
+        """Count a prompt whose cached prefix ends with the block `key` (None: nothing is cached).
+
+        Returns the share of recent prompts with this prefix, from 0 to 1. It is biased low while there are few prompts.
+        """
         self._prompts += 1
-        self._total = self._total * _FADING + 1.0
+        self._total = self._total * _DECAY + 1.0
         if key is None:
             return 0.0
         count, at = self._counts.pop(key[:_SHORT_KEY], (0.0, self._prompts))
-        count = count * _FADING ** (self._prompts - at) + 1.0
+        count = count * _DECAY ** (self._prompts - at) + 1.0
         self._counts[key[:_SHORT_KEY]] = count, self._prompts
         if len(self._counts) > self._size:
             self._counts.popitem(last=False)
-        return (count - 1) / (self._total + _FEW)
+        return (count - 1) / (self._total + _PRIOR_PROMPTS)

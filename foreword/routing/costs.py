@@ -1,12 +1,12 @@
-"""What time costs on one replica, learned from what requests there took, with bounded memory and in spite of outliers.
+"""The cost model of one replica, learned from observed requests with bounded memory and robust to outliers.
 
-A request's first token is expected after
+The expected time to first token (TTFT) of a request is
 
     first + prefill * tokens + attention * pairs + steps * decode_each * running
 
-where `tokens` are those computed before it and for it, `pairs` are each of them with each token before it in its prompt,
-`steps` the steps that this takes, and `running` the sequences that decode meanwhile. Lines through samples are Theil's and
-Sen's: the median of the slopes of all pairs, which up to 29 % of wild samples do not move far.
+`tokens` counts the prompt tokens computed before and for the request, `pairs` the query-key pairs of these tokens, `steps` the
+engine steps that this takes, and `running` the sequences that decode meanwhile. Lines are fitted with the Theil-Sen
+estimator (the median of all pairwise slopes), which tolerates up to 29 % outliers.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from foreword.routing.directory import NUM_TIERS, Reach, Tier
+from foreword.routing.directory import NUM_TIERS, CacheTier, Reach
 
-_KEPT: Final = 48
+_MAX_SAMPLES: Final = 48
 _REFIT_EVERY: Final = 8
-_FEWEST: Final = 6
-# Fewer samples of first tokens tell how much slower or quicker all is, not which part of it.
-_FITTED: Final = 24
-# As many samples as this count what was believed before.
-_BELIEF: Final = 2
-_QUICKEST: Final = 1e-12
-_QUICKEST_PAIR: Final = 1e-11
-# Prompts of fewer tokens tell nothing of what a token takes; contexts that differ by less, nothing of what context takes.
-_TELLING_TOKENS: Final = 256
-_TELLING_CONTEXT: Final = 2048
-_ROUNDS: Final = 2
-# What is left of a first token's time at least when the decoding of others is taken off.
-_LEAST_SHARE: Final = 0.25
+_MIN_SAMPLES: Final = 6
+# With fewer TTFT samples than this all costs are scaled together instead of fitted one by one.
+_MIN_FIT_SAMPLES: Final = 24
+# Weight of the prior costs, in samples.
+_PRIOR_SAMPLES: Final = 2
+_MIN_SLOPE: Final = 1e-12
+_MIN_PAIR_SLOPE: Final = 1e-11
+# Shorter prompts do not show the cost of a token; a smaller spread of contexts does not show the cost of attention.
+_MIN_PROMPT_TOKENS: Final = 256
+_MIN_CONTEXT_SPREAD: Final = 2048
+_FIT_ROUNDS: Final = 2
+# At least this share of a TTFT remains after the interference of other sequences is subtracted.
+_MIN_TTFT_SHARE: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class LoadCost:
-    """What it takes to load blocks from a tier: `latency` seconds, and seconds for each token."""
+    """Cost of loading blocks from a tier: `latency` seconds plus `per_token` seconds for each token."""
 
     per_token: float
     latency: float = 0.0
@@ -47,16 +47,16 @@ class LoadCost:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCosts:
-    """What time costs on a replica.
+    """Costs of one replica, in seconds.
 
     Attributes:
-        prefill: seconds for each token of a prompt that is computed.
-        attention: seconds on top for each token before it in its prompt: what makes long prompts dear.
-        first: seconds that every first token takes besides: network, tokenizing, one step.
-        decode_base, decode_each: a step with n decoding sequences takes `decode_base + decode_each * n` seconds.
-        step_tokens: tokens of prompts that one step computes at most.
-        loads: tiers below the device: HOST, DISK, SHARED.
-        transfer: what it takes to bring KV from another replica.
+        prefill: per computed prompt token.
+        attention: additionally per query-key pair; makes long prompts more expensive.
+        first: fixed part of every TTFT: network, tokenization, one step.
+        decode_base, decode_each: a step with n decoding sequences takes `decode_base + decode_each * n`.
+        step_tokens: maximum number of prompt tokens in one step.
+        loads: loading from the tiers below the device: HOST, DISK, SHARED.
+        transfer: receiving KV from another replica.
     """
 
     prefill: float = 2e-4
@@ -69,24 +69,24 @@ class ReplicaCosts:
     attention: float = 0.0
 
     def compute(self, tokens: float, before: float) -> float:
-        """Seconds to compute `tokens` tokens of a prompt behind the first `before`."""
+        """Seconds to compute `tokens` prompt tokens that follow `before` cached ones."""
         return self.compute_pairs(tokens, pairs(tokens, before))
 
     def compute_pairs(self, tokens: float, pairs: float) -> float:
-        """Seconds to compute tokens that make so many pairs with tokens before them."""
+        """Seconds to compute `tokens` prompt tokens with `pairs` query-key pairs."""
         return self.prefill * tokens + self.attention * pairs
 
-    def load(self, tier: Tier) -> LoadCost:
+    def load(self, tier: CacheTier) -> LoadCost:
         return self.loads[tier - 1]
 
     def interference(self, tokens: float, running: int) -> float:
-        """Seconds that the decoding of others adds while this many tokens are computed."""
+        """Seconds that `running` decoding sequences add while this many prompt tokens are computed."""
         return math.ceil(tokens / self.step_tokens) * self.decode_each * running
 
     def best_load(self, reach: Reach, block_size: int, tokens: int) -> tuple[int, tuple[int, ...], float]:
-        """How far to load a prefix rather than to compute it: `(blocks reused, blocks from each tier, seconds)`.
+        """How many leading blocks to load rather than recompute: `(blocks reused, blocks from each tier, seconds)`.
 
-        A prefix is loaded from its front, so what lies behind a slow stretch must pay for that too.
+        A prefix is loaded from its start, so blocks after a slow stretch must also pay for that stretch.
         """
         full = min(reach[-1], tokens // block_size)
         parts, seconds, gain = [min(reach[0], full)], 0.0, 0.0
@@ -97,7 +97,7 @@ class ReplicaCosts:
             parts.append(more)
             if not more:
                 continue
-            cost = self.load(Tier(tier))
+            cost = self.load(CacheTier(tier))
             spent = cost.latency + more * block_size * cost.per_token
             seconds += spent
             before = (sum(parts) - more) * block_size
@@ -109,38 +109,38 @@ class ReplicaCosts:
 
 
 def pairs(tokens: float, before: float) -> float:
-    """Tokens with each token before them, if `tokens` are computed behind `before`."""
+    """Query-key pairs of `tokens` prompt tokens that follow `before` others."""
     return tokens * (before + tokens / 2)
 
 
-class Line:
-    """y = base + slope * x through recent samples, robustly; a prior until there are enough that differ in x.
+class RobustLine:
+    """A robust fit of y = base + slope * x to recent samples.
 
     Args:
-        base, slope: what is believed before there are samples. Neither ever becomes negative.
+        base, slope: prior, used until there are enough samples that differ in x. Neither ever becomes negative.
     """
 
     __slots__ = ("_fresh", "_samples", "base", "slope")
 
     def __init__(self, base: float, slope: float) -> None:
         self.base, self.slope = base, slope
-        self._samples: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
         self._fresh = 0
 
-    def note(self, x: float, y: float) -> bool:
-        """One more sample; True if the line was drawn anew. What is not a finite number of at least 0 is ignored."""
+    def add(self, x: float, y: float) -> bool:
+        """Add a sample; True if the line was refitted. Negative and non-finite values are ignored."""
         if not (math.isfinite(x) and math.isfinite(y) and x >= 0 and y >= 0):
             return False
         self._samples.append((x, y))
         self._fresh += 1
-        if len(self._samples) < _FEWEST or (self._fresh < _REFIT_EVERY and len(self._samples) > _FEWEST):
+        if len(self._samples) < _MIN_SAMPLES or (self._fresh < _REFIT_EVERY and len(self._samples) > _MIN_SAMPLES):
             return False
         self._fresh = 0
         self._fit()
         return True
 
     def refit(self, samples: Iterable[tuple[float, float]]) -> None:
-        """Forget the samples and take these."""
+        """Replace the samples and fit them."""
         self._samples.clear()
         self._samples.extend(samples)
         self._fit()
@@ -153,52 +153,52 @@ class Line:
             for right, above in samples[i + 1 :]:
                 if (right - x) * 8 >= spread and right > x:
                     slopes.append((above - y) / (right - x))
-        if len(slopes) >= _FEWEST and spread * 2 >= samples[-1][0]:
-            self.slope = max(median(slopes), _QUICKEST)
+        if len(slopes) >= _MIN_SAMPLES and spread * 2 >= samples[-1][0]:
+            self.slope = max(median(slopes), _MIN_SLOPE)
             self.base = max(median(y - self.slope * x for x, y in samples), 0.0)
             return
-        # All samples lie close together: they tell one number, not two. The line keeps the share of its parts.
-        scale = median(y / max(self.base + self.slope * x, _QUICKEST) for x, y in samples)
-        self.base, self.slope = self.base * scale, max(self.slope * scale, _QUICKEST)
+        # The samples are too close together in x to fit two numbers: scale both by the same factor.
+        scale = median(y / max(self.base + self.slope * x, _MIN_SLOPE) for x, y in samples)
+        self.base, self.slope = self.base * scale, max(self.slope * scale, _MIN_SLOPE)
 
     def at(self, x: float) -> float:
         return self.base + self.slope * x
 
 
-class Prefill:
-    """y = first + prefill * tokens + attention * pairs through recent samples, robustly.
+class PrefillModel:
+    """A robust fit of y = first + prefill * tokens + attention * pairs to recent samples.
 
-    The first samples scale what was believed, by their median ratio to it and with more weight the more there are: a few
-    requests that waited for each other must not make a replica look so slow that it gets no others. Then, where contexts
-    differ, what a token takes is a line over how much stands before it, on average, and `first` is what remains of the short
-    prompts. Else it is a line over the number of tokens, and `attention` stays what it was.
+    The first samples only scale the prior costs, by their median ratio and with a weight that grows with their number: a few
+    requests that waited for each other must not make a replica look too slow to get more. Later, if contexts differ enough,
+    the cost per token is a line over the mean context length, and `first` is the remainder of short prompts. Otherwise the
+    cost is a line over the number of tokens, and `attention` does not change.
     """
 
-    __slots__ = ("_belief", "_context", "_fresh", "_samples", "_tokens", "attention", "first", "prefill")
+    __slots__ = ("_context", "_fresh", "_prior", "_samples", "_tokens", "attention", "first", "prefill")
 
     def __init__(self, costs: ReplicaCosts) -> None:
-        self._samples: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)
+        self._samples: deque[tuple[float, float, float]] = deque(maxlen=_MAX_SAMPLES)
         self._fresh = 0
-        self.believe(costs)
+        self.reset(costs)
 
-    def believe(self, costs: ReplicaCosts) -> None:
-        """Begin with these costs, and forget the samples."""
+    def reset(self, costs: ReplicaCosts) -> None:
+        """Restart from these costs without samples."""
         self.first, self.prefill, self.attention = costs.first, costs.prefill, costs.attention
-        self._belief = costs
-        self._tokens = Line(costs.first, costs.prefill)
-        self._context = Line(costs.prefill, costs.attention)
+        self._prior = costs
+        self._tokens = RobustLine(costs.first, costs.prefill)
+        self._context = RobustLine(costs.prefill, costs.attention)
         self._samples.clear()
 
-    def note(self, tokens: float, pairs: float, seconds: float) -> bool:
-        """One more sample; True if the lines were drawn anew. What is not a finite number of at least 0 is ignored."""
+    def add(self, tokens: float, pairs: float, seconds: float) -> bool:
+        """Add a sample; True if the costs changed. Negative and non-finite values are ignored."""
         if not all(math.isfinite(value) and value >= 0 for value in (tokens, pairs, seconds)):
             return False
         self._samples.append((tokens, pairs, seconds))
         self._fresh += 1
-        if len(self._samples) < _FITTED:
+        if len(self._samples) < _MIN_FIT_SAMPLES:
             self._scale()
             return True
-        if self._fresh < _REFIT_EVERY and len(self._samples) > _FITTED:
+        if self._fresh < _REFIT_EVERY and len(self._samples) > _MIN_FIT_SAMPLES:
             return False
         self._fresh = 0
         if not self._fit_context():
@@ -206,25 +206,25 @@ class Prefill:
         return True
 
     def _scale(self) -> None:
-        told, count = self._belief, len(self._samples)
+        prior, count = self._prior, len(self._samples)
         ratio = median(
-            y / max(told.first + told.compute_pairs(tokens, pairs), _QUICKEST) for tokens, pairs, y in self._samples
+            y / max(prior.first + prior.compute_pairs(tokens, pairs), _MIN_SLOPE) for tokens, pairs, y in self._samples
         )
-        scale = max(ratio, _QUICKEST) ** (count / (count + _BELIEF))
-        self.first, self.prefill, self.attention = told.first * scale, told.prefill * scale, told.attention * scale
+        scale = max(ratio, _MIN_SLOPE) ** (count / (count + _PRIOR_SAMPLES))
+        self.first, self.prefill, self.attention = prior.first * scale, prior.prefill * scale, prior.attention * scale
 
     def _fit_context(self) -> bool:
-        """False if the samples do not tell what context costs."""
-        long = [sample for sample in self._samples if sample[0] >= _TELLING_TOKENS]
+        """False if the contexts of the samples do not differ enough."""
+        long = [sample for sample in self._samples if sample[0] >= _MIN_PROMPT_TOKENS]
         contexts = sorted(pairs / tokens for tokens, pairs, _ in long)
-        if len(long) < _KEPT // 4 or contexts[-1] - contexts[0] < _TELLING_CONTEXT:
+        if len(long) < _MAX_SAMPLES // 4 or contexts[-1] - contexts[0] < _MIN_CONTEXT_SPREAD:
             return False
-        for _ in range(_ROUNDS):
+        for _ in range(_FIT_ROUNDS):
             self._context.refit((pairs / tokens, max(y - self.first, 0.0) / tokens) for tokens, pairs, y in long)
             if not self._context.base > 0:
                 return False
             self.prefill = self._context.base
-            self.attention = self._context.slope if self._context.slope > _QUICKEST_PAIR else 0.0
+            self.attention = self._context.slope if self._context.slope > _MIN_PAIR_SLOPE else 0.0
             short = sorted(self._samples)[: len(self._samples) // 3]
             self.first = max(median(y - self.prefill * t - self.attention * p for t, p, y in short), 0.0)
         self._tokens.base, self._tokens.slope = self.first, self.prefill
@@ -235,54 +235,38 @@ class Prefill:
         self.first, self.prefill = self._tokens.base, self._tokens.slope
 
 
-class Learner:
-    """One replica's costs, corrected by what is seen. Memory: a few hundred numbers.
+class CostModel:
+    """One replica's costs, corrected by observations. Keeps a few hundred numbers.
 
     Attributes:
-        is_guess: nobody told the costs, and nothing was learned of what computing a prompt takes.
+        is_guess: no costs were configured, and no TTFT was observed yet.
     """
 
     def __init__(self, prior: ReplicaCosts | None = None) -> None:
         self.is_guess = prior is None
         self.costs = prior or ReplicaCosts()
-        self._first = Prefill(self.costs)
-        self._decode = Line(self.costs.decode_base, self.costs.decode_each)
-        self._loads = [Line(load.latency, load.per_token) for load in self.costs.loads]
-        self._transfer = Line(self.costs.transfer.latency, self.costs.transfer.per_token)
+        self._prefill = PrefillModel(self.costs)
+        self._decode = RobustLine(self.costs.decode_base, self.costs.decode_each)
 
-    def note_first_token(
-        self, computed_tokens: float, running: int, seconds: float, *, pairs: float = 0.0, loading: float = 0.0
-    ) -> None:
-        """A first token came `seconds` after its request was sent. Before it these tokens were computed, its own included, and
-        `pairs` of them with tokens before them, while `running` others decoded; `loading` seconds are known to have gone into
-        loading."""
-        others = self.costs.interference(computed_tokens, running) + loading
-        learned = self._first
-        if learned.note(computed_tokens, pairs, max(seconds - others, seconds * _LEAST_SHARE)):
+    def observe_first_token(self, computed_tokens: float, running: int, seconds: float, *, pairs: float = 0.0) -> None:
+        """Learn from a TTFT of `seconds`, counted from sending.
+
+        Args:
+            computed_tokens, pairs: prompt work done before the first token, including that of requests queued before it.
+            running: sequences that decoded meanwhile.
+        """
+        interference = self.costs.interference(computed_tokens, running)
+        learned = self._prefill
+        if learned.add(computed_tokens, pairs, max(seconds - interference, seconds * _MIN_TTFT_SHARE)):
             self.is_guess = False
             self.costs = replace(self.costs, first=learned.first, prefill=learned.prefill, attention=learned.attention)
 
-    def believe(self, costs: ReplicaCosts) -> None:
-        """Take what prompts cost elsewhere for what they cost here, until samples tell more."""
-        self._first.believe(costs)
+    def adopt(self, costs: ReplicaCosts) -> None:
+        """Restart from another replica's prompt costs."""
+        self._prefill.reset(costs)
         self.costs = replace(self.costs, first=costs.first, prefill=costs.prefill, attention=costs.attention)
 
-    def note_decode(self, running: int, seconds: float) -> None:
-        """One token of one sequence came `seconds` after the one before, while this many decoded."""
-        if self._decode.note(running, seconds):
+    def observe_decode(self, running: int, seconds: float) -> None:
+        """Learn from an inter-token latency of `seconds` while `running` sequences decoded."""
+        if self._decode.add(running, seconds):
             self.costs = replace(self.costs, decode_base=self._decode.base, decode_each=self._decode.slope)
-
-    def note_load(self, tier: Tier, tokens: int, seconds: float) -> None:
-        """This many tokens' blocks came from a tier."""
-        line = self._loads[tier - 1]
-        if line.note(tokens, seconds):
-            self.costs = replace(self.costs, loads=tuple(_load(line) for line in self._loads))
-
-    def note_transfer(self, tokens: int, seconds: float) -> None:
-        """This many tokens' KV came from another replica."""
-        if self._transfer.note(tokens, seconds):
-            self.costs = replace(self.costs, transfer=_load(self._transfer))
-
-
-def _load(line: Line) -> LoadCost:
-    return LoadCost(line.slope, line.base)

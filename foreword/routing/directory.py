@@ -1,18 +1,18 @@
-"""Which replica holds which block, and in which tier: a bounded table that events keep up to date. Pure: no I/O.
+"""Which replica holds which block, and in which tier. A bounded table, kept up to date by KV events. Pure: no I/O.
 
-A wrong entry costs time and never correctness: whoever is sent to a replica that lacks the block computes it there. So the
-table may forget whatever it likes. It is a set-associative cache: the key of a block picks a bucket, a bucket is one
-`bytearray` of records of 12 bytes, and the table never holds more records than it was told to.
+A wrong entry costs time and never correctness: a replica that lacks the block recomputes it. So the table may forget
+anything. It is a set-associative cache: the block's key selects a bucket, and a bucket is one `bytearray` of 12-byte records.
+The table never exceeds its configured number of records.
 
     record = key[0:5] | replica (uint16) | tiers (uint8) | epoch of the last use (uint16) | depth in the chain (uint16)
 
-The five bytes and the bucket's number together tell 2**54 keys apart in a table of 10 million blocks. In a full bucket the
-records of replicas that are gone go first, then those used longest ago, and of those used in one epoch the deepest of their
-chains, because a block without the ones before it is worth nothing.
+The five bytes together with the bucket number distinguish 2**54 keys in a table of 10 million blocks. A full bucket evicts
+first the records of removed replicas, then the least recently used ones, and within one epoch the deepest blocks of their
+chains, because a block is useless without the blocks before it.
 
-A lookup relies on the chain: whoever holds a block held the blocks before it when it was stored, and pools give up the tail of
-a chain before its head. So it gallops and bisects over the depth, a logarithm of the prompt's blocks for each place where the
-holders change. A gap in the middle of a chain may be overlooked, which is again only a matter of time.
+A lookup relies on the chain property: a replica that holds a block also held the blocks before it when the block was stored,
+and pools evict the end of a chain before its start. So the lookup gallops and bisects over the depth, in logarithmic time for
+each point where the set of holders changes. It may overlook a gap in the middle of a chain, which again costs only time.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _RECORD = struct.Struct("<5sHBHH")
 _SIZE: Final = _RECORD.size
 _TIER_BITS: Final = 0x7F
 _SECOND_COPY: Final = 0x80
-_DEEPEST: Final = 0xFFFF
-_EPOCHS: Final = 1 << 16
-# Of a full bucket one part in eight goes at once: sorting a bucket costs as much as some twenty insertions.
-_PARTS: Final = 8
-_MOST_REPLICAS: Final = 1 << 15
+_MAX_DEPTH: Final = 0xFFFF
+_NUM_EPOCHS: Final = 1 << 16
+# A full bucket evicts one record in eight at once: sorting a bucket costs as much as about twenty insertions.
+_EVICTED_PART: Final = 8
+_MAX_REPLICAS: Final = 1 << 15
 _SHARED_SLOT: Final = 0
 
 
-class Tier(IntEnum):
-    """Where a block lies, the fastest first. What is in `SHARED` every replica can reach."""
+class CacheTier(IntEnum):
+    """Where a block lies, fastest first. Every replica can reach `SHARED`."""
 
     DEVICE = 0
     HOST = 1
@@ -49,44 +49,42 @@ class Tier(IntEnum):
     SHARED = 3
 
 
-NUM_TIERS: Final = len(Tier)
+NUM_TIERS: Final = len(CacheTier)
 Reach = tuple[int, ...]
-"""Leading blocks of a chain that are found in tiers 0 to t, for each tier t: never decreasing, `NUM_TIERS` numbers."""
+"""For each tier t the number of leading blocks found in tiers 0 to t: `NUM_TIERS` numbers, never decreasing."""
 NOTHING: Final[Reach] = (0,) * NUM_TIERS
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a lookup found.
+    """Result of a lookup.
 
     Attributes:
-        replicas: reach of each replica that holds something of its own, the shared tier included.
-        shared: reach of everybody else.
+        replicas: reach of each replica with blocks in its own tiers, including the shared tier.
+        shared: reach of all other replicas.
     """
 
     replicas: Mapping[str, Reach]
     shared: Reach = NOTHING
 
     def of(self, replica: str) -> Reach:
-        """Leading blocks that this replica finds in its tiers 0 to t, for each tier t."""
+        """The reach of a replica."""
         return self.replicas.get(replica, self.shared)
 
 
 class Directory:
-    """Which replica and tier hold which block of which chain.
-
-    One thread calls it. Replicas are known by any name from the first time they are mentioned.
+    """Maps block keys to replicas and tiers. Not thread-safe. A replica is created when it is first mentioned.
 
     Args:
-        max_blocks: records at most, one for each block and replica that holds it (in however many tiers). A record takes
-            about 20 bytes. The table forgets a few percent before it is quite full.
+        max_blocks: maximum number of records, one per block and replica (whatever the number of tiers). A record takes
+            about 20 bytes. Eviction starts a few percent below the limit.
 
     Raises ConfigError for less than one block.
     """
 
     def __init__(self, max_blocks: int = 4_000_000) -> None:
         if max_blocks < 1:
-            raise ConfigError(f"the directory needs room for at least one block, not {max_blocks}")
+            raise ConfigError(f"the directory needs a capacity of at least one block, not {max_blocks}")
         self.max_blocks = max_blocks
         self._ways = min(_WAYS, max_blocks)
         self._buckets: list[bytearray | None] = [None] * (max_blocks // self._ways)
@@ -98,19 +96,19 @@ class Directory:
         self._writes = 0
         self._epoch_writes = max(max_blocks // 64, 1)
         self._scrub_from = 0
-        # Slots whose records are to be dropped, and the scrubbed buckets that each still has to see.
+        # Slots of removed replicas -> buckets that `scrub` still has to visit for them.
         self._dead: dict[int, int] = {}
         self.evicted = 0
 
-    # What events say
+    # Updates by events
 
     def stored(
-        self, replica: str, tier: Tier, parent: bytes | None, keys: Iterable[bytes], *, counted: bool = False
+        self, replica: str, tier: CacheTier, parent: bytes | None, keys: Iterable[bytes], *, counted: bool = False
     ) -> None:
-        """`keys` (a stretch of a chain, 32 bytes each, in order) lie in a tier; `parent` is the key before the first.
+        """Add `keys` (consecutive blocks of a chain, 32 bytes each) in a tier; `parent` is the key before the first.
 
-        `counted`: the replica tells of every copy of a block, and of the removal of every copy; two copies are
-        remembered, so that the removal of one of them does not hide the other.
+        `counted`: the replica reports every copy of a block and every removal of a copy. Up to two copies are counted, so
+        that removing one of them does not hide the other.
         """
         slot = self._slot(replica, tier)
         depth = first = self._depth_after(parent, slot)
@@ -120,33 +118,33 @@ class Directory:
             bucket = self._bucket(key)
             at = _find(bucket, key[:_TAG] + width)
             if at < 0:
-                self._insert(bucket, key, slot, bit, min(depth, _DEEPEST))
+                self._insert(bucket, key, slot, bit, min(depth, _MAX_DEPTH))
             else:
                 tiers = bucket[at + _NEEDLE]
-                if counted and tier == Tier.DEVICE and tiers & bit:
+                if counted and tier == CacheTier.DEVICE and tiers & bit:
                     tiers |= _SECOND_COPY
                 bucket[at + _NEEDLE] = tiers | bit
                 _set_epoch(bucket, at, self._epoch)
             depth += 1
-        # Not in the middle of a chain: its head would count as older than its tail.
+        # After the loop: within one chain all blocks get the same epoch.
         self._note_writes(depth - first)
         if self._dead:
             self.scrub(1)
 
-    def removed(self, replica: str, tier: Tier, keys: Iterable[bytes]) -> None:
-        """`keys` are gone from a tier. Unknown ones are ignored."""
+    def removed(self, replica: str, tier: CacheTier, keys: Iterable[bytes]) -> None:
+        """Remove `keys` from a tier. Unknown keys are ignored."""
         slot = self._known_slot(replica, tier)
         if slot is None:
             return
         width = slot.to_bytes(2, "little")
         bit = 1 << tier
         for key in keys:
-            bucket = self._buckets[self._number(key)]
+            bucket = self._buckets[self._bucket_index(key)]
             at = -1 if bucket is None else _find(bucket, key[:_TAG] + width)
             if bucket is None or at < 0:
                 continue
             tiers = bucket[at + _NEEDLE]
-            if tier == Tier.DEVICE and tiers & _SECOND_COPY:
+            if tier == CacheTier.DEVICE and tiers & _SECOND_COPY:
                 bucket[at + _NEEDLE] = tiers & ~_SECOND_COPY
             elif tiers & ~bit & _TIER_BITS:
                 bucket[at + _NEEDLE] = tiers & ~bit
@@ -155,8 +153,10 @@ class Directory:
                 self._counts[slot] -= 1
 
     def cleared(self, replica: str) -> None:
-        """A replica holds nothing any more in any tier of its own (it was restarted, or its events have a gap that nobody can
-        fill), or is gone. Takes no time; the memory comes back as `scrub` and insertions pass over the table."""
+        """Forget all blocks in a replica's own tiers: it restarted, was removed, or its events have a gap without replay.
+
+        Takes constant time; `scrub` and insertions free the memory later.
+        """
         slot = self._slots.pop(replica, None)
         if slot is None:
             return
@@ -166,35 +166,29 @@ class Directory:
         else:
             del self._counts[slot]
 
-    def cleared_shared(self) -> None:
-        """The shared tier was emptied."""
-        for bucket in self._buckets:
-            if bucket is not None:
-                self._drop_of(bucket, (_SHARED_SLOT,))
-
     def touched(self, replica: str, keys: Sequence[bytes]) -> None:
-        """A request that uses these blocks was sent to a replica: they are the youngest now, the shared ones too."""
+        """Mark these blocks, also shared ones, as just used: a request for them was sent to a replica."""
         slots = [slot for slot in (self._slots.get(replica), _SHARED_SLOT) if slot is not None]
         widths = [slot.to_bytes(2, "little") for slot in slots if self._counts.get(slot)]
         for width in widths:
-            if keys and self._is_young(keys[0], width) and self._is_young(keys[-1], width):
+            if keys and self._is_current(keys[0], width) and self._is_current(keys[-1], width):
                 continue
             for key in keys:
-                bucket = self._buckets[self._number(key)]
+                bucket = self._buckets[self._bucket_index(key)]
                 at = -1 if bucket is None else _find(bucket, key[:_TAG] + width)
                 if bucket is not None and at >= 0:
                     _set_epoch(bucket, at, self._epoch)
 
-    def _is_young(self, key: bytes, width: bytes) -> bool:
-        """Whether a block was used in the epoch of now."""
-        bucket = self._buckets[self._number(key)]
+    def _is_current(self, key: bytes, width: bytes) -> bool:
+        """Whether a block was used in the present epoch."""
+        bucket = self._buckets[self._bucket_index(key)]
         at = -1 if bucket is None else _find(bucket, key[:_TAG] + width)
         return bucket is not None and at >= 0 and bucket[at + 8] | bucket[at + 9] << 8 == self._epoch
 
-    # What placement asks
+    # Lookups
 
-    def held(self, keys: Sequence[bytes]) -> Holdings:
-        """Who holds how much of a chain, given the keys of its full blocks."""
+    def lookup(self, keys: Sequence[bytes]) -> Holdings:
+        """Which replicas hold how many leading blocks of a chain."""
         runs = self._runs(keys)
         if not runs:
             return Holdings({})
@@ -203,7 +197,7 @@ class Directory:
         return Holdings({self._names[slot]: _reach(runs, slot) for slot in slots if slot != _SHARED_SLOT}, shared)
 
     def _runs(self, keys: Sequence[bytes]) -> list[tuple[int, tuple[int, ...]]]:
-        """Stretches of the chain with the same holders: `(end, holders)`, up to the first block that nobody holds."""
+        """Runs of blocks with the same holders: `(end, holders)`, up to the first block that no replica holds."""
         runs: list[tuple[int, tuple[int, ...]]] = []
         low, count = 0, len(keys)
         holders = self._holders(keys[0]) if count else ()
@@ -228,8 +222,8 @@ class Directory:
         return runs
 
     def _holders(self, key: bytes) -> tuple[int, ...]:
-        """`slot << 8 | tiers` of everybody who holds a block, in a fixed order."""
-        bucket = self._buckets[self._number(key)]
+        """`slot << 8 | tiers` of all holders of a block, sorted."""
+        bucket = self._buckets[self._bucket_index(key)]
         if bucket is None:
             return ()
         found: list[int] = []
@@ -248,34 +242,30 @@ class Directory:
             found.sort()
         return tuple(found)
 
-    # Accounts
+    # Sizes
 
     def __len__(self) -> int:
-        """Records, those of replicas that are gone and not scrubbed yet included."""
+        """Number of records, including those of removed replicas that are not scrubbed yet."""
         return sum(self._counts.values())
 
     def blocks(self, replica: str) -> int:
-        """Blocks that a replica holds in tiers of its own, as far as is remembered."""
+        """Number of known blocks in a replica's own tiers."""
         slot = self._slots.get(replica)
         return self._counts[slot] if slot is not None else 0
 
-    @property
-    def shared_blocks(self) -> int:
-        return self._counts[_SHARED_SLOT]
-
     def scrub(self, buckets: int) -> None:
-        """Drop what is left of replicas that are gone from the next few buckets: call it now and then with a few hundred."""
+        """Drop records of removed replicas from the next `buckets` buckets. Call it regularly with a few hundred."""
         for _ in range(min(buckets, len(self._buckets))):
             if not self._dead:
                 return
             bucket = self._buckets[self._scrub_from]
             self._scrub_from = (self._scrub_from + 1) % len(self._buckets)
             if bucket is not None:
-                self._drop_of(bucket, self._dead)
+                self._drop_replicas(bucket, self._dead)
             self._forget_dead()
 
-    def _drop_of(self, bucket: bytearray, slots: Container[int]) -> None:
-        """Take out all records of these replicas."""
+    def _drop_replicas(self, bucket: bytearray, slots: Container[int]) -> None:
+        """Remove all records of these replicas from a bucket."""
         records = list(_RECORD.iter_unpack(bucket))
         self._drop_all(bucket, records, [i for i, record in enumerate(records) if record[1] in slots])
 
@@ -287,30 +277,30 @@ class Directory:
 
     # Records
 
-    def _slot(self, replica: str, tier: Tier) -> int:
-        if tier == Tier.SHARED:
+    def _slot(self, replica: str, tier: CacheTier) -> int:
+        if tier == CacheTier.SHARED:
             return _SHARED_SLOT
         slot = self._slots.get(replica)
         return slot if slot is not None else self._new_slot(replica)
 
-    def _known_slot(self, replica: str, tier: Tier) -> int | None:
-        return _SHARED_SLOT if tier == Tier.SHARED else self._slots.get(replica)
+    def _known_slot(self, replica: str, tier: CacheTier) -> int | None:
+        return _SHARED_SLOT if tier == CacheTier.SHARED else self._slots.get(replica)
 
     def _new_slot(self, replica: str) -> int:
-        if len(self._counts) >= _MOST_REPLICAS:
+        if len(self._counts) >= _MAX_REPLICAS:
             self.scrub(len(self._buckets))
         while self._next_slot in self._counts:
-            self._next_slot = self._next_slot % (_MOST_REPLICAS * 2 - 1) + 1
+            self._next_slot = self._next_slot % (_MAX_REPLICAS * 2 - 1) + 1
         slot = self._next_slot
-        self._next_slot = slot % (_MOST_REPLICAS * 2 - 1) + 1
+        self._next_slot = slot % (_MAX_REPLICAS * 2 - 1) + 1
         self._slots[replica], self._names[slot], self._counts[slot] = slot, replica, 0
         return slot
 
-    def _number(self, key: bytes) -> int:
+    def _bucket_index(self, key: bytes) -> int:
         return int.from_bytes(key[_TAG : _TAG + 4], "little") % len(self._buckets)
 
     def _bucket(self, key: bytes) -> bytearray:
-        number = self._number(key)
+        number = self._bucket_index(key)
         bucket = self._buckets[number]
         if bucket is None:
             bucket = self._buckets[number] = bytearray()
@@ -319,7 +309,7 @@ class Directory:
     def _depth_after(self, parent: bytes | None, slot: int) -> int:
         if parent is None:
             return 0
-        bucket = self._buckets[self._number(parent)]
+        bucket = self._buckets[self._bucket_index(parent)]
         at = -1 if bucket is None else _find(bucket, parent[:_TAG] + slot.to_bytes(2, "little"))
         if bucket is None or at < 0:
             return 0
@@ -332,13 +322,13 @@ class Directory:
         self._counts[slot] += 1
 
     def _evict(self, bucket: bytearray) -> None:
-        """Make room in a full bucket."""
+        """Evict records from a full bucket."""
         records = list(_RECORD.iter_unpack(bucket))
         gone = [i for i, record in enumerate(records) if record[1] in self._dead] if self._dead else []
         if not gone:
             epoch = self._epoch
-            age = [(epoch - record[3]) % _EPOCHS << 16 | record[4] for record in records]
-            gone = sorted(range(len(age)), key=age.__getitem__)[-max(self._ways // _PARTS, 1) :]
+            age = [(epoch - record[3]) % _NUM_EPOCHS << 16 | record[4] for record in records]
+            gone = sorted(range(len(age)), key=age.__getitem__)[-max(self._ways // _EVICTED_PART, 1) :]
             gone.sort()
             self.evicted += len(gone)
         self._drop_all(bucket, records, gone)
@@ -346,7 +336,7 @@ class Directory:
     def _drop_all(
         self, bucket: bytearray, records: Sequence[tuple[bytes, int, int, int, int]], gone: Sequence[int]
     ) -> None:
-        """Take out the records with these numbers, which ascend."""
+        """Remove the records with these indices, which ascend."""
         for number in reversed(gone):
             self._counts[records[number][1]] -= 1
             _drop(bucket, number * _SIZE)
@@ -355,11 +345,11 @@ class Directory:
         self._writes += count
         if self._writes >= self._epoch_writes:
             self._writes = 0
-            self._epoch = (self._epoch + 1) % _EPOCHS
+            self._epoch = (self._epoch + 1) % _NUM_EPOCHS
 
 
 def leading(count: int, holds: Callable[[int], bool]) -> int:
-    """How many of `count` blocks lead up to the first one that is not held, if whoever holds one holds all before it."""
+    """Number of leading blocks that are held, where holding a block implies holding all blocks before it."""
     low, step = 0, 1  # Invariant: all blocks before `low` are held.
     while low < count and holds(min(low + step, count) - 1):
         low, step = min(low + step, count), step * 2
@@ -374,15 +364,15 @@ def leading(count: int, holds: Callable[[int], bool]) -> int:
 
 
 def _find(bucket: bytearray, needle: bytes) -> int:
-    """Where the record that begins so lies; -1 if there is none."""
+    """Offset of the record that starts with `needle`, or -1."""
     at = bucket.find(needle)
-    while at >= 0 and at % _SIZE:  # the bytes happen to lie across two fields
+    while at >= 0 and at % _SIZE:  # a match that is not aligned to a record
         at = bucket.find(needle, at + 1)
     return at
 
 
 def _drop(bucket: bytearray, at: int) -> None:
-    """Take a record out; the last one takes its place."""
+    """Remove a record by moving the last one into its place."""
     bucket[at : at + _SIZE] = bucket[-_SIZE:]
     del bucket[-_SIZE:]
 
@@ -393,7 +383,7 @@ def _set_epoch(bucket: bytearray, at: int, epoch: int) -> None:
 
 
 def _reach(runs: Sequence[tuple[int, tuple[int, ...]]], slot: int) -> Reach:
-    """The reach of one replica; what the shared tier holds counts for all."""
+    """The reach of one replica, including the shared tier."""
     tiers = [
         (end, sum(entry & _TIER_BITS for entry in holders if entry >> 8 in (slot, _SHARED_SLOT)))
         for end, holders in runs

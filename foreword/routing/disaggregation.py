@@ -1,7 +1,7 @@
-"""Prefill here, decode there, or both in one place? By the same costs. Pure.
+"""Disaggregated prefill: whether one replica computes the prompt and another decodes. Uses the cost model. Pure.
 
-The replica that decodes could compute the prompt itself. Sending it to another first pays if that one is sooner in spite of
-the transfer, or if the prompt would hold up many that decode. Where little is left to compute, it does not.
+The decoding replica could compute the prompt itself. A separate prefill pays if it gives a lower TTFT in spite of the
+KV transfer, or if the prompt would slow down many decoding sequences. It does not pay where little is left to compute.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from foreword.errors import ConfigError
-from foreword.routing.placement import Candidate, Decision, Policy, Price, Query
+from foreword.routing.placement import Candidate, CostEstimate, Decision, PlacementQuery, Policy
 
 
 @dataclass(frozen=True, slots=True)
-class Disaggregation:
+class DisaggregationPolicy:
     """When a prompt is computed on another replica than the one that decodes.
 
     Attributes:
-        min_tokens: prompts with fewer tokens to compute are never sent to two replicas.
-        stall: what it is worth to spare others: for each sequence that decodes where the prompt would be computed, this share
-            of the time that computing takes counts as a cost, up to the whole of it.
+        min_tokens: prompts with fewer tokens to compute are never split.
+        stall: value of not interrupting decodes: for each sequence that decodes on the replica that would compute the
+            prompt, this share of the computing time counts as a cost, up to all of it.
 
     Raises ConfigError for negative values.
     """
@@ -34,44 +34,43 @@ class Disaggregation:
 
     def choose(
         self,
-        query: Query,
+        query: PlacementQuery,
         prefill: Sequence[Candidate],
         decode: Sequence[Candidate],
         policy: Policy,
         home: str | None = None,
     ) -> Decision:
-        """A decision whose `prefill` is set if two replicas share the work. A pool that takes no requests is done without:
-        decoding replicas compute prompts, and if none of them is left a prefilling one does all."""
+        """A decision; its `prefill` is set if two replicas share the request.
+
+        If no prefill replica is available, the decode replica computes the prompt. If no decode replica is available, a
+        prefill replica serves the whole request.
+        """
         alone = policy.choose(query, decode, home)
-        if alone.price is None:
-            return _both(policy.choose(query, prefill, home), alone)
+        if alone.estimate is None:
+            return _with_estimates(policy.choose(query, prefill, home), alone)
         first = policy.choose(query, prefill)
-        if first.price is None or alone.price.computed < self.min_tokens:
+        if first.estimate is None or alone.estimate.computed < self.min_tokens:
             return alone
-        second = policy.choose(query, [_receiver(one) for one in decode], home)
-        if second.price is None or second.replica == first.replica:
+        second = policy.choose(query, [_as_receiver(one) for one in decode], home)
+        if second.estimate is None or second.replica == first.replica:
             return alone
-        pair = _pair(first.price, second.price)
+        # The prompt's KV is sent once it is computed: the second estimate is the time of the transfer.
+        pair = replace(first.estimate, replica=second.estimate.replica, transfer=second.estimate.total)
         running = next(one.running for one in decode if one.name == alone.replica)
-        spared = alone.price.compute * min(running * self.stall, 1.0)
-        if pair.total >= alone.price.total + spared:
+        avoided_stall = alone.estimate.compute * min(running * self.stall, 1.0)
+        if pair.total >= alone.estimate.total + avoided_stall:
             return alone
-        others = tuple(one for one in alone.prices if one.replica != second.replica)
+        others = tuple(one for one in alone.estimates if one.replica != second.replica)
         return Decision(second.replica, (pair, *others), second.reason, prefill=first.replica, home=home)
 
 
-def _receiver(candidate: Candidate) -> Candidate:
-    """The candidate as one that is sent what it lacks: what it would compute travels, and nothing waits for its queue."""
+def _as_receiver(candidate: Candidate) -> Candidate:
+    """The candidate as a receiver of KV: missing tokens are transferred instead of computed and skip the queue."""
     transfer = candidate.costs.transfer
     costs = replace(candidate.costs, prefill=transfer.per_token, attention=0.0, first=transfer.latency, decode_each=0.0)
     return replace(candidate, costs=costs, queued_tokens=0.0, queued_pairs=0.0)
 
 
-def _pair(first: Price, second: Price) -> Price:
-    """What the request waits for when `first` computes the prompt and `second` is sent what it lacks."""
-    sending = second.total
-    return replace(first, replica=second.replica, transfer=sending)
-
-
-def _both(found: Decision, none: Decision) -> Decision:
-    return found if found.price is not None else replace(found, prices=(*none.prices, *found.prices))
+def _with_estimates(decision: Decision, unavailable: Decision) -> Decision:
+    estimates: tuple[CostEstimate, ...] = (*unavailable.estimates, *decision.estimates)
+    return decision if decision.estimate is not None else replace(decision, estimates=estimates)

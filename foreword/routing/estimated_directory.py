@@ -1,10 +1,11 @@
-"""What a replica probably holds, where it sends no events. Pure.
+"""What a replica probably holds where it sends no KV events. Pure.
 
-`Estimate` remembers what was sent to one replica: the last blocks that fit into its memory, as it would keep them itself, and
-is corrected by what its answers say they found (`cached_tokens`): a replica that finds more has more room than its device,
-tiers below it or a store. Of an answer only the length is known; that the next turn has it behind the prompt is a guess, and
-counts as one. `InFlight` knows what is being computed at this moment, which
-events do not tell either: the next request with the same prefix should follow, not compute it elsewhere.
+`EstimatedBlocks` models one replica's cache as an LRU of the prompts sent there. The `cached_tokens` of its responses
+correct the model: a replica that finds more than expected has more room than its device (tiers below it, or a store).
+Of a response only the length is known. That the next turn repeats the response is a guess and is accounted as one.
+
+`InFlightPrefixes` tracks prompts that are being computed, which events do not report either: the next request with the same
+prefix should follow instead of computing it on another replica.
 """
 
 from __future__ import annotations
@@ -18,42 +19,40 @@ from foreword.errors import ConfigError
 from foreword.routing.directory import leading
 
 _SHORT_KEY: Final = 8
-_LEAST_FACTOR: Final = 1 / 16
+_MIN_FACTOR: Final = 1 / 16
 _SHRINK: Final = 0.95
 _GROW: Final = 1.01
-# If more was found than was believed to be there.
+# Growth when more was found than expected.
 _GROW_BEYOND: Final = 1.1
-# Blocks that are believed to stay at most, where the capacity itself is not more.
-_MOST_BLOCKS: Final = 1 << 19
-_MOST_ANSWERS: Final = 1 << 14
+# Upper bound of tracked blocks, unless the capacity itself is larger.
+_MAX_BLOCKS: Final = 1 << 19
+_MAX_OUTPUTS: Final = 1 << 14
 
 
 @dataclass(slots=True)
-class Accuracy:
-    """Prompt tokens expected to be found, and found, over all answers that told."""
+class EstimateAccuracy:
+    """Expected and actual cached prompt tokens, summed over all responses that report them."""
 
-    answers: int = 0
+    responses: int = 0
     expected_tokens: int = 0
     actual_tokens: int = 0
     overestimated_tokens: int = 0
     underestimated_tokens: int = 0
 
-    def note(self, expected: int, actual: int) -> None:
-        self.answers += 1
+    def record(self, expected: int, actual: int) -> None:
+        self.responses += 1
         self.expected_tokens += expected
         self.actual_tokens += actual
         self.overestimated_tokens += max(expected - actual, 0)
         self.underestimated_tokens += max(actual - expected, 0)
 
 
-class Estimate:
-    """An LRU of block keys. A prompt's last blocks count as used before its first ones, so tails go before heads.
+class EstimatedBlocks:
+    """An LRU of block keys. The last blocks of a prompt count as older than its first ones, so they are evicted first.
 
     Args:
-        capacity_blocks: what the replica's device holds. An entry takes about 200 bytes; there are at most half a million, or
-            as many as the capacity if that is more.
-
-    Raises ConfigError if that is less than one block.
+        capacity_blocks: capacity of the replica's device. An entry takes about 200 bytes. At most half a million are kept,
+            or the capacity if that is more.
     """
 
     def __init__(self, capacity_blocks: int) -> None:
@@ -61,78 +60,76 @@ class Estimate:
             raise ConfigError(f"a replica's capacity must be at least one block, not {capacity_blocks}")
         self.capacity_blocks = capacity_blocks
         self.factor = 1.0
-        self._most = max(_MOST_BLOCKS, capacity_blocks)
+        self._max_blocks = max(_MAX_BLOCKS, capacity_blocks)
         self._keys: OrderedDict[bytes, None] = OrderedDict()
-        # The last full block of prompts that were answered, and how many blocks their answers filled.
-        self._answers: OrderedDict[bytes, int] = OrderedDict()
+        # Last full block of finished prompts -> blocks that their output filled.
+        self._outputs: OrderedDict[bytes, int] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._keys)
 
     @property
     def limit(self) -> int:
-        """Blocks that are believed to stay: the capacity times a factor of at least 1/16, which answers correct."""
-        return max(min(int(self.capacity_blocks * self.factor), self._most), 1)
+        """Estimated capacity in blocks: the configured capacity times a learned factor of at least 1/16."""
+        return max(min(int(self.capacity_blocks * self.factor), self._max_blocks), 1)
 
     def sent(self, keys: Sequence[bytes]) -> None:
-        """A prompt was sent there."""
+        """Note that a prompt was sent to the replica."""
         known = self.known(keys)
         if 0 < known < len(keys):
-            # It goes on behind an answer: from now on it is known what stands there.
-            self._answers.pop(keys[known - 1][:_SHORT_KEY], None)
+            # The prompt shows what follows the earlier prompt: the guessed output is not needed any more.
+            self._outputs.pop(keys[known - 1][:_SHORT_KEY], None)
         held = self._keys
         for key in reversed(keys):
             short = key[:_SHORT_KEY]
             held[short] = None
             held.move_to_end(short)
-        self._shrink()
+        limit = self.limit
+        while len(held) > limit:
+            held.popitem(last=False)
 
-    def ended(self, keys: Sequence[bytes], blocks: int) -> None:
-        """A prompt's answer filled so many blocks behind the prompt's full ones."""
+    def output(self, keys: Sequence[bytes], blocks: int) -> None:
+        """Note that a prompt's output filled `blocks` blocks after the prompt's full ones."""
         if keys and blocks > 0:
-            self._answers[keys[-1][:_SHORT_KEY]] = blocks
-            self._answers.move_to_end(keys[-1][:_SHORT_KEY])
-            if len(self._answers) > _MOST_ANSWERS:
-                self._answers.popitem(last=False)
+            self._outputs[keys[-1][:_SHORT_KEY]] = blocks
+            self._outputs.move_to_end(keys[-1][:_SHORT_KEY])
+            if len(self._outputs) > _MAX_OUTPUTS:
+                self._outputs.popitem(last=False)
 
     def known(self, keys: Sequence[bytes]) -> int:
-        """Leading blocks that were sent there and are believed to be there still."""
+        """Leading blocks that were sent to the replica and are probably still cached."""
         held = self._keys
         return leading(len(keys), lambda i: keys[i][:_SHORT_KEY] in held)
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """Leading blocks that are probably there: those that are known, and behind them the answer, if a prompt ended there."""
+        """Leading blocks that are probably cached: the known ones plus the output of a prompt that ended there."""
         known = self.known(keys)
-        guessed = self._answers.get(keys[known - 1][:_SHORT_KEY], 0) if known else 0
+        guessed = self._outputs.get(keys[known - 1][:_SHORT_KEY], 0) if known else 0
         return min(known + guessed, len(keys))
 
-    def answered(self, keys: Sequence[bytes], expected: int, actual: int, known: int | None = None) -> None:
-        """A prompt was expected to find `expected` blocks, of which `known` (None: all) were no guess, and found `actual`.
+    def correct(self, keys: Sequence[bytes], expected: int, actual: int, known: int | None = None) -> None:
+        """Adjust the limit: `expected` blocks of a prompt should be cached, `known` (None: all) without guessing, and
+        `actual` were.
 
-        If it found less than was known, the replica keeps less than was believed: the limit becomes 5 % smaller, and what is
-        oldest is forgotten. The prompt's own blocks are there now in any case. If it found more than was expected, the limit
-        grows by 10 %, beyond the device's capacity too; if it found what was expected, by 1 % up to that.
+        Fewer than known: the limit shrinks by 5 % and the oldest blocks are forgotten. More than expected: the limit grows
+        by 10 %, also beyond the device's capacity. As expected: it grows by 1 % up to the capacity. The prompt's own blocks
+        are cached now in any case.
         """
         if actual < min(expected, expected if known is None else known):
-            self.factor = max(self.factor * _SHRINK, _LEAST_FACTOR)
+            self.factor = max(self.factor * _SHRINK, _MIN_FACTOR)
         elif actual > expected:
-            self.factor = min(self.factor * _GROW_BEYOND, self._most / self.capacity_blocks)
+            self.factor = min(self.factor * _GROW_BEYOND, self._max_blocks / self.capacity_blocks)
         elif expected:
             self.factor = max(min(self.factor * _GROW, 1.0), self.factor)
         self.sent(keys)
 
-    def cleared(self) -> None:
+    def clear(self) -> None:
         self._keys.clear()
-        self._answers.clear()
-
-    def _shrink(self) -> None:
-        limit = self.limit
-        while len(self._keys) > limit:
-            self._keys.popitem(last=False)
+        self._outputs.clear()
 
 
-class InFlight:
-    """Blocks of prompts that were sent to one replica and have no first token yet. Bounded by what is in flight."""
+class InFlightPrefixes:
+    """Blocks of prompts that were sent to one replica and have no first token yet."""
 
     def __init__(self) -> None:
         self._users: dict[bytes, int] = {}

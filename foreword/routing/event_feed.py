@@ -1,12 +1,12 @@
-"""KV events of a replica, in vLLM's format, into the directory. Pure: whoever subscribes hands over what was received.
+"""Applies a replica's KV events to the directory. Pure: the subscriber passes in what it received.
 
-vLLM names blocks by hashes of its own. Its BlockStored carries token ids and the parent's hash, so Foreword's keys are
-computed from these, and a bounded table remembers which hash is which key. What cannot be named (an unknown parent, an
-adapter, an image) is skipped and counted: then the directory knows less, never something wrong.
+vLLM names blocks by its own hashes. A BlockStored event carries the token ids and the parent's hash, so the feed computes
+Foreword's keys from them, and a bounded table maps hashes to keys. Blocks that cannot be named (unknown parent, LoRA adapter,
+image) are skipped and counted: then the directory knows less, but nothing wrong.
 
-Messages are numbered. After a gap the subscriber asks for what is missing (vLLM replays its last messages) and hands it over;
-what nobody has any more costs all that is known of the replica, because removals may have been among it. There is no snapshot
-for who comes late: the directory fills as blocks are stored.
+Messages are numbered. After a gap the subscriber asks for a replay of the missing messages and passes them in. If they are not
+available any more, the feed forgets everything about the replica, because the gap may contain removals. There is no snapshot
+for late subscribers: the directory fills as blocks are stored.
 """
 
 from __future__ import annotations
@@ -17,37 +17,29 @@ from typing import Any, Final
 
 from foreword.blocks.keys import KEY_BYTES, Scope, chain_keys
 from foreword.errors import BadRequest
-from foreword.routing.directory import Directory, Tier
+from foreword.routing.directory import CacheTier, Directory
+from foreword.routing.kv_event_wire import DEVICE_MEDIUM, HOST_MEDIUM, REMOTE, STORAGE_MEDIUM, event_fields
 
-MEDIA: Final[Mapping[str, Tier]] = {
-    "GPU": Tier.DEVICE,
-    "CPU": Tier.HOST,
-    "STORAGE": Tier.DISK,
-    "DISK": Tier.DISK,
-    "SHARED": Tier.SHARED,
+MEDIA: Final[Mapping[str, CacheTier]] = {
+    DEVICE_MEDIUM: CacheTier.DEVICE,
+    HOST_MEDIUM: CacheTier.HOST,
+    STORAGE_MEDIUM: CacheTier.DISK,
+    "DISK": CacheTier.DISK,
+    "SHARED": CacheTier.SHARED,
 }
-_HASH: Final = 8
-_RECORD: Final = _HASH + KEY_BYTES
+_HASH_BYTES: Final = 8
+_RECORD_BYTES: Final = _HASH_BYTES + KEY_BYTES
 _WAYS: Final = 32
-_MOST_ROOTS: Final = 1024
-# vLLM before 0.11 sent events as lists.
-_STORED_FIELDS: Final = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-)
-_REMOVED_FIELDS: Final = ("block_hashes", "medium")
+_MAX_ROOTS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
-    """Messages from number `first` up to before number `end` were not received: ask for them, hand them over as `replayed`, and
-    call `skip_to(end)` if they do not come."""
+class MessageGap:
+    """Messages `first` to `end` (exclusive) were not received.
+
+    The subscriber asks for a replay, passes the messages to `receive` with `replayed`, and calls `skip_to(end)` if they do not
+    come.
+    """
 
     first: int
     end: int
@@ -55,7 +47,7 @@ class Missing:
 
 @dataclass(slots=True)
 class FeedCounters:
-    """Events since the start. `skipped` blocks could not be named, `malformed` events were not understood."""
+    """Counts since the start. `skipped_blocks` could not be named, `malformed` events could not be parsed."""
 
     messages: int = 0
     stored_blocks: int = 0
@@ -67,54 +59,56 @@ class FeedCounters:
 
 
 class KeyTable:
-    """Which of a replica's hashes is which key: at most `max_blocks` of them, of those that share a bucket the oldest
-    forgotten first. About 60 bytes each."""
+    """Maps a replica's block hashes to keys: at most `max_blocks`, about 60 bytes each.
+
+    A full bucket evicts its oldest entry.
+    """
 
     def __init__(self, max_blocks: int) -> None:
         self._ways = min(_WAYS, max(max_blocks, 1))
         self._buckets: list[bytearray | None] = [None] * max(max_blocks // self._ways, 1)
 
-    def put(self, name: bytes, key: bytes) -> None:
-        number = self._number(name)
-        bucket = self._buckets[number]
+    def put(self, block_hash: bytes, key: bytes) -> None:
+        index = self._bucket_index(block_hash)
+        bucket = self._buckets[index]
         if bucket is None:
-            bucket = self._buckets[number] = bytearray()
-        if self._find(bucket, name) >= 0:
+            bucket = self._buckets[index] = bytearray()
+        if self._find(bucket, block_hash) >= 0:
             return
-        if len(bucket) >= self._ways * _RECORD:
-            del bucket[:_RECORD]
-        bucket += name
+        if len(bucket) >= self._ways * _RECORD_BYTES:
+            del bucket[:_RECORD_BYTES]
+        bucket += block_hash
         bucket += key
 
-    def get(self, name: bytes) -> bytes | None:
-        bucket = self._buckets[self._number(name)]
-        at = -1 if bucket is None else self._find(bucket, name)
-        return bytes(bucket[at + _HASH : at + _RECORD]) if bucket is not None and at >= 0 else None
+    def get(self, block_hash: bytes) -> bytes | None:
+        bucket = self._buckets[self._bucket_index(block_hash)]
+        at = -1 if bucket is None else self._find(bucket, block_hash)
+        return bytes(bucket[at + _HASH_BYTES : at + _RECORD_BYTES]) if bucket is not None and at >= 0 else None
 
     def clear(self) -> None:
         self._buckets = [None] * len(self._buckets)
 
-    def _number(self, name: bytes) -> int:
-        return int.from_bytes(name, "little") % len(self._buckets)
+    def _bucket_index(self, block_hash: bytes) -> int:
+        return int.from_bytes(block_hash, "little") % len(self._buckets)
 
     @staticmethod
-    def _find(bucket: bytearray, name: bytes) -> int:
-        at = bucket.find(name)
-        while at >= 0 and at % _RECORD:
-            at = bucket.find(name, at + 1)
+    def _find(bucket: bytearray, block_hash: bytes) -> int:
+        at = bucket.find(block_hash)
+        while at >= 0 and at % _RECORD_BYTES:
+            at = bucket.find(block_hash, at + 1)
         return at
 
 
-class Feed:
-    """One replica's events.
+class KvEventFeed:
+    """The KV events of one replica.
 
     Args:
         replica: its name in the directory.
-        model: fingerprint of the model in the router's keys; the same for all replicas that serve one model.
+        model: fingerprint of the model in the router's keys; the same for all replicas of a model.
         block_size: tokens per block of the router's keys; events with another size are skipped.
-        max_blocks: hashes remembered.
-        counts_copies: the replica tells of every copy of a block, and of the removal of each, as vLLM does; Foreword's own
-            engine tells of a removal only when no copy is left.
+        max_blocks: maximum number of known hashes.
+        counts_copies: the replica reports every copy of a block and the removal of each, as vLLM does. Foreword's own engine
+            reports a removal only when no copy is left.
     """
 
     def __init__(
@@ -133,25 +127,27 @@ class Feed:
         self._model = model
         self._block_size = block_size
         self._counts_copies = counts_copies
-        self._known = KeyTable(max_blocks)
+        self._keys_by_hash = KeyTable(max_blocks)
         self._roots: dict[bytes, bytes] = {}
         self._next = 0
-        self._last_live = -1
+        self._last_published = -1
 
-    def receive(self, number: int, events: Iterable[object], *, replayed: bool = False) -> Missing | None:
-        """A message with its number. If messages before it are missing, nothing is done and the gap is returned.
+    def receive(self, number: int, events: Iterable[object], *, replayed: bool = False) -> MessageGap | None:
+        """Apply a message. If earlier messages are missing, returns the gap and applies nothing.
 
-        A number that came before means that the replica was restarted, unless it was replayed meanwhile."""
+        A published number that is not above the last one means that the replica restarted, unless the message was replayed
+        in the meantime.
+        """
         if not replayed:
-            if number <= self._last_live:
+            if number <= self._last_published:
                 self._restart()
-            self._last_live = number
+            self._last_published = number
         if number < self._next:
             return None
         if number > self._next:
             self.counters.gaps += not replayed
-            self._last_live = min(self._last_live, number - 1) if not replayed else self._last_live
-            return Missing(self._next, number)
+            self._last_published = min(self._last_published, number - 1) if not replayed else self._last_published
+            return MessageGap(self._next, number)
         self._next = number + 1
         self.counters.messages += 1
         for event in events:
@@ -159,14 +155,14 @@ class Feed:
         return None
 
     def skip_to(self, number: int) -> None:
-        """Nobody has the messages before this number: what was known of the replica counts no more."""
+        """Give up the messages before this number and forget everything about the replica."""
         if self._next:
             self._clear()
         self._next = max(self._next, number)
 
     def apply(self, event: object) -> None:
-        """One event: a mapping with `type`, or a list that begins with it."""
-        kind, fields = _read(event)
+        """Apply one event."""
+        kind, fields = event_fields(event)
         try:
             if kind == "BlockStored":
                 self._stored(fields)
@@ -180,38 +176,38 @@ class Feed:
             self.counters.malformed += 1
 
     def _stored(self, fields: Mapping[str, Any]) -> None:
-        names = [_name(one) for one in fields["block_hashes"]]
+        hashes = [_hash_bytes(one) for one in fields["block_hashes"]]
         tier = _tier(fields)
         parent = self._parent(fields)
         if tier is None or parent is None or fields["block_size"] != self._block_size:
-            self.counters.skipped_blocks += len(names)
+            self.counters.skipped_blocks += len(hashes)
             return
         keys = chain_keys(parent, fields["token_ids"], self._block_size)
-        if len(keys) != len(names):
-            raise ValueError("as many hashes as blocks of tokens")
-        for name, key in zip(names, keys, strict=True):
-            self._known.put(name, key)
+        if len(keys) != len(hashes):
+            raise ValueError("the number of hashes differs from the number of blocks")
+        for block_hash, key in zip(hashes, keys, strict=True):
+            self._keys_by_hash.put(block_hash, key)
         self._directory.stored(self.replica, tier, parent, keys, counted=self._counts_copies)
         self.counters.stored_blocks += len(keys)
 
     def _removed(self, fields: Mapping[str, Any]) -> None:
         tier = _tier(fields)
-        names = [_name(one) for one in fields["block_hashes"]]
-        keys = [key for key in map(self._known.get, names) if key is not None]
-        self.counters.skipped_blocks += len(names) - len(keys)
+        hashes = [_hash_bytes(one) for one in fields["block_hashes"]]
+        keys = [key for key in map(self._keys_by_hash.get, hashes) if key is not None]
+        self.counters.skipped_blocks += len(hashes) - len(keys)
         if tier is not None:
             self._directory.removed(self.replica, tier, keys)
             self.counters.removed_blocks += len(keys)
 
     def _parent(self, fields: Mapping[str, Any]) -> bytes | None:
-        """The key before an event's first block; None if it cannot be known."""
+        """The key before an event's first block, or None if it is unknown."""
         extras = fields.get("extra_keys") or ()
         if fields.get("lora_id") is not None or fields.get("lora_name") is not None:
             return None
         parent = fields["parent_block_hash"]
         if parent is not None:
-            return None if _named_extras(extras) else self._known.get(_name(parent))
-        if _named_extras(extras[1:]):
+            return None if _has_extras(extras) else self._keys_by_hash.get(_hash_bytes(parent))
+        if _has_extras(extras[1:]):
             return None
         first = list(extras[0] or ()) if extras else []
         if len(first) > 1 or not all(isinstance(one, str) for one in first):
@@ -221,14 +217,14 @@ class Feed:
     def _root(self, salt: bytes) -> bytes:
         root = self._roots.get(salt)
         if root is None:
-            if len(self._roots) >= _MOST_ROOTS:
+            if len(self._roots) >= _MAX_ROOTS:
                 self._roots.clear()
             root = self._roots[salt] = Scope(self._model, self._block_size, salt).root()
         return root
 
     def _restart(self) -> None:
         self._clear()
-        self._known.clear()
+        self._keys_by_hash.clear()
         self._next = 0
 
     def _clear(self) -> None:
@@ -236,32 +232,22 @@ class Feed:
         self.counters.clears += 1
 
 
-def _read(event: object) -> tuple[str, Mapping[str, Any]]:
-    if isinstance(event, Mapping):
-        return str(event.get("type", "")), event
-    if isinstance(event, Sequence) and not isinstance(event, str | bytes) and event:
-        kind = str(event[0])
-        fields = _STORED_FIELDS if kind == "BlockStored" else _REMOVED_FIELDS
-        return kind, dict(zip(fields, event[1:], strict=False))
-    return "", {}
-
-
-def _name(found: object) -> bytes:
-    """A hash of 64 bits (an integer), or the end of a longer one."""
+def _hash_bytes(found: object) -> bytes:
+    """The last 64 bits of a hash, which is an integer or bytes."""
     if isinstance(found, int) and not isinstance(found, bool):
-        return (found & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(_HASH, "big")
-    if isinstance(found, bytes) and len(found) >= _HASH:
-        return found[-_HASH:]
+        return (found & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(_HASH_BYTES, "big")
+    if isinstance(found, bytes) and len(found) >= _HASH_BYTES:
+        return found[-_HASH_BYTES:]
     raise ValueError("a block's hash is an integer or at least 8 bytes")
 
 
-def _tier(fields: Mapping[str, Any]) -> Tier | None:
-    """Where an event's blocks lie. Storage that is not the replica's own is what every replica can reach."""
+def _tier(fields: Mapping[str, Any]) -> CacheTier | None:
+    """The tier of an event's blocks. Remote storage is shared by all replicas."""
     medium = fields.get("medium")
-    tier = Tier.DEVICE if medium is None else MEDIA.get(str(medium).upper())
-    return Tier.SHARED if tier == Tier.DISK and fields.get("locality") == "REMOTE" else tier
+    tier = CacheTier.DEVICE if medium is None else MEDIA.get(str(medium).upper())
+    return CacheTier.SHARED if tier == CacheTier.DISK and fields.get("locality") == REMOTE else tier
 
 
-def _named_extras(extras: Sequence[object]) -> bool:
+def _has_extras(extras: Sequence[object]) -> bool:
     """Whether a block's hash covers more than its tokens."""
     return any(extras)

@@ -1,12 +1,12 @@
-"""All that a router decides with: what replicas hold, what they have to do, what time costs there. Pure; times are given.
+"""All state that a router decides with: what replicas hold, their load, and their costs. Pure; times are given.
 
     fleet.add("a"); fleet.add("b")
-    decision = fleet.place(query, now)            where to?
+    decision = fleet.place(query, now)
     fleet.sent("request-1", query, decision, now)
     fleet.first_token("request-1", now)
     fleet.finished("request-1", now, cached_tokens=4096, output_tokens=200)
 
-One thread calls it. Seconds are of any one clock that never goes back.
+Not thread-safe. Times are seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -16,35 +16,34 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from foreword.errors import ConfigError, NotFound, did_you_mean
-from foreword.routing.costs import Learner, ReplicaCosts
+from foreword.routing.costs import CostModel, ReplicaCosts
 from foreword.routing.directory import Directory, Holdings, Reach
-from foreword.routing.disaggregation import Disaggregation
-from foreword.routing.estimated_directory import Accuracy, Estimate, InFlight
-from foreword.routing.load import Load, Sent
-from foreword.routing.placement import Candidate, CheapestFirstToken, Decision, Policy, Query
-from foreword.routing.sessions import Sessions
+from foreword.routing.disaggregation import DisaggregationPolicy
+from foreword.routing.estimated_directory import EstimateAccuracy, EstimatedBlocks, InFlightPrefixes
+from foreword.routing.load import ReplicaLoad, SentRequest
+from foreword.routing.placement import Candidate, CostPolicy, Decision, PlacementQuery, Policy
+from foreword.routing.sessions import SessionTable
 
 Role = Literal["both", "prefill", "decode"]
 
-_UNKNOWN_CAPACITY: Final = 65_536
+_DEFAULT_CAPACITY_BLOCKS: Final = 65_536
 _USUAL_OUTPUT: Final = 256
-# Answers shorter than this tell little of the time between tokens.
-_TOLD_TOKENS: Final = 8
-# What was learned of a replica is believed for so long without anything new.
+# Shorter outputs say little about the inter-token latency.
+_MIN_DECODE_TOKENS: Final = 8
+# Learned costs count as stale after this time without an observation.
 _STALE_SECONDS: Final = 60.0
 
 
 @dataclass(slots=True)
-class Replica:
-    """One replica as the router knows it.
+class ReplicaState:
+    """What the router knows about one replica.
 
     Attributes:
-        role: whether it computes prompts, decodes, or both.
-        excluded: why it takes no requests at this moment; empty if it does.
-        sends_events: what it holds is known from events; else it is estimated.
-        capacity_tokens: of its KV memory, None if that is not known.
-        reported_tokens, reported_running: what it says itself that it has to do, beyond what was sent from here.
-        learned_at: when something was learned of its costs last.
+        excluded: why it takes no requests now; empty if it does.
+        sends_events: its blocks are known from KV events; otherwise they are estimated.
+        capacity_tokens: capacity of its KV memory; None if unknown.
+        reported_running: requests that it reports beyond those sent by this router.
+        learned_at: time of the last observation of its costs.
     """
 
     name: str
@@ -54,23 +53,40 @@ class Replica:
     block_size: int | None = None
     capacity_tokens: int | None = None
     max_queued: int | None = None
-    reported_tokens: int = 0
     reported_running: int = 0
-    load: Load = field(default_factory=Load)
-    learner: Learner = field(default_factory=Learner)
-    in_flight: InFlight = field(default_factory=InFlight)
-    accuracy: Accuracy = field(default_factory=Accuracy)
-    estimate: Estimate | None = None
+    load: ReplicaLoad = field(default_factory=ReplicaLoad)
+    cost_model: CostModel = field(default_factory=CostModel)
+    in_flight_prefixes: InFlightPrefixes = field(default_factory=InFlightPrefixes)
+    accuracy: EstimateAccuracy = field(default_factory=EstimateAccuracy)
+    estimated_blocks: EstimatedBlocks | None = None
     learned_at: float = 0.0
+
+    def is_stale(self, now: float) -> bool:
+        """Whether its costs were never learned, or not recently."""
+        return self.cost_model.is_guess or now - self.learned_at > _STALE_SECONDS
+
+    def estimate(self, block_size: int) -> EstimatedBlocks:
+        """The estimated blocks, created at the first call."""
+        if self.estimated_blocks is None:
+            tokens = self.capacity_tokens
+            self.estimated_blocks = EstimatedBlocks(
+                max(tokens // block_size, 1) if tokens else _DEFAULT_CAPACITY_BLOCKS
+            )
+        return self.estimated_blocks
+
+    def leading_without_events(self, keys: Sequence[bytes]) -> int:
+        """Leading blocks that are being computed there or are estimated to be cached."""
+        computing = self.in_flight_prefixes.leading(keys)
+        return max(computing, self.estimated_blocks.leading(keys)) if self.estimated_blocks is not None else computing
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A request that ended well, for whoever keeps a record (`Fleet.on_finished`).
+class FinishedRequest:
+    """A request that succeeded, as given to `Fleet.on_finished`.
 
     Attributes:
-        keys: of the prompt's full blocks of `block_size` tokens.
-        first_at: when its first token came, None if nobody told.
+        keys: keys of the prompt's full blocks of `block_size` tokens.
+        first_at: time of the first token; None if it is unknown.
     """
 
     replica: str
@@ -82,35 +98,51 @@ class Ended:
     cached_tokens: int | None
     sent_at: float
     first_at: float | None
-    ended_at: float
+    finished_at: float
 
 
 @dataclass(slots=True)
-class _Request:
-    """A request in flight. It keeps its replicas, which may be gone by now, or gone and come back. `expected` tokens should be
-    found; `guessed` blocks of them are an answer that is only assumed to stand there."""
+class PlacedRequest:
+    """A request in flight. It refers to its replicas, which may have been removed or replaced by now.
 
-    replica: Replica
-    computes: Replica
+    Attributes:
+        decoding, computing: the replicas that decode and compute the prompt; usually the same.
+        expected: cached tokens expected.
+        guessed: blocks of these that are an earlier output, assumed to be part of the prompt.
+    """
+
+    decoding: ReplicaState
+    computing: ReplicaState
     keys: Sequence[bytes]
     block_size: int
     expected: int
     session: str | None
     guessed: int = 0
-    in_flight: bool = True
+    in_prefill: bool = True
+
+    def end_prefill(self) -> None:
+        """The prompt is computed, or never will be."""
+        if self.in_prefill:
+            self.computing.in_flight_prefixes.remove(self.keys)
+        self.in_prefill = False
+
+    def end(self, name: str, now: float) -> SentRequest | None:
+        """Remove the request from the load of its replicas."""
+        self.end_prefill()
+        return self.computing.load.finished(name, now) or self.decoding.load.finished(name, now)
 
 
 class Fleet:
-    """The replicas, and where the next request goes.
+    """All replicas of one model, and the placement of requests.
 
     Args:
-        policy: decides (`baselines.policy_named`).
-        directory: what events tell; give it to the feeds.
-        sessions: where sessions were.
-        disaggregation: when prompts are computed apart, if there are replicas for that.
+        policy: the placement policy (`baselines.policy_named`).
+        directory: blocks known from KV events; shared with the event feeds.
+        disaggregation: when prompts are computed on a separate replica, if there are prefill replicas.
 
     Attributes:
-        on_finished: told of every request that ended well.
+        sessions_moved: requests that were not placed on their session's replica.
+        on_finished: called with every request that succeeded.
     """
 
     def __init__(
@@ -118,17 +150,17 @@ class Fleet:
         policy: Policy | None = None,
         *,
         directory: Directory | None = None,
-        sessions: Sessions | None = None,
-        disaggregation: Disaggregation | None = None,
+        sessions: SessionTable | None = None,
+        disaggregation: DisaggregationPolicy | None = None,
     ) -> None:
-        self.policy = policy or CheapestFirstToken()
+        self.policy = policy or CostPolicy()
         self.directory = directory or Directory()
-        self.sessions = sessions or Sessions()
-        self.disaggregation = disaggregation or Disaggregation()
-        self.replicas: dict[str, Replica] = {}
-        self.moved = 0
-        self.on_finished: Callable[[Ended], None] | None = None
-        self._requests: dict[str, _Request] = {}
+        self.sessions = sessions or SessionTable()
+        self.disaggregation = disaggregation or DisaggregationPolicy()
+        self.replicas: dict[str, ReplicaState] = {}
+        self.sessions_moved = 0
+        self.on_finished: Callable[[FinishedRequest], None] | None = None
+        self._requests: dict[str, PlacedRequest] = {}
 
     # Replicas
 
@@ -142,201 +174,174 @@ class Fleet:
         capacity_tokens: int | None = None,
         max_queued: int | None = None,
         costs: ReplicaCosts | None = None,
-    ) -> Replica:
-        """A replica comes. Raises ConfigError if there is one of that name, or for an unknown role."""
+    ) -> ReplicaState:
+        """Add a replica. Raises ConfigError for a duplicate name or an unknown role."""
         if name in self.replicas:
             raise ConfigError(f"there is a replica named {name!r} already")
         if role not in ("both", "prefill", "decode"):
             raise ConfigError(f"a replica's role is both, prefill or decode, not {role!r}")
-        replica = Replica(name, role, "", sends_events, block_size, capacity_tokens, max_queued, learner=Learner(costs))
+        model = CostModel(costs)
+        replica = ReplicaState(name, role, "", sends_events, block_size, capacity_tokens, max_queued, cost_model=model)
         self.replicas[name] = replica
         return replica
 
     def remove(self, name: str) -> None:
-        """A replica goes; requests in flight there are still told as finished. Raises NotFound."""
+        """Remove a replica. Its requests in flight may still be reported as finished. Raises NotFound."""
         self._replica(name)
         del self.replicas[name]
         self.directory.cleared(name)
-        self.sessions.left(name)
+        self.sessions.remove_replica(name)
 
     def exclude(self, name: str, reason: str) -> None:
-        """A replica takes no new requests: `reason` says why (`draining`, `unhealthy: ...`); an empty one takes it back in.
-        Raises NotFound."""
+        """Send no new requests to a replica; an empty `reason` includes it again. Raises NotFound."""
         self._replica(name).excluded = reason
 
-    def restarted(self, name: str) -> None:
-        """A replica lost what it held. Raises NotFound."""
-        estimate = self._replica(name).estimate
-        if estimate is not None:
-            estimate.cleared()
-        self.directory.cleared(name)
+    # Placement
 
-    # Requests
-
-    def place(self, query: Query, now: float, *, avoid: Sequence[str] = ()) -> Decision:
-        """Where a request should go. Changes nothing but the policy's own state. `avoid` names replicas where it failed."""
+    def place(self, query: PlacementQuery, now: float, *, avoid: Sequence[str] = ()) -> Decision:
+        """Choose a replica. Changes only the policy's state. `avoid` names replicas where the request failed."""
         home = self.sessions.home(query.session, query.keys, now)
-        found = self.candidates(query, now, avoid)
-        decode = [one for one in found if self.replicas[one.name].role != "prefill"]
-        if len(decode) == len(found):
+        candidates = self.candidates(query, now, avoid)
+        decode = [one for one in candidates if self.replicas[one.name].role != "prefill"]
+        if len(decode) == len(candidates):
             return self.policy.choose(query, decode, home)
-        prefill = [one for one in found if self.replicas[one.name].role != "decode"]
+        prefill = [one for one in candidates if self.replicas[one.name].role != "decode"]
         return self.disaggregation.choose(query, prefill, decode, self.policy, home)
 
-    def candidates(self, query: Query, now: float, avoid: Sequence[str] = ()) -> list[Candidate]:
-        """Every replica as it stands now, for this request."""
+    def candidates(self, query: PlacementQuery, now: float, avoid: Sequence[str] = ()) -> list[Candidate]:
+        """The present state of every replica for this request."""
         held: dict[int, Holdings] = {}
+        typical = self._typical_costs(now) if any(one.is_stale(now) for one in self.replicas.values()) else None
         found: list[Candidate] = []
         for replica in self.replicas.values():
             size = replica.block_size or query.block_size
             keys = query.keys_at(size)
             if size not in held:
-                held[size] = self.directory.held(keys)
-            reach = _at_least(held[size].of(replica.name), _expected_blocks(replica, keys))
-            found.append(self._candidate(replica, query, reach, size, now, replica.name in avoid))
+                held[size] = self.directory.lookup(keys)
+            reach = _at_least(held[size].of(replica.name), replica.leading_without_events(keys))
+            costs = typical if typical is not None and replica.is_stale(now) else replica.cost_model.costs
+            found.append(_candidate(replica, query, reach, size, costs, now, replica.name in avoid))
         return found
 
-    def _candidate(
-        self, replica: Replica, query: Query, reach: Reach, size: int, now: float, avoided: bool
-    ) -> Candidate:
-        load, costs = replica.load, self._costs(replica, now)
-        excluded = replica.excluded or ("it failed this request" if avoided else "")
-        queued, work = len(load.waiting), load.queued(now, costs)
-        if not excluded and replica.max_queued is not None and queued >= replica.max_queued:
-            excluded = f"overloaded: {queued} requests wait there"
-        return Candidate(
-            replica.name,
-            costs,
-            reach,
-            work.tokens + replica.reported_tokens,
-            queued,
-            len(load.running) + replica.reported_running,
-            load.memory_wait(_resident(query), replica.capacity_tokens),
-            size,
-            excluded,
-            work.pairs,
-            load.recent_tokens(now),
-        )
+    def _typical_costs(self, now: float) -> ReplicaCosts | None:
+        """The median costs of replicas that are not stale; None if all are stale.
 
-    def _costs(self, replica: Replica, now: float) -> ReplicaCosts:
-        """What time costs on a replica. One that has served nothing yet, or nothing for a minute while others did, is taken for
-        one like these: else one that looks slow by mistake would be avoided for ever."""
-        if not self._is_stale(replica, now):
-            return replica.learner.costs
-        known = [one.learner.costs for one in self.replicas.values() if not self._is_stale(one, now)]
+        Stale replicas get these costs. Otherwise one that once looked slow by mistake would never be used again.
+        """
+        known = [one.cost_model.costs for one in self.replicas.values() if not one.is_stale(now)]
         known.sort(key=lambda costs: costs.prefill)
-        return known[(len(known) - 1) // 2] if known else replica.learner.costs
+        return known[(len(known) - 1) // 2] if known else None
 
-    def _is_stale(self, replica: Replica, now: float) -> bool:
-        return replica.learner.is_guess or now - replica.learned_at > _STALE_SECONDS
+    # Requests in flight
 
-    def sent(self, request: str, query: Query, decision: Decision, now: float) -> None:
-        """A request went where the decision says. Raises ConfigError if a request of that name is in flight, NotFound if the
-        decision names no replica."""
-        if request in self._requests:
-            raise ConfigError(f"a request named {request!r} is in flight already")
-        chosen = decision.price
-        if decision.replica is None or chosen is None:
+    def sent(self, name: str, query: PlacementQuery, decision: Decision, now: float) -> None:
+        """Note that a request was sent as decided.
+
+        Raises ConfigError if a request of that name is in flight, NotFound if the decision names no replica.
+        """
+        if name in self._requests:
+            raise ConfigError(f"a request named {name!r} is in flight already")
+        estimate = decision.estimate
+        if decision.replica is None or estimate is None:
             raise NotFound(decision.in_words())
         decoding = self._replica(decision.replica)
         computing = self._replica(decision.prefill) if decision.prefill else decoding
         size = computing.block_size or query.block_size
         keys = query.keys_at(size)
         load = computing.load
-        queued = load.queued(now, computing.learner.costs)
-        sent = Sent(query.tokens, chosen.computed, _resident(query), now, queued, len(load.running))
-        load.sent(request, sent, now)
-        coming = computing.in_flight.leading(keys)
-        computing.in_flight.add(keys)
+        queued = load.queued(now, computing.cost_model.costs)
+        load.sent(
+            name,
+            SentRequest(query.tokens, estimate.computed, _resident(query), now, queued, len(load.running)),
+            now,
+        )
+        in_flight = computing.in_flight_prefixes.leading(keys)
+        computing.in_flight_prefixes.add(keys)
         guessed = 0
-        if not computing.sends_events:
-            estimate = self._estimate(computing, size)
-            guessed = max(chosen.reused // size - max(estimate.known(keys), coming), 0)
-            estimate.sent(keys)
+        if computing.sends_events:
+            self.directory.touched(computing.name, keys[: estimate.reused // size])
         else:
-            self.directory.touched(computing.name, keys[: chosen.reused // size])
-        self._requests[request] = _Request(decoding, computing, keys, size, chosen.reused, query.session, guessed)
-        self.moved += decision.home is not None and decision.home != decision.replica
-        self.sessions.went(query.session, query.keys, decision.replica, now)
+            estimated = computing.estimate(size)
+            guessed = max(estimate.reused // size - max(estimated.known(keys), in_flight), 0)
+            estimated.sent(keys)
+        self._requests[name] = PlacedRequest(decoding, computing, keys, size, estimate.reused, query.session, guessed)
+        self.sessions_moved += decision.home is not None and decision.home != decision.replica
+        self.sessions.record(query.session, query.keys, decision.replica, now)
 
-    def first_token(self, request: str, now: float) -> None:
-        """The first token of a request came. Unknown requests are ignored."""
-        known = self._requests.get(request)
-        if known is None:
+    def first_token(self, name: str, now: float) -> None:
+        """Note the first token of a request. Unknown requests are ignored."""
+        request = self._requests.get(name)
+        if request is None:
             return
-        _land(known)
-        sent = known.computes.load.first_token(request, now)
-        if sent is not None and known.computes is not known.replica:
-            # The prompt was computed apart: from now on the request decodes elsewhere.
-            known.computes.load.finished(request, now)
-            known.replica.load.running[request] = sent
-            known.replica.load.resident += sent.resident
-            if not known.replica.sends_events and known.replica.block_size in (None, known.block_size):
-                self._estimate(known.replica, known.block_size).sent(known.keys)
+        request.end_prefill()
+        computing, decoding = request.computing, request.decoding
+        sent = computing.load.first_token(name, now)
+        if sent is not None and computing is not decoding:
+            # Disaggregated prefill: from now on the request decodes on the other replica.
+            computing.load.finished(name, now)
+            decoding.load.running[name] = sent
+            decoding.load.resident += sent.resident
+            if not decoding.sends_events and decoding.block_size in (None, request.block_size):
+                decoding.estimate(request.block_size).sent(request.keys)
 
     def finished(
         self,
-        request: str,
+        name: str,
         now: float,
         *,
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
         guessed: bool = False,
     ) -> None:
-        """A request ended well; `cached_tokens` is what the answer says was found. `guessed`: when its first token came was not
-        seen, so nothing is learned from that. Unknown requests are ignored."""
-        known = self._requests.pop(request, None)
-        if known is None:
+        """Note that a request succeeded, and learn from it. Unknown requests are ignored.
+
+        Args:
+            cached_tokens: as reported in the response's usage.
+            guessed: the time of the first token was not observed, so it teaches nothing.
+        """
+        request = self._requests.pop(name, None)
+        if request is None:
             return
-        _land(known)
-        computing, decoding = known.computes, known.replica
-        running = len(decoding.load.running)
-        sent = _end(request, known, now)
+        running = len(request.decoding.load.running)
+        sent = request.end(name, now)
         if cached_tokens is not None:
-            computing.accuracy.note(known.expected, cached_tokens)
-            if computing.estimate is not None:
-                size = known.block_size
-                expected = known.expected // size
-                computing.estimate.answered(known.keys, expected, -(-cached_tokens // size), expected - known.guessed)
+            _correct_estimate(request, cached_tokens)
         if sent is None:
             return
-        if decoding.estimate is not None and output_tokens:
-            # The last token of an answer is never computed.
-            filled = (sent.tokens + output_tokens - 1) // known.block_size - len(known.keys)
-            decoding.estimate.ended(known.keys, filled)
+        estimated = request.decoding.estimated_blocks
+        if estimated is not None and output_tokens:
+            # The KV of the last output token is never computed.
+            filled = (sent.tokens + output_tokens - 1) // request.block_size - len(request.keys)
+            estimated.output(request.keys, filled)
+        first_at = None if guessed else sent.first_at
         if self.on_finished is not None:
-            self.on_finished(_ended(known, sent, now, cached_tokens, output_tokens, guessed))
-        if not sent.has_begun or guessed:
-            return
+            self.on_finished(_finished_request(request, sent, first_at, now, cached_tokens, output_tokens))
+        if first_at is not None:
+            self._learn_prefill(request.computing, sent, first_at, now, cached_tokens)
+            if output_tokens is not None and output_tokens >= _MIN_DECODE_TOKENS:
+                request.decoding.cost_model.observe_decode(running, (now - first_at) / (output_tokens - 1))
+
+    def _learn_prefill(
+        self, replica: ReplicaState, sent: SentRequest, first_at: float, now: float, cached_tokens: int | None
+    ) -> None:
+        """Learn a replica's prompt costs from a TTFT."""
         if cached_tokens is not None:
             sent = replace(sent, computed=max(sent.tokens - cached_tokens, 1))
         own, before = sent.work, sent.queued
-        if self._is_stale(computing, now):
-            computing.learner.believe(self._costs(computing, now))
-        computing.learned_at = now
-        computing.learner.note_first_token(
-            before.tokens + own.tokens,
-            sent.running,
-            sent.first_at - sent.sent_at,
-            pairs=before.pairs + own.pairs,
+        if replica.is_stale(now):
+            replica.cost_model.adopt(self._typical_costs(now) or replica.cost_model.costs)
+        replica.learned_at = now
+        replica.cost_model.observe_first_token(
+            before.tokens + own.tokens, sent.running, first_at - sent.sent_at, pairs=before.pairs + own.pairs
         )
-        if output_tokens is not None and output_tokens >= _TOLD_TOKENS:
-            decoding.learner.note_decode(running, (now - sent.first_at) / (output_tokens - 1))
 
-    def failed(self, request: str, now: float) -> None:
-        """A request ended without an answer, or its client went away: nothing is learned from it. Unknown ones are ignored."""
-        known = self._requests.pop(request, None)
-        if known is not None:
-            _land(known)
-            _end(request, known, now)
+    def failed(self, name: str, now: float) -> None:
+        """Note that a request failed or its client disconnected. Nothing is learned. Unknown requests are ignored."""
+        request = self._requests.pop(name, None)
+        if request is not None:
+            request.end(name, now)
 
-    def _estimate(self, replica: Replica, block_size: int) -> Estimate:
-        if replica.estimate is None:
-            tokens = replica.capacity_tokens
-            replica.estimate = Estimate(max(tokens // block_size, 1) if tokens else _UNKNOWN_CAPACITY)
-        return replica.estimate
-
-    def _replica(self, name: str) -> Replica:
+    def _replica(self, name: str) -> ReplicaState:
         if name not in self.replicas:
             raise NotFound(f"there is no replica named {name!r}{did_you_mean(name, self.replicas)}")
         return self.replicas[name]
@@ -346,15 +351,57 @@ class Fleet:
         return len(self._requests)
 
 
-def _ended(
-    known: _Request, sent: Sent, now: float, cached_tokens: int | None, output_tokens: int | None, guessed: bool
-) -> Ended:
-    first_at = sent.first_at if sent.has_begun and not guessed else None
-    return Ended(
-        known.replica.name,
-        known.session,
-        known.keys,
-        known.block_size,
+def _candidate(
+    replica: ReplicaState,
+    query: PlacementQuery,
+    reach: Reach,
+    block_size: int,
+    costs: ReplicaCosts,
+    now: float,
+    avoided: bool,
+) -> Candidate:
+    load = replica.load
+    excluded = replica.excluded or ("it failed this request" if avoided else "")
+    queued, work = len(load.waiting), load.queued(now, costs)
+    if not excluded and replica.max_queued is not None and queued >= replica.max_queued:
+        excluded = f"overloaded: {queued} requests wait there"
+    return Candidate(
+        replica.name,
+        costs,
+        reach,
+        work.tokens,
+        queued,
+        len(load.running) + replica.reported_running,
+        load.memory_wait(_resident(query), replica.capacity_tokens),
+        block_size,
+        excluded,
+        work.pairs,
+        load.recent_tokens(now),
+    )
+
+
+def _correct_estimate(request: PlacedRequest, cached_tokens: int) -> None:
+    """Compare the expected with the actual cached tokens."""
+    replica, size = request.computing, request.block_size
+    replica.accuracy.record(request.expected, cached_tokens)
+    if replica.estimated_blocks is not None:
+        expected = request.expected // size
+        replica.estimated_blocks.correct(request.keys, expected, -(-cached_tokens // size), expected - request.guessed)
+
+
+def _finished_request(
+    request: PlacedRequest,
+    sent: SentRequest,
+    first_at: float | None,
+    now: float,
+    cached_tokens: int | None,
+    output_tokens: int | None,
+) -> FinishedRequest:
+    return FinishedRequest(
+        request.decoding.name,
+        request.session,
+        request.keys,
+        request.block_size,
         sent.tokens,
         output_tokens,
         cached_tokens,
@@ -364,27 +411,9 @@ def _ended(
     )
 
 
-def _land(known: _Request) -> None:
-    """Its prompt is computed, or never will be."""
-    if known.in_flight:
-        known.computes.in_flight.remove(known.keys)
-    known.in_flight = False
-
-
-def _end(request: str, known: _Request, now: float) -> Sent | None:
-    ended = known.computes.load.finished(request, now)
-    return ended or known.replica.load.finished(request, now)
-
-
-def _expected_blocks(replica: Replica, keys: Sequence[bytes]) -> int:
-    """Leading blocks that no event has told of: being computed now, or estimated."""
-    coming = replica.in_flight.leading(keys)
-    return max(coming, replica.estimate.leading(keys)) if replica.estimate is not None else coming
-
-
 def _at_least(reach: Reach, blocks: int) -> Reach:
     return tuple(max(one, blocks) for one in reach) if blocks else reach
 
 
-def _resident(query: Query) -> int:
+def _resident(query: PlacementQuery) -> int:
     return query.tokens + min(query.max_output or _USUAL_OUTPUT, _USUAL_OUTPUT)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from foreword.errors import ConfigError
 from foreword.routing.costs import LoadCost, ReplicaCosts
-from foreword.routing.directory import Tier
+from foreword.routing.directory import CacheTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class EngineCosts:
         if len(self.loads) != 3:
             raise ConfigError(f"costs have three tiers to load from, not {len(self.loads)}")
 
-    def load(self, tier: Tier) -> LoadCost:
+    def load(self, tier: CacheTier) -> LoadCost:
         return self.loads[tier - 1]
 
     def as_known(self, step_tokens: int) -> ReplicaCosts:

@@ -13,9 +13,9 @@ from foreword.blocks import BlockTable
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.errors import ConfigError
 from foreword.routing.baselines import policy_named
-from foreword.routing.directory import Directory, Tier
+from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.fleet import Fleet
-from foreword.routing.placement import Policy, Query
+from foreword.routing.placement import PlacementQuery, Policy
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.replica import MODEL, Outcome, ReplicaTotals, SimReplica
 from foreword.sim.stores import SimStores, SimTier
@@ -88,7 +88,7 @@ class _Run:
         self.outcomes = [Outcome(request) for request in trace]
         chosen = policy_named(policy) if isinstance(policy, str) else policy
         self.fleet = Fleet(chosen, directory=Directory(4 * self._all_blocks()))
-        shared = [SimTier(Tier.SHARED, spec.shared_tokens // spec.block_size)] if spec.shared_tokens else []
+        shared = [SimTier(CacheTier.SHARED, spec.shared_tokens // spec.block_size)] if spec.shared_tokens else []
         self.replicas = {f"r{i}": self._make_replica(f"r{i}", shared) for i in range(spec.replicas)}
 
     def _all_blocks(self) -> int:
@@ -105,21 +105,21 @@ class _Run:
             costs=None if spec.learns else self.costs.as_known(spec.max_batch_tokens),
         )
 
-        def stored(tier: Tier, parent: bytes, keys: Sequence[bytes]) -> None:
+        def stored(tier: CacheTier, parent: bytes, keys: Sequence[bytes]) -> None:
             if spec.events:
                 directory.stored(name, tier, parent, keys)
 
-        def removed(tier: Tier, keys: Sequence[bytes]) -> None:
+        def removed(tier: CacheTier, keys: Sequence[bytes]) -> None:
             if spec.events:
                 directory.removed(name, tier, keys)
 
         def published(table: BlockTable, start: int, end: int) -> None:
-            stored(Tier.DEVICE, table.chain.key_before(start), table.chain.keys_to(end)[start:end])
+            stored(CacheTier.DEVICE, table.chain.key_before(start), table.chain.keys_to(end)[start:end])
 
         def wait(seconds: float, then: Callable[[], None]) -> None:
             self._at(self.now + seconds, lambda: self._after_load(name, then))
 
-        sizes = ((Tier.HOST, spec.host_tokens), (Tier.DISK, spec.disk_tokens))
+        sizes = ((CacheTier.HOST, spec.host_tokens), (CacheTier.DISK, spec.disk_tokens))
         own = [SimTier(tier, tokens // spec.block_size) for tier, tokens in sizes if tokens >= spec.block_size]
         tiers = [*own, *shared]
         stores = SimStores(tiers, self.costs, spec.block_size, wait, stored, removed) if tiers else None
@@ -130,7 +130,7 @@ class _Run:
             stores,
             self,
             published,
-            lambda keys: removed(Tier.DEVICE, keys),
+            lambda keys: removed(CacheTier.DEVICE, keys),
         )
 
     def go(self, name: str | None) -> Result:
@@ -152,7 +152,15 @@ class _Run:
         totals = {name: replica.totals for name, replica in self.replicas.items()}
         policy = self.fleet.policy.name
         return Result(
-            name or policy, policy, self.spec, self.costs, self.outcomes, totals, self.fleet.moved, self.now, wall
+            name or policy,
+            policy,
+            self.spec,
+            self.costs,
+            self.outcomes,
+            totals,
+            self.fleet.sessions_moved,
+            self.now,
+            wall,
         )
 
     def _at(self, when: float, then: Callable[[], None]) -> None:
@@ -167,7 +175,7 @@ class _Run:
             )
         tokens = request.tokens()
         keys = chain_keys(self.root, tokens, size)
-        query = Query(keys, request.prompt_tokens, size, request.session)
+        query = PlacementQuery(keys, request.prompt_tokens, size, request.session)
         decision = self.fleet.place(query, self.now)
         self.fleet.sent(str(number), query, decision, self.now)
         assert decision.replica is not None

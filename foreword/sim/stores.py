@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from foreword.routing.directory import Tier
+from foreword.routing.directory import CacheTier
 from foreword.sim.costs import EngineCosts
 from foreword.store.chains import ChainLru
 
-Told = Callable[[Tier, bytes, Sequence[bytes]], None]
-Removed = Callable[[Tier, Sequence[bytes]], None]
+Told = Callable[[CacheTier, bytes, Sequence[bytes]], None]
+Removed = Callable[[CacheTier, Sequence[bytes]], None]
 
 
 class SimTier:
     """A store of a given number of blocks: LRU over chains, tails before heads (`store/chains.py`)."""
 
-    def __init__(self, tier: Tier, blocks: int) -> None:
+    def __init__(self, tier: CacheTier, blocks: int) -> None:
         self.tier = tier
         self.chains = ChainLru(blocks)
 

@@ -1,4 +1,4 @@
-"""The whole of what a router decides with, request by request."""
+"""A fleet of replicas: placement request by request."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from foreword.blocks.keys import Scope, chain_keys
 from foreword.errors import ConfigError, NotFound
 from foreword.routing.baselines import policy_named
 from foreword.routing.costs import ReplicaCosts
-from foreword.routing.directory import Tier
+from foreword.routing.directory import CacheTier
 from foreword.routing.fleet import Fleet, Role
-from foreword.routing.placement import CheapestFirstToken, Decision, Query, Stickiness
-from foreword.routing.sessions import Sessions
+from foreword.routing.placement import CostPolicy, Decision, PlacementQuery, SessionAffinity
+from foreword.routing.sessions import SessionTable
 
 BLOCK = 16
 ROOT = Scope(b"model", BLOCK).root()
 COSTS = ReplicaCosts(prefill=1e-3, first=0.0, decode_each=0.0)
 
 
-def query(tokens: list[int], session: str | None = None) -> Query:
-    return Query(chain_keys(ROOT, tokens, BLOCK), len(tokens), BLOCK, session)
+def query(tokens: list[int], session: str | None = None) -> PlacementQuery:
+    return PlacementQuery(chain_keys(ROOT, tokens, BLOCK), len(tokens), BLOCK, session)
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -33,24 +33,25 @@ def text(seed: int, length: int) -> list[int]:
 
 
 def fleet_of(*names: str, **more: object) -> Fleet:
-    fleet = Fleet(CheapestFirstToken(Stickiness(seconds=0.2, ratio=1.5)))
+    fleet = Fleet(CostPolicy(SessionAffinity(seconds=0.2, ratio=1.5)))
     for name in names:
         fleet.add(name, costs=COSTS, **more)  # type: ignore[arg-type]
     return fleet
 
 
-def serve(fleet: Fleet, request: str, asked: Query, now: float, cached: int | None = None) -> Decision:
-    """Send a request and answer it at once."""
+def serve(fleet: Fleet, request: str, asked: PlacementQuery, now: float, cached: int | None = None) -> Decision:
+    """Send a request and finish it at once."""
     decision = fleet.place(asked, now)
     fleet.sent(request, asked, decision, now)
-    assert decision.price is not None
-    fleet.first_token(request, now + decision.price.total)
-    fleet.finished(request, now + decision.price.total, cached_tokens=cached, output_tokens=1)
+    assert decision.estimate is not None
+    fleet.first_token(request, now + decision.estimate.total)
+    fleet.finished(request, now + decision.estimate.total, cached_tokens=cached, output_tokens=1)
     return decision
 
 
 def test_a_conversation_stays_where_its_prefix_is() -> None:
-    """Without events and without a session's name, each turn goes where the one before went, and is expected to be cached."""
+    """Without events and session names, each turn goes to the replica of the turn before and is expected to be
+    cached."""
     fleet = fleet_of("a", "b", "c", "d")
     for number in range(20):
         tokens, home = text(number, 400), None
@@ -60,13 +61,13 @@ def test_a_conversation_stays_where_its_prefix_is() -> None:
             assert (decision.expected_cached > 0) == (turn > 0)
             home = decision.replica
             tokens = tokens + text(number * 100 + turn, 200)
-    assert fleet.moved == 0
+    assert fleet.sessions_moved == 0
     assert fleet.requests_in_flight == 0
 
 
-def test_what_is_being_computed_draws_its_like() -> None:
-    """A second request with a long prefix that is in flight follows it rather than to compute it once more; events know
-    nothing of it yet."""
+def test_a_prompt_in_flight_attracts_the_same_prefix() -> None:
+    """A second request with a long prefix that is being computed follows it, although no event has reported it
+    yet."""
     fleet = fleet_of("a", "b", sends_events=True)
     document = text(1, 4000)
     first = query(document + text(2, 100))
@@ -81,8 +82,8 @@ def test_what_is_being_computed_draws_its_like() -> None:
     assert fleet.place(second, 5.0).expected_cached == 0, "by now the replica would have told of it"
 
 
-def test_a_queue_is_worked_off() -> None:
-    """Tokens that were sent are computed as time goes by; what is not computed when a first token comes was cached."""
+def test_a_queue_shrinks_with_time() -> None:
+    """Queued tokens shrink as time passes; the first token ends the prompt's work."""
     fleet = fleet_of("a")
     asked = query(text(1, 1000))
     fleet.sent("1", asked, fleet.place(asked, 0.0), 0.0)
@@ -93,9 +94,9 @@ def test_a_queue_is_worked_off() -> None:
     assert fleet.candidates(asked, 0.5)[0].running == 1
 
 
-def test_long_prompts_in_a_queue_count_for_what_they_cost() -> None:
-    """One prompt of 2,000 tokens is a longer queue than two of 1,000 where attention costs, and half of its work is half of its
-    price."""
+def test_queued_work_includes_attention() -> None:
+    """One queued prompt of 2,000 tokens counts more than two of 1,000 where attention costs, and half of its work
+    half as much."""
     costs = ReplicaCosts(prefill=1e-3, first=0.0, decode_each=0.0, attention=1e-6)
     fleet = Fleet()
     for name in ("a", "b"):
@@ -106,14 +107,15 @@ def test_long_prompts_in_a_queue_count_for_what_they_cost() -> None:
         fleet.sent(name, asked, decision, 0.0)
     short = query(text(9, 10))
     assert fleet.place(short, 0.0).replica == "b"
-    prices = {price.replica: price.queue for price in fleet.place(short, 0.0).prices}
+    prices = {price.replica: price.queue for price in fleet.place(short, 0.0).estimates}
     assert prices == {"a": pytest.approx(4.0), "b": pytest.approx(3.0)}
-    later = {price.replica: price.queue for price in fleet.place(short, 2.0).prices}
+    later = {price.replica: price.queue for price in fleet.place(short, 2.0).estimates}
     assert later["a"] == pytest.approx(2.0)
 
 
-def test_the_second_in_the_queue_begins_when_the_first_is_done() -> None:
-    """The first of two prompts of 1,000 tokens was done after 0.5 s: at 0.6 s the second has been computed for 0.1 s."""
+def test_the_second_in_the_queue_starts_after_the_first() -> None:
+    """The first of two prompts of 1,000 tokens was done after 0.5 s: at 0.6 s the second has been computing for 0.1
+    s."""
     fleet = fleet_of("a")
     first, second = query(text(1, 1000)), query(text(2, 1000))
     for name, asked in (("1", first), ("2", second)):
@@ -123,32 +125,33 @@ def test_the_second_in_the_queue_begins_when_the_first_is_done() -> None:
     assert fleet.candidates(first, 0.6)[0].queued_tokens == pytest.approx(900)
 
 
-def test_events_count_where_there_are_any() -> None:
-    """What a replica with events held before is known from the directory, and what it removed is not expected any more."""
+def test_events_replace_estimates() -> None:
+    """For a replica with events the directory says what it holds, and removed blocks are not expected any more."""
     fleet = fleet_of("a", "b", sends_events=True)
     asked = query(text(1, 800))
-    fleet.directory.stored("b", Tier.DEVICE, ROOT, asked.keys)
+    fleet.directory.stored("b", CacheTier.DEVICE, ROOT, asked.keys)
     assert fleet.place(asked, 0.0).replica == "b"
     assert fleet.place(asked, 0.0).expected_cached == 799
-    fleet.directory.removed("b", Tier.DEVICE, asked.keys[10:])
+    fleet.directory.removed("b", CacheTier.DEVICE, asked.keys[10:])
     assert fleet.place(asked, 0.0).expected_cached == 160
-    fleet.restarted("b")
+    fleet.directory.cleared("b")
     assert fleet.place(asked, 0.0).expected_cached == 0
 
 
-def test_answers_correct_the_estimate_and_are_counted() -> None:
-    """A replica that finds less than was expected is believed to keep less, and both numbers are there to be shown."""
+def test_responses_correct_the_estimate() -> None:
+    """A replica that finds less than expected is estimated to keep less; expected and actual tokens are counted."""
     fleet = fleet_of("a", capacity_tokens=16_000)
     asked = query(text(1, 800))
     for turn in range(5):
         serve(fleet, str(turn), asked, float(turn), cached=0)
     replica = fleet.replicas["a"]
-    assert replica.estimate is not None and replica.estimate.limit < 1000
+    assert replica.estimated_blocks is not None and replica.estimated_blocks.limit < 1000
     assert replica.accuracy.expected_tokens == 4 * 799 and replica.accuracy.actual_tokens == 0
 
 
-def test_costs_are_learned_from_first_tokens() -> None:
-    """A replica that computes 2,000 tokens a second is priced so after a few requests, whatever was believed before."""
+def test_costs_are_learned_from_ttft() -> None:
+    """A replica that computes 2,000 tokens per second is estimated so after forty requests, whatever the prior
+    was."""
     fleet = fleet_of("a")
     rng = random.Random(1)
     now = 0.0
@@ -158,11 +161,11 @@ def test_costs_are_learned_from_first_tokens() -> None:
         fleet.first_token(str(number), now + 0.05 + asked.tokens / 2000)
         now += 10
         fleet.finished(str(number), now, cached_tokens=0, output_tokens=100)
-    assert fleet.replicas["a"].learner.costs.prefill == pytest.approx(1 / 2000, rel=0.1)
+    assert fleet.replicas["a"].cost_model.costs.prefill == pytest.approx(1 / 2000, rel=0.1)
 
 
-def test_a_failed_request_leaves_nothing_and_is_sent_elsewhere() -> None:
-    """After a failure nothing waits at the replica, and the next attempt avoids it."""
+def test_a_failed_request_leaves_no_load() -> None:
+    """After a failure nothing is queued at the replica, and the next attempt avoids it."""
     fleet = fleet_of("a", "b")
     asked = query(text(1, 800))
     decision = fleet.place(asked, 0.0)
@@ -174,9 +177,9 @@ def test_a_failed_request_leaves_nothing_and_is_sent_elsewhere() -> None:
     assert again.replica not in (None, decision.replica)
 
 
-def test_draining_overloaded_and_gone() -> None:
-    """A replica that drains or has too long a queue gets nothing, and says why; one that is gone is forgotten, its requests end
-    without harm."""
+def test_draining_overloaded_and_removed_replicas() -> None:
+    """A replica that drains or has a full queue gets no requests and the reason is given; requests of a removed
+    replica end without harm."""
     fleet = fleet_of("a", "b", max_queued=2)
     asked = query(text(1, 800))
     fleet.exclude("a", "draining")
@@ -196,8 +199,8 @@ def test_draining_overloaded_and_gone() -> None:
     assert fleet.requests_in_flight == 0
 
 
-def test_a_replica_that_comes_back_is_a_new_one() -> None:
-    """Requests of the one that went end without touching the one of the same name that came."""
+def test_a_replica_that_is_added_again_is_new() -> None:
+    """Requests of a removed replica do not touch a new one of the same name."""
     fleet = fleet_of("a")
     asked = query(text(1, 800))
     fleet.sent("old", asked, fleet.place(asked, 0.0), 0.0)
@@ -211,7 +214,7 @@ def test_a_replica_that_comes_back_is_a_new_one() -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Whatever happens in whatever order, what ended leaves nothing behind."""
+    """Whatever happens in whatever order, finished requests leave nothing behind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +281,7 @@ class Machine(RuleBasedStateMachine):
             self.fleet.finished(request, self.now)
         for replica in self.fleet.replicas.values():
             load = replica.load
-            assert not load.waiting and not load.running and load.resident == 0 and len(replica.in_flight) == 0
+            assert not load.waiting and not load.running and load.resident == 0 and len(replica.in_flight_prefixes) == 0
             assert load.queued(self.now, COSTS).tokens == 0
 
 
@@ -293,23 +296,22 @@ def test_a_session_that_moves_is_counted() -> None:
     home = serve(fleet, "1", first, 0.0).replica
     assert home is not None
     busy = query(text(2, 10_000))
-    fleet.sent(
-        "busy", busy, CheapestFirstToken().choose(busy, [c for c in fleet.candidates(busy, 1.0) if c.name == home]), 1.0
-    )
+    fleet.sent("busy", busy, CostPolicy().choose(busy, [c for c in fleet.candidates(busy, 1.0) if c.name == home]), 1.0)
     decision = fleet.place(first, 1.0)
     assert decision.reason == "moved" and decision.replica != home
     fleet.sent("2", first, decision, 1.0)
-    assert fleet.moved == 1
+    assert fleet.sessions_moved == 1
     assert fleet.place(first, 20.0).home == decision.replica
 
 
-def test_prefill_and_decode_apart() -> None:
-    """A prefill pool computes long prompts; its load ends with the first token, when the decoder's begins."""
+def test_disaggregated_prefill_moves_the_load() -> None:
+    """A prefill replica computes a long prompt; its load ends with the first token, when the decode replica's
+    begins."""
     fleet = Fleet()
     fleet.add("p", role="prefill", costs=COSTS)
     fleet.add("d", role="decode", costs=COSTS)
     waiting = query(text(9, 3000))
-    alone = CheapestFirstToken().choose(waiting, [c for c in fleet.candidates(waiting, 0.0) if c.name == "d"])
+    alone = CostPolicy().choose(waiting, [c for c in fleet.candidates(waiting, 0.0) if c.name == "d"])
     fleet.sent("0", waiting, alone, 0.0)
     asked = query(text(1, 2000))
     decision = fleet.place(asked, 0.0)
@@ -325,36 +327,37 @@ def test_prefill_and_decode_apart() -> None:
 
 
 def test_full_memory_makes_others_cheaper() -> None:
-    """A replica whose KV memory is full of running requests is passed over, though it has nothing to compute."""
+    """A replica with full KV memory is avoided although it has nothing to compute."""
     fleet = fleet_of("a", "b", capacity_tokens=10_000)
     for number in range(3):
         asked = query(text(number, 3000))
-        to_a = CheapestFirstToken().choose(asked, [c for c in fleet.candidates(asked, 0.0) if c.name == "a"])
+        to_a = CostPolicy().choose(asked, [c for c in fleet.candidates(asked, 0.0) if c.name == "a"])
         fleet.sent(str(number), asked, to_a, 0.0)
         fleet.first_token(str(number), 3.0)
     fleet.finished("0", 20.0, output_tokens=100)
     asked = query(text(7, 5000))
-    by_name = {one.replica: one for one in fleet.place(asked, 21.0).prices}
+    by_name = {one.replica: one for one in fleet.place(asked, 21.0).estimates}
     assert by_name["a"].memory > 0 == by_name["b"].memory
     assert fleet.place(asked, 21.0).replica == "b"
 
 
 def test_replicas_with_other_block_sizes() -> None:
-    """A replica with blocks of 32 tokens is asked about by keys of that size; without such keys it counts as empty."""
+    """A replica with blocks of 32 tokens is looked up by keys of that size; without such keys nothing counts as
+    cached."""
     fleet = fleet_of("a")
     fleet.add("b", costs=COSTS, block_size=32)
     tokens = text(1, 800)
     wide = chain_keys(Scope(b"model", 32).root(), tokens, 32)
-    fleet.directory.stored("b", Tier.DEVICE, None, wide)
+    fleet.directory.stored("b", CacheTier.DEVICE, None, wide)
     asked = query(tokens)
-    assert {one.reused for one in fleet.place(asked, 0.0).prices} == {0}
-    both = Query(asked.keys, 800, BLOCK, other_keys={32: wide})
+    assert {one.reused for one in fleet.place(asked, 0.0).estimates} == {0}
+    both = PlacementQuery(asked.keys, 800, BLOCK, other_keys={32: wide})
     assert fleet.place(both, 0.0).replica == "b"
     assert fleet.place(both, 0.0).expected_cached == 799
 
 
 def test_every_policy_runs_a_fleet() -> None:
-    """Each policy serves the same requests; nothing is left in flight."""
+    """Each policy serves the same requests, and nothing is left in flight."""
     for name in (
         "random",
         "round-robin",
@@ -372,8 +375,8 @@ def test_every_policy_runs_a_fleet() -> None:
         assert fleet.requests_in_flight == 0
 
 
-def test_mistakes_are_named() -> None:
-    """Two replicas of one name, unknown ones, a request sent twice: errors that say what is wrong."""
+def test_mistakes_are_explained() -> None:
+    """Duplicate and unknown replicas and duplicate requests raise errors that say what is wrong."""
     fleet = fleet_of("replica-1")
     asked = query(text(1, 100))
     with pytest.raises(ConfigError, match="already"):
@@ -390,24 +393,24 @@ def test_mistakes_are_named() -> None:
         fleet.sent("2", asked, fleet.place(asked, 0.0), 0.0)
 
 
-def test_sessions_are_bounded_and_forgotten() -> None:
-    """The table keeps the sessions used last, and none for longer than it should."""
-    sessions = Sessions(size=3, ttl=10.0)
+def test_sessions_are_bounded_and_expire() -> None:
+    """The table keeps the most recently used sessions, and none beyond its TTL."""
+    sessions = SessionTable(size=3, ttl=10.0)
     for number in range(5):
-        sessions.went(f"s{number}", (), "a", float(number))
+        sessions.record(f"s{number}", (), "a", float(number))
     assert len(sessions) == 3
     assert sessions.home("s0", (), 5.0) is None
     assert sessions.home("s4", (), 5.0) == "a"
     assert sessions.home("s4", (), 14.0) is None
-    sessions.left("a")
+    sessions.remove_replica("a")
     assert len(sessions) == 0
     with pytest.raises(ConfigError):
-        Sessions(size=0)
+        SessionTable(size=0)
 
 
-def test_a_new_replica_is_taken_for_one_like_the_others() -> None:
-    """The others turned out to be a hundred times quicker than was assumed. One that comes is reckoned with their costs, not
-    with what is assumed of strangers: what is new goes there."""
+def test_a_new_replica_gets_typical_costs() -> None:
+    """The others turned out to be a hundred times faster than the default costs. A new replica is estimated with
+    their costs."""
     fleet = Fleet()
     for name in ("a", "b"):
         fleet.add(name, sends_events=True)
@@ -420,12 +423,12 @@ def test_a_new_replica_is_taken_for_one_like_the_others() -> None:
     fleet.add("c", sends_events=True)
     decision = fleet.place(query(text(99, 1600)), 20.0)
     assert decision.replica == "c"
-    assert decision.price is not None and decision.price.total < 0.05
+    assert decision.estimate is not None and decision.estimate.total < 0.05
 
 
 def test_a_replica_that_looked_slow_gets_another_chance() -> None:
-    """Its first requests took a hundred times as long as those of the others. After a minute in which it got none it is
-    reckoned with as one of these, and what it takes then counts from the first request on."""
+    """Its first requests took a hundred times as long. After an idle minute it is estimated like the others, and new
+    observations count from the first one."""
     fleet = Fleet()
     for name in ("a", "b", "c"):
         fleet.add(name, sends_events=True)
@@ -445,9 +448,9 @@ def test_a_replica_that_looked_slow_gets_another_chance() -> None:
     assert even.count("c") >= 10
 
 
-def test_without_events_the_next_turn_is_expected_whole() -> None:
-    """A chat whose replica sends no events: each turn is expected to find the prompt before it and the answer to that, but for
-    blocks that were not full."""
+def test_without_events_the_next_turn_is_expected_cached() -> None:
+    """Without events each turn of a chat is expected to find the previous prompt and its output, except for blocks
+    that were not full."""
     fleet, tokens = fleet_of("a", "b"), text(1, 400)
     for turn in range(5):
         asked = query(tokens)

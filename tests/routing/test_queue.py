@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from foreword.errors import ConfigError, QueueFull
-from foreword.routing.queue import Entry, FairQueue
+from foreword.routing.queue import FairQueue, QueueEntry
 
 TENANTS = ("a", "b", "c", "d")
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
@@ -20,13 +20,13 @@ ROOM = 12
 
 
 class Machine(RuleBasedStateMachine):
-    """Nothing is lost or told twice, each tenant is served in order, the earliest start goes first."""
+    """Nothing is lost or returned twice, each tenant is served in order, the earliest start goes first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.queue: FairQueue[int] = FairQueue(ROOM, WEIGHTS)
-        self.inside: list[Entry[int]] = []
-        self.late: list[Entry[int]] = []
+        self.inside: list[QueueEntry[int]] = []
+        self.late: list[QueueEntry[int]] = []
         self.now = 0.0
         self.number = 0
 
@@ -103,7 +103,7 @@ TestAgainstList.settings = settings(
 
 
 def test_shares_follow_the_weights() -> None:
-    """Under load, what tenants are served is in proportion to their weights, whatever each request costs."""
+    """Under load, tenants are served in proportion to their weights, whatever each request costs."""
     queue: FairQueue[None] = FairQueue(10_000, {"heavy": 3.0, "light": 1.0})
     rng = random.Random(3)
     for _ in range(2000):
@@ -118,7 +118,7 @@ def test_shares_follow_the_weights() -> None:
 
 
 def test_a_flood_does_not_delay_others() -> None:
-    """A tenant with one request waits for one of the flooding tenant's, not for five hundred."""
+    """A tenant with one request waits for one request of the flooding tenant, not for five hundred."""
     queue: FairQueue[int] = FairQueue()
     for number in range(500):
         queue.push(number, "flood", 10, math.inf, 0.0)
@@ -129,19 +129,20 @@ def test_a_flood_does_not_delay_others() -> None:
 
 
 def test_a_flood_does_not_shut_out_others() -> None:
-    """In a full queue the tenant with most entries gives up its newest; it is refused itself, with a word on when to return."""
+    """In a full queue the tenant with the most entries loses its newest one; its own new request is refused with a
+    time to retry."""
     queue: FairQueue[int] = FairQueue(10)
     for number in range(10):
         queue.push(number, "flood", 1, math.inf, 0.0)
-    with pytest.raises(QueueFull, match=r"10 requests wait already; try again in \d+ s"):
+    with pytest.raises(QueueFull, match=r"10 requests are queued already; try again in \d+ s"):
         queue.push(10, "flood", 1, math.inf, 0.0)
     _, displaced = queue.push(11, "quiet", 1, math.inf, 0.0)
     assert displaced is not None and displaced.item == 9
     assert (queue.queued("flood"), queue.queued("quiet")) == (9, 1)
 
 
-def test_a_pause_is_not_saved_up() -> None:
-    """A tenant that comes back does not get what it did not use: it shares from now on."""
+def test_idle_time_earns_no_credit() -> None:
+    """A tenant that returns does not get what it did not use before."""
     queue: FairQueue[str] = FairQueue()
     queue.push("early", "b", 1, math.inf, 0.0)
     for _ in range(50):
@@ -154,8 +155,8 @@ def test_a_pause_is_not_saved_up() -> None:
     assert 9 <= served["a"] <= 11
 
 
-def test_retry_after_follows_the_pace() -> None:
-    """Ten units a second, 200 wait: half of them are gone in ten seconds."""
+def test_retry_after_follows_the_service_rate() -> None:
+    """Ten units are served per second and 200 are queued: half of them take ten seconds."""
     queue: FairQueue[int] = FairQueue()
     for number in range(1200):
         if number < 1024:
@@ -167,8 +168,8 @@ def test_retry_after_follows_the_pace() -> None:
     assert queue.retry_after(60.0) == pytest.approx(len(queue) / 2 / 10, rel=0.1)
 
 
-def test_memory_stays_bounded_when_everybody_gives_up() -> None:
-    """A million tenants that come and go leave nothing behind."""
+def test_memory_stays_bounded_when_entries_are_removed() -> None:
+    """Thousands of tenants that come and leave leave nothing behind."""
     queue: FairQueue[int] = FairQueue(4)
     queue.push(0, "stays", 1, math.inf, 0.0)
     for number in range(20_000):
@@ -179,8 +180,8 @@ def test_memory_stays_bounded_when_everybody_gives_up() -> None:
 
 
 def test_wrong_settings_are_refused() -> None:
-    """No room, and weights that are no weights, are errors in words."""
-    with pytest.raises(ConfigError, match="at least one"):
+    """A length below 1 and invalid weights are refused with a message."""
+    with pytest.raises(ConfigError, match="at least 1"):
         FairQueue(0)
     with pytest.raises(ConfigError, match="weight of tenant 'a'"):
         FairQueue(1, {"a": 0.0})

@@ -20,9 +20,9 @@ from foreword.engine.request import SamplingParams
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError
 from foreword.observability.recording import EngineRecorder, Recorded, Recorder
-from foreword.router.recording import told
+from foreword.router.recording import record_finished
 from foreword.routing.fleet import Fleet
-from foreword.routing.placement import Query
+from foreword.routing.placement import PlacementQuery
 from foreword.sim.costs import FleetSpec
 from foreword.sim.run import simulate
 from foreword.sim.trace import read_trace
@@ -119,9 +119,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_a_router_records_what_ended_well(tmp_path: Path) -> None:
     """Requests that ended are in the file with replica, hashed session, times and lengths; failed ones are not."""
     recorder, fleet = Recorder(tmp_path / "trace", clock=lambda: 100.0), Fleet()
-    fleet.on_finished = told(recorder)
+    fleet.on_finished = record_finished(recorder)
     fleet.add("http://a")
-    query = Query(chain_keys(ROOT, list(range(100)), 16), 100, 16, session="me")
+    query = PlacementQuery(chain_keys(ROOT, list(range(100)), 16), 100, 16, session="me")
     for name in ("1", "2", "3"):
         fleet.sent(name, query, fleet.place(query, 100.0), 100.0)
     fleet.first_token("1", 100.5)

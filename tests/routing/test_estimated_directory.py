@@ -1,4 +1,4 @@
-"""Estimates of what a replica holds, against a list in order of use."""
+"""The estimated directory, against an ordered list."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import ConfigError
-from foreword.routing.estimated_directory import Accuracy, Estimate, InFlight
+from foreword.routing.estimated_directory import EstimateAccuracy, EstimatedBlocks, InFlightPrefixes
 
 Path = tuple[int, ...]
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)
@@ -21,9 +21,9 @@ def keys_of(path: Path) -> list[bytes]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 20), st.lists(paths, max_size=30), paths)
-def test_a_replica_keeps_what_was_used_last(capacity: int, sent: list[Path], asked: Path) -> None:
-    """An estimate is a list of blocks in order of use, of which the last `capacity` stay; a prompt's head is used last."""
-    estimate = Estimate(capacity)
+def test_the_estimate_is_an_lru(capacity: int, sent: list[Path], asked: Path) -> None:
+    """The estimate is an LRU of `capacity` blocks; the first block of a prompt counts as used last."""
+    estimate = EstimatedBlocks(capacity)
     order: list[Path] = []
     for path in sent:
         estimate.sent(keys_of(path))
@@ -37,49 +37,50 @@ def test_a_replica_keeps_what_was_used_last(capacity: int, sent: list[Path], ask
     assert estimate.leading(keys_of(asked)) == expected
 
 
-def test_an_answer_that_found_less_shrinks_the_belief() -> None:
-    """If answers keep finding less than was expected, fewer blocks are believed to stay; if they find it, more again."""
-    estimate = Estimate(1000)
+def test_fewer_cached_tokens_than_expected_shrink_the_limit() -> None:
+    """If responses keep reporting fewer cached tokens than expected, the limit shrinks; if they report as many, it
+    grows again."""
+    estimate = EstimatedBlocks(1000)
     keys = [sha256(i.to_bytes(2, "big")).digest() for i in range(1000)]
     estimate.sent(keys)
     assert estimate.leading(keys) == 1000
     for _ in range(20):
-        estimate.answered(keys[:10], expected=10, actual=2)
+        estimate.correct(keys[:10], expected=10, actual=2)
     assert 300 < estimate.limit < 400
     assert len(estimate) == estimate.limit
     assert estimate.leading(keys[:10]) == 10, "the prompt itself was computed there just now"
     shrunk = estimate.limit
     for _ in range(200):
-        estimate.answered(keys[:10], expected=10, actual=10)
+        estimate.correct(keys[:10], expected=10, actual=10)
     assert estimate.limit == 1000 > shrunk
 
 
-def test_a_replica_that_finds_more_has_more_room() -> None:
-    """Whose answers find what should have left the device long ago has tiers below it: more is believed to stay, within bounds,
-    and what is sent from then on is remembered as long."""
-    estimate = Estimate(100)
+def test_more_cached_tokens_than_expected_raise_the_limit() -> None:
+    """A replica that finds blocks which should have left its device has lower tiers: the limit grows beyond the
+    device's capacity."""
+    estimate = EstimatedBlocks(100)
     keys = [sha256(i.to_bytes(2, "big")).digest() for i in range(1000)]
     for _ in range(30):
-        estimate.answered(keys[:10], expected=0, actual=10)
+        estimate.correct(keys[:10], expected=0, actual=10)
     assert 1000 < estimate.limit < 2000
     estimate.sent(keys)
     assert estimate.leading(keys) == 1000
     for _ in range(300):
-        estimate.answered([], expected=0, actual=10)
+        estimate.correct([], expected=0, actual=10)
     assert estimate.limit == 1 << 19
     before = estimate.limit
-    estimate.answered(keys[:10], expected=10, actual=10)
+    estimate.correct(keys[:10], expected=10, actual=10)
     assert estimate.limit == before, "what was learned is not forgotten because it was right"
 
 
-def test_the_next_turn_is_expected_to_find_the_answer() -> None:
-    """A prompt of ten blocks whose answer filled three: the next turn is expected to find 13 of its blocks; another prompt that
-    is shorter or ends elsewhere only what it shares."""
-    estimate = Estimate(1000)
+def test_the_next_turn_is_expected_to_find_the_output() -> None:
+    """After a prompt of ten blocks with an output of three, the next turn is expected to find 13 blocks, and a
+    prompt that differs only what it shares."""
+    estimate = EstimatedBlocks(1000)
     keys = [sha256(i.to_bytes(2, "big")).digest() for i in range(20)]
     others = [sha256(b"other" + bytes([i])).digest() for i in range(20)]
     estimate.sent(keys[:10])
-    estimate.ended(keys[:10], 3)
+    estimate.output(keys[:10], 3)
     assert (estimate.leading(keys), estimate.known(keys)) == (13, 10)
     assert estimate.leading(keys[:11]) == 11
     assert estimate.leading([*keys[:9], *others]) == 9
@@ -87,36 +88,36 @@ def test_the_next_turn_is_expected_to_find_the_answer() -> None:
     assert estimate.leading([*keys[:10], *others]) == 10, "what stands behind the prompt is known now"
 
 
-def test_a_wrong_guess_about_an_answer_is_not_held_against_the_capacity() -> None:
-    """The next turn has something else than the answer: nothing is concluded about how much the replica keeps."""
-    estimate = Estimate(1000)
+def test_a_wrong_guess_about_an_output_does_not_shrink_the_limit() -> None:
+    """If the next turn does not repeat the output, nothing is concluded about the capacity."""
+    estimate = EstimatedBlocks(1000)
     keys = [sha256(i.to_bytes(2, "big")).digest() for i in range(20)]
-    estimate.answered(keys, expected=13, actual=10, known=10)
+    estimate.correct(keys, expected=13, actual=10, known=10)
     assert estimate.limit == 1000
-    estimate.answered(keys, expected=13, actual=9, known=10)
+    estimate.correct(keys, expected=13, actual=9, known=10)
     assert estimate.limit < 1000
 
 
-def test_the_belief_has_a_floor() -> None:
-    """However wrong it was, an estimate never gives up altogether."""
-    estimate = Estimate(160)
+def test_the_limit_has_a_floor() -> None:
+    """The limit never falls below a sixteenth of the capacity."""
+    estimate = EstimatedBlocks(160)
     for _ in range(1000):
-        estimate.answered([], expected=5, actual=0)
+        estimate.correct([], expected=5, actual=0)
     assert estimate.limit == 10
 
 
 def test_cleared_is_empty() -> None:
-    """A replica that was restarted is believed to hold nothing."""
-    estimate = Estimate(10)
+    """A cleared estimate expects nothing."""
+    estimate = EstimatedBlocks(10)
     estimate.sent(keys_of((1, 2)))
-    estimate.cleared()
+    estimate.clear()
     assert len(estimate) == estimate.leading(keys_of((1, 2))) == 0
 
 
 @given(st.lists(paths, max_size=20), st.integers(0, 20), paths)
-def test_in_flight_is_what_is_in_flight(sent: list[Path], landed: int, asked: Path) -> None:
-    """A block counts as coming while at least one prompt with it is in flight, and nothing is left when none is."""
-    in_flight = InFlight()
+def test_in_flight_prefixes_are_counted(sent: list[Path], landed: int, asked: Path) -> None:
+    """A block counts while at least one prompt with it is in flight, and nothing remains when none is."""
+    in_flight = InFlightPrefixes()
     for path in sent:
         in_flight.add(keys_of(path))
     for path in sent[:landed]:
@@ -127,16 +128,16 @@ def test_in_flight_is_what_is_in_flight(sent: list[Path], landed: int, asked: Pa
     assert in_flight.leading(keys_of(asked)) == expected
 
 
-def test_expected_and_actual_are_kept_apart() -> None:
-    """Too much and too little expected do not cancel out."""
-    accuracy = Accuracy()
-    accuracy.note(100, 60)
-    accuracy.note(0, 40)
+def test_over_and_underestimates_do_not_cancel() -> None:
+    """Overestimated and underestimated tokens are counted separately."""
+    accuracy = EstimateAccuracy()
+    accuracy.record(100, 60)
+    accuracy.record(0, 40)
     assert (accuracy.expected_tokens, accuracy.actual_tokens) == (100, 100)
     assert (accuracy.overestimated_tokens, accuracy.underestimated_tokens) == (40, 40)
 
 
 def test_no_capacity_is_an_error() -> None:
-    """A replica without memory is refused in words."""
+    """A capacity of zero is refused with a message."""
     with pytest.raises(ConfigError, match="at least one block"):
-        Estimate(0)
+        EstimatedBlocks(0)

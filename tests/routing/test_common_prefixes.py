@@ -1,4 +1,4 @@
-"""How common beginnings are."""
+"""How common prefixes are."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from hashlib import sha256
 
 import pytest
 
-from foreword.routing.common_prefixes import Beginnings
+from foreword.routing.common_prefixes import PrefixPopularity
 from foreword.routing.costs import ReplicaCosts
-from foreword.routing.placement import Candidate, CheapestFirstToken, Query
+from foreword.routing.placement import Candidate, CostPolicy, PlacementQuery
 
 COSTS = ReplicaCosts(prefill=1e-3, first=0.0, decode_each=0.0)
 
@@ -18,37 +18,37 @@ def key(number: int) -> bytes:
     return sha256(str(number).encode()).digest()
 
 
-def test_shares_are_those_of_late() -> None:
+def test_shares_follow_recent_prompts() -> None:
     """One prompt in four, then one in two: the share follows within two hundred prompts."""
-    counts, rng = Beginnings(), random.Random(1)
+    counts, rng = PrefixPopularity(), random.Random(1)
     for share in (0.25, 0.5):
-        found = [counts.share(key(0) if rng.random() < share else key(rng.randrange(1, 10**9))) for _ in range(600)]
+        found = [counts.record(key(0) if rng.random() < share else key(rng.randrange(1, 10**9))) for _ in range(600)]
         seen = [one for one in found[200:] if one > 0.1]
         assert sum(seen) / len(seen) == pytest.approx(share, abs=0.08)
 
 
-def test_the_first_prompts_prove_nothing() -> None:
-    """What came once is common to no one, what came twice to few."""
-    counts = Beginnings()
-    assert counts.share(key(0)) == 0.0
-    assert counts.share(key(0)) < 0.2
-    assert counts.share(None) == 0.0
+def test_shares_start_low() -> None:
+    """A prefix seen once has share 0, one seen twice a low one."""
+    counts = PrefixPopularity()
+    assert counts.record(key(0)) == 0.0
+    assert counts.record(key(0)) < 0.2
+    assert counts.record(None) == 0.0
 
 
 def test_counts_are_bounded() -> None:
-    """A million different beginnings take the room of a thousand."""
-    counts = Beginnings(100)
+    """A thousand different prefixes take the memory of a hundred."""
+    counts = PrefixPopularity(100)
     for number in range(1000):
-        counts.share(key(number))
+        counts.record(key(number))
     assert len(counts) == 100
 
 
-def test_what_all_begin_with_lies_on_all() -> None:
-    """Prompts of which nine tenths are common to all of them, one after the other, no queue: after a hundred of them all four
-    replicas have that beginning. What one in ten begins with stays where it is."""
+def test_a_common_prefix_is_replicated() -> None:
+    """A prefix of all prompts is on all four replicas after two hundred requests, without any queue. A prefix of one
+    in ten stays on one replica."""
     common = [key(-1 - i) for i in range(90)]
     for every, held in ((1, 4), (10, 1)):
-        policy, holders = CheapestFirstToken(), {"r0"}
+        policy, holders = CostPolicy(), {"r0"}
         recent = dict.fromkeys(("r0", "r1", "r2", "r3"), 0.0)
         for number in range(200):
             usual = number % every == 0
@@ -57,7 +57,7 @@ def test_what_all_begin_with_lies_on_all() -> None:
                 Candidate(name, COSTS, (90 if usual and name in holders else 0,) * 4, recent_tokens=tokens)
                 for name, tokens in recent.items()
             ]
-            chosen = policy.choose(Query([*common, *own] if usual else own, 1600, 16), fleet).replica
+            chosen = policy.choose(PlacementQuery([*common, *own] if usual else own, 1600, 16), fleet).replica
             assert chosen is not None
             recent[chosen] += 1600
             holders |= {chosen} if usual else set()

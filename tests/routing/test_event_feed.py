@@ -1,4 +1,4 @@
-"""Events in vLLM's format, into the directory."""
+"""KV events in vLLM's format, applied to the directory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from foreword.blocks import BlockTable, PrefixCache
 from foreword.blocks.keys import Scope, chain_keys
-from foreword.routing.directory import NOTHING, Directory, Tier
-from foreword.routing.event_feed import Feed, KeyTable, Missing
+from foreword.routing.directory import NOTHING, CacheTier, Directory
+from foreword.routing.event_feed import KeyTable, KvEventFeed, MessageGap
 
 BLOCK = 4
 ROOT = Scope(b"m", BLOCK).root()
@@ -23,12 +23,12 @@ def keys_of(tokens: list[int], salt: bytes = b"") -> list[bytes]:
 
 
 def hashes_of(tokens: list[int]) -> list[int]:
-    """64-bit hashes of a replica's own, for each full block of a text."""
+    """A replica's own 64-bit hashes for each full block of a text."""
     return [hash(tuple(tokens[: end + BLOCK])) & (2**64 - 1) for end in range(0, len(tokens) - BLOCK + 1, BLOCK)]
 
 
 def stored(tokens: list[int], first: int = 0, **more: object) -> Event:
-    """The event that tells of a text's blocks from number `first` on."""
+    """The event for a text's blocks from number `first` on."""
     hashes = hashes_of(tokens)
     return {
         "type": "BlockStored",
@@ -47,67 +47,68 @@ def removed(hashes: list[int], **more: object) -> Event:
     return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", **more}
 
 
-def feed() -> tuple[Directory, Feed]:
+def feed() -> tuple[Directory, KvEventFeed]:
     directory = Directory(10_000)
-    return directory, Feed(directory, "r", b"m", BLOCK)
+    return directory, KvEventFeed(directory, "r", b"m", BLOCK)
 
 
 TEXT = list(range(100, 140))
 
 
-def test_blocks_are_found_by_our_own_keys() -> None:
-    """Hashes of any kind are translated by their tokens and parents, and removed by the hash alone."""
+def test_blocks_are_found_by_router_keys() -> None:
+    """Hashes are translated to keys by tokens and parents, and removed by the hash alone."""
     directory, one = feed()
     one.receive(0, [stored(TEXT[:20]), stored(TEXT, 5)])
-    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 10
+    assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 10
     one.receive(1, [removed(hashes_of(TEXT)[7:])])
-    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 7
+    assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 7
     one.receive(2, [{"type": "AllBlocksCleared"}])
-    assert directory.held(keys_of(TEXT)).of("r") == NOTHING
+    assert directory.lookup(keys_of(TEXT)).of("r") == NOTHING
 
 
 def test_long_hashes_and_lists() -> None:
-    """Hashes of 32 bytes, and events as lists (as older versions send them), mean the same."""
+    """Hashes of 32 bytes, and events as lists (from older versions), are understood."""
     directory, one = feed()
     names = [bytes([i]) * 32 for i in range(1, 4)]
     one.apply(["BlockStored", names, None, TEXT[:12], BLOCK, None])
-    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 3
+    assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 3
     one.apply(["BlockRemoved", names[2:]])
-    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 2
+    assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 2
 
 
 def test_media_are_tiers() -> None:
-    """What was offloaded to host memory or to storage is found there."""
+    """Blocks that were offloaded to host memory or storage are found there."""
     directory, one = feed()
     one.receive(0, [stored(TEXT[:8]), stored(TEXT[:16], medium="CPU"), stored(TEXT, medium="STORAGE")])
-    assert directory.held(keys_of(TEXT)).of("r") == (2, 4, 10, 10)
+    assert directory.lookup(keys_of(TEXT)).of("r") == (2, 4, 10, 10)
     one.receive(1, [removed(hashes_of(TEXT)[2:], medium="CPU")])
-    assert directory.held(keys_of(TEXT)).of("r") == (2, 2, 10, 10)
+    assert directory.lookup(keys_of(TEXT)).of("r") == (2, 2, 10, 10)
 
 
-def test_what_one_wrote_to_a_remote_store_all_can_load() -> None:
-    """Storage that an event calls remote is shared: other replicas find it too, until the event that takes it back."""
+def test_remote_storage_is_shared() -> None:
+    """Blocks in remote storage count for all replicas until they are removed."""
     directory, one = feed()
     one.receive(0, [stored(TEXT[:8]), stored(TEXT, medium="STORAGE", locality="REMOTE", ownership="redis")])
-    held = directory.held(keys_of(TEXT))
+    held = directory.lookup(keys_of(TEXT))
     assert held.of("r") == (2, 2, 2, 10)
     assert held.of("another") == (0, 0, 0, 10)
     one.receive(1, [removed(hashes_of(TEXT)[4:], medium="STORAGE", locality="REMOTE")])
-    assert directory.held(keys_of(TEXT)).of("another") == (0, 0, 0, 4)
+    assert directory.lookup(keys_of(TEXT)).of("another") == (0, 0, 0, 4)
 
 
-def test_salts_are_told_apart() -> None:
-    """A block that was stored with a salt is not found without it, nor with another; its children follow it."""
+def test_salts_are_distinguished() -> None:
+    """A block stored with a salt is not found without it or with another salt; the same holds for the blocks after
+    it."""
     directory, one = feed()
     salted = [("tenant",)] + [None] * 4
     one.receive(0, [stored(TEXT[:20], extra_keys=salted), stored(TEXT, 5)])
-    assert directory.held(keys_of(TEXT)).of("r") == NOTHING
-    assert directory.held(keys_of(TEXT, b"other")).of("r") == NOTHING
-    assert directory.held(keys_of(TEXT, b"tenant")).of("r")[Tier.DEVICE] == 10
+    assert directory.lookup(keys_of(TEXT)).of("r") == NOTHING
+    assert directory.lookup(keys_of(TEXT, b"other")).of("r") == NOTHING
+    assert directory.lookup(keys_of(TEXT, b"tenant")).of("r")[CacheTier.DEVICE] == 10
 
 
-def test_what_cannot_be_named_is_skipped() -> None:
-    """Adapters, images, unknown parents, other block sizes and unknown media are counted, and nothing is believed of them."""
+def test_blocks_without_a_key_are_skipped() -> None:
+    """Adapters, images, unknown parents, other block sizes and unknown media are counted and not stored."""
     directory, one = feed()
     one.receive(
         0,
@@ -139,64 +140,64 @@ def test_what_cannot_be_named_is_skipped() -> None:
     ),
     st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "New"]),
 )
-def test_nonsense_is_counted_not_raised(junk: object, kind: str) -> None:
-    """Whatever a replica sends, the feed goes on and the directory stays sound."""
+def test_malformed_events_are_counted(junk: object, kind: str) -> None:
+    """Whatever a replica sends, the feed continues and the directory stays intact."""
     directory, one = feed()
     one.apply(junk)
     one.apply({"type": kind, **(junk if isinstance(junk, dict) else {"block_hashes": junk})})
     one.apply([kind, junk, junk, junk, junk])
     one.apply(stored(TEXT))
-    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 10
+    assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 10
 
 
 def test_a_gap_is_replayed() -> None:
-    """Message 2 is missing: nothing is done before it was handed over, and live messages that were replayed count once."""
+    """Message 2 is missing: nothing is applied until it was replayed, and messages that arrive twice count once."""
     directory, one = feed()
     assert one.receive(0, [stored(TEXT[:8])]) is None
-    assert one.receive(2, [stored(TEXT[:16], 3)]) == Missing(1, 2)
+    assert one.receive(2, [stored(TEXT[:16], 3)]) == MessageGap(1, 2)
     for number, event in ((1, stored(TEXT[:12], 2)), (2, stored(TEXT[:16], 3)), (3, stored(TEXT[:20], 4))):
         assert one.receive(number, [event], replayed=True) is None
     assert one.receive(2, [stored(TEXT[:16], 3)]) is None
     assert one.receive(3, [removed(hashes_of(TEXT[:20])[4:])]) is None, "it was replayed already"
-    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 5
+    assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 5
     assert one.receive(4, [removed(hashes_of(TEXT[:20])[4:])]) is None
-    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 4
+    assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 4
     assert (one.counters.gaps, one.counters.clears) == (1, 0)
 
 
-def test_a_gap_that_nobody_fills_costs_all() -> None:
-    """Removals may have been in the gap, so nothing of before is believed."""
+def test_a_gap_without_replay_clears_the_replica() -> None:
+    """The gap may contain removals, so all earlier blocks are forgotten."""
     directory, one = feed()
     one.receive(0, [stored(TEXT)])
-    assert one.receive(5, [stored(TEXT[:8])]) == Missing(1, 5)
+    assert one.receive(5, [stored(TEXT[:8])]) == MessageGap(1, 5)
     one.skip_to(5)
     assert one.receive(5, [stored(TEXT[:8])]) is None
-    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 2
+    assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 2
 
 
-def test_who_comes_late_begins_where_it_can() -> None:
-    """The first message has number 900: what is left of the replay counts, whatever parents are unknown."""
+def test_a_late_subscriber_uses_what_is_replayed() -> None:
+    """The first message has number 900: the replay counts as far as it reaches, and unknown parents are skipped."""
     directory, one = feed()
-    assert one.receive(900, []) == Missing(0, 900)
+    assert one.receive(900, []) == MessageGap(0, 900)
     one.skip_to(899)
     assert one.receive(899, [stored(TEXT)], replayed=True) is None
     assert one.receive(900, [stored(TEXT[:8] + [7] * 8, 2)]) is None
-    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 10
-    assert directory.held(keys_of(TEXT[:8] + [7] * 8)).of("r")[Tier.DEVICE] == 4
+    assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 10
+    assert directory.lookup(keys_of(TEXT[:8] + [7] * 8)).of("r")[CacheTier.DEVICE] == 4
 
 
-def test_a_restart_begins_anew() -> None:
-    """A live message with a number that came before: the replica was restarted and holds nothing."""
+def test_a_restart_clears_the_replica() -> None:
+    """A published message with an earlier number means that the replica restarted and holds nothing."""
     directory, one = feed()
     for number in range(4):
         one.receive(number, [stored(TEXT)] if not number else [])
     assert one.receive(0, [stored(TEXT[:8])]) is None
-    assert directory.held(keys_of(TEXT)).of("r")[Tier.DEVICE] == 2
-    assert one.receive(2, []) == Missing(1, 2)
+    assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 2
+    assert one.receive(2, []) == MessageGap(1, 2)
 
 
 def test_a_real_pool_is_followed() -> None:
-    """Events of Foreword's own pool under pressure, sent in this format: the directory holds what the pool holds."""
+    """Events of Foreword's own block pool under pressure: the directory holds what the pool holds."""
     directory, one = feed()
     sent: list[Event] = []
     names: dict[bytes, int] = {}
@@ -233,11 +234,11 @@ def test_a_real_pool_is_followed() -> None:
         sent.clear()
         for keys in asked[-20:]:
             held = len(cache.pool.lookup(keys))
-            assert abs(directory.held(keys).of("r")[Tier.DEVICE] - held) <= 0
+            assert abs(directory.lookup(keys).of("r")[CacheTier.DEVICE] - held) <= 0
 
 
 def test_the_table_of_hashes_is_bounded() -> None:
-    """Of a thousand hashes at most a hundred are remembered, each with its own key, the last ones among them."""
+    """Of a thousand hashes at most a hundred are kept, each with its own key, among them the last one."""
     table = KeyTable(100)
     names = [(i * 0x9E3779B97F4A7C15 & (2**64 - 1)).to_bytes(8, "big") for i in range(1000)]
     for name in names:
