@@ -99,8 +99,8 @@ def measure_directory(blocks: int, replicas: int) -> list[list[str]]:
     size = (rss() - before) / held
     known = rng.choices(range(prompts(blocks)), k=200)
     cold = range(10**7, 10**7 + 200)
-    warm_us = lookups(known, directory.held)
-    cold_us = lookups(list(cold), directory.held)
+    warm_us = lookups(known, directory.lookup)
+    cold_us = lookups(list(cold), directory.lookup)
     policy = CostPolicy()
 
     def place(keys: list[bytes]) -> object:

@@ -1,9 +1,7 @@
-"""What the device and the tiers below it hold, told to whoever subscribes: vLLM's KV events over ZeroMQ, in its wire format.
+"""Publishes KV cache events of the device and the store tiers over ZeroMQ, in vLLM's format (`routing/kv_event_wire.py`).
 
-A PUB socket sends `[topic, number (8 bytes, big-endian), MessagePack of [time, events, rank]]`; a ROUTER socket answers a
-number with all messages from that one on that are still kept, and an end mark. Differences to vLLM's own publisher: a block is
-told of when the step that computes it has ended, a removal when no copy of the block is left (so a key that is told of again
-is no second block to count), and hashes are Foreword's keys.
+Differences to vLLM's own publisher: a block is published when the step that computes it has ended. A removal is published when
+no copy of the block is left, so a repeated key is not another copy. Hashes are Foreword's keys.
 """
 
 from __future__ import annotations
@@ -20,20 +18,30 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import zmq
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Event, StepFinished
+from foreword.routing.kv_event_wire import (
+    DEVICE_MEDIUM,
+    HOST_MEDIUM,
+    LOCAL,
+    REMOTE,
+    REPLAY_END,
+    STORAGE_MEDIUM,
+    BlockRemoved,
+    BlockStored,
+    decode_number,
+    encode_batch,
+    encode_number,
+)
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import parse
 
 logger = logging.getLogger(__name__)
 
-MEDIUM: Final = "GPU"
-END: Final = (-1).to_bytes(8, "big", signed=True)
 _KEPT_MESSAGES: Final = 10_000
 # Token ids kept for replay, all messages together: the bound on memory, about 5 bytes each.
 _KEPT_BYTES: Final = 64 << 20
@@ -46,30 +54,6 @@ _MOST_CHANGES: Final = 1 << 17
 _OWN: Final = ("memory", "disk")
 
 
-class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """vLLM's event, its fields in its order."""
-
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[list[str] | None] | None = None
-    locality: str | None = None
-    ownership: str | None = None
-
-
-class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
-    """vLLM's event."""
-
-    block_hashes: list[bytes]
-    medium: str | None
-    locality: str | None = None
-    ownership: str | None = None
-
-
 class Place(NamedTuple):
     """Where blocks lie, in the words of events."""
 
@@ -78,10 +62,10 @@ class Place(NamedTuple):
     ownership: str | None = None
 
 
-DEVICE: Final = Place(MEDIUM)
+DEVICE: Final = Place(DEVICE_MEDIUM)
 
 
-class _Block(NamedTuple):
+class _StoredBlock(NamedTuple):
     """One block as it was stored on the device."""
 
     parent: bytes
@@ -142,7 +126,7 @@ class KvEvents:
         self._messages: queue.Queue[list[object] | None] = queue.Queue(_WAITING)
         self._lost = 0
         self._watches = False
-        self._known: OrderedDict[bytes, _Block] = OrderedDict()
+        self._known: OrderedDict[bytes, _StoredBlock] = OrderedDict()
         self._known_lock = threading.Lock()
         self._changes: deque[_Change] = deque(maxlen=_MOST_CHANGES)
         self._kept: deque[tuple[int, bytes]] = deque()
@@ -183,7 +167,7 @@ class KvEvents:
         with self._known_lock:
             for number, (parent, key) in enumerate(pairwise(above)):
                 tokens = array("I", event.tokens[number * size : (number + 1) * size])
-                self._known[key] = _Block(parent, tokens, event.salt if not number else None)
+                self._known[key] = _StoredBlock(parent, tokens, event.salt if not number else None)
                 self._known.move_to_end(key)
             while len(self._known) > _KNOWN_BLOCKS:
                 self._known.popitem(last=False)
@@ -235,7 +219,7 @@ class KvEvents:
         """Stretches of chains, as far as it is known what the blocks hold."""
         with self._known_lock:
             found = [(key, self._known[key]) for key in keys if key in self._known]
-        runs: list[list[tuple[bytes, _Block]]] = []
+        runs: list[list[tuple[bytes, _StoredBlock]]] = []
         for key, block in found:
             if runs and runs[-1][-1][0] == block.parent:
                 runs[-1].append((key, block))
@@ -252,7 +236,7 @@ class KvEvents:
         ]
 
     def _run(self) -> None:
-        encode, number = msgspec.msgpack.Encoder().encode, 0
+        number = 0
         while True:
             while self._router.poll(0):
                 self._replay(self._router.recv_multipart())
@@ -265,7 +249,7 @@ class KvEvents:
             for some in (events, self._changed()):
                 if some:
                     number += self._lost_since()
-                    self._publish(number, encode([time.time(), some, 0]))
+                    self._publish(number, encode_batch(time.time(), some))
                     number += 1
 
     def _lost_since(self) -> int:
@@ -273,7 +257,7 @@ class KvEvents:
         return lost
 
     def _publish(self, number: int, payload: bytes) -> None:
-        self._pub.send_multipart((b"", number.to_bytes(8, "big"), payload))
+        self._pub.send_multipart((b"", encode_number(number), payload))
         self._keep(number, payload)
 
     def _keep(self, number: int, payload: bytes) -> None:
@@ -283,14 +267,15 @@ class KvEvents:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _replay(self, frames: list[bytes]) -> None:
-        if len(frames) != 3 or len(frames[2]) != 8:
+        start = decode_number(frames[2]) if len(frames) == 3 else None
+        if start is None:
             logger.warning("a request for missed KV events was not understood")
             return
-        peer, start = frames[0], int.from_bytes(frames[2], "big")
+        peer = frames[0]
         for number, payload in self._kept:
             if number >= start:
-                self._router.send_multipart((peer, b"", b"", number.to_bytes(8, "big"), payload))
-        self._router.send_multipart((peer, b"", b"", END, b""))
+                self._router.send_multipart((peer, b"", b"", encode_number(number), payload))
+        self._router.send_multipart((peer, b"", b"", REPLAY_END, b""))
 
     def close(self) -> None:
         """Send what waits and end."""
@@ -306,8 +291,8 @@ class KvEvents:
 
 def _place(url: str) -> Place:
     parsed = parse(url)
-    medium = "CPU" if parsed.scheme == "memory" else "STORAGE"
-    return Place(medium, "LOCAL" if parsed.scheme in _OWN else "REMOTE", parsed.label)
+    medium = HOST_MEDIUM if parsed.scheme == "memory" else STORAGE_MEDIUM
+    return Place(medium, LOCAL if parsed.scheme in _OWN else REMOTE, parsed.label)
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
