@@ -26,7 +26,7 @@ import redis
 from timing import machine, median, ratio, set_up, table, version_of
 
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, frame
-from foreword.store.redis.store import RedisStore
+from foreword.store.redis.redis_store import RedisStore
 
 SIZES = {"256 KiB": 256 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
 LAYOUT = bytes(16)

@@ -28,11 +28,11 @@ from pathlib import Path
 from timing import machine, median, set_up, table, version_of
 
 from foreword.store.base import Store
+from foreword.store.disk.disk_store import DiskStore
 from foreword.store.disk.index import Index
 from foreword.store.disk.index_rows import block_id
-from foreword.store.disk.store import DiskStore
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check, seal
-from foreword.store.memory.store import MemoryStore
+from foreword.store.memory.memory_store import MemoryStore
 
 BATCH = 8 << 20
 ROUND = 8 * BATCH

@@ -17,7 +17,7 @@ from foreword.blocks.layout import LayerLayout, Layout
 from foreword.offload.copies import Staging
 from foreword.offload.manager import PATIENCE, OffloadManager
 from foreword.store.background import set_background_cores, use_background_cores
-from foreword.store.memory.store import MemoryStore
+from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells and binds threads one by one")

@@ -21,7 +21,7 @@ from foreword.offload.copies import Staging
 from foreword.offload.manager import OffloadManager, StoreLoad
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, Frame
-from foreword.store.memory.store import MemoryStore
+from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 
 LAYOUT = Layout(b"m" * 32, 16, (LayerLayout(1, 8, 8),), "float32")

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from foreword.routing.directory import CacheTier
 from foreword.sim.costs import EngineCosts
-from foreword.store.chains import ChainLru
+from foreword.store.chain_lru import ChainLru
 
 Told = Callable[[CacheTier, bytes, Sequence[bytes]], None]
 Removed = Callable[[CacheTier, Sequence[bytes]], None]
 
 
 class SimTier:
-    """A store of a given number of blocks: LRU over chains, tails before heads (`store/chains.py`)."""
+    """A store of a given number of blocks: LRU over chains, tails before heads (`store/chain_lru.py`)."""
 
     def __init__(self, tier: CacheTier, blocks: int) -> None:
         self.tier = tier
@@ -45,7 +45,7 @@ class SimTier:
             stored(self.tier, parent, keys)
 
     def _add(self, key: bytes, parent: bytes, depth: int, now: int, gone: list[bytes]) -> bool:
-        slot = self.chains.take()
+        slot = self.chains.allocate()
         if slot is None:
             slot = self.chains.evict(now)
             if slot is None:

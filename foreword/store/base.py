@@ -2,12 +2,14 @@
 
 A store keeps two kinds of data:
 
-- *Frames* (`store/frame.py`): encoded KV blocks, stored under a *name* of 48 bytes (layout fingerprint and block key). A frame
+- *Frames* (`store/frame.py`): encoded KV blocks, stored under a *name* of 48 bytes (layout fingerprint and block key).
+A frame
   is immutable: putting it again has no effect. Losing it is a cache miss.
-- *Records*: small values such as named prefixes and layout descriptions, stored under a record key such as `prefixes/a/b`.
+- *Records*: small values such as named prefixes and layout descriptions, stored under a record key such as
+`prefixes/a/b`.
 
-`foreword.conformance.StoreContract` tests this contract. A store does not verify the bytes that it returns: `TieredStore`
-verifies every frame that it reads from any store.
+`foreword.conformance.StoreContract` tests this contract. A store does not verify the bytes that it returns:
+`TieredStore` verifies every frame that it reads from any store.
 """
 
 from __future__ import annotations
@@ -88,14 +90,14 @@ class StoreStatus:
 class Store(Protocol):
     """A store of blocks and records. All methods are thread-safe.
 
-    `deadline` is a time of `time.monotonic()`. A call that passes it raises `StoreTimeout`. Methods raise `StoreError` and no
-    other exception.
+    `deadline` is a time of `time.monotonic()`. A call that passes it raises `StoreTimeout`. Methods raise `StoreError`
+    and no other exception.
 
     Attributes:
         label: name of the store in metrics and reports.
         readers: number of threads that read a large batch faster than one thread does.
-        on_evicted: if set, called with the name of each block that the store itself evicts to make room. It may be called
-            under the store's lock, so it must be quick, and it must not raise.
+        on_evicted: if set, called with the name of each block that the store itself evicts to make room. It may be
+            called under the store's lock, so it must be quick, and it must not raise.
     """
 
     label: str
@@ -116,8 +118,8 @@ class Store(Protocol):
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         """Store frames, in chain order, and return how many of them are present now. A frame already present stays as it is.
 
-        The caller may reuse the buffers after the call. A store with a budget evicts the least recently used chains first, and
-        within a chain the deepest blocks.
+        The caller may reuse the buffers after the call. A store with a budget evicts the least recently used chains
+        first, and within a chain the deepest blocks.
         """
         ...
 

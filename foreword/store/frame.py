@@ -1,20 +1,20 @@
-"""The format of a stored or sent block: a header of 128 bytes, then the payload (docs/reference/formats.md).
+"""The frame format of stored and sent blocks: a header of 128 bytes, then the payload (docs/reference/formats.md).
 
 Offset  Bytes  Field, integers little-endian
 0       4      magic "FWKV"
 4       2      format version, 1
-6       2      codec (store/codec.py; 0 is raw)
+6       2      codec (store/codecs/base.py; 0 is raw)
 8       16     layout fingerprint
 24      32     key
 56      32     parent key
-88      4      depth: the block's number in its chain
+88      4      depth: index of the block in its chain, from 0
 92      4      reserved, 0
 96      8      length of the payload once decoded
-104     8      length of the payload as it stands here
+104     8      length of the payload as stored
 112     16     XXH3-128 (canonical, big-endian) of bytes 0..111 and the payload
 
-The checksum finds every accident: bits that flipped, a file cut short, a block under another's name. It is not a signature:
-whoever may write to a store can write a block that passes.
+The checksum detects accidental damage: flipped bits, a truncated file, a block under the wrong name. It is not a
+signature: a party with write access to a store can write a block that passes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Final
 import xxhash
 
 from foreword.blocks.keys import KEY_BYTES
-from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
+from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.errors import BadFrame
 
 MAGIC: Final = b"FWKV"
@@ -41,7 +41,7 @@ assert _SUMMED + _SUM_BYTES == HEADER_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a frame says of itself. `raw_length` and `length` are bytes of payload, decoded and as stored."""
+    """The header of a frame. `raw_length` and `length` are the bytes of the payload, decoded and as stored."""
 
     layout: bytes
     key: bytes
@@ -53,11 +53,11 @@ class Header:
 
     @property
     def name(self) -> bytes:
-        """Under which a store keeps it."""
+        """The name under which a store keeps the block."""
         return self.layout + self.key
 
     def pack(self) -> bytes:
-        """The header without its checksum, 112 bytes."""
+        """Encode the header without its checksum, 112 bytes."""
         return _HEAD.pack(
             MAGIC, VERSION, self.codec, self.layout, self.key, self.parent, self.depth, 0, self.raw_length, self.length
         )
@@ -65,14 +65,14 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A header and the whole frame's bytes, header included."""
+    """A header and the bytes of the whole frame, including the header."""
 
     header: Header
     data: memoryview
 
     @property
     def name(self) -> bytes:
-        return self.header.layout + self.header.key
+        return self.header.name
 
     @property
     def payload(self) -> memoryview:
@@ -80,7 +80,7 @@ class Frame:
 
 
 def seal(header: Header, buffer: memoryview) -> Frame:
-    """Write the header and its checksum before a payload that already lies in `buffer[128 : 128 + header.length]`."""
+    """Write the header and checksum in front of a payload that is already in `buffer[128 : 128 + header.length]`."""
     end = HEADER_BYTES + header.length
     head = header.pack()
     buffer[:_SUMMED] = head
@@ -89,19 +89,19 @@ def seal(header: Header, buffer: memoryview) -> Frame:
 
 
 def frame(header: Header, payload: bytes | memoryview) -> Frame:
-    """A frame in memory of its own; the payload is copied."""
+    """Create a frame in new memory from a copy of the payload."""
     buffer = memoryview(bytearray(HEADER_BYTES + len(payload)))
     buffer[HEADER_BYTES:] = payload
     return seal(header, buffer)
 
 
 def read_header(data: bytes | memoryview) -> Header:
-    """The header of a frame whose payload may be missing: structure only, the checksum is not looked at. Raises BadFrame."""
+    """Parse a header without verifying the checksum; the payload may be missing. Raises BadFrame."""
     if len(data) < HEADER_BYTES:
         raise BadFrame("truncated", f"{len(data)} bytes are less than a header")
     magic, version, codec, layout, key, parent, depth, reserved, raw_length, length = _HEAD.unpack_from(data)
     if magic != MAGIC:
-        raise BadFrame("magic", "this is not a block of Foreword's")
+        raise BadFrame("magic", "this is not a Foreword block")
     if version != VERSION:
         raise BadFrame("version", f"format version {version} is not {VERSION}, which this program reads")
     if reserved:
@@ -110,17 +110,17 @@ def read_header(data: bytes | memoryview) -> Header:
 
 
 def check(data: memoryview, name: bytes | None = None) -> Frame:
-    """The frame that these bytes are, if they are one to the last bit, and the one called `name`. Raises BadFrame.
+    """Verify that `data` is an intact frame, and the one called `name` if given. Raises BadFrame.
 
-    The checksum is looked at last, so that the reason says what is wrong and not only that something is.
+    The checksum is compared last, so the error names the specific defect where there is one.
     """
     header = read_header(data)
     if name is not None and header.name != name:
-        raise BadFrame("name", "another block lies under this name")
+        raise BadFrame("name", "another block is stored under this name")
     if len(data) != HEADER_BYTES + header.length:
         raise BadFrame("length", f"{len(data)} bytes are there, the header says {HEADER_BYTES + header.length}")
     if _checksum(data[:_SUMMED], data[HEADER_BYTES:]) != data[_SUMMED:HEADER_BYTES]:
-        raise BadFrame("checksum", "the checksum does not fit")
+        raise BadFrame("checksum", "the checksum does not match")
     return Frame(header, data)
 
 
@@ -128,10 +128,3 @@ def _checksum(head: bytes | memoryview, payload: memoryview) -> bytes:
     state = xxhash.xxh3_128(head)
     state.update(payload)
     return state.digest()
-
-
-def split_name(name: bytes) -> tuple[bytes, bytes]:
-    """Layout fingerprint and key of a name."""
-    if len(name) != NAME_BYTES:
-        raise BadFrame("name", f"a block's name has {NAME_BYTES} bytes, not {len(name)}")
-    return name[:FINGERPRINT_BYTES], name[FINGERPRINT_BYTES:]

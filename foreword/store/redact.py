@@ -1,4 +1,4 @@
-"""What is shown of URLs and of what clients say about them: never a password, key or token."""
+"""Redact user names, passwords, keys and tokens in URLs and in error messages of client libraries."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from foreword.errors import StoreConfigError
 
 HIDDEN: Final = "***"
 ESCAPES: Final = "in a user name or password write / as %2F, ? as %3F, # as %23, : as %3A and @ as %40"
-# Behind ? or &: clients repeat URLs, not their options.
+# After ? or &: clients repeat URLs, not their options.
 _SECRET_OPTION: Final = re.compile(
     r"([?&][^=&\s]*(?:pass|secret|token|key|sig|credential)[^=&\s]*=)[^&\s]*", re.IGNORECASE
 )
-# Up to the last @ of a word, or of a line if a colon stands between: a password that was not percent-encoded may hold
-# anything. A third slash begins a path, without a user before it.
+# Up to the last @ of a word, or of a line if there is a colon before it: a password that was not percent-encoded may contain
+# anything. After three slashes comes a path, and there is no user name.
 _USER_INFO: Final = re.compile(r"://(?!/)(?:[^\s:/?#@]*:[^\n@]*)?\S*@")
 
 
 def redacted(text: str, *secrets: str) -> str:
-    """`text` (a URL, or a sentence that may repeat one) without user names, passwords and the values of options that look like
-    secrets. `secrets` are hidden wherever they stand."""
+    """Replace user names, passwords and the values of secret options in `text`, a URL or a message that may contain one.
+
+    `secrets` are replaced wherever they occur.
+    """
     text = _USER_INFO.sub(f"://{HIDDEN}@", _SECRET_OPTION.sub(rf"\1{HIDDEN}", text))
     for secret in secrets:
         if secret:
@@ -30,12 +32,14 @@ def redacted(text: str, *secrets: str) -> str:
 
 
 def split_url(url: str) -> SplitResult:
-    """The parts of a store's URL. Raises StoreConfigError, also where a password that was not percent-encoded would be taken
-    for something else: what stands before its ? or # reads as a port if it is a number."""
+    """Split a store URL. Raises StoreConfigError, also if a password that was not percent-encoded would be misread.
+
+    Example: in `redis://me:12?34@host` the password would be read as port 12 and a query.
+    """
     try:
         parts = urlsplit(url)
-    except ValueError:  # which repeats the host, and what stands before it
-        raise StoreConfigError(f"{redacted(url)!r} is no URL: its host cannot be read") from None
+    except ValueError:  # its message repeats the host and the password
+        raise StoreConfigError(f"{redacted(url)!r} is not a URL: its host cannot be read") from None
     if parts.fragment:
         shown = redacted(url).partition("#")[0]
         raise StoreConfigError(f"{shown!r}: a # ends a URL; write one in a path or password as %23 ({ESCAPES})")

@@ -1,8 +1,8 @@
 """A tiered store: several stores as one, fastest first, where the failure of a store is a cache miss.
 
-`TieredStore` counts every error and timeout of a tier and looks for the block in the next tier. A circuit breaker skips a tier
-that keeps failing. Every frame is verified (checksum, name, length) before a caller sees it; a frame that does not pass is
-counted and deleted from its tier.
+`TieredStore` counts every error and timeout of a tier and looks for the block in the next tier. A circuit breaker skips
+a tier that keeps failing. Every frame is verified (checksum, name, length) before a caller sees it; a frame that does
+not pass is counted and deleted from its tier.
 """
 
 from __future__ import annotations
@@ -226,10 +226,10 @@ class TieredStore(Store):
 
     Args:
         stores: the tiers.
-        persistent: indexes of the tiers that outlive the process (None: all). Records are written to these if there are any.
-            They are read from the last tier first, which is the one shared by the most instances.
-        writable: indexes of the tiers that take writes (None: all). The other tiers are only read: blocks are never put,
-            promoted, pinned or deleted there, and records are written there only if there is no other tier.
+        persistent: indexes of the tiers that outlive the process (None: all). Records are written to these if there are
+            any. They are read from the last tier first, which is the one shared by the most instances.
+        writable: indexes of the tiers that take writes (None: all). The other tiers are only read: blocks are never
+            put, promoted, pinned or deleted there, and records are written there only if there is no other tier.
 
     Attributes:
         writable: indexes of the tiers that take writes.
@@ -253,8 +253,8 @@ class TieredStore(Store):
     def subscribe(self, listener: Callable[[int, bool, Sequence[Name]], None]) -> None:
         """Call `listener(tier, stored, names)` whenever this process stores blocks in a writable tier or removes them.
 
-        Evictions by a server such as Redis, and changes that other processes make, are not reported. The listener is called
-        on any thread and possibly under a store's lock: it must be quick and must not raise.
+        Evictions by a server such as Redis, and changes that other processes make, are not reported. The listener is
+        called on any thread and possibly under a store's lock: it must be quick and must not raise.
         """
         for index in self.writable:
             self.tiers[index].subscribe(partial(listener, index))

@@ -1,10 +1,11 @@
-"""From text to stores: `memory://?size=4GiB`, `disk:///var/cache/foreword?size=200GiB`, `redis://host`, `s3://bucket/prefix`.
+"""Open stores from URLs: `memory://?size=4GiB`, `disk:///var/cache/foreword?size=200GiB`, `redis://host`,
+`s3://bucket/prefix`.
 
-Every URL may say `codec=` (store/codec.py; raw by default) and `label=` (its name in metrics). Several URLs are a tiered
-store, the fastest first. Libraries of clients are imported when a URL asks for them.
+Every URL accepts the options `codec=` (store/codecs; default raw) and `label=` (name in metrics). Several URLs make a
+tiered store, fastest first. Client libraries are imported only when a URL needs them.
 
-`peer://host:port`, another instance's device and memory, is read through `foreword.transfer`, a room above this one: whoever
-can use it gives `open_store` what opens it.
+`peer://host:port` reads the device and memory of another instance. The package `foreword.transfer` opens such URLs; it
+lies above this one, so its callers pass the function that opens them to `open_store`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ Value = TypeVar("Value")
 _DEFAULT_SIZE: Final = {"memory": "4GiB", "disk": "64GiB"}
 _REDIS: Final = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 _OBJECTS: Final = ("s3", "gs", "az", "file")
-_ABOVE: Final = ("peer",)
+_SCHEMES: Final = ("memory", "disk", *_REDIS, *_OBJECTS, "peer")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """A URL taken apart. `options` are what the backend itself understands, `url` is what is left without them, and `shown` is
-    that without secrets, for messages."""
+    """A parsed URL.
+
+    Attributes:
+        url: the URL without its query.
+        options: the query without `codec` and `label`.
+        shown: `url` without secrets, for messages.
+    """
 
     scheme: str
     url: str = field(repr=False)
@@ -44,26 +50,25 @@ class StoreUrl:
 
     @property
     def persistent(self) -> bool:
-        """Whether what is written there outlives the process."""
+        """Whether the store outlives this process."""
         return self.scheme not in ("memory", "peer")
 
     @property
     def writable(self) -> bool:
-        """Whether blocks are written there at all."""
+        """Whether blocks are written to the store."""
         return self.scheme != "peer" and self.options.get("read_only", "0").lower() in ("0", "false")
 
 
-# Opens a URL of a scheme that another room knows; the layout is that of the engine's blocks, None for tools.
+# Opens a URL. The layout is that of the engine's blocks, None for tools.
 Opener = Callable[[StoreUrl, Layout | None], Store]
 
 
 def parse(url: str) -> StoreUrl:
-    """Raises StoreConfigError with a sentence that helps."""
+    """Parse a store URL. Raises StoreConfigError."""
     parts = split_url(url)
-    schemes = ("memory", "disk", *_REDIS, *_OBJECTS, *_ABOVE)
-    if parts.scheme not in schemes:
+    if parts.scheme not in _SCHEMES:
         raise StoreConfigError(
-            f"{redacted(url)!r}: no store is called {parts.scheme!r}{did_you_mean(parts.scheme, schemes)}"
+            f"{redacted(url)!r}: there is no store type {parts.scheme!r}{did_you_mean(parts.scheme, _SCHEMES)}"
         )
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     codec = options.pop("codec", "raw")
@@ -80,49 +85,51 @@ def parse(url: str) -> StoreUrl:
 def open_store(
     urls: Sequence[str], layout: Layout | None = None, openers: Mapping[str, Opener] | None = None
 ) -> TieredStore:
-    """Open every store of a composition, the fastest first. Without a layout (tools) encoded blocks stay encoded.
+    """Open a tiered store, fastest tier first.
 
     Args:
-        openers: what opens URLs of schemes that rooms above this one know, by scheme (`foreword.transfer.peer.opener`).
+        layout: layout of the blocks. Without it (tools), encoded blocks stay encoded.
+        openers: functions that open URLs of further schemes, by scheme (`foreword.transfer.peer.opener`).
 
-    Raises StoreError: a wrong URL, or a store that cannot be opened.
+    Raises:
+        StoreError: a URL is wrong, or a store cannot be opened.
     """
     if not urls:
-        raise StoreConfigError("no store is named; give for example disk:///var/cache/foreword?size=20GiB")
+        raise StoreConfigError("no store is given; add for example disk:///var/cache/foreword?size=20GiB")
     parsed = [parse(url) for url in urls]
     opened: list[Store] = []
     try:
-        for place in _labelled(parsed):
-            opened.append(_encoded(_open(place, layout, openers or {}), place.codec, layout))
+        for url in _with_distinct_labels(parsed):
+            opened.append(_with_codec(_open(url, layout, openers or {}), url.codec, layout))
     except BaseException:
         for store in opened:
             store.close()
         raise
-    persistent = [number for number, place in enumerate(parsed) if place.persistent]
-    writable = [number for number, place in enumerate(parsed) if place.writable]
+    persistent = [index for index, url in enumerate(parsed) if url.persistent]
+    writable = [index for index, url in enumerate(parsed) if url.writable]
     return TieredStore(opened, persistent, writable=writable)
 
 
 def loss_of(urls: Sequence[str]) -> str:
-    """What the layout of blocks in this composition must name as its loss: "" unless a codec is lossy."""
+    """The value of `Layout.loss` for blocks in these stores: "" unless a codec is lossy."""
     from foreword.store.codecs.base import codec_named
     from foreword.store.codecs.coded_store import named_loss
 
     return named_loss(*(codec_named(parse(url).codec) for url in urls))
 
 
-def _labelled(places: Sequence[StoreUrl]) -> list[StoreUrl]:
-    """Labels made distinct: metrics and receipts tell tiers apart by them."""
+def _with_distinct_labels(urls: Sequence[StoreUrl]) -> list[StoreUrl]:
+    """Number labels that occur more than once: metrics and receipts identify tiers by label."""
     seen: dict[str, int] = {}
     named = []
-    for place in places:
-        seen[place.label] = count = seen.get(place.label, 0) + 1
-        label = place.label if count == 1 else f"{place.label}-{count}"
-        named.append(replace(place, label=label))
+    for url in urls:
+        seen[url.label] = count = seen.get(url.label, 0) + 1
+        label = url.label if count == 1 else f"{url.label}-{count}"
+        named.append(replace(url, label=label))
     return named
 
 
-def _encoded(store: Store, codec: str, layout: Layout | None) -> Store:
+def _with_codec(store: Store, codec: str, layout: Layout | None) -> Store:
     if codec == "raw" or layout is None:
         return store
     from foreword.store.codecs.base import codec_named
@@ -131,90 +138,80 @@ def _encoded(store: Store, codec: str, layout: Layout | None) -> Store:
     return CodedStore(store, codec_named(codec), layout)
 
 
-def _open(place: StoreUrl, layout: Layout | None, openers: Mapping[str, Opener]) -> Store:
-    if place.scheme in openers:
-        return openers[place.scheme](place, layout)
-    if place.scheme in _ABOVE:
-        raise StoreConfigError(f"{place.shown}: only an engine reads from another instance; leave this store out here")
-    if place.scheme == "memory":
-        return _open_memory(place)
-    if place.scheme == "disk":
-        return _open_disk(place)
-    if place.scheme in _REDIS:
-        return _open_redis(place)
-    return _open_objects(place)
+def _open(url: StoreUrl, layout: Layout | None, openers: Mapping[str, Opener]) -> Store:
+    if url.scheme in openers:
+        return openers[url.scheme](url, layout)
+    if url.scheme == "peer":
+        raise StoreConfigError(f"{url.shown}: only an engine can read from another instance; omit this store here")
+    if url.scheme == "memory":
+        return _open_memory(url)
+    if url.scheme == "disk":
+        return _open_disk(url)
+    return _open_redis(url) if url.scheme in _REDIS else _open_objects(url)
 
 
-def _open_memory(place: StoreUrl) -> Store:
-    from foreword.store.memory.store import MemoryStore
+def _open_memory(url: StoreUrl) -> Store:
+    from foreword.store.memory.memory_store import MemoryStore
 
-    given = Options(place)
-    size = given.size("memory")
-    share = given.number("pin_share", 0.5)
-    given.done()
-    return MemoryStore(size, label=place.label, pin_share=share)
+    options = UrlOptions(url)
+    size = options.size("memory")
+    share = options.number("pin_share", 0.5)
+    options.done()
+    return MemoryStore(size, label=url.label, pin_share=share)
 
 
-def _open_disk(place: StoreUrl) -> Store:
-    from foreword.store.disk.store import DiskStore
+def _open_disk(url: StoreUrl) -> Store:
+    from foreword.store.disk.disk_store import DiskStore
 
-    given = Options(place)
-    size = given.size("disk")
-    share = given.number("pin_share", 0.5)
-    read_only = given.flag("read_only")
-    journal = given.text("journal", "wal")
-    given.done()
+    options = UrlOptions(url)
+    size = options.size("disk")
+    share = options.number("pin_share", 0.5)
+    read_only = options.flag("read_only")
+    journal = options.text("journal", "wal")
+    options.done()
     if journal not in ("wal", "delete"):
-        raise StoreConfigError(f"{place.shown}: journal is wal or delete, not {journal!r}")
-    if not place.path:
+        raise StoreConfigError(f"{url.shown}: journal is wal or delete, not {journal!r}")
+    if not url.path:
         raise StoreConfigError("a disk store needs a folder: disk:///var/cache/foreword?size=20GiB")
-    return DiskStore(
-        place.path,
-        size,
-        label=place.label,
-        pin_share=share,
-        read_only=read_only,
-        journal=cast("Literal['wal', 'delete']", journal),
-    )
+    mode = cast("Literal['wal', 'delete']", journal)
+    return DiskStore(url.path, size, label=url.label, pin_share=share, read_only=read_only, journal=mode)
 
 
-def _open_redis(place: StoreUrl) -> Store:
+def _open_redis(url: StoreUrl) -> Store:
     try:
-        from foreword.store.redis.store import RedisStore
+        from foreword.store.redis.redis_store import RedisStore
     except ModuleNotFoundError as error:
         raise _missing(error, "redis") from None
-    given = Options(place)
-    prefix = given.text("prefix", "foreword")
-    ttl = given.number("ttl", 0.0)
-    left = urlencode(given.rest())
-    return RedisStore(place.url + (f"?{left}" if left else ""), label=place.label, prefix=prefix, ttl=ttl or None)
+    options = UrlOptions(url)
+    prefix = options.text("prefix", "foreword")
+    ttl = options.number("ttl", 0.0)
+    query = urlencode(options.rest())
+    return RedisStore(url.url + (f"?{query}" if query else ""), label=url.label, prefix=prefix, ttl=ttl or None)
 
 
-def _open_objects(place: StoreUrl) -> Store:
+def _open_objects(url: StoreUrl) -> Store:
     try:
-        from foreword.store.object.store import ObjectStore
+        from foreword.store.object.object_store import ObjectStore
     except ModuleNotFoundError as error:
         raise _missing(error, "s3") from None
-    given = Options(place)
-    prefix = given.text("prefix", "")
-    parallel = int(given.number("parallel", 16))
-    exact = given.text("exact_lookup", "1") not in ("0", "false")
-    return ObjectStore(
-        place.url, label=place.label, prefix=prefix, parallel=parallel, exact_lookup=exact, **given.rest()
-    )
+    options = UrlOptions(url)
+    prefix = options.text("prefix", "")
+    parallel = int(options.number("parallel", 16))
+    exact = options.text("exact_lookup", "1") not in ("0", "false")
+    return ObjectStore(url.url, label=url.label, prefix=prefix, parallel=parallel, exact_lookup=exact, **options.rest())
 
 
 def _missing(error: ModuleNotFoundError, extra: str) -> StoreConfigError:
     return StoreConfigError(f"this store needs {error.name}: pip install 'foreword[{extra}]'")
 
 
-class Options:
-    """A URL's options, taken one after the other; what is left over is an error, or the client's business."""
+class UrlOptions:
+    """Reads the options of a URL one by one. The rest is an error (`done`) or belongs to the client library (`rest`)."""
 
-    def __init__(self, place: StoreUrl) -> None:
-        self._left = dict(place.options)
+    def __init__(self, url: StoreUrl) -> None:
+        self._left = dict(url.options)
         self._known: list[str] = ["codec", "label"]
-        self._shown = place.shown
+        self._shown = url.shown
 
     def text(self, key: str, default: str) -> str:
         self._known.append(key)

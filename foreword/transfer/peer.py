@@ -22,7 +22,7 @@ from foreword.errors import ConfigError, PeerRejected, StoreConfigError, StoreTi
 from foreword.errors import TransferTimeout as NoAnswer
 from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
 from foreword.store.frame import Frame
-from foreword.store.urls import Opener, Options, StoreUrl
+from foreword.store.urls import Opener, StoreUrl, UrlOptions
 from foreword.transfer.connection import Connection
 from foreword.transfer.endpoint import Endpoint
 from foreword.transfer.service import Idle
@@ -209,7 +209,7 @@ def opener(config: TransferConfig) -> Opener:
     """What opens `peer://` URLs for `foreword.store.urls.open_store`; where a URL names no secret, `config.secret` is used."""
 
     def open_peer(place: StoreUrl, layout: Layout | None) -> PeerStore:
-        given = Options(place)
+        given = UrlOptions(place)
         if "secret" in place.options or "@" in place.shown:
             raise StoreConfigError(
                 "a secret does not belong into a URL: name a variable or file of it: secret_env=, secret_file="

@@ -14,6 +14,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_memory_store
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import StoreContract, soon
@@ -22,7 +23,7 @@ from foreword.store.base import Store, StoredBlock, StoreStatus, time_left
 from foreword.store.codecs.base import NAMES, codec_named
 from foreword.store.codecs.coded_store import CodedStore, named_loss
 from foreword.store.frame import HEADER_BYTES, Frame, Header, check, frame, read_header, seal
-from foreword.store.memory.store import MemoryStore
+from foreword.store.memory.memory_store import MemoryStore
 
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -598,7 +599,7 @@ class TestContract(StoreContract):
     def store(self) -> Iterator[Store]:
         inner = MemoryStore(64 << 20, slot_bytes=(64 << 10) + HEADER_BYTES)
         yield CodedStore(inner, codec_named("lossless"), SMALL)
-        inner.check()
+        check_memory_store(inner)
         inner.close()
 
 

@@ -26,9 +26,9 @@ from foreword.conformance import (
 )
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreTimeout, StoreUnavailable
 from foreword.store.base import Store
-from foreword.store.disk.store import DiskStore
+from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import HEADER_BYTES, Frame, check
-from foreword.store.memory.store import MemoryStore
+from foreword.store.memory.memory_store import MemoryStore
 
 LARGE = 1 << 20
 quick = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))

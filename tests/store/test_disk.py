@@ -28,7 +28,7 @@ from foreword.conformance import (
 )
 from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import Store
-from foreword.store.disk.store import DiskStore
+from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import Frame
 
 

@@ -32,8 +32,8 @@ from foreword.conformance import (
     whole,
 )
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
-from foreword.store.disk.store import DiskStore
-from foreword.store.disk.store import recovery as disk_recovery
+from foreword.store.disk.disk_store import DiskStore
+from foreword.store.disk.disk_store import recovery as disk_recovery
 from foreword.store.frame import HEADER_BYTES, Frame, check
 
 PAYLOAD = 20_000

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.errors import BadFrame
-from foreword.store.frame import HEADER_BYTES, Header, check, frame, read_header, seal, split_name
+from foreword.store.frame import HEADER_BYTES, Header, check, frame, read_header, seal
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYOUT = bytes(range(16))
@@ -135,11 +135,3 @@ def test_the_reason_names_what_is_wrong(offset: int, value: bytes, reason: str):
     with pytest.raises(BadFrame) as raised:
         check(memoryview(data))
     assert raised.value.reason == reason
-
-
-def test_a_name_has_two_parts():
-    """A name splits into fingerprint and key; one of another length is refused."""
-    assert split_name(LAYOUT + KEY) == (LAYOUT, KEY)
-    for wrong in (b"", LAYOUT + KEY[:-1], LAYOUT + KEY + b"x"):
-        with pytest.raises(BadFrame):
-            split_name(wrong)

@@ -1,4 +1,4 @@
-"""The memory store: the contract, its slots, and a million blocks."""
+"""The memory store: the contract, its slots, concurrency, and a million blocks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+from invariants import check_memory_store
 
 from foreword.conformance import (
     SMALL_BYTES,
@@ -22,44 +23,43 @@ from foreword.conformance import (
     whole,
 )
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreUnavailable
-from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES, Frame, Header
-from foreword.store.memory.store import MemoryStore
+from foreword.store.memory.memory_store import MemoryStore
 
 
 class TestContract(StoreContract):
     bounded = True
 
     @pytest.fixture
-    def store(self) -> Iterator[Store]:
+    def store(self) -> Iterator[MemoryStore]:
         store = MemoryStore(64 << 20, slot_bytes=(64 << 10) + HEADER_BYTES)
         yield store
-        store.check()
+        check_memory_store(store)
         store.close()
 
     @pytest.fixture
-    def small(self) -> Iterator[Store]:
+    def small(self) -> Iterator[MemoryStore]:
         store = MemoryStore(SMALL_BYTES)
         yield store
-        store.check()
+        check_memory_store(store)
         store.close()
 
 
 @pytest.mark.parametrize(("size", "share", "slot"), [(0, 0.5, None), (100, 1.5, None), (100, 0.5, 101), (100, 0.5, 0)])
-def test_sizes_that_make_no_sense(size: int, share: float, slot: int | None) -> None:
-    """A store that could never hold anything is refused when it is made."""
+def test_impossible_sizes(size: int, share: float, slot: int | None) -> None:
+    """An impossible size, share or slot length is refused by the constructor."""
     with pytest.raises(StoreConfigError):
         MemoryStore(size, pin_share=share, slot_bytes=slot)
 
 
-def test_more_memory_than_there_is() -> None:
-    """An arena that the system does not give is an error of a store, at once."""
+def test_more_memory_than_the_system_has() -> None:
+    """If the system refuses the memory, the constructor raises StoreUnavailable."""
     with pytest.raises(StoreUnavailable):
         MemoryStore(1 << 62)
 
 
-def test_the_first_put_decides_the_slots() -> None:
-    """Slots are as long as the longest frame of the first put; longer ones are refused later, shorter ones take a slot."""
+def test_the_first_put_sets_the_slot_length() -> None:
+    """Slots are as long as the longest frame of the first put. Longer frames are refused later, shorter ones take a slot."""
     store = MemoryStore(SMALL_BYTES)
     assert store.status().notes["slot_bytes"] == 0
     first = [*make_frames(1, 2, 100), *make_frames(2, 1, SMALL_PAYLOAD)]
@@ -74,8 +74,8 @@ def test_the_first_put_decides_the_slots() -> None:
     assert store.status().evictions == 1 and store.status().blocks == 8
 
 
-def test_what_is_pinned_leaves_no_room() -> None:
-    """A put into a store whose every slot is pinned says so, and changes nothing."""
+def test_a_store_full_of_pins() -> None:
+    """A put into a store whose slots are all pinned raises StoreFull and changes nothing."""
     store = MemoryStore(SMALL_BYTES, pin_share=1.0)
     chain = make_frames(6, 8, SMALL_PAYLOAD)
     store.put(chain, deadline=soon())
@@ -86,19 +86,19 @@ def test_what_is_pinned_leaves_no_room() -> None:
     assert read(store, chain) == whole(chain)
 
 
-def test_words_that_are_none() -> None:
-    """A record's word of other characters, or a record that is too long, is an error of a store."""
+def test_invalid_records() -> None:
+    """An invalid record key or a record that is too long raises StoreError."""
     store = MemoryStore(1000)
-    for word in ("", "/", "a/", "/a", "a//b", "ä", "a b", "a\n"):
+    for key in ("", "/", "a/", "/a", "a//b", "ä", "a b", "a\n"):
         with pytest.raises(StoreError):
-            store.put_record(word, b"", deadline=soon())
+            store.put_record(key, b"", deadline=soon())
     with pytest.raises(StoreError):
         store.put_record("long", bytes((8 << 20) + 1), deadline=soon())
     store.put_record("long", bytes(8 << 20), deadline=soon())
 
 
-def test_reading_while_others_delete_and_evict() -> None:
-    """A slot that is being read is not written before the reader is done: large frames that come back are whole."""
+def test_reads_beside_deletions_and_evictions() -> None:
+    """A slot is not reused while a thread reads it: large frames are intact beside deletions and evictions."""
     chains = [make_frames(400 + number, 3, 200_000) for number in range(4)]
     store = MemoryStore(7 * (200_000 + HEADER_BYTES))
     stop = threading.Event()
@@ -123,11 +123,11 @@ def test_reading_while_others_delete_and_evict() -> None:
     finally:
         stop.set()
         other.join()
-    store.check()
+    check_memory_store(store)
 
 
-def test_closing_under_a_reader() -> None:
-    """close does not pull the memory away from who is reading; that call ends well or says that the store is closed."""
+def test_close_beside_a_reader() -> None:
+    """close does not release the memory under a reader: its call succeeds or raises StoreUnavailable."""
     chain = make_frames(410, 8, 200_000)
 
     def keep_reading(store: MemoryStore, results: list[list[bytes | None]], started: threading.Event) -> None:
@@ -159,9 +159,9 @@ def small_frames(first: int, count: int) -> list[Frame]:
     ]
 
 
-def test_a_million_blocks() -> None:
-    """A million small blocks fit, are found, and make room for others one by one."""
-    count = 1 << 20
+@pytest.mark.parametrize("count", [1 << 15, pytest.param(1 << 20, marks=pytest.mark.slow)])
+def test_many_blocks(count: int) -> None:
+    """Many small blocks fit, are found, and are evicted one by one to make room for others."""
     store = MemoryStore(count * (HEADER_BYTES + 8))
     for start in range(0, count, 4096):
         store.put(small_frames(start, 4096), deadline=soon())

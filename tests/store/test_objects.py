@@ -15,7 +15,7 @@ from servers import HttpServer, S3Server, ScriptedServer, free_port
 from foreword.conformance import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
 from foreword.errors import StoreConfigError, StoreError, StoreReadOnly, StoreTimeout, StoreUnavailable
 from foreword.store.frame import HEADER_BYTES, frame
-from foreword.store.object.store import ObjectStore
+from foreword.store.object.object_store import ObjectStore
 
 _numbers = itertools.count()
 _machine_folder = Path()

@@ -30,7 +30,7 @@ from foreword.errors import (
     StoreUnavailable,
 )
 from foreword.store.frame import Frame, check, frame
-from foreword.store.redis.store import RedisStore
+from foreword.store.redis.redis_store import RedisStore
 
 MiB = 1 << 20
 _numbers = itertools.count()

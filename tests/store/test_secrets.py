@@ -12,10 +12,10 @@ from servers import RedisServer, ScriptedServer, free_port
 
 from foreword.config import StoreConfig, TransferConfig
 from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
-from foreword.server.active_requests import Caller
+from foreword.server.job import Caller
 from foreword.store.redact import redacted
+from foreword.store.redis.redis_store import RedisStore
 from foreword.store.redis.resp import words
-from foreword.store.redis.store import RedisStore
 from foreword.store.urls import open_store, parse
 from foreword.transfer.handshake import Identity
 from foreword.transfer.peer import opener

@@ -10,7 +10,7 @@ import pytest
 from foreword.conformance import FlakyStore, StoreContract, make_frames, names_of, put_all, read, soon, whole
 from foreword.errors import StoreError, StoreReadOnly
 from foreword.store.base import Store
-from foreword.store.memory.store import MemoryStore
+from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import CircuitBreaker, Rate, TieredStore
 from foreword.store.urls import loss_of, open_store, parse
 

@@ -13,9 +13,9 @@ from foreword.errors import StoreUnavailable
 from foreword.store.base import Name, Store
 from foreword.store.codecs.base import codec_named
 from foreword.store.codecs.coded_store import CodedStore
-from foreword.store.disk.store import DiskStore
+from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import HEADER_BYTES
-from foreword.store.memory.store import MemoryStore
+from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 
 LAYOUT = Layout(b"m" * 32, 16, (LayerLayout(1, 8, 8),), "float32")

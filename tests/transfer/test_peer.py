@@ -20,7 +20,7 @@ from foreword.conformance import ReadOnlyStoreContract, make_frames, names_of, r
 from foreword.errors import StoreConfigError, StoreTimeout, StoreUnavailable
 from foreword.store.base import Store
 from foreword.store.frame import Frame
-from foreword.store.memory.store import MemoryStore
+from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
 from foreword.transfer.endpoint import Endpoint

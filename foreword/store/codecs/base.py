@@ -1,4 +1,5 @@
-"""Codecs encode the payload of stored blocks. docs/guides/codecs.md has measurements of their ratio, speed and accuracy.
+"""Codecs encode the payload of stored blocks. docs/guides/codecs.md has measurements of their ratio, speed and
+accuracy.
 
     name      number  lossy
     raw            0  no     unchanged
@@ -6,8 +7,8 @@
     int8           2  yes    8-bit quantization, keys per channel, values per token (quantize.py)
     int4           3  yes    the same with 4 bits (quantize.py)
 
-The number is stored in the frame header and keeps its meaning forever. Number 4 belonged to a codec that was removed. Blocks
-encoded with a lossy codec have another layout (`Layout.loss`), so they never share a name with exact blocks.
+The number is stored in the frame header and keeps its meaning forever. Number 4 belonged to a codec that was removed.
+Blocks encoded with a lossy codec have another layout (`Layout.loss`), so they never share a name with exact blocks.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Codec(Protocol):
     def decode(self, data: memoryview, out: memoryview, layout: Layout) -> None:
         """Decode into `out` (writable, `layout.block_bytes` bytes).
 
-        Raises BadFrame for data that `encode` cannot have written; the content of `out` is then undefined. Lengths are checked
-        before memory is allocated.
+        Raises BadFrame for data that `encode` cannot have written; the content of `out` is then undefined. Lengths are
+        checked before memory is allocated.
         """
         ...
 

@@ -10,7 +10,7 @@ from foreword.blocks.layout import Layout
 from foreword.errors import BadFrame, StoreConfigError
 from foreword.store.base import Name, Store, StoreStatus, time_left
 from foreword.store.codecs.base import Codec, check_tokens
-from foreword.store.frame import HEADER_BYTES, RAW, Frame, check, read_header, seal, split_name
+from foreword.store.frame import HEADER_BYTES, RAW, Frame, check, read_header, seal
 from foreword.store.wrapper import StoreWrapper
 
 
@@ -29,9 +29,9 @@ def named_loss(*codecs: Codec) -> str:
 class CodedStore(StoreWrapper):
     """Encodes frames on `put` and decodes them on `get`. All other calls go to the inner store unchanged.
 
-    A frame is stored as it is if the codec does not make it smaller, or if it has another layout or is already encoded. An
-    encoded frame is verified before it is decoded; a bad one counts as missing (`status().notes`). Raw frames are returned
-    unverified, as by any store. `scan` lists the sizes of encoded frames.
+    A frame is stored as it is if the codec does not make it smaller, or if it has another layout or is already encoded.
+    An encoded frame is verified before it is decoded; a bad one counts as missing (`status().notes`). Raw frames are
+    returned unverified, as by any store. `scan` lists the sizes of encoded frames.
 
     Args:
         layout: layout of the blocks to encode.
@@ -115,12 +115,11 @@ class CodedStore(StoreWrapper):
         return raw_length
 
     def _decode(self, name: Name, buffer: memoryview, length: int) -> int:
-        layout, _ = split_name(name)
         header = check(buffer[:length], name).header
         size = self._layout.block_bytes
         if header.codec != self._codec.number:
             raise BadFrame("codec", f"codec {header.codec} is not {self._codec.name}, the codec of this store")
-        if layout != self._fingerprint or header.raw_length != size or HEADER_BYTES + size > len(buffer):
+        if header.layout != self._fingerprint or header.raw_length != size or HEADER_BYTES + size > len(buffer):
             raise BadFrame("layout", "an encoded block of another layout, or a buffer too short for it")
         if header.length > size:
             raise BadFrame("length", "an encoded block is longer than a raw one")

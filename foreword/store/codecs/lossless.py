@@ -1,10 +1,10 @@
 """The codec `lossless`: byte planes of the numbers, each compressed with zstd if that makes it shorter.
 
-zstd's Huffman coder runs without the GIL. A symbol takes a whole number of bits, at least one; docs/guides/codecs.md says what
-that costs compared with an arithmetic coder.
+zstd's Huffman coder runs without the GIL. A symbol takes a whole number of bits, at least one; docs/guides/codecs.md
+says what that costs compared with an arithmetic coder.
 
-Format of a list of streams: their number n (uint16, little-endian); n entries of 5 bytes, the encoding (0 stored, 1 zstd) and
-the encoded length (uint32, little-endian); the encoded streams. The decoded lengths follow from the layout.
+Format of a list of streams: their number n (uint16, little-endian); n entries of 5 bytes, the encoding (0 stored, 1
+zstd) and the encoded length (uint32, little-endian); the encoded streams. The decoded lengths follow from the layout.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def _read(kind: int, data: memoryview, size: int) -> Bytes:
 class Lossless:
     """Rotates each number left by one bit, so its exponent fills the highest byte, and splits the numbers into byte planes.
 
-    Exponents take few values and shrink to about a third. Signs and mantissas are noise and are stored unless they shrink too.
+    Exponents take few values and shrink to about a third. Signs and mantissas are noise and are stored unless they
+    shrink too.
     """
 
     name = "lossless"

@@ -1,13 +1,14 @@
 """The lossy codecs `int8` and `int4`: keys are quantized per channel, values per token.
 
-They follow KIVI (Liu et al., 2024, arXiv:2402.02750). Outliers of keys stay in their channel, so each key channel has its own
-offset and step over the tokens of the block. Values have theirs per token, head and group of channels.
+They follow KIVI (Liu et al., 2024, arXiv:2402.02750). Outliers of keys stay in their channel, so each key channel has
+its own offset and step over the tokens of the block. Values have theirs per token, head and group of channels.
 
-Format: one byte, 0 for an unquantized payload (it has numbers that are not finite or are too large), 1 for a quantized one.
-Then, for each run of layers of one shape: the offsets of the keys (in the dtype of the block) and their steps (the upper half
-of a float32), then those of the values. Then the codes of all numbers in payload order; int4 has the first half of them in the
-low bits and the second half in the high bits. Offsets are exact, and steps are rounded up and used as stored. A decoded number
-is therefore at most half a step away from the original, plus the rounding to the dtype of the block.
+Format: one byte, 0 for an unquantized payload (it has numbers that are not finite or are too large), 1 for a quantized
+one. Then, for each run of layers of one shape: the offsets of the keys (in the dtype of the block) and their steps (the
+upper half of a float32), then those of the values. Then the codes of all numbers in payload order; int4 has the first
+half of them in the low bits and the second half in the high bits. Offsets are exact, and steps are rounded up and used
+as stored. A decoded number is therefore at most half a step away from the original, plus the rounding to the dtype of
+the block.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def _runs(layout: Layout) -> tuple[LayerRun, ...]:
 
 
 class UniformQuantizer:
-    """Quantizes to `2**bits` levels between the minimum and maximum of a channel (keys) or of a group of a token (values)."""
+    """Quantizes to `2**bits` levels between the minimum and maximum of a channel (keys) or of a group of a token
+(values)."""
 
     lossy = True
 

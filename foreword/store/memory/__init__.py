@@ -1,0 +1,1 @@
+"""A store in the memory of this process."""

@@ -1,7 +1,7 @@
-"""Which block lies in which slot of a memory store's arena: lengths, uses, pins, and who holds a slot at this moment.
+"""The index of a memory store: which block is in which slot of the arena, with lengths, uses and pins.
 
-Bookkeeping only: no bytes are copied here. A slot that is being read or written is held; a block that is being written is in
-the index, so that nobody writes it twice, but in `writing` too, so that nobody sees it.
+A slot that is being read or written is *in use*. A block that is being written is in the index, so no other thread
+writes it too, and in `writing`, so no thread reads it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from array import array
 from collections.abc import Sequence
 
 from foreword.store.base import Name, StoredBlock
-from foreword.store.chains import ChainLru
+from foreword.store.chain_lru import ChainLru
 from foreword.store.frame import Frame
 
 
-class Slots:
-    """What lies in the slots of an arena. Every method is called under the store's lock."""
+class SlotTable:
+    """The slots of an arena. All methods are called under the store's lock.
+
+    Attributes:
+        writing: slots whose block is being written.
+    """
 
     def __init__(self, size: int, slot_bytes: int) -> None:
         count = size // slot_bytes
@@ -30,12 +34,12 @@ class Slots:
         self._hits = array("I", bytes(4 * count))
         self._stored_at = array("d", bytes(8 * count))
         self._used_at = array("d", bytes(8 * count))
-        self._leaving: set[int] = set()  # deleted while somebody read them
+        self._deleted: set[int] = set()  # deleted while in use: freed by the last reader
 
-    def hold(self, names: Sequence[Name], buffers: Sequence[memoryview]) -> list[tuple[int, int]]:
-        """Slot and length of each name, held and noted as used; length 0 for what is missing or does not fit."""
+    def acquire(self, names: Sequence[Name], buffers: Sequence[memoryview]) -> list[tuple[int, int]]:
+        """Slot and length of each name. Marks the slots as in use and notes a use. Length 0: missing or does not fit."""
         chains, lengths, writing = self.chains, self._lengths, self.writing
-        find, held = chains.index.get, chains.held
+        find, in_use = chains.index.get, chains.in_use
         now, clock = chains.tick(), time.time()
         found = []
         for name, buffer in zip(names, buffers, strict=True):
@@ -43,22 +47,23 @@ class Slots:
             if slot is None or slot in writing or lengths[slot] > buffer.nbytes:
                 found.append((0, 0))
                 continue
-            held[slot] += 1
+            in_use[slot] += 1
             chains.touch(slot, now)
             self._hits[slot] += 1
             self._used_at[slot] = clock
             found.append((slot, lengths[slot]))
         return found
 
-    def let_go(self, slot: int) -> None:
-        held = self.chains.held
-        held[slot] -= 1
-        if not held[slot] and slot in self._leaving:
-            self._leaving.discard(slot)
-            self.chains.give_back(slot)
+    def release(self, slot: int) -> None:
+        """End a use that `acquire` began."""
+        in_use = self.chains.in_use
+        in_use[slot] -= 1
+        if not in_use[slot] and slot in self._deleted:
+            self._deleted.discard(slot)
+            self.chains.free(slot)
 
     def touch(self, frames: Sequence[Frame], now: int) -> None:
-        """What is there of frames that come, and what they hang on, is in use."""
+        """Note a use of the blocks of `frames` that are present, and of their parents."""
         find = self.chains.index.get
         for one in frames:
             header = one.header
@@ -66,11 +71,11 @@ class Slots:
                 if slot is not None:
                     self.chains.touch(slot, now)
 
-    def begin(self, slot: int, one: Frame, now: int) -> None:
-        """A slot that was taken gets a block that is about to be written."""
+    def begin_write(self, slot: int, one: Frame, now: int) -> None:
+        """Enter a block that is about to be written into an allocated slot."""
         header = one.header
         self.chains.add(slot, one.name, header.layout + header.parent, header.depth, now)
-        self.chains.held[slot] = 1
+        self.chains.in_use[slot] = 1
         self.writing.add(slot)
         self._lengths[slot] = len(one.data)
         self._hits[slot] = 0
@@ -78,31 +83,30 @@ class Slots:
         self.bytes += len(one.data)
 
     def publish(self, slot: int) -> None:
-        """The block is whole."""
+        """Make a block visible: it is completely written."""
         self.writing.discard(slot)
-        self.chains.held[slot] = 0
+        self.chains.in_use[slot] = 0
 
-    def abandon(self, slot: int) -> None:
-        """The block will not be written."""
+    def abort_write(self, slot: int) -> None:
         self.publish(slot)
         self.remove(slot)
 
     def remove(self, slot: int) -> None:
-        """Forget a block; its slot is free once nobody reads it."""
+        """Remove a block. Its slot is freed when no reader uses it."""
         self._unpin(slot)
         self.chains.remove(slot)
-        self.forget(slot)
-        if self.chains.held[slot]:
-            self._leaving.add(slot)
+        self.uncount(slot)
+        if self.chains.in_use[slot]:
+            self._deleted.add(slot)
         else:
-            self.chains.give_back(slot)
+            self.chains.free(slot)
 
-    def forget(self, slot: int) -> None:
-        """The block that was evicted from a slot no longer counts."""
+    def uncount(self, slot: int) -> None:
+        """Subtract the bytes of the block that was evicted from a slot."""
         self.bytes -= self._lengths[slot]
 
     def pin(self, slot: int, pinned: bool, limit: int) -> bool:
-        """Whether it is as wanted now; no more than `limit` are pinned."""
+        """Pin or unpin a block, with at most `limit` pins. Returns whether it has the wanted state now."""
         if not pinned:
             self._unpin(slot)
             return True
@@ -121,8 +125,8 @@ class Slots:
             self._pins -= 1
             self.pinned_bytes -= self._lengths[slot]
 
-    def entries(self, start: int, stop: int) -> list[StoredBlock]:
-        """The blocks in a range of slots."""
+    def blocks(self, start: int, stop: int) -> list[StoredBlock]:
+        """The published blocks in a range of slots."""
         chains = self.chains
         return [
             StoredBlock(
