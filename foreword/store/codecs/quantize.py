@@ -94,7 +94,7 @@ def _runs(layout: Layout) -> tuple[LayerRun, ...]:
 
 class UniformQuantizer:
     """Quantizes to `2**bits` levels between the minimum and maximum of a channel (keys) or of a group of a token
-(values)."""
+    (values)."""
 
     lossy = True
 
