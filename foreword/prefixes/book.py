@@ -1,8 +1,9 @@
-"""Named prefixes: name -> tokens, version, pinned blocks, use (R15 to R18). Bookkeeping only; the engine computes and pins."""
+"""The book of named prefixes: names, versions, pinned blocks, budget and use. In memory only; safe from any thread."""
 
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from foreword.errors import BadRequest, PrefixBudgetExceeded, UnknownPrefix
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Message = Mapping[str, Any]
+Kind = Literal["text", "messages"]
+Content = str | tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +22,16 @@ class NamedPrefix:
     """One version of a named prefix.
 
     Attributes:
-        kind: `text` stands before the prompt of a completion; `messages` stand before a chat's.
-        bytes: device memory that its pinned blocks take. `ready` once its KV is computed.
+        kind: `text` stands before the prompt of a completion; `messages` stand before those of a chat.
+        bytes: KV that is pinned for it. `ready`: its KV has been computed.
         created, last_used: seconds since the epoch.
         uses, hit_tokens: requests that named it, and the prompt tokens that they found cached.
     """
 
     name: str
     version: int
-    kind: Literal["text", "messages"]
-    content: str | tuple[Message, ...]
+    kind: Kind
+    content: Content
     tokens: tuple[int, ...]
     created: float
     bytes: int = 0
@@ -41,154 +44,142 @@ class NamedPrefix:
 @dataclass(slots=True)
 class _Entry:
     prefix: NamedPrefix
-    blocks: list[int]
+    blocks: Sequence[int]
 
 
 class PrefixBook:
-    """All named prefixes of one engine, per tenant, within a byte budget. Names of tenants do not meet.
+    """The named prefixes of one engine, per tenant, within a byte budget. Each tenant has a name space of its own.
 
     Args:
-        budget_bytes: what all of them together may pin. `used_bytes` never passes it, not even while one is computed.
-        block_bytes, block_size: to know a prefix's size before it is computed.
-        unpin: gives blocks back.
+        budget_bytes: how much all prefixes together may pin; None: no bound. Prefixes that are being computed count.
+        size_of: bytes that pinning some tokens takes.
+        unpin: releases device blocks.
     """
 
     def __init__(
-        self, budget_bytes: int, block_bytes: int, block_size: int, unpin: Callable[[Sequence[int]], None]
+        self,
+        budget_bytes: int | None,
+        size_of: Callable[[Sequence[int]], int],
+        unpin: Callable[[Sequence[int]], None] = lambda blocks: None,
     ) -> None:
         self.budget_bytes = budget_bytes
-        self._block_bytes = block_bytes
-        self._block_size = block_size
-        self._unpin = unpin
+        self.size_of = size_of
+        self.unpin = unpin
+        self.reserved_bytes = 0
+        self._lock = threading.RLock()
         self._entries: dict[tuple[bytes, str], _Entry] = {}
-        self._promised = 0
 
     @property
     def pinned_bytes(self) -> int:
-        # A copy: other threads ask while the engine's thread adds and removes.
-        return sum(entry.prefix.bytes for entry in list(self._entries.values()))
+        with self._lock:
+            return sum(entry.prefix.bytes for entry in self._entries.values())
 
-    def size_of(self, tokens: Sequence[int]) -> int:
-        """Bytes that pinning these tokens takes: full blocks only, the rest is recomputed."""
-        return len(tokens) // self._block_size * self._block_bytes
+    def reserve(self, name: str, tokens: Sequence[int], *, salt: bytes, replace: bool) -> int:
+        """Check the name and reserve budget for a prefix that is to be computed. Returns the reserved bytes, which `commit` or
+        `release` takes back.
 
-    def promise(self, name: str, tokens: Sequence[int], *, salt: bytes, replacing: bool) -> int:
-        """Check the name and set the bytes aside while the prefix is computed; `keep` or `break_promise` ends that.
-
-        A replaced version stays until the new one is ready, and counts until then. Raises BadRequest or
-        PrefixBudgetExceeded.
+        The version that is being replaced counts until the new one is committed. Raises BadRequest, PrefixBudgetExceeded.
         """
         if not _NAME.fullmatch(name):
             raise BadRequest(
                 f"{name!r} is not a name for a prefix: letters, digits, '.', '_' and '-', at most 128", param="name"
             )
-        if not replacing and (salt, name) in self._entries:
-            raise BadRequest(f"a prefix named {name!r} exists; replace it with PUT /v1/prefixes/{name}", param="name")
         if not tokens:
             raise BadRequest("the prefix is empty", param="content")
         size = self.size_of(tokens)
-        free = self.budget_bytes - self.pinned_bytes - self._promised
-        if size > free:
-            raise PrefixBudgetExceeded(
-                f"prefix {name!r} needs {size:,} bytes, but of the {self.budget_bytes:,} bytes that named prefixes may pin "
-                f"{max(free, 0):,} are left; remove one, or raise prefixes.budget",
-                param="content",
-            )
-        self._promised += size
+        with self._lock:
+            if not replace:
+                self.check_free(name, salt=salt)
+            free = size if self.budget_bytes is None else self.budget_bytes - self.pinned_bytes - self.reserved_bytes
+            if size > free:
+                raise PrefixBudgetExceeded(
+                    f"prefix {name!r} needs {size:,} bytes, but of the {self.budget_bytes:,} bytes that named prefixes may "
+                    f"pin {max(free, 0):,} are left; remove one, or raise prefixes.budget",
+                    param="content",
+                )
+            self.reserved_bytes += size
         return size
 
-    def break_promise(self, size: int) -> None:
-        self._promised -= size
+    def check_free(self, name: str, *, salt: bytes) -> None:
+        """Raises BadRequest if the name is taken."""
+        if self.version(name, salt=salt):
+            raise BadRequest(
+                f"a prefix named {name!r} exists; replace it with PUT /v1/prefixes/{name}", param="name"
+            )
 
-    def keep(
-        self,
-        name: str,
-        kind: Literal["text", "messages"],
-        content: str | tuple[Message, ...],
-        tokens: Sequence[int],
-        blocks: list[int],
-        *,
-        salt: bytes,
-        stored_version: int = 0,
-        adopted: NamedPrefix | None = None,
-    ) -> NamedPrefix:
-        """The prefix is computed and `blocks` are pinned; an earlier version gives its blocks back.
+    def release(self, size: int) -> None:
+        """Give back a reservation."""
+        with self._lock:
+            self.reserved_bytes -= size
 
-        `stored_version` is one that other instances know; the new one comes after it. `adopted` is the very version that is
-        now on the device.
-        """
-        self._promised -= self.size_of(tokens)
-        known = self._entries.pop((salt, name), None)
-        if known is not None:
-            self._unpin(known.blocks)
-        before = max(known.prefix.version if known is not None else 0, stored_version)
-        prefix = NamedPrefix(
-            name=name,
-            version=adopted.version if adopted is not None else before + 1,
-            kind=kind,
-            content=content,
-            tokens=tuple(tokens),
-            created=adopted.created if adopted is not None else time.time(),
-            bytes=len(blocks) * self._block_bytes,
-            ready=True,
-        )
-        if adopted is not None and known is not None:
-            was = known.prefix
-            prefix = replace(prefix, uses=was.uses, hit_tokens=was.hit_tokens, last_used=was.last_used)
-        self._entries[salt, name] = _Entry(prefix, blocks)
+    def commit(self, prefix: NamedPrefix, blocks: Sequence[int], *, reserved: int, salt: bytes) -> NamedPrefix:
+        """Enter a computed prefix whose `blocks` are pinned, and unpin the version before it. Counts of use carry over if
+        the version is the same."""
+        with self._lock:
+            self.reserved_bytes -= reserved
+            known = self._entries.get((salt, prefix.name))
+            if known is not None and known.prefix.version == prefix.version:
+                was = known.prefix
+                prefix = replace(prefix, uses=was.uses, hit_tokens=was.hit_tokens, last_used=was.last_used)
+            self._enter(prefix, blocks, salt)
         return prefix
 
     def adopt(self, prefix: NamedPrefix, *, salt: bytes) -> None:
-        """A version that another instance, or an earlier process, registered: known from now on, pinned later, if at all."""
-        known = self._entries.pop((salt, prefix.name), None)
+        """Enter a version that another instance, or an earlier process, has registered. Its KV is not pinned yet."""
+        with self._lock:
+            self._enter(replace(prefix, bytes=0, ready=False), (), salt)
+
+    def _enter(self, prefix: NamedPrefix, blocks: Sequence[int], salt: bytes) -> None:
+        known = self._entries.get((salt, prefix.name))
+        self._entries[salt, prefix.name] = _Entry(prefix, blocks)
         if known is not None:
-            self._unpin(known.blocks)
-        self._entries[salt, prefix.name] = _Entry(replace(prefix, bytes=0, ready=False), [])
+            self.unpin(known.blocks)
 
     def version(self, name: str, *, salt: bytes) -> int:
-        """0 if the name is not known here."""
+        """0 for a name that is not known here."""
         entry = self._entries.get((salt, name))
         return entry.prefix.version if entry is not None else 0
 
     def get(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
-        """Raises UnknownPrefix with close names (R17)."""
-        entry = self._entries.get((salt, name))
-        if entry is None:
-            raise UnknownPrefix(name, [known for owner, known in list(self._entries) if owner == salt])
-        return entry.prefix
+        """Raises UnknownPrefix, which lists similar names of the same tenant."""
+        with self._lock:
+            entry = self._entries.get((salt, name))
+            if entry is None:
+                raise UnknownPrefix(name, [known for owner, known in self._entries if owner == salt])
+            return entry.prefix
 
-    def use(self, name: str, kind: Literal["text", "messages"], *, salt: bytes = b"") -> NamedPrefix:
+    def use(self, name: str, kind: Kind, *, salt: bytes = b"") -> NamedPrefix:
         """The prefix, for a request of this kind; counts the use. Raises UnknownPrefix, or BadRequest for another kind."""
-        prefix = self.get(name, salt=salt)
-        if prefix.kind != kind:
-            where = {"text": "/v1/completions", "messages": "/v1/chat/completions"}
-            given = {"text": "content", "messages": "messages"}
-            raise BadRequest(
-                f"prefix {name!r} was registered with {given[prefix.kind]!r} and serves {where[prefix.kind]}; "
-                f"register it with {given[kind]!r} to use it in {where[kind]}",
-                param="prefix",
-            )
-        used = replace(prefix, uses=prefix.uses + 1, last_used=time.time())
-        entry = self._entries.get((salt, name))
-        if entry is not None:  # removed meanwhile: its blocks stay cached while they can
-            entry.prefix = used
+        with self._lock:
+            prefix = self.get(name, salt=salt)
+            if prefix.kind != kind:
+                endpoint = {"text": "/v1/completions", "messages": "/v1/chat/completions"}
+                given = {"text": "content", "messages": "messages"}
+                raise BadRequest(
+                    f"prefix {name!r} was registered with {given[prefix.kind]!r} and serves {endpoint[prefix.kind]}; "
+                    f"register it with {given[kind]!r} to use it in {endpoint[kind]}",
+                    param="prefix",
+                )
+            used = replace(prefix, uses=prefix.uses + 1, last_used=time.time())
+            self._entries[salt, name].prefix = used
         return used
 
     def note_hit(self, name: str, tokens: int, *, salt: bytes = b"") -> None:
         """A request that named the prefix found `tokens` of its prompt cached."""
-        entry = self._entries.get((salt, name))
-        if entry is not None:
-            held = min(tokens, len(entry.prefix.tokens))
-            entry.prefix = replace(entry.prefix, hit_tokens=entry.prefix.hit_tokens + held)
+        with self._lock:
+            entry = self._entries.get((salt, name))
+            if entry is not None:
+                cached = min(tokens, len(entry.prefix.tokens))
+                entry.prefix = replace(entry.prefix, hit_tokens=entry.prefix.hit_tokens + cached)
 
     def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
-        """Unpin it; its blocks stay cached while they can. Raises UnknownPrefix."""
-        prefix = self.get(name, salt=salt)
-        self._unpin(self._entries.pop((salt, name)).blocks)
+        """Remove and unpin a prefix; its blocks stay cached until they are evicted. Raises UnknownPrefix."""
+        with self._lock:
+            prefix = self.get(name, salt=salt)
+            self.unpin(self._entries.pop((salt, name)).blocks)
         return prefix
 
     def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
-        """By name."""
-        return sorted(
-            (e.prefix for (owner, _), e in list(self._entries.items()) if owner == salt), key=lambda p: p.name
-        )
+        """The prefixes of a tenant, by name."""
+        with self._lock:
+            return sorted((e.prefix for (owner, _), e in self._entries.items() if owner == salt), key=lambda p: p.name)

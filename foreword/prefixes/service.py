@@ -1,179 +1,271 @@
-"""Named prefixes of a running engine (R15 to R18)."""
+"""The service behind named prefixes, for every engine: registers them, shares them through a store, looks them up.
+
+`LLM` calls it directly, event loops through `foreword.prefixes.async_service.AsyncPrefixes`. The service computes nothing: the
+caller computes and pins the KV of a `Registration`.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
+import logging
 import math
+import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
 
-from foreword.engine.request import Request, SamplingParams
-from foreword.engine.scheduler import SequenceState
-from foreword.errors import ForewordError, ShuttingDown, UnknownPrefix
-from foreword.offload.manager import OffloadManager
-from foreword.prefixes.book import Message, NamedPrefix, PrefixBook
+from foreword.errors import BadRequest, ForewordError, UnknownPrefix
+from foreword.prefixes.book import Content, Kind, Message, NamedPrefix, PrefixBook
 from foreword.prefixes.records import PrefixRecord
-from foreword.prefixes.stored import StoredPrefixes
-from foreword.prefixes.tokens import prefix_tokens, prefixed_chat, prefixed_prompt
 
-if TYPE_CHECKING:
-    from foreword.entrypoints.async_engine import AsyncEngine
+logger = logging.getLogger(__name__)
 
-# Seconds between two looks at the named prefixes in the store: in general, and for a name that is not known here.
+# Seconds between two reads of the store's records: in general, and for a name that is not known here.
 _REFRESH_SECONDS = 2.0
-_UNKNOWN_SECONDS = 0.2
-# A prefix that was registered so recently may not be in the store's listing yet.
+_UNKNOWN_SECONDS = 0.1
+# The store's listing may still lack a prefix that was registered within the last seconds.
 _SETTLED_SECONDS = 10.0
 _MAX_TENANTS = 4096
 
 
-class PrefixRegistry:
-    """Named prefixes of a running engine: registers, computes ahead, pins, and builds prompts with them (R15 to R18).
+class PrefixStorage(Protocol):
+    """The stores of an engine, as named prefixes use them. Blocking: seconds at most."""
 
-    With a store they are written there too. What other instances, or this one before it was restarted, have registered is
-    seen when `refresh` looks; it is computed (or loaded) and pinned ahead, in the background, while the budget lasts.
+    def check_room(self, name: str, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:
+        """Raises PrefixBudgetExceeded if a store cannot pin what `tokens` do not share with `pinned` prefixes."""
+
+    def all(self, salt: bytes) -> list[PrefixRecord] | None:
+        """The records of a tenant; None if they cannot be listed."""
+
+    def get(self, name: str, salt: bytes) -> PrefixRecord | None: ...
+
+    def put(self, prefix: NamedPrefix, salt: bytes) -> None:
+        """Write the record and pin the blocks. Raises StoreError."""
+
+    def remove(self, name: str, salt: bytes) -> None:
+        """Delete the record. Raises StoreError: a record that stays would bring the prefix back."""
+
+    def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
+        """Unpin the blocks of a prefix that none of the `needed` prefixes shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedKV:
+    """KV that was computed and pinned: its size, and the device blocks that `PrefixBook.unpin` takes back."""
+
+    bytes: int
+    blocks: Sequence[int] = ()
+
+
+class Registration:
+    """A prefix whose KV is being computed. Use it as a context manager, which gives up what was not finished.
+
+    Attributes:
+        tokens: whose KV to compute and pin.
+        pinned: the result; set it before `finish`.
+        adopted: the version that another instance has registered, whose KV is to be pinned here; None for a new version.
     """
 
-    def __init__(self, engine: AsyncEngine, book: PrefixBook, offload: OffloadManager | None = None) -> None:
-        self._engine = engine
-        self._book = book
-        self._counter = 0
+    def __init__(
+        self,
+        service: PrefixService,
+        prefix: NamedPrefix,
+        reserved: int,
+        *,
+        salt: bytes,
+        replace: bool,
+        adopted: bool = False,
+    ) -> None:
+        self.prefix = prefix
+        self.tokens = prefix.tokens
+        self.salt = salt
+        self.reserved = reserved
+        self.replace = replace
+        self.adopted = adopted
+        self.pinned: PinnedKV | None = None
+        self._service = service
+        self._lock = threading.Lock()
+        self._open = True
+
+    def finish(self) -> NamedPrefix | None:
+        """Register the prefix. None if an adopted version was removed or replaced meanwhile. Raises StoreError if no store
+        takes the record, BadRequest if the name was taken meanwhile."""
+        if not self._end():
+            return None
+        try:
+            found = self._service.commit(self)
+        except BaseException:
+            self._service.give_up(self)
+            raise
+        if found is None:
+            self._service.give_up(self)
+        return found
+
+    def _end(self) -> bool:
+        with self._lock:
+            was, self._open = self._open, False
+        return was
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._end():
+            self._service.give_up(self)
+
+
+class PrefixService:
+    """Named prefixes of one engine, per tenant (`salt`). All methods may be called from any thread; those that say so block.
+
+    Args:
+        tokenize: tokens of a text, or of messages. Raises BadRequest. May block.
+        storage: where prefixes outlive the process and are shared with other instances; None: nowhere.
+    """
+
+    def __init__(
+        self, book: PrefixBook, tokenize: Callable[[Content], Sequence[int]], storage: PrefixStorage | None = None
+    ) -> None:
+        self.book = book
+        self._tokenize = tokenize
+        self._storage = storage
+        self._changing = threading.Lock()
         self._looked: dict[bytes, float] = {}
-        self._warming: set[asyncio.Task[None]] = set()
-        self._stored = StoredPrefixes(offload, engine.info, engine.tokenizer) if offload is not None else None
+        self._unsuited: dict[tuple[bytes, str], int] = {}
 
-    @property
-    def budget_bytes(self) -> int:
-        return self._book.budget_bytes
+    # Registering
 
-    @property
-    def pinned_bytes(self) -> int:
-        return self._book.pinned_bytes
-
-    async def add(
+    def register(
         self,
         name: str,
-        *,
         content: str | None = None,
         messages: Sequence[Message] | None = None,
+        *,
         salt: bytes = b"",
         replace: bool = False,
-    ) -> NamedPrefix:
-        """Register a prefix, compute its KV and pin it. Raises BadRequest, PromptTooLong, PrefixBudgetExceeded, or StoreError
-        if no store took it."""
-        kind, held, tokens = prefix_tokens(self._engine.tokenizer, content, messages)
-        await self.refresh(salt, name)
-        wanted = NamedPrefix(name, self._book.version(name, salt=salt), kind, held, tokens, time.time())
-        kept = await self._compute(wanted, salt, replace=replace)
-        if self._stored is not None:
-            await asyncio.to_thread(self._stored.put, kept, salt)
-        return kept
-
-    async def _compute(self, wanted: NamedPrefix, salt: bytes, *, replace: bool, adopted: bool = False) -> NamedPrefix:
-        """Compute a prefix and pin it: the version after the one that is `wanted`, or, if it was `adopted`, that one."""
-        engine, book, name, tokens = self._engine, self._book, wanted.name, wanted.tokens
-        promised: list[int] = []
-        kept: list[NamedPrefix] = []
-
-        def promise() -> None:
-            promised.append(book.promise(name, tokens, salt=salt, replacing=replace))
-
-        def keep(sequence: SequenceState) -> None:
-            if adopted and book.version(name, salt=salt) != wanted.version:
-                return  # removed or replaced while it was loaded
-            blocks = engine._core.cache.pin(sequence.table, len(tokens) // engine.info.block_size)
-            before, same = (0, wanted) if adopted else (wanted.version, None)
-            kept.append(
-                book.keep(
-                    name, wanted.kind, wanted.content, tokens, blocks, salt=salt, stored_version=before, adopted=same
-                )
-            )
-
-        def settle() -> None:
-            if promised and not kept:
-                book.break_promise(promised[0])
-
-        self._counter += 1
-        request = Request(f"prefix-{self._counter}-{name}", tokens, SamplingParams(max_tokens=0), salt=salt)
+    ) -> Registration:
+        """Reserve a name and budget; the caller computes the KV. Blocks. Raises BadRequest, PrefixBudgetExceeded."""
+        if (content is None) == (messages is None):
+            raise BadRequest("give either 'content' (text) or 'messages' (for a chat)", param="content")
+        held: Content = content if content is not None else tuple(messages or ())
+        tokens = tuple(self._tokenize(held)) if held else ()
+        version = self.book.version(name, salt=salt)
+        reserved = self.book.reserve(name, tokens, salt=salt, replace=replace)
         try:
-            # All three run on the engine's thread, in this order, wherever the caller is cancelled.
-            await engine._call(promise)
-            engine.validate(request)
-            async for _ in engine._listen(request, keep):
-                pass
-        finally:
-            engine._post(settle)
-        if not kept:
-            raise ShuttingDown(f"the engine ended before the prefix {name!r} was computed")
-        return kept[0]
+            if self._storage is not None:
+                pinned = [prefix.tokens for prefix in self.book.list(salt=salt) if prefix.bytes]
+                self._storage.check_room(name, tokens, pinned)
+        except BaseException:
+            self.book.release(reserved)
+            raise
+        prefix = NamedPrefix(name, version, kind_of(held), held, tokens, time.time())
+        return Registration(self, prefix, reserved, salt=salt, replace=replace)
 
-    async def refresh(self, salt: bytes = b"", name: str | None = None) -> None:
-        """Learn what the store knows, if that was not asked within the last seconds; at once for a name unknown here."""
-        if self._stored is None:
-            return
-        records = self._stored.records
-        unknown = name is not None and not self._book.version(name, salt=salt)
+    def repin(self, prefix: NamedPrefix, *, salt: bytes = b"") -> Registration:
+        """Reserve budget for a version that is registered already and whose KV is not pinned (any more). Raises
+        PrefixBudgetExceeded."""
+        reserved = self.book.reserve(prefix.name, prefix.tokens, salt=salt, replace=True)
+        return Registration(self, prefix, reserved, salt=salt, replace=True, adopted=True)
+
+    def commit(self, one: Registration) -> NamedPrefix | None:
+        """Called by `Registration.finish`. Blocks."""
+        assert one.pinned is not None, "computed and pinned first"
+        name, salt, made = one.prefix.name, one.salt, one.prefix
+        with self._changing:
+            known = [prefix for prefix in self.book.list(salt=salt) if prefix.name == name]
+            version = self.book.version(name, salt=salt)
+            if one.adopted:
+                if version != made.version:
+                    return None
+            else:
+                if not one.replace:
+                    self.book.check_free(name, salt=salt)
+                version = max(version, made.version) + 1
+            prefix = NamedPrefix(
+                name, version, made.kind, made.content, made.tokens, made.created, one.pinned.bytes, ready=True
+            )
+            if self._storage is not None and not one.adopted:
+                self._storage.put(prefix, salt)
+            prefix = self.book.commit(prefix, one.pinned.blocks, reserved=one.reserved, salt=salt)
+            if not one.adopted:
+                self._unpin_stored([old.tokens for old in known], salt)
+        return prefix
+
+    def give_up(self, one: Registration) -> None:
+        """Called by `Registration` when nothing came of it."""
+        self.book.release(one.reserved)
+        if one.pinned is not None:
+            self.book.unpin(one.pinned.blocks)
+            self._unpin_stored([one.tokens], one.salt)
+
+    def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
+        """Remove a prefix here and in the store, and unpin it. Blocks. Raises UnknownPrefix, StoreError."""
+        with self._changing:
+            prefix = self.book.get(name, salt=salt)
+            if self._storage is not None:
+                self._storage.remove(name, salt)
+            self.book.remove(name, salt=salt)
+            self._unpin_stored([prefix.tokens], salt)
+        return prefix
+
+    def _unpin_stored(self, removed: Sequence[Sequence[int]], salt: bytes) -> None:
+        if self._storage is not None:
+            needed = [prefix.tokens for prefix in self.book.list(salt=salt)]
+            for tokens in removed:
+                with contextlib.suppress(ForewordError):  # counted by the tier
+                    self._storage.unpin(tokens, salt, needed)
+
+    # Sharing
+
+    def stale(self, salt: bytes = b"", name: str | None = None) -> bool:
+        """Whether `refresh` should be called: at most every two seconds, sooner for a name that is not known here."""
+        if self._storage is None:
+            return False
+        unknown = name is not None and not self.book.version(name, salt=salt)
         age = time.monotonic() - self._looked.get(salt, -math.inf)
-        if age < (_UNKNOWN_SECONDS if unknown else _REFRESH_SECONDS):
-            return
-        if len(self._looked) >= _MAX_TENANTS:
-            self._looked.clear()
-        self._looked[salt] = time.monotonic()
-        found = await asyncio.to_thread(records.all, salt)
-        if found is None:  # the store does not say what there is, but perhaps whether this one is there
-            one = await asyncio.to_thread(records.get, name, salt) if name is not None and unknown else None
-            if one is not None:
-                await self._adopt(one, salt)
-            return
-        for record in found:
-            if record.version > self._book.version(record.name, salt=salt):
-                await self._adopt(record, salt)
-        there = {record.name for record in found}
-        for prefix in self._book.list(salt=salt):
-            if prefix.name not in there and time.time() - prefix.created > _SETTLED_SECONDS:
-                with contextlib.suppress(UnknownPrefix):
-                    await self._engine._call(functools.partial(self._book.remove, prefix.name, salt=salt))
+        return age >= (_UNKNOWN_SECONDS if unknown else _REFRESH_SECONDS)
 
-    async def _adopt(self, record: PrefixRecord, salt: bytes) -> None:
-        assert self._stored is not None
-        prefix = self._stored.adopted(record)
-        if prefix is None:
-            return
-        await self._engine._call(lambda: self._book.adopt(prefix, salt=salt))
-        task = asyncio.create_task(self._warm(prefix, salt))
-        self._warming.add(task)
-        task.add_done_callback(self._warming.discard)
+    def refresh(self, salt: bytes = b"", name: str | None = None) -> list[NamedPrefix]:
+        """Read what other instances have registered or removed. Blocks. Returns the new versions, whose KV is not pinned yet.
 
-    async def _warm(self, prefix: NamedPrefix, salt: bytes) -> None:
-        """Bring an adopted prefix to the device and pin it; without room it is used like any other text."""
-        with contextlib.suppress(ForewordError):
-            await self._compute(prefix, salt, replace=True, adopted=True)
+        `name`: a name that is looked up by itself where the store's records cannot be listed.
+        """
+        if self._storage is None:
+            return []
+        with self._changing:
+            found = self._storage.all(salt)
+            if len(self._looked) >= _MAX_TENANTS:
+                self._looked.clear()
+            self._looked[salt] = time.monotonic()
+            if found is None:
+                unknown = name is not None and not self.book.version(name, salt=salt)
+                one = self._storage.get(name, salt) if name is not None and unknown else None
+                return self._adopt([one] if one is not None else [], salt)
+            newer = [record for record in found if record.version > self.book.version(record.name, salt=salt)]
+            stored = {record.name for record in found}
+            for prefix in self.book.list(salt=salt):
+                if prefix.name not in stored and time.time() - prefix.created > _SETTLED_SECONDS:
+                    with contextlib.suppress(UnknownPrefix):
+                        self.book.remove(prefix.name, salt=salt)
+            return self._adopt(newer, salt)
 
-    def get(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
-        return self._book.get(name, salt=salt)
+    def _adopt(self, records: Sequence[PrefixRecord], salt: bytes) -> list[NamedPrefix]:
+        adopted = []
+        for record in records:
+            try:
+                tokens = tuple(self._tokenize(record.content))
+            except ForewordError as error:  # written for another chat template
+                if self._unsuited.get((salt, record.name)) != record.version:
+                    logger.warning("prefix %r does not suit this server: %s", record.name, error.message)
+                self._unsuited[salt, record.name] = record.version
+                continue
+            prefix = NamedPrefix(record.name, record.version, record.kind, record.content, tokens, record.created)
+            self.book.adopt(prefix, salt=salt)
+            adopted.append(prefix)
+        return adopted
 
-    async def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
-        """Here and in the store. Raises UnknownPrefix, or StoreError if a store cannot be told."""
-        await self.refresh(salt, name)
-        prefix = self._book.get(name, salt=salt)
-        if self._stored is not None:
-            await asyncio.to_thread(self._stored.remove, prefix, salt)
-        return await self._engine._call(lambda: self._book.remove(name, salt=salt))
 
-    def prompt(self, name: str, text_or_tokens: str | Sequence[int], *, salt: bytes = b"") -> list[int]:
-        """Tokens of the named text followed by those of the prompt; counts a use."""
-        return prefixed_prompt(self._book, self._engine.tokenizer, name, text_or_tokens, salt)
+def kind_of(content: Content) -> Kind:
+    """`text` for a string, `messages` for a chat's messages."""
+    return "text" if isinstance(content, str) else "messages"
 
-    def chat(self, name: str, messages: Sequence[Message], *, salt: bytes = b"") -> list[int]:
-        """Tokens of the named messages followed by the given ones, ready for the answer; counts a use."""
-        return prefixed_chat(self._book, self._engine.tokenizer, name, messages, salt)
-
-    def note_hit(self, name: str, tokens: int, *, salt: bytes = b"") -> None:
-        self._book.note_hit(name, tokens, salt=salt)
-
-    def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
-        """By name."""
-        return self._book.list(salt=salt)

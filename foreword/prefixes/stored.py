@@ -1,58 +1,58 @@
-"""The named prefixes of an engine in its stores: their records, and the pins of their blocks. Blocking: seconds at most."""
+"""Named prefixes in an engine's stores: their records, and pins that keep their blocks from eviction."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from foreword.blocks.keys import Scope, chain_keys
-from foreword.engine.tokenizer import Tokenizer
-from foreword.errors import BadRequest
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.book import NamedPrefix
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
-from foreword.prefixes.tokens import prefix_tokens
-
-if TYPE_CHECKING:
-    from foreword.entrypoints.build import ModelInfo
 
 
 class StoredPrefixes:
-    """What an engine's stores know of its model's named prefixes.
+    """Implements `PrefixStorage` over the stores of Foreword's own engine.
 
-    Attributes:
-        records: of all tenants.
+    Args:
+        fingerprint: of the model, hexadecimal. `model`: its name, for tools.
     """
 
-    def __init__(self, offload: OffloadManager, info: ModelInfo, tokenizer: Tokenizer) -> None:
-        self.records = PrefixRecords(offload.store, info.fingerprint, info.name, info.block_size)
-        self._off_device = offload
-        self._info = info
-        self._tokenizer = tokenizer
+    def __init__(self, offload: OffloadManager, fingerprint: str, model: str, block_size: int) -> None:
+        self._records = PrefixRecords(offload.store, fingerprint, model, block_size)
+        self._offload = offload
+        self._model = bytes.fromhex(fingerprint)
+        self._block_size = block_size
+
+    def check_room(self, name: str, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:
+        """The budget of the device is the only bound."""
+
+    def all(self, salt: bytes) -> list[PrefixRecord] | None:
+        return self._records.all(salt)
+
+    def get(self, name: str, salt: bytes) -> PrefixRecord | None:
+        return self._records.get(name, salt)
 
     def put(self, prefix: NamedPrefix, salt: bytes) -> None:
-        """Keep a version in place of the one before, and its blocks from eviction. Raises StoreError if no store took it."""
         keys = self._keys(prefix.tokens, salt)
-        self.records.put(prefix, keys[-1] if keys else b"", salt)
-        self._off_device.pin(keys)
+        self._records.put(prefix, keys[-1] if keys else b"", salt)
+        self._offload.pin(keys)
 
-    def remove(self, prefix: NamedPrefix, salt: bytes) -> None:
-        """Raises StoreError: a prefix that stays in a store comes back."""
-        self.records.remove(prefix.name, salt)
-        self._off_device.pin(self._keys(prefix.tokens, salt), pinned=False)
+    def remove(self, name: str, salt: bytes) -> None:
+        self._records.remove(name, salt)
 
-    def adopted(self, record: PrefixRecord) -> NamedPrefix | None:
-        """The version that another instance, or an earlier process, registered, with the tokens that it has here; None if its
-        content does not suit this model's template."""
-        text = record.content if isinstance(record.content, str) else None
-        messages = None if isinstance(record.content, str) else record.content
-        try:
-            kind, content, tokens = prefix_tokens(self._tokenizer, text, messages)
-        except BadRequest:
-            return None
-        return NamedPrefix(record.name, record.version, kind, content, tokens, record.created)
+    def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
+        self._offload.pin(self._keys(tokens, salt)[common_length(tokens, needed) // self._block_size :], pinned=False)
 
     def _keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        """Of the prefix's full blocks."""
-        info = self._info
-        return chain_keys(Scope(bytes.fromhex(info.fingerprint), info.block_size, salt).root(), tokens, info.block_size)
+        """Keys of the full blocks."""
+        return chain_keys(Scope(self._model, self._block_size, salt).root(), tokens, self._block_size)
+
+
+def common_length(tokens: Sequence[int], others: Sequence[Sequence[int]]) -> int:
+    """How many leading tokens a prefix shares with any of the others, at most."""
+    lengths = (
+        sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, other, strict=False)))
+        for other in others
+    )
+    return max(lengths, default=0)

@@ -1,0 +1,146 @@
+"""Named prefixes for an engine that runs on an event loop: Foreword's `AsyncEngine`, and a vLLM server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from foreword.errors import ForewordError, ShuttingDown
+from foreword.prefixes.book import Kind, Message, NamedPrefix
+from foreword.prefixes.service import PinnedKV, PrefixService, Registration
+
+logger = logging.getLogger(__name__)
+
+# A request that names a known prefix waits this long for the store's records, so that a store that hangs delays nothing.
+_KNOWN_NAME_WAIT = 0.25
+
+Result = TypeVar("Result")
+ComputeAndPin = Callable[[Registration], Awaitable[PinnedKV]]
+
+
+class AsyncPrefixes:
+    """The `PrefixService` of an engine on an event loop. What blocks runs on the loop's threads.
+
+    A prefix that another instance has registered is computed (or loaded) and pinned here in the background.
+
+    Args:
+        compute_and_pin: computes and pins the KV of a registration's tokens. Raises ForewordError.
+    """
+
+    def __init__(self, service: PrefixService, compute_and_pin: ComputeAndPin) -> None:
+        self.service = service
+        self._compute_and_pin = compute_and_pin
+        self._refreshing: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """How much KV all prefixes may pin; None without a bound."""
+        return self.service.book.budget_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.service.book.pinned_bytes
+
+    async def add(
+        self,
+        name: str,
+        *,
+        content: str | None = None,
+        messages: Sequence[Message] | None = None,
+        salt: bytes = b"",
+        replace: bool = False,
+    ) -> NamedPrefix:
+        """Register a prefix, compute its KV and pin it. Raises BadRequest, PromptTooLong, PrefixBudgetExceeded, or StoreError
+        if no store takes its record."""
+        await self.refresh(salt, name)
+        register = functools.partial(self.service.register, name, content, messages, salt=salt, replace=replace)
+        with contextlib.ExitStack() as stack:
+            registration = await _to_the_end(lambda: stack.enter_context(register()))
+            registration.pinned = await self._compute_and_pin(registration)
+            made = await _to_the_end(registration.finish)
+        if made is None:
+            raise ShuttingDown(f"the prefix {name!r} was not registered")
+        return made
+
+    async def repin(self, prefix: NamedPrefix, salt: bytes = b"", pin: ComputeAndPin | None = None) -> None:
+        """Pin the KV of a registered prefix, if the budget lasts; without a pin it is cached like any other text."""
+        with self.service.repin(prefix, salt=salt) as registration:
+            registration.pinned = await (pin or self._compute_and_pin)(registration)
+            await _to_the_end(registration.finish)
+
+    async def refresh(self, salt: bytes = b"", name: str | None = None) -> None:
+        """Read what other instances have registered or removed, unless that was done within the last seconds. For a `name` that
+        is not known here it is done at once."""
+        if not self.service.stale(salt, name):
+            return
+        known = name is not None and bool(self.service.book.version(name, salt=salt))
+        reading = self.later(self._refresh(salt, name))
+        done, _ = await asyncio.wait({reading}, timeout=_KNOWN_NAME_WAIT if known else None)
+        if done:
+            reading.result()
+
+    async def _refresh(self, salt: bytes, name: str | None) -> None:
+        lock = self._refreshing.setdefault(salt, asyncio.Lock())
+        async with lock:
+            if self.service.stale(salt, name):
+                for prefix in await asyncio.to_thread(self.service.refresh, salt, name):
+                    self.later(self.repin(prefix, salt))
+
+    def later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run in the background. Errors are logged."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, ForewordError):
+                logger.warning("named prefixes: %s", error.message)
+            elif error is not None:
+                logger.error("named prefixes", exc_info=error)
+
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(ended)
+        return task
+
+    async def close(self) -> None:
+        """End what runs in the background."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def get(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
+        """Raises UnknownPrefix, which lists similar names."""
+        return self.service.book.get(name, salt=salt)
+
+    def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
+        """The prefixes of a tenant, by name."""
+        return self.service.book.list(salt=salt)
+
+    def use(self, name: str, kind: Kind, *, salt: bytes = b"") -> NamedPrefix:
+        """Count a use. Raises UnknownPrefix, or BadRequest for a prefix of another kind."""
+        return self.service.book.use(name, kind, salt=salt)
+
+    def note_hit(self, name: str, tokens: int, *, salt: bytes = b"") -> None:
+        """A request that named the prefix found `tokens` of its prompt cached."""
+        self.service.book.note_hit(name, tokens, salt=salt)
+
+    async def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
+        """Remove a prefix here and in the store. Raises UnknownPrefix, StoreError."""
+        await self.refresh(salt, name)
+        return await asyncio.to_thread(self.service.remove, name, salt=salt)
+
+
+async def _to_the_end(work: Callable[[], Result]) -> Result:
+    """Run on a thread. A caller that is cancelled waits for the end."""
+    working = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait({working})
+        raise
