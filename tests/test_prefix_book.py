@@ -1,4 +1,4 @@
-"""The bookkeeping of named prefixes: names, versions, budget, use, tenants (R15 to R18). No engine."""
+"""The book of named prefixes: names, versions, budget, use, tenants. No engine."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ class Shelf:
 
     def __init__(self, budget: int = 1000) -> None:
         self.pinned: set[int] = set()
-        self.book = PrefixBook(budget, BLOCK_BYTES, BLOCK, self._unpin)
+        self.book = PrefixBook(budget, lambda tokens: len(tokens) // BLOCK * BLOCK_BYTES, self._unpin)
         self._next = 0
 
     def _unpin(self, blocks: Sequence[int]) -> None:
         assert self.pinned.issuperset(blocks), "unpinned twice"
         self.pinned.difference_update(blocks)
 
-    def promise(self, name: str, length: int, *, salt: bytes = b"", replacing: bool = False) -> int:
-        return self.book.promise(name, [7] * length, salt=salt, replacing=replacing)
+    def reserve(self, name: str, length: int, *, salt: bytes = b"", replace: bool = False) -> int:
+        return self.book.reserve(name, [7] * length, salt=salt, replace=replace)
 
-    def add(self, name: str, length: int, *, salt: bytes = b"", replacing: bool = False, **kept: Any) -> NamedPrefix:
-        """Promise, compute, keep."""
-        self.promise(name, length, salt=salt, replacing=replacing)
-        return self.keep(name, length, salt=salt, **kept)
+    def add(self, name: str, length: int, *, salt: bytes = b"", replace: bool = False, **more: Any) -> NamedPrefix:
+        """Reserve, compute, commit."""
+        self.reserve(name, length, salt=salt, replace=replace)
+        return self.commit(name, length, salt=salt, **more)
 
-    def keep(
+    def commit(
         self, name: str, length: int, *, salt: bytes = b"", kind: Any = "text", content: Any = "text"
     ) -> NamedPrefix:
         blocks = list(range(self._next, self._next + length // BLOCK))
         self._next += len(blocks)
         self.pinned.update(blocks)
-        return self.book.keep(name, kind, content, [7] * length, blocks, salt=salt)
+        size, version = len(blocks) * BLOCK_BYTES, self.book.version(name, salt=salt) + 1
+        prefix = NamedPrefix(name, version, kind, content, (7,) * length, 1.0, size, ready=True)
+        return self.book.commit(prefix, blocks, reserved=size, salt=salt)
 
 
 def test_registers() -> None:
@@ -59,14 +61,14 @@ def test_registers() -> None:
     )
     assert made.tokens == (7,) * 10
     assert shelf.book.pinned_bytes == 200
-    assert shelf.book.size_of([1] * 3) == 0
+    assert shelf.book.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["", "-a", ".a", "a b", "a/b", "ä", "a" * 129, "a\n", "../etc"])
 def test_bad_names(name: str) -> None:
     """A name is letters, digits and a few marks, so that it can stand in an address."""
     with pytest.raises(BadRequest) as refusal:
-        Shelf().promise(name, 4)
+        Shelf().reserve(name, 4)
     assert refusal.value.param == "name"
 
 
@@ -79,11 +81,11 @@ def test_good_names(name: str) -> None:
 def test_empty() -> None:
     """A prefix without tokens is refused."""
     with pytest.raises(BadRequest, match="empty"):
-        Shelf().promise("rules", 0)
+        Shelf().reserve("rules", 0)
 
 
 def test_unknown_names() -> None:
-    """An unknown name is an error that lists close names of the same tenant only (R17)."""
+    """An unknown name is an error that lists close names of the same tenant only."""
     shelf = Shelf()
     with pytest.raises(UnknownPrefix, match="None is known yet"):
         shelf.book.get("rules")
@@ -102,12 +104,12 @@ def test_replacing() -> None:
     shelf.add("rules", 8)
     shelf.book.use("rules", "text")
     with pytest.raises(BadRequest, match="exists; replace it"):
-        shelf.promise("rules", 4)
+        shelf.reserve("rules", 4)
     assert shelf.book.get("rules").version == 1
-    made = shelf.add("rules", 4, replacing=True)
+    made = shelf.add("rules", 4, replace=True)
     assert (made.version, made.uses, made.bytes) == (2, 0, 100)
     assert len(shelf.pinned) == 1
-    assert shelf.add("new", 4, replacing=True).version == 1
+    assert shelf.add("new", 4, replace=True).version == 1
     # A name that was removed begins again.
     shelf.book.remove("rules")
     assert shelf.add("rules", 4).version == 1
@@ -117,25 +119,25 @@ def test_old_version_serves_until_the_new_one_is_ready() -> None:
     """While a new version is computed, the old one is still there and still counts."""
     shelf = Shelf(budget=300)
     shelf.add("rules", 8)
-    shelf.promise("rules", 4, replacing=True)
+    shelf.reserve("rules", 4, replace=True)
     assert shelf.book.get("rules").version == 1
     assert shelf.book.pinned_bytes == 200
     with pytest.raises(PrefixBudgetExceeded):
-        shelf.promise("other", 4)
-    shelf.keep("rules", 4)
-    shelf.promise("other", 8)
+        shelf.reserve("other", 4)
+    shelf.commit("rules", 4)
+    shelf.reserve("other", 8)
 
 
 def test_budget() -> None:
     """What is promised counts as if it were pinned; what is broken or removed is free again."""
     shelf = Shelf(budget=1000)
     shelf.add("a", 20)
-    size = shelf.promise("b", 20)
+    size = shelf.reserve("b", 20)
     with pytest.raises(PrefixBudgetExceeded, match=r"needs 100 bytes, but of the 1,000 bytes .* 0 are left") as refusal:
-        shelf.promise("c", 4)
+        shelf.reserve("c", 4)
     assert (refusal.value.status, refusal.value.retry) == (409, False)
-    assert shelf.promise("tiny", 3) == 0
-    shelf.book.break_promise(size)
+    assert shelf.reserve("tiny", 3) == 0
+    shelf.book.release(size)
     shelf.add("c", 20)
     shelf.book.remove("a")
     shelf.add("d", 20)
@@ -181,7 +183,7 @@ def test_tenants() -> None:
     with pytest.raises(UnknownPrefix):
         shelf.book.get("b")
     with pytest.raises(PrefixBudgetExceeded):
-        shelf.promise("c", 4)
+        shelf.reserve("c", 4)
     shelf.book.remove("b", salt=b"one")
     assert [prefix.name for prefix in shelf.book.list(salt=b"two")] == ["b"]
     assert len(shelf.pinned) == 2
@@ -205,15 +207,15 @@ def test_never_over_budget(plan: list[tuple[str, str, int, bytes, bool]], budget
     for action, name, length, salt, replacing in plan:
         if action == "begin":
             try:
-                size = shelf.promise(name, length, salt=salt, replacing=replacing)
+                size = shelf.reserve(name, length, salt=salt, replace=replacing)
             except (BadRequest, PrefixBudgetExceeded):
                 continue
             coming.append((name, length, salt, size))
         elif action == "keep" and coming:
             name, length, salt, _ = coming.pop(0)
-            shelf.keep(name, length, salt=salt)
+            shelf.commit(name, length, salt=salt)
         elif action == "break" and coming:
-            shelf.book.break_promise(coming.pop()[3])
+            shelf.book.release(coming.pop()[3])
         elif action == "remove":
             try:
                 shelf.book.remove(name, salt=salt)
@@ -223,10 +225,10 @@ def test_never_over_budget(plan: list[tuple[str, str, int, bytes, bool]], budget
         assert shelf.book.pinned_bytes + promised <= budget
         assert shelf.book.pinned_bytes == len(shelf.pinned) * BLOCK_BYTES
     for name, length, salt, _ in coming:
-        shelf.keep(name, length, salt=salt)
+        shelf.commit(name, length, salt=salt)
     for salt in (b"", b"x"):
         for prefix in shelf.book.list(salt=salt):
             shelf.book.remove(prefix.name, salt=salt)
     assert shelf.pinned == set()
     assert shelf.book.pinned_bytes == 0
-    assert shelf.promise("all", max(budget // BLOCK_BYTES * BLOCK, 1)) <= budget
+    assert shelf.reserve("all", max(budget // BLOCK_BYTES * BLOCK, 1)) <= budget

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import secrets
 import threading
 import time
@@ -19,16 +20,17 @@ from foreword.blocks.common_prefixes import CommonPrefix, common_prefixes
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig
 from foreword.disaggregation.unclaimed_outputs import Adopted, AdoptedRequests
-from foreword.engine.request import Delta, Request
+from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.scheduler import SequenceState
 from foreword.engine.tokenizer import Tokenizer
 from foreword.entrypoints.build import Assembly, ModelInfo, assemble
 from foreword.errors import BadRequest, CannotMove, EngineFailed, NotFound, ShuttingDown, UnknownPrefix
 from foreword.events import Observer
 from foreword.offload.manager import OffloadManager
+from foreword.prefixes.async_service import AsyncPrefixes
 from foreword.prefixes.erasure import forget_tenant
 from foreword.prefixes.records import tenant_digest
-from foreword.prefixes.service import PrefixRegistry
+from foreword.prefixes.service import PinnedKV, Registration
 
 if TYPE_CHECKING:
     from foreword.disaggregation.instance import Instance
@@ -70,7 +72,9 @@ class AsyncEngine:
     def __init__(self, assembly: Assembly, transfer: TransferConfig | None = None, role: str | None = None) -> None:
         self.info: ModelInfo = assembly.info
         self.tokenizer: Tokenizer = assembly.tokenizer
-        self.prefixes = PrefixRegistry(self, assembly.prefixes, assembly.offload)
+        self.prefixes = AsyncPrefixes(assembly.prefixes, self._compute_and_pin)
+        assembly.prefixes.book.unpin = self._unpin
+        self._prefix_ids = itertools.count()
         self.offload: OffloadManager | None = assembly.offload
         self._core = assembly.core
         self._flush_seconds = assembly.flush_seconds
@@ -147,6 +151,31 @@ class AsyncEngine:
         async with contextlib.aclosing(self._deltas(request.id, listener, began, request.params.n)) as deltas:
             async for delta in deltas:
                 yield delta
+
+    async def _compute_and_pin(self, one: Registration) -> PinnedKV:
+        """Compute the KV of a named prefix, or load it, and pin its full blocks."""
+        pinned: list[PinnedKV] = []
+
+        def pin(sequence: SequenceState) -> None:
+            blocks = self._core.cache.pin(sequence.table, len(one.tokens) // self.info.block_size)
+            pinned.append(PinnedKV(len(blocks) * self.info.kv_bytes_per_block, blocks))
+
+        name = f"prefix-{next(self._prefix_ids)}-{one.prefix.name}"
+        request = Request(name, one.tokens, SamplingParams(max_tokens=0), salt=one.salt)
+        try:
+            self.validate(request)
+            async for _ in self._listen(request, pin):
+                pass
+        except BaseException:
+            # Behind the request in the inbox: by then it is pinned, or never will be.
+            self._post(lambda: self._core.cache.unpin([block for kv in pinned for block in kv.blocks]))
+            raise
+        if not pinned:
+            raise ShuttingDown(f"the engine ended before the prefix {one.prefix.name!r} was computed")
+        return pinned[0]
+
+    def _unpin(self, blocks: Sequence[int]) -> None:
+        self._post(lambda: self._core.cache.unpin(blocks))
 
     async def follow(self, request_id: str) -> AsyncGenerator[Delta, None]:
         """Go on with a request that moved here: what it has said since, and what it says. Closing the iterator ends it.

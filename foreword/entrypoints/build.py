@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -25,6 +26,9 @@ from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.copies import Staging, layout_of, tensors_of
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.book import PrefixBook
+from foreword.prefixes.service import PrefixService
+from foreword.prefixes.stored import StoredPrefixes
+from foreword.prefixes.tokens import content_tokens
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.urls import Opener, StoreUrl, loss_of, open_store, parse
@@ -60,7 +64,7 @@ class Assembly:
     core: EngineCore
     info: ModelInfo
     tokenizer: Tokenizer
-    prefixes: PrefixBook
+    prefixes: PrefixService
     offload: OffloadManager | None = None
     flush_seconds: float = 0.0
     share: Callable[[Post], ServedBlocks] | None = None
@@ -132,15 +136,27 @@ def assemble(
         kv_bytes_per_block=runner.bytes_per_block,
         parameters=loaded.parameters,
     )
-    budget = (prefixes or PrefixConfig()).budget_bytes(num_blocks * runner.bytes_per_block)
-    book = PrefixBook(budget, runner.bytes_per_block, config.block_size, cache.unpin)
+    service = _prefix_service(prefixes or PrefixConfig(), info, tokenizer, cache, offload)
     if offload is not None:
         offload.describe({"model": info.name, "fingerprint": info.fingerprint})
-    assembly = Assembly(core, info, tokenizer, book, offload, stores.flush_seconds, runner=runner)
+    assembly = Assembly(core, info, tokenizer, service, offload, stores.flush_seconds, runner=runner)
     if transfer is None:
         return assembly
     layout = layout_of(runner.layers, loaded.fingerprint) if offload is None else offload.layout
     return replace(assembly, share=_sharing(layout, runner, cache, chains, _in_memory(stores, offload)))
+
+
+def _prefix_service(
+    config: PrefixConfig, info: ModelInfo, tokenizer: Tokenizer, cache: PrefixCache, offload: OffloadManager | None
+) -> PrefixService:
+    def size_of(tokens: Sequence[int]) -> int:  # a partial block is not pinned
+        return len(tokens) // info.block_size * info.kv_bytes_per_block
+
+    book = PrefixBook(config.budget_bytes(info.num_blocks * info.kv_bytes_per_block), size_of, cache.unpin)
+    storage = None
+    if offload is not None:
+        storage = StoredPrefixes(offload, info.fingerprint, info.name, info.block_size)
+    return PrefixService(book, functools.partial(content_tokens, tokenizer), storage)
 
 
 def _chains() -> DeviceChains:

@@ -17,8 +17,8 @@ from foreword.entrypoints.build import assemble
 from foreword.errors import BadRequest, EngineFailed
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
-from foreword.prefixes.stored import StoredPrefixes
-from foreword.prefixes.tokens import prefix_tokens, prefixed_chat, prefixed_prompt
+from foreword.prefixes.service import PinnedKV
+from foreword.prefixes.tokens import prefixed_chat, prefixed_prompt
 
 Prompt = str | Sequence[int]
 
@@ -52,9 +52,9 @@ class LLM:
         self.info = assembly.info
         self.tokenizer = assembly.tokenizer
         self._core = assembly.core
-        self._book = assembly.prefixes
+        self._prefixes = assembly.prefixes
         self._ids = itertools.count()
-        self._stored = self._stored_prefixes()
+        self._prefixes.refresh()  # what an earlier process registered; its KV is computed or loaded when it is used
 
     def generate(
         self,
@@ -90,7 +90,7 @@ class LLM:
         tokens = []
         for messages in listed:
             if prefix is not None:
-                tokens.append(prefixed_chat(self._book, self.tokenizer, prefix, messages, b""))
+                tokens.append(prefixed_chat(self._prefixes, self.tokenizer, prefix, messages, b""))
             else:
                 tokens.append(self.tokenizer.render_chat(messages, add_generation_prompt=True))
         return self._run(tokens, params, prefix, cache_report, progress)
@@ -103,46 +103,36 @@ class LLM:
         messages: Sequence[Message] | None = None,
         replace: bool = False,
     ) -> NamedPrefix:
-        """Register a named prefix, compute its KV and pin it (R15)."""
-        kind, held, tokens = prefix_tokens(self.tokenizer, content, messages)
-        size = self._book.promise(name, tokens, salt=b"", replacing=replace)
-        kept: list[NamedPrefix] = []
+        """Register a named prefix, compute its KV and pin it. Raises BadRequest, PromptTooLong, PrefixBudgetExceeded, or
+        StoreError if no store takes its record."""
+        with self._prefixes.register(name, content, messages, replace=replace) as registration:
+            registration.pinned = self._compute_and_pin(registration.tokens)
+            made = registration.finish()
+        assert made is not None
+        return made
 
-        def keep(sequence: SequenceState) -> None:
+    def _compute_and_pin(self, tokens: Sequence[int]) -> PinnedKV:
+        pinned: list[PinnedKV] = []
+
+        def pin(sequence: SequenceState) -> None:
             blocks = self._core.cache.pin(sequence.table, len(tokens) // self.info.block_size)
-            kept.append(self._book.keep(name, kind, held, tokens, blocks, salt=b""))
+            pinned.append(PinnedKV(len(blocks) * self.info.kv_bytes_per_block, blocks))
 
-        request = Request(f"prefix-{next(self._ids)}", tokens, SamplingParams(max_tokens=0))
+        request = Request(f"prefix-{next(self._ids)}", tuple(tokens), SamplingParams(max_tokens=0))
         try:
-            self._core.add(request, keep)
+            self._core.add(request, pin)
             self._drain([])
         finally:
-            if not kept:
+            if not pinned:
                 self._core.abort(request.id)
-                self._book.break_promise(size)
-        if self._stored is not None:
-            self._stored.put(kept[0], b"")
-        return kept[0]
-
-    def _stored_prefixes(self) -> StoredPrefixes | None:
-        """Know the prefixes that an earlier process registered; they are computed or loaded when they are used."""
-        if self.offload is None:
-            return None
-        stored = StoredPrefixes(self.offload, self.info, self.tokenizer)
-        for record in stored.records.all(b"") or ():
-            prefix = stored.adopted(record)
-            if prefix is not None:
-                self._book.adopt(prefix, salt=b"")
-        return stored
+        return pinned[0]
 
     def list_prefixes(self) -> list[NamedPrefix]:
-        return self._book.list()
+        return self._prefixes.book.list()
 
     def remove_prefix(self, name: str) -> NamedPrefix:
-        prefix = self._book.get(name)
-        if self._stored is not None:
-            self._stored.remove(prefix, b"")
-        return self._book.remove(name)
+        """Remove a named prefix, here and in the stores. Raises UnknownPrefix, StoreError."""
+        return self._prefixes.remove(name)
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until the stores have everything; False if `timeout` seconds were not enough. True without a store."""
@@ -169,7 +159,7 @@ class LLM:
 
     def _tokens(self, prompt: Prompt, prefix: str | None) -> list[int]:
         if prefix is not None:
-            return prefixed_prompt(self._book, self.tokenizer, prefix, prompt, b"")
+            return prefixed_prompt(self._prefixes, self.tokenizer, prefix, prompt, b"")
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _run(
@@ -201,7 +191,7 @@ class LLM:
                 raise
         if prefix is not None:
             for output in outputs:
-                self._book.note_hit(prefix, output.cached_tokens)
+                self._prefixes.book.note_hit(prefix, output.cached_tokens)
         return [output.finish() for output in outputs]
 
     def _drain(self, outputs: Sequence[_Output], bar: Any = None) -> None:

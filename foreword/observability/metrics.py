@@ -75,7 +75,7 @@ class _Status(Protocol):
 
 class _Pins(Protocol):
     @property
-    def budget_bytes(self) -> int: ...
+    def budget_bytes(self) -> int | None: ...
     @property
     def pinned_bytes(self) -> int: ...
 
@@ -146,7 +146,7 @@ class PrometheusObserver(Collector):
             ("foreword:blocks_cached", "Blocks that a lookup can find.", status.cached_blocks),
             ("foreword:blocks_pinned", "Blocks that named prefixes pin.", status.pinned_blocks),
             ("foreword:prefix_pinned_bytes", "Bytes of KV that named prefixes pin.", pins.pinned_bytes),
-            ("foreword:prefix_budget_bytes", "Bytes of KV that named prefixes may pin.", pins.budget_bytes),
+            ("foreword:prefix_budget_bytes", "Bytes of KV that named prefixes may pin.", pins.budget_bytes or 0),
         ]
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(name, text, labels=("model_name",))

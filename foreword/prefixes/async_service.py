@@ -30,18 +30,17 @@ class AsyncPrefixes:
 
     Args:
         compute_and_pin: computes and pins the KV of a registration's tokens. Raises ForewordError.
+
+    Attributes:
+        budget_bytes: how much KV all prefixes may pin; None without a bound.
     """
 
-    def __init__(self, service: PrefixService, compute_and_pin: ComputeAndPin) -> None:
+    def __init__(self, service: PrefixService, compute_and_pin: ComputeAndPin, budget_bytes: int | None = None) -> None:
         self.service = service
+        self.budget_bytes = service.book.budget_bytes if budget_bytes is None else budget_bytes
         self._compute_and_pin = compute_and_pin
         self._refreshing: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """How much KV all prefixes may pin; None without a bound."""
-        return self.service.book.budget_bytes
 
     @property
     def pinned_bytes(self) -> int:

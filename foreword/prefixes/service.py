@@ -268,4 +268,3 @@ class PrefixService:
 def kind_of(content: Content) -> Kind:
     """`text` for a string, `messages` for a chat's messages."""
     return "text" if isinstance(content, str) else "messages"
-

@@ -12,13 +12,13 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
 
 from foreword import __version__
+from foreword.api.prefixes import describe
 from foreword.blocks.common_prefixes import CommonPrefix
 from foreword.dashboard import pages
 from foreword.dashboard.history import MetricsHistory, Sampling
 from foreword.errors import ForewordError, Unauthorized
 from foreword.observability.metrics import PrometheusObserver
 from foreword.server.endpoint import Front
-from foreword.server.prefixes import describe
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine

@@ -17,6 +17,7 @@ from foreword.api.schemas import ChatRequest, CompletionRequest, Prompt, Samplin
 from foreword.api.tenants import Tenant
 from foreword.engine.request import Delta, Request, SamplingParams, TokenLogprob
 from foreword.errors import BadRequest, EngineFailed, ShuttingDown
+from foreword.prefixes.tokens import prefixed_chat, prefixed_prompt
 from foreword.server import relay, stream
 from foreword.server.endpoint import Front, check_length, check_model, check_token_ids
 from foreword.server.job import ChatShape, CompletionShape, Job, Shape, Tally
@@ -139,7 +140,7 @@ def _completion_tokens(engine: AsyncEngine, tenant: Tenant, body: CompletionRequ
     else:
         check_token_ids(engine, prompt, "prompt")
     if body.prefix is not None:
-        return engine.prefixes.prompt(body.prefix, prompt, salt=tenant.salt)
+        return prefixed_prompt(engine.prefixes.service, engine.tokenizer, body.prefix, prompt, tenant.salt)
     if not isinstance(prompt, str):
         return prompt
     return engine.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
@@ -155,7 +156,7 @@ def _chat_tokens(engine: AsyncEngine, tenant: Tenant, body: ChatRequest) -> Sequ
     messages = [message.plain() for message in body.messages]
     check_length(engine, "".join(message["content"] for message in messages), "messages")
     if body.prefix is not None:
-        return engine.prefixes.chat(body.prefix, messages, salt=tenant.salt)
+        return prefixed_chat(engine.prefixes.service, engine.tokenizer, body.prefix, messages, tenant.salt)
     if not engine.tokenizer.has_chat_template:
         raise BadRequest("This model has no chat template; use /v1/completions", param="messages")
     return engine.tokenizer.render_chat(messages, add_generation_prompt=body.add_generation_prompt is not False)

@@ -19,6 +19,7 @@ from foreword.engine.model import load_model
 from foreword.engine.request import CacheReport, Delta, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
+from foreword.prefixes.tokens import prefixed_prompt
 
 Make = Callable[..., LLM]
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
@@ -142,7 +143,7 @@ def test_prefixes_of_tenants(llama: Path) -> None:
         assert engine.prefixes.list(salt=b"bob") == []
         await engine.prefixes.add("rules", content=text, salt=b"bob")
         assert [prefix.version for prefix in engine.prefixes.list(salt=b"bob")] == [1]
-        tokens = engine.prefixes.prompt("rules", "Where?", salt=b"alice")
+        tokens = prefixed_prompt(engine.prefixes.service, engine.tokenizer, "rules", "Where?", b"alice")
         assert (await ask(engine, tokens, b"alice")).cached_tokens >= 40
         assert (await ask(engine, tokens, b"carol")).cached_tokens == 0
         assert engine.status().pinned_blocks == 2 * (len(text) // 4)
@@ -169,7 +170,7 @@ def test_cancelled_prefix_leaves_no_promise(llama: Path) -> None:
             for prefix in engine.prefixes.list():
                 await engine.prefixes.remove(prefix.name)
             assert engine._core.scheduler.running == []
-            assert engine.prefixes._book._promised == 0
+            assert engine.prefixes.service.book.reserved_bytes == 0
             await idle(engine)
 
     with started(llama) as engine:

@@ -23,12 +23,13 @@ import tokenizers
 import torch
 import transformers
 
+from foreword.api.prefixes import describe
 from foreword.prefixes.book import NamedPrefix
-from foreword.server.prefixes import describe
 from foreword.store.urls import open_store
 
 PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"),
     pytest.mark.timeout(600),
 ]

@@ -23,6 +23,7 @@ BLOCK = 32
 _WITHIN = 300.0
 
 needs_vllm = [
+    pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"),
     pytest.mark.timeout(600),
 ]

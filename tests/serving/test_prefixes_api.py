@@ -1,4 +1,4 @@
-"""`/v1/prefixes`, and requests that name a prefix (R15 to R18)."""
+"""`/v1/prefixes`, and requests that name a prefix."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_replace_makes_a_new_version(client: httpx.Client) -> None:
 
 
 def test_unknown_names_list_close_ones(client: httpx.Client) -> None:
-    """A name that was never registered is a 404 that lists close names, in a request and in the interface (R17)."""
+    """A name that was never registered is a 404 that lists close names, in a request and in the interface."""
     client.post("/v1/prefixes", json={"name": "handbook", "content": words("hand", 10)})
     for answer in (
         client.get("/v1/prefixes/handbok"),

@@ -29,6 +29,7 @@ from foreword.config import ServerConfig
 
 PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"),
     pytest.mark.timeout(600),
 ]

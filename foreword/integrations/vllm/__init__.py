@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foreword.integrations.vllm.connector import ForewordConnector
-    from foreword.integrations.vllm.prefixes import NamedPrefixes
+    from foreword.integrations.vllm.middleware import NamedPrefixes
 
 __all__ = ["ForewordConnector", "NamedPrefixes"]
 
@@ -20,5 +20,5 @@ def __getattr__(name: str) -> Any:
     if name == "ForewordConnector":
         return import_module("foreword.integrations.vllm.connector").ForewordConnector
     if name == "NamedPrefixes":
-        return import_module("foreword.integrations.vllm.prefixes").NamedPrefixes
+        return import_module("foreword.integrations.vllm.middleware").NamedPrefixes
     raise AttributeError(f"module 'foreword.integrations.vllm' has no attribute {name!r}")

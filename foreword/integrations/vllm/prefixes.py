@@ -1,263 +1,160 @@
-"""Named prefixes for a vLLM server that has Foreword's connector: an ASGI middleware that vLLM loads by name.
-
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "ForewordConnector", ...}' \\
-        --middleware foreword.integrations.vllm.NamedPrefixes
-
-It adds `/v1/prefixes`, as Foreword's own server has it, and understands `"prefix": "NAME"` in the bodies of `/v1/completions`
-and `/v1/chat/completions`: the prefix is put before the prompt or the messages, and vLLM sees an ordinary request.
-
-vLLM puts such a middleware outside its own, before the one that asks for the API key. So this one does nothing there but
-install itself, when the server starts, directly before the routes: what comes so far has passed everything else.
-"""
+"""Named prefixes of one vLLM server: vLLM tokenizes and computes them, the connector writes them, and the stores pin them."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-from collections.abc import Mapping
-from typing import Any
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+import httpx
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound
-from foreword.integrations.vllm.prefix_http import (
-    CachedTokens,
-    InnerServer,
-    body_of,
-    problem,
-    read_body,
-    replay,
-    with_length,
-)
-from foreword.integrations.vllm.prefix_registry import PrefixRegistry
-from foreword.integrations.vllm.prefix_store import PrefixStores
-from foreword.prefixes.book import NamedPrefix
+from foreword.errors import BadRequest, EngineFailed, NotReady
+from foreword.integrations.vllm.prefix_storage import ConnectorStorage, PinnedBlocks
+from foreword.prefixes.async_service import AsyncPrefixes
+from foreword.prefixes.book import Content, Message, NamedPrefix, PrefixBook
+from foreword.prefixes.service import PinnedKV, PrefixService, Registration
 
-_PREFIXES = "/v1/prefixes"
-_COMPLETIONS = "/v1/completions"
-_CHAT = "/v1/chat/completions"
+# How often the pins of a prefix in use are checked.
+_CHECK_SECONDS: Final = 30.0
+# Blocks are written in the background: how long to wait for all of them, and for the next one.
+_WRITTEN_WITHIN: Final = 60.0
+_NEXT_WITHIN: Final = 5.0
+_POLL_SECONDS: Final = 0.05
 
 
-class NamedPrefixes:
-    """The middleware. See the module."""
+class InnerServer:
+    """Calls the server's own routes within the process.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    Args:
+        app: what a request passes after the middleware.
+        host: the FastAPI application.
+        key: an API key that the server accepts, or None.
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan":
-            await self.app(scope, receive, send)
-            return
-        try:
-            registry = await self._install(scope["app"])
-        except ForewordError as error:
-            await receive()
-            await send({"type": "lifespan.startup.failed", "message": f"Foreword: {error.message}"})
-            return
+    def __init__(self, app: ASGIApp, host: Any, key: str | None) -> None:
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, "app": host, "state": {}}, receive, send)
 
-        async def noticing(message: Message) -> None:
-            if message["type"] == "lifespan.startup.complete":
-                registry.start()
-            elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
-                await registry.close()
-            await send(message)
-
-        await self.app(scope, receive, noticing)
-
-    async def _install(self, host: Any) -> PrefixRegistry:
-        """Raises ConfigError, ModelUnsupported, StoreError."""
-        config = getattr(host.state, "vllm_config", None)
-        routes = getattr(host.router, "middleware_stack", None)
-        if config is None or routes is None:
-            raise ConfigError(
-                "NamedPrefixes is a middleware of `vllm serve`, of a version that it knows (0.31 or later)"
-            )
-        stores = await asyncio.to_thread(PrefixStores, config)
-        registry = PrefixRegistry(stores, InnerServer(self.app, host, _api_key(host.state)))
-        host.router.middleware_stack = PrefixRoutes(routes, registry)
-        return registry
-
-
-def _api_key(state: Any) -> str | None:
-    """Any key that the server takes."""
-    given = getattr(getattr(state, "args", None), "api_key", None)
-    keys = [given] if isinstance(given, str) else list(given or [os.environ.get("VLLM_API_KEY")])
-    return next((key for key in keys if key), None)
-
-
-class PrefixRoutes:
-    """The routes of named prefixes, before those of vLLM."""
-
-    def __init__(self, app: ASGIApp, registry: PrefixRegistry) -> None:
-        self._app = app
-        self._registry = registry
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            if path == _PREFIXES or path.startswith(_PREFIXES + "/"):
-                await self._manage(path[len(_PREFIXES) + 1 :], scope, receive, send)
-                return
-            if path in (_COMPLETIONS, _CHAT) and scope["method"] == "POST":
-                await self._complete(path, scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    # /v1/prefixes
-
-    async def _manage(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
-        messages = await read_body(receive)
-        if messages is None:
-            return
-        try:
-            response = await self._answer(scope["method"], name, body_of(messages))
-        except ForewordError as error:
-            response = problem(error)
-        await response(scope, receive, send)
-
-    async def _answer(self, method: str, name: str, body: bytes) -> Response:
-        registry = self._registry
-        match method, name:
-            case "GET", "":
-                return await self._list()
-            case "POST", "":
-                return await self._add(_NewPrefix, None, body)
-            case "GET", _:
-                prefix = await registry.get(name)
-                kind = "content" if prefix.kind == "text" else "messages"
-                return JSONResponse({**describe(prefix), kind: prefix.content})
-            case "PUT", _ if name:
-                return await self._add(_Content, name, body)
-            case "DELETE", _ if name:
-                gone = await registry.remove(name)
-                return JSONResponse({"id": gone.name, "object": "prefix", "deleted": True, "version": gone.version})
-        raise NotFound(f"{method} {_PREFIXES}/{name} is nothing that can be asked for")
-
-    async def _list(self) -> Response:
-        found = await self._registry.all()
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": [describe(prefix) for prefix in found],
-                "pinned_bytes": sum(prefix.bytes for prefix in found),
-                "budget_bytes": self._registry.budget_bytes,
-            }
+        self._client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(call, raise_app_exceptions=False),
+            base_url="http://foreword",
+            timeout=None,
+            headers={} if key is None else {"authorization": f"Bearer {key}"},
         )
 
-    async def _add(self, kind: type[_Content], name: str | None, body: bytes) -> Response:
-        asked = _parse(kind, body)
-        named, replace = (asked.name, asked.replace) if isinstance(asked, _NewPrefix) else (name or "", True)
-        prefix = await self._registry.add(named, content=asked.content, messages=asked.messages, replace=replace)
-        return JSONResponse(describe(prefix), status_code=201 if prefix.version == 1 else 200)
-
-    # Requests that may name a prefix
-
-    async def _complete(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        messages = await read_body(receive)
-        if messages is None:
-            return
+    async def post(self, path: str, body: Mapping[str, object]) -> Any:
+        """The answer's JSON. Raises BadRequest, NotReady or EngineFailed with the server's own message."""
+        answer = await self._client.post(path, json=body)
         try:
-            used, body = await self._with_prefix(path, body_of(messages))
-        except ForewordError as error:
-            await problem(error)(scope, receive, send)
-            return
-        if used is None:
-            await self._app(scope, replay(messages, receive), send)
-            return
-        data = json.dumps(body).encode()
-        again = replay([{"type": "http.request", "body": data, "more_body": False}], receive)
-        watched = CachedTokens(send)
-        await self._app(with_length(scope, len(data)), again, watched)
-        if watched.fine:
-            self._registry.used(used, watched.count)
-
-    async def _with_prefix(self, path: str, data: bytes) -> tuple[NamedPrefix | None, Mapping[str, Any]]:
-        """The prefix that a body names, and the body with it in place; None if it names none, or is not for us to judge."""
-        if b'"prefix"' not in data:
-            return None, {}
-        try:
-            body = json.loads(data)
+            found = answer.json()
         except ValueError:
-            return None, {}
-        if not isinstance(body, dict) or body.get("prefix") is None:
-            return None, {}
-        name = body.pop("prefix")
-        if not isinstance(name, str):
-            raise BadRequest("prefix must be the name of a prefix", param="prefix")
-        if path == _CHAT:
-            return await self._chat(name, body)
-        return await self._completion(name, body)
+            raise EngineFailed(f"vLLM's {path} answered HTTP {answer.status_code} and no JSON") from None
+        if answer.status_code < 400:
+            return found
+        error = found.get("error", found) if isinstance(found, dict) else found
+        reason = error.get("message", error) if isinstance(error, dict) else error
+        message = f"vLLM's {path} answered HTTP {answer.status_code}: {reason}"
+        if answer.status_code in (429, 503):
+            raise NotReady(message)
+        if answer.status_code >= 500:
+            raise EngineFailed(message)
+        raise BadRequest(message)
 
-    async def _chat(self, name: str, body: dict[str, Any]) -> tuple[NamedPrefix, Mapping[str, Any]]:
-        prefix = await self._registry.use(name, "messages")
-        if isinstance(body.get("messages"), list):
-            body["messages"] = [*prefix.content, *body["messages"]]
-        return prefix, body
-
-    async def _completion(self, name: str, body: dict[str, Any]) -> tuple[NamedPrefix, Mapping[str, Any]]:
-        prefix = await self._registry.use(name, "text")
-        given = body.get("prompt")
-        several = isinstance(given, list) and not all(type(item) is int for item in given)
-        prompts: list[Any] = given if several and given else [given]
-        found = [[*prefix.tokens, *await self._tokens(prompt)] for prompt in prompts]
-        body["prompt"] = found if several else found[0]
-        return prefix, body
-
-    async def _tokens(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            return await self._registry.encode(prompt)
-        if isinstance(prompt, list) and all(type(item) is int for item in prompt):
-            return prompt
-        raise BadRequest("with a prefix, prompt must be text, token ids, or a list of such", param="prompt")
+    async def tokens(self, body: Mapping[str, object]) -> list[int]:
+        """Tokens of a prompt or of messages, from vLLM's `/tokenize`. Raises as `post` does."""
+        found: list[int] = (await self.post("/tokenize", body))["tokens"]
+        return found
 
 
-def describe(prefix: NamedPrefix) -> dict[str, Any]:
-    """A prefix as Foreword's own server describes it, without its content. `bytes` is what it pins in the stores."""
-    return {
-        "id": prefix.name,
-        "object": "prefix",
-        "name": prefix.name,
-        "version": prefix.version,
-        "kind": prefix.kind,
-        "num_tokens": len(prefix.tokens),
-        "bytes": prefix.bytes,
-        "ready": prefix.ready,
-        "created": int(prefix.created),
-        "uses": prefix.uses,
-        "hit_tokens": prefix.hit_tokens,
-        "last_used": prefix.last_used,
-    }
+class VllmPrefixes(AsyncPrefixes):
+    """Named prefixes of the whole server: vLLM's API keys are not tenants. Make it on the server's event loop."""
+
+    def __init__(self, storage: ConnectorStorage, server: InnerServer) -> None:
+        book = PrefixBook(None, lambda tokens: storage.size_of(len(tokens)))  # the stores' own limits bound it
+        super().__init__(PrefixService(book, self._tokenize, storage), self._pin_computed, storage.budget_bytes)
+        self._storage = storage
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._pinning = asyncio.Lock()
+        self._checked: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Read what the stores know, and compute what they have lost."""
+        self.later(self.refresh())
+
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.to_thread(self._storage.close)
+
+    async def encode(self, text: str) -> list[int]:
+        """Tokens of what follows a prefix."""
+        return await self._server.tokens({"prompt": text, "add_special_tokens": False}) if text else []
+
+    def used(self, prefix: NamedPrefix, cached: int) -> None:
+        """A request that named the prefix has ended, with `cached` tokens of its prompt found in the cache."""
+        self.note_hit(prefix.name, cached)
+        now = time.monotonic()
+        if now - self._checked.get(prefix.name, -math.inf) > _CHECK_SECONDS:
+            self._checked[prefix.name] = now
+            self.later(self.repin(prefix, pin=lambda one: self._pin_written(one.tokens)))
+
+    # What the service asks of vLLM
+
+    def _tokenize(self, content: Content) -> Sequence[int]:
+        """Called on a thread."""
+        return asyncio.run_coroutine_threadsafe(self._content_tokens(content), self._loop).result()
+
+    async def _content_tokens(self, content: Content) -> list[int]:
+        """The tokens that every prompt with this prefix starts with. Raises BadRequest with vLLM's message."""
+        if isinstance(content, str):
+            return await self._server.tokens({"prompt": content})
+        if not all(_is_text(message.get("content")) for message in content):
+            raise BadRequest(
+                "a named prefix is text: the parts of its messages must be of type 'text'", param="messages"
+            )
+        try:
+            # A chat template may write the last message in another way than one that is followed: so two follow, and differ.
+            one, other = [await self._render([*content, {"role": "user", "content": text}]) for text in ("a", "b")]
+        except BadRequest:
+            return await self._render(content)
+        common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+        return one[:common]
+
+    async def _render(self, messages: Sequence[Message]) -> list[int]:
+        return await self._server.tokens({"messages": list(messages), "add_generation_prompt": False})
+
+    async def _pin_computed(self, one: Registration) -> PinnedKV:
+        """Have vLLM compute (or load) a prefix, and pin what the connector writes. An adopted prefix is computed only if the
+        stores have lost blocks of it."""
+        self._checked[one.prefix.name] = time.monotonic()
+        if not one.adopted:
+            return await self._compute_and_pin_written(one.tokens)
+        async with self._pinning:
+            pinned = await asyncio.to_thread(self._storage.pin, one.tokens)
+            return PinnedKV(pinned.bytes) if pinned.whole else await self._compute_and_pin_written(one.tokens)
+
+    async def _compute_and_pin_written(self, tokens: Sequence[int]) -> PinnedKV:
+        body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "stream": False}
+        await self._server.post("/v1/completions", body)
+        return await self._pin_written(tokens)
+
+    async def _pin_written(self, tokens: Sequence[int]) -> PinnedKV:
+        """Pin blocks as another process writes them, until all are there or no more come."""
+        started = last_change = time.monotonic()
+        most = PinnedBlocks(-1, False)
+        while True:
+            pinned = await asyncio.to_thread(self._storage.pin, tokens)
+            now = time.monotonic()
+            if pinned.bytes > most.bytes:
+                most, last_change = pinned, now
+            if pinned.whole or now - last_change > _NEXT_WITHIN or now - started > _WRITTEN_WITHIN:
+                return PinnedKV(pinned.bytes)
+            await asyncio.sleep(_POLL_SECONDS)
 
 
-class _Content(BaseModel):
-    """`PUT /v1/prefixes/{name}`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    content: str | None = None
-    messages: list[dict[str, Any]] | None = None
-
-
-class _NewPrefix(_Content):
-    """`POST /v1/prefixes`."""
-
-    name: str
-    replace: bool = False
-
-
-def _parse(kind: type[_Content], body: bytes) -> _Content:
-    try:
-        parsed = kind.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise BadRequest(f"{place or 'the body'}: {first['msg']}", param=place or None) from None
-    if (parsed.content is None) == (not parsed.messages):
-        raise BadRequest(
-            "give either content (text, for completions) or messages (a list that is not empty, for chat)",
-            param="content",
-        )
-    return parsed
+def _is_text(content: object) -> bool:
+    parts = content if isinstance(content, list) else []
+    return all(not isinstance(part, dict) or part.get("type", "text") == "text" for part in parts)

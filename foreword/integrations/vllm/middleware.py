@@ -1,0 +1,228 @@
+"""Named prefixes for a vLLM server that has Foreword's connector: an ASGI middleware that vLLM loads by name.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "ForewordConnector", ...}' \\
+        --middleware foreword.integrations.vllm.NamedPrefixes
+
+It adds `/v1/prefixes`, as Foreword's own server has it, and understands `"prefix": "NAME"` in the bodies of `/v1/completions`
+and `/v1/chat/completions`: the prefix is put before the prompt or the messages, and vLLM sees an ordinary request.
+
+vLLM runs such a middleware outside its own, before the one that checks the API key. So this one only installs `PrefixRoutes`
+directly before vLLM's routes when the server starts: what gets there has passed all other middleware.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foreword.api.prefixes import PrefixEndpoints
+from foreword.api.schemas import NewPrefix, PrefixContent, parse
+from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound
+from foreword.integrations.vllm.prefix_storage import ConnectorStorage
+from foreword.integrations.vllm.prefixes import InnerServer, VllmPrefixes
+from foreword.prefixes.book import NamedPrefix
+
+_PREFIXES = "/v1/prefixes"
+_COMPLETIONS = "/v1/completions"
+_CHAT = "/v1/chat/completions"
+_LAST_BYTES = 8192
+# In the text of an answer the quotes would be escaped, so the expression does not match there.
+_CACHED = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d+)')
+
+
+class NamedPrefixes:
+    """The middleware. See the module."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self.app(scope, receive, send)
+            return
+        try:
+            prefixes = await self._install(scope["app"])
+        except ForewordError as error:
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": f"Foreword: {error.message}"})
+            return
+
+        async def watch(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                prefixes.start()
+            elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
+                await prefixes.close()
+            await send(message)
+
+        await self.app(scope, receive, watch)
+
+    async def _install(self, host: Any) -> VllmPrefixes:
+        """Raises ConfigError, ModelUnsupported, StoreError."""
+        config = getattr(host.state, "vllm_config", None)
+        routes = getattr(host.router, "middleware_stack", None)
+        if config is None or routes is None:
+            raise ConfigError("NamedPrefixes is a middleware for `vllm serve` of vLLM 0.31 or later")
+        storage = await asyncio.to_thread(ConnectorStorage, config)
+        prefixes = VllmPrefixes(storage, InnerServer(self.app, host, _api_key(host.state)))
+        host.router.middleware_stack = PrefixRoutes(routes, prefixes)
+        return prefixes
+
+
+def _api_key(state: Any) -> str | None:
+    """One of the keys that the server accepts."""
+    given = getattr(getattr(state, "args", None), "api_key", None)
+    keys = [given] if isinstance(given, str) else list(given or [os.environ.get("VLLM_API_KEY")])
+    return next((key for key in keys if key), None)
+
+
+class _Content(PrefixContent):
+    """`PUT`, with messages in any form that vLLM reads."""
+
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)  # type: ignore[assignment]
+
+
+class _NewPrefix(NewPrefix):
+    """`POST`, likewise."""
+
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)  # type: ignore[assignment]
+
+
+class PrefixRoutes:
+    """The routes of named prefixes, before those of vLLM."""
+
+    def __init__(self, app: ASGIApp, prefixes: VllmPrefixes) -> None:
+        self._app = app
+        self._prefixes = prefixes
+        self._endpoints = PrefixEndpoints(prefixes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
+        manages = path == _PREFIXES or path.startswith(_PREFIXES + "/")
+        if not manages and (path not in (_COMPLETIONS, _CHAT) or scope["method"] != "POST"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
+            return
+        try:
+            if manages:
+                status, answer = await self._manage(scope["method"], path[len(_PREFIXES) + 1 :], body)
+                await JSONResponse(answer, status_code=status)(scope, receive, send)
+                return
+            prefix, changed = await self._with_prefix(path, body)
+        except ForewordError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if prefix is None:
+            await self._app(scope, _replay(body, receive), send)
+            return
+        data = json.dumps(changed).encode()
+        watched = CachedTokens(send)
+        await self._app(_with_length(scope, len(data)), _replay(data, receive), watched)
+        if watched.succeeded:
+            self._prefixes.used(prefix, watched.count)
+
+    async def _manage(self, method: str, name: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        """`/v1/prefixes`: status and JSON."""
+        match method, name:
+            case "GET", "":
+                return 200, await self._endpoints.list()
+            case "POST", "":
+                new = parse(_NewPrefix, body)
+                return await self._endpoints.add(new.name, new.content, new.messages, replace=new.replace)
+            case "GET", _:
+                return 200, await self._endpoints.show(name)
+            case "PUT", _ if name:
+                content = parse(_Content, body)
+                return await self._endpoints.add(name, content.content, content.messages, replace=True)
+            case "DELETE", _ if name:
+                return 200, await self._endpoints.remove(name)
+        raise NotFound(f"there is no {method} {_PREFIXES}/{name}")
+
+    async def _with_prefix(self, path: str, data: bytes) -> tuple[NamedPrefix | None, Mapping[str, Any]]:
+        """The prefix that a body names, and the body with it in place. None if it names none, or is for vLLM to refuse."""
+        if b'"prefix"' not in data:
+            return None, {}
+        try:
+            body = json.loads(data)
+        except ValueError:
+            return None, {}
+        if not isinstance(body, dict) or body.get("prefix") is None:
+            return None, {}
+        name = body.pop("prefix")
+        if not isinstance(name, str):
+            raise BadRequest("prefix must be the name of a prefix", param="prefix")
+        await self._prefixes.refresh(name=name)
+        if path == _CHAT:
+            prefix = self._prefixes.use(name, "messages")
+            if isinstance(body.get("messages"), list):
+                body["messages"] = [*prefix.content, *body["messages"]]
+            return prefix, body
+        prefix = self._prefixes.use(name, "text")
+        given = body.get("prompt")
+        several = isinstance(given, list) and not all(type(item) is int for item in given)
+        prompts: list[Any] = given if several and given else [given]
+        found = [[*prefix.tokens, *await self._prompt_tokens(prompt)] for prompt in prompts]
+        body["prompt"] = found if several else found[0]
+        return prefix, body
+
+    async def _prompt_tokens(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return await self._prefixes.encode(prompt)
+        if isinstance(prompt, list) and all(type(item) is int for item in prompt):
+            return prompt
+        raise BadRequest("with a prefix, prompt must be text, token ids, or a list of such", param="prompt")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Receives the body, then what comes after it: that the client has gone."""
+    left = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return left.pop() if left else await receive()
+
+    return again
+
+
+def _with_length(scope: Scope, length: int) -> Scope:
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+    return {**scope, "headers": [*headers, (b"content-length", b"%d" % length)]}
+
+
+class CachedTokens:
+    """Sends an answer on unchanged, and reads the number of cached tokens from its usage."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._last = b""
+        self.succeeded = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.succeeded = message["status"] < 400
+        elif message["type"] == "http.response.body":
+            self._last = (self._last + message.get("body", b""))[-_LAST_BYTES:]
+        await self._send(message)
+
+    @property
+    def count(self) -> int:
+        """0 if vLLM does not report it (it does with `--enable-prompt-tokens-details`; in a stream, with `stream_options`)."""
+        found = _CACHED.findall(self._last)
+        return int(found[-1]) if found else 0
+
+
+def error_response(error: ForewordError) -> JSONResponse:
+    """An error in OpenAI's JSON, as Foreword's own server writes it."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    body = {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    return JSONResponse(body, status_code=error.status, headers={"retry-after": "5"} if error.retry else None)

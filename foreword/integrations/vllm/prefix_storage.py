@@ -1,0 +1,225 @@
+"""The connector's stores as vLLM's API server sees them: records of named prefixes, and pins of their blocks.
+
+The API server is a process of its own. It opens the same URLs as the engine's process. A `memory://` tier lies in the engine's
+process, so it is not visible here. The connector leaves a record of how its blocks are laid out: `layouts/<fingerprint>`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.layout import ITEM_BYTES
+from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
+from foreword.integrations.vllm.config import Settings, model_digest
+from foreword.prefixes.book import NamedPrefix
+from foreword.prefixes.erasure import LayoutRecord, layouts
+from foreword.prefixes.records import PrefixRecord, PrefixRecords
+from foreword.prefixes.stored import common_length
+from foreword.store.base import Name
+from foreword.store.tiered import StoreTier
+from foreword.store.urls import open_store, parse
+
+logger = logging.getLogger(__name__)
+
+_CALL_WITHIN = 10.0
+_LAYOUT_WITHIN = 10.0
+_DEFAULT_PIN_SHARE = 0.5
+_CONNECTOR = "ForewordConnector"
+
+
+def connector_settings(vllm_config: Any) -> Settings:
+    """The settings of the server's connector. Raises ConfigError if it has none of ours."""
+    transfer = vllm_config.kv_transfer_config
+    given = [] if transfer is None else [(transfer.kv_connector, transfer.kv_connector_extra_config or {})]
+    for name, extra in given:
+        if name == _CONNECTOR:
+            return Settings.read(extra)
+        # vLLM's MultiConnector lists its connectors here.
+        for inner in extra.get("connectors", ()):
+            if isinstance(inner, dict) and inner.get("kv_connector") == _CONNECTOR:
+                return Settings.read(inner.get("kv_connector_extra_config") or {})
+    raise ConfigError(
+        "NamedPrefixes keeps prefixes in the stores of Foreword's connector; give vLLM --kv-transfer-config with "
+        '"kv_connector": "ForewordConnector" and "kv_connector_module_path": "foreword.integrations.vllm"'
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedBlocks:
+    """How much of a prefix is pinned: bytes in the tier that has most of it, and whether every tier has all of it."""
+
+    bytes: int
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockLayout:
+    fingerprint: bytes
+    block_size: int
+    block_bytes: int
+
+
+class ConnectorStorage:
+    """Implements `PrefixStorage` over the connector's stores. Blocking: call it on a thread.
+
+    Raises ConfigError, ModelUnsupported, or StoreError for a store that cannot be opened.
+
+    Attributes:
+        budget_bytes: how much may be pinned in the tier with the lowest limit; None without a limit.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        settings = connector_settings(vllm_config)
+        self._model = model_digest(vllm_config, settings)
+        self._name = str(vllm_config.model_config.model)
+        self._dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+        self._ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+        urls = [url for url in settings.store.urls if parse(url).persistent]
+        self._visible = bool(urls)
+        self._store = open_store(urls or ["memory://?size=1MiB"])
+        self._limits = [_pin_limit(tier, url) for tier, url in zip(self._store.tiers, urls, strict=False)]
+        self.budget_bytes = min((limit for limit in self._limits if limit is not None), default=None)
+        self._layouts: list[_BlockLayout] = []
+        self._wait = _LAYOUT_WITHIN
+        if len(urls) < len(settings.store.urls):
+            logger.warning(
+                "Foreword: memory:// and peer:// tiers end with their process, so named prefixes are %s",
+                "pinned in the other stores only" if urls else "not pinned, and are forgotten when the server ends",
+            )
+
+    # The blocks of this server
+
+    def _find_layouts(self, within: float = 0.0) -> bool:
+        """Read how the connector lays out blocks, waiting up to `within` seconds. False if the stores do not say."""
+        deadline = time.monotonic() + within
+        while not self._layouts and self._visible:
+            try:
+                self._layouts = self._own(layouts(self._store).values())
+            except StoreError as error:
+                logger.warning("Foreword: %s does not answer: %s", self._store.label, error.message)
+            if self._layouts or time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)  # the engine's process writes the record
+        return bool(self._layouts)
+
+    def _own(self, known: Iterable[LayoutRecord]) -> list[_BlockLayout]:
+        """This server's layouts: one per rank. Servers of other versions or dtypes may share the stores. Where that cannot be
+        told apart theirs are taken too, which pins more than needed."""
+        same_model = [record for record in known if record.model == self._model]
+        own = [record for record in same_model if self._matches(record)] or same_model
+        return [_BlockLayout(record.fingerprint, record.block_size, _block_bytes(record)) for record in own]
+
+    def _matches(self, record: LayoutRecord) -> bool:
+        import vllm
+
+        version = ".".join(vllm.__version__.split("+")[0].split(".")[:2])
+        shard = record.described.get("shard")
+        return (
+            str(record.described.get("order", "")).startswith(f"vllm/{version}/")
+            and (shard[1] if isinstance(shard, list) and len(shard) == 2 else None) == self._ranks
+            and record.described.get("dtype") == self._dtype
+        )
+
+    @property
+    def _block_size(self) -> int:
+        return self._layouts[0].block_size if self._layouts else 0
+
+    def size_of(self, num_tokens: int) -> int:
+        """Bytes that the full blocks of so many tokens take, all ranks together."""
+        return sum(num_tokens // layout.block_size * layout.block_bytes for layout in self._layouts)
+
+    def _keys(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
+        return chain_keys(Scope(self._model, block_size).root(), tokens, block_size)
+
+    # Records
+
+    @property
+    def _records(self) -> PrefixRecords:
+        return PrefixRecords(self._store, self._model.hex(), self._name, self._block_size)
+
+    def all(self, salt: bytes) -> list[PrefixRecord] | None:
+        """Raises NotReady while the connector has not said how its blocks are laid out."""
+        wait, self._wait = self._wait, 0.0
+        if not self._find_layouts(wait) and self._visible:
+            raise NotReady(
+                "the connector's stores do not say how its blocks are laid out; the log says whether they answer"
+            )
+        return self._records.all(salt)
+
+    def get(self, name: str, salt: bytes) -> PrefixRecord | None:
+        return self._records.get(name, salt)
+
+    def put(self, prefix: NamedPrefix, salt: bytes) -> None:
+        """The blocks are pinned already."""
+        keys = self._keys(prefix.tokens, self._block_size) if self._layouts else []
+        self._records.put(prefix, keys[-1] if keys else b"", salt)
+
+    def remove(self, name: str, salt: bytes) -> None:
+        self._records.remove(name, salt)
+
+    # Pins
+
+    def check_room(self, name: str, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:
+        needed = self.size_of(len(tokens)) - self.size_of(common_length(tokens, pinned))
+        for tier, limit in zip(self._store.tiers, self._limits, strict=False):
+            free = needed if limit is None else max(limit - tier.store.status().pinned_bytes, 0)
+            if needed > free:
+                raise PrefixBudgetExceeded(
+                    f"prefix {name!r} needs {needed:,} bytes, but of the {limit:,} bytes that may be pinned in {tier.label} "
+                    f"{free:,} are left; remove a prefix, or raise size or pin_share in the store's URL",
+                    param="content",
+                )
+
+    def pin(self, tokens: Sequence[int]) -> PinnedBlocks:
+        """Pin the blocks of a prefix that are there, in every tier."""
+        if not self._find_layouts():
+            return PinnedBlocks(0, not self._visible)
+        sizes = [
+            sum(layout.block_bytes * self._pin_in(tier, self._names(tokens, layout)) for layout in self._layouts)
+            for tier in self._store.tiers
+        ]
+        return PinnedBlocks(max(sizes), min(sizes) >= self.size_of(len(tokens)))
+
+    def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
+        shared = common_length(tokens, needed)
+        for layout in self._layouts:
+            names = self._names(tokens, layout)[shared // layout.block_size :]
+            for tier in self._store.tiers:
+                self._pin_in(tier, names, pinned=False)
+
+    def _pin_in(self, tier: StoreTier, names: list[Name], *, pinned: bool = True) -> int:
+        if not names:
+            return 0
+        deadline = time.monotonic() + _CALL_WITHIN
+        count: int = tier.attempt(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), 0)
+        return count
+
+    def _names(self, tokens: Sequence[int], layout: _BlockLayout) -> list[Name]:
+        return [layout.fingerprint + key for key in self._keys(tokens, layout.block_size)]
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _pin_limit(tier: StoreTier, url: str) -> int | None:
+    place = parse(url)
+    if place.scheme != "disk":
+        return None
+    return int(tier.store.status().budget * float(place.options.get("pin_share", _DEFAULT_PIN_SHARE)))
+
+
+def _block_bytes(record: LayoutRecord) -> int:
+    """Without a codec. Raises ModelUnsupported for a record that does not say it."""
+    described: Any = record.described
+    try:
+        numbers = sum(heads * (key + value) for heads, key, value in described["layers"])
+        return int(record.block_size * ITEM_BYTES[described["dtype"]] * numbers)
+    except (KeyError, TypeError, ValueError):
+        raise ModelUnsupported(
+            f"the store's record of layout {record.fingerprint.hex()} is of another version"
+        ) from None

@@ -1,0 +1,217 @@
+"""The service behind named prefixes, without an engine: registering, sharing through a store, pins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from foreword.errors import BadRequest, PrefixBudgetExceeded, StoreError, UnknownPrefix
+from foreword.prefixes.book import Content, NamedPrefix, PrefixBook
+from foreword.prefixes.records import PrefixRecord
+from foreword.prefixes.service import PinnedKV, PrefixService
+from foreword.prefixes.stored import common_length
+
+BLOCK = 4
+
+
+class SharedRecords:
+    """A store that two services share: records, and which blocks (leading tokens) are pinned in it."""
+
+    def __init__(self) -> None:
+        self.records: dict[tuple[bytes, str], PrefixRecord] = {}
+        self.pinned: set[tuple[int, ...]] = set()
+        self.broken = False
+        self.lists = True
+
+    def check_room(self, name: str, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:
+        if len(tokens) > 100:
+            raise PrefixBudgetExceeded("the store is too small")
+
+    def all(self, salt: bytes) -> list[PrefixRecord] | None:
+        return [one for (owner, _), one in self.records.items() if owner == salt] if self.lists else None
+
+    def get(self, name: str, salt: bytes) -> PrefixRecord | None:
+        return self.records.get((salt, name))
+
+    def put(self, prefix: NamedPrefix, salt: bytes) -> None:
+        if self.broken:
+            raise StoreError("the store does not answer")
+        self.records[salt, prefix.name] = PrefixRecord(
+            prefix.name, prefix.version, prefix.kind, prefix.content, prefix.created, len(prefix.tokens), BLOCK, "m", ""
+        )
+        self.pinned.update(_blocks(prefix.tokens))
+
+    def remove(self, name: str, salt: bytes) -> None:
+        del self.records[salt, name]
+
+    def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
+        self.pinned.difference_update(_blocks(tokens)[common_length(tokens, needed) // BLOCK :])
+
+
+def _blocks(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+
+
+def tokenize(content: Content) -> list[int]:
+    """One token per character; chats are refused."""
+    if not isinstance(content, str):
+        raise BadRequest("this model has no chat template")
+    return [ord(char) for char in content]
+
+
+class Instance:
+    """One engine's service, and the device blocks that it has unpinned."""
+
+    def __init__(self, storage: SharedRecords | None = None, budget: int | None = 1000) -> None:
+        self.unpinned: list[int] = []
+        self.book = PrefixBook(budget, lambda tokens: len(tokens) // BLOCK, self.unpinned.extend)
+        self.service = PrefixService(self.book, tokenize, storage)
+
+    def add(self, name: str, content: str, blocks: Sequence[int] = (), *, replace: bool = False) -> NamedPrefix:
+        with self.service.register(name, content, replace=replace) as registration:
+            registration.pinned = PinnedKV(len(registration.tokens) // BLOCK, blocks)
+            made = registration.finish()
+        assert made is not None
+        return made
+
+    def look(self, name: str | None = None) -> list[str]:
+        return [prefix.name for prefix in self.service.refresh(name=name)]
+
+
+def test_versions_and_pins() -> None:
+    """A new version takes the place of the old one, whose device blocks are unpinned."""
+    instance = Instance()
+    assert instance.add("rules", "a" * 8, [1, 2]).version == 1
+    with pytest.raises(BadRequest, match="exists"):
+        instance.add("rules", "b" * 8)
+    assert instance.unpinned == []
+    made = instance.add("rules", "b" * 4, [3], replace=True)
+    assert (made.version, made.bytes, made.ready) == (2, 1, True)
+    assert instance.unpinned == [1, 2]
+    assert instance.service.remove("rules") == made
+    assert instance.unpinned == [1, 2, 3]
+    assert instance.book.reserved_bytes == 0
+
+
+def test_given_up() -> None:
+    """What is not finished leaves neither a name nor a reservation nor pinned blocks."""
+    instance = Instance()
+    with instance.service.register("rules", "a" * 8) as registration:
+        assert instance.book.reserved_bytes == 2
+        registration.pinned = PinnedKV(2, [1, 2])
+    assert (instance.book.reserved_bytes, instance.unpinned, instance.book.list()) == (0, [1, 2], [])
+    assert registration.finish() is None
+    for wrong in ({}, {"content": "x", "messages": []}, {"content": ""}, {"messages": [{"role": "user"}]}):
+        with pytest.raises(BadRequest):
+            instance.service.register("rules", **wrong)
+    assert instance.book.reserved_bytes == 0
+
+
+def test_two_registrations_of_one_name() -> None:
+    """Of two that register a name at once, the second is refused unless it replaces."""
+    instance = Instance()
+    first, second = (instance.service.register("rules", text) for text in ("a" * 4, "b" * 4))
+    third = instance.service.register("rules", "c" * 4, replace=True)
+    for one, block in ((first, 1), (second, 2), (third, 3)):
+        one.pinned = PinnedKV(1, [block])
+    assert first.finish() is not None
+    with pytest.raises(BadRequest, match="exists"):
+        second.finish()
+    made = third.finish()
+    assert made is not None and made.version == 2
+    assert sorted(instance.unpinned) == [1, 2] and instance.book.reserved_bytes == 0
+
+
+def test_a_store_that_fails_keeps_the_old_version() -> None:
+    """If no store takes the record of a new version, the old one stays."""
+    storage = SharedRecords()
+    instance = Instance(storage)
+    instance.add("rules", "a" * 8, [1, 2])
+    storage.broken = True
+    with pytest.raises(StoreError):
+        instance.add("rules", "b" * 8, [3, 4], replace=True)
+    assert instance.book.get("rules").version == 1 and instance.book.reserved_bytes == 0
+    assert instance.unpinned == [3, 4]
+    with pytest.raises(PrefixBudgetExceeded):
+        instance.service.register("long", "x" * 101)
+    assert instance.book.reserved_bytes == 0
+
+
+def test_other_instances_see_it() -> None:
+    """What one instance registers, replaces and removes, another sees; its KV is pinned there once it is computed."""
+    storage = SharedRecords()
+    here, there = Instance(storage), Instance(storage)
+    here.add("rules", "a" * 8)
+    assert there.service.stale() and there.look() == ["rules"] and not there.service.stale()
+    assert there.service.stale(name="other") is False  # within a tenth of a second
+    adopted = there.book.get("rules")
+    assert (adopted.version, adopted.ready, adopted.content) == (1, False, "a" * 8)
+    there.book.use("rules", "text")
+    with there.service.repin(adopted) as registration:
+        registration.pinned = PinnedKV(2, [7, 8])
+        registration.finish()
+    ready = there.book.get("rules")
+    assert (ready.version, ready.ready, ready.uses, ready.created) == (1, True, 1, adopted.created)
+    here.add("rules", "b" * 8, replace=True)
+    assert there.look() == ["rules"] and there.unpinned == [7, 8]
+    with there.service.repin(adopted) as registration:  # an older version: nothing comes of it
+        registration.pinned = PinnedKV(2, [9])
+        assert registration.finish() is None
+    assert there.unpinned == [7, 8, 9]
+    here.service.remove("rules")
+    assert there.look() == [] and there.book.get("rules").version == 2, "just registered: the listing may lag behind"
+
+
+def test_a_removed_prefix_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix whose record has gone is dropped, once its registration is some seconds old."""
+    storage = SharedRecords()
+    instance = Instance(storage)
+    instance.add("rules", "a" * 8, [1])
+    storage.records.clear()
+    instance.look()
+    assert instance.book.get("rules")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 60)
+    instance.look()
+    with pytest.raises(UnknownPrefix):
+        instance.book.get("rules")
+    assert instance.unpinned == [1]
+
+
+def test_a_store_that_cannot_list() -> None:
+    """Where records cannot be listed, an unknown name is looked up by itself, and known names stay."""
+    storage = SharedRecords()
+    Instance(storage).add("rules", "a" * 8)
+    storage.lists = False
+    instance = Instance(storage)
+    assert instance.look() == [] and instance.look("rules") == ["rules"] and instance.look("none") == []
+    assert instance.book.get("rules").version == 1
+
+
+def test_a_prefix_that_does_not_suit(caplog: pytest.LogCaptureFixture) -> None:
+    """A prefix that this model's template refuses is skipped, with one warning; the others are adopted."""
+    storage = SharedRecords()
+    chat = ({"role": "system", "content": "x"},)
+    storage.records[b"", "chat"] = PrefixRecord("chat", 1, "messages", chat, 0.0, 1, BLOCK, "m", "")
+    Instance(storage).add("rules", "a" * 8)
+    instance = Instance(storage)
+    assert instance.look() == ["rules"]
+    instance.look()
+    assert [record.getMessage() for record in caplog.records] == [
+        "prefix 'chat' does not suit this server: this model has no chat template"
+    ]
+
+
+def test_shared_blocks_stay_pinned() -> None:
+    """Removing a prefix unpins in the store what no other prefix of the tenant needs."""
+    storage = SharedRecords()
+    instance = Instance(storage)
+    instance.add("short", "a" * 8)
+    instance.add("long", "a" * 8 + "b" * 8)
+    assert len(storage.pinned) == 4
+    instance.service.remove("long")
+    assert len(storage.pinned) == 2
+    instance.add("short", "c" * 4, replace=True)
+    assert storage.pinned == {(ord("c"),) * 4}
