@@ -1,4 +1,4 @@
-"""What Foreword's threads take from those that compute beside them: cores, and patience."""
+"""Background threads do not compete with compute threads, and searches have a bounded timeout."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ import pytest
 import torch
 
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.offload.copies import Staging
-from foreword.offload.manager import PATIENCE, OffloadManager
+from foreword.offload.manager import OffloadManager
+from foreword.offload.policy import PATIENCE
+from foreword.offload.staging import StagingArena
 from foreword.store.background import set_background_cores, use_background_cores
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells and binds threads one by one")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists and binds single threads")
 T = TypeVar("T")
 
 
 def elsewhere(work: Callable[[], T]) -> T:
-    """On a thread of its own."""
+    """Run on a new thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result(60)
 
 
 @linux
 @pytest.mark.skipif(torch.get_num_threads() < 2, reason="torch computes with one thread here")
-def test_copies_bring_no_team() -> None:
-    """A thread that copies blocks makes OpenMP start no threads for it: they would compete with those that compute."""
+def test_copies_start_no_openmp_threads() -> None:
+    """Copying blocks starts no OpenMP threads, which would compete with the compute threads."""
     blocks = torch.zeros(64, 1 << 18, dtype=torch.uint8)
-    staging = Staging([blocks], 64)
+    staging = StagingArena([blocks], 64)
 
     def copy() -> set[str]:
         before = set(os.listdir("/proc/self/task"))
@@ -47,8 +48,8 @@ def test_copies_bring_no_team() -> None:
 
 
 @linux
-def test_threads_leave_the_core_of_whoever_starts_them() -> None:
-    """A thread that was started on one core, as from a bound one, runs where it was told to; nothing is bound without that."""
+def test_background_threads_use_the_background_cores() -> None:
+    """A thread started from a bound thread uses the background cores. Without background cores it stays bound."""
     cores = os.sched_getaffinity(0)
     one = {min(cores)}
 
@@ -56,11 +57,11 @@ def test_threads_leave_the_core_of_whoever_starts_them() -> None:
         os.sched_setaffinity(0, one)
         found: list[set[int]] = []
 
-        def look() -> None:
+        def report() -> None:
             use_background_cores()
             found.append(os.sched_getaffinity(0))
 
-        thread = threading.Thread(target=look)
+        thread = threading.Thread(target=report)
         thread.start()
         thread.join(60)
         return found[0]
@@ -73,17 +74,17 @@ def test_threads_leave_the_core_of_whoever_starts_them() -> None:
         set_background_cores(())
 
 
-def test_a_search_may_take_a_tenth_of_computing() -> None:
-    """A late search is waited for as long as that is little beside computing the blocks, and no less than configured."""
+def test_the_deadline_of_a_search_follows_the_compute_time() -> None:
+    """A search may take the configured time, or a tenth of the time to compute the blocks if that is longer."""
     layout = Layout(b"m" * 32, 16, (LayerLayout(1, 8, 8),), "float32")
     blocks = torch.zeros(8, layout.block_bytes, dtype=torch.uint8)
     store = TieredStore([MemoryStore(1 << 20)])
-    cache = OffloadManager(store, Staging([blocks], 8), layout, lookup_timeout=1.0)
+    cache = OffloadManager(store, StagingArena([blocks], 8), layout, lookup_timeout=1.0)
     keys = [bytes([number]) * 32 for number in range(100)]
     try:
         now = time.monotonic()
         assert cache.find(keys).deadline >= now + 1.0
-        cache.prefill_seconds.note(1600, 1000.0)  # tokens, seconds: as many tokens as 100 blocks have
+        cache.prefill_rate.note(1600, 1000.0)  # tokens, seconds: as many tokens as 100 blocks have
         now = time.monotonic()
         assert cache.find(keys).deadline >= now + PATIENCE * 1000.0 * 0.99
         assert cache.find(keys[:1]).deadline >= now + 1.0

@@ -14,17 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.blocks.pool import BlockPool
 from foreword.config import TransferConfig
 from foreword.disaggregation.frames import Held, ServedStatus, SharedFrames, slots_for
 from foreword.events import BlocksRemoved, BlocksStored, Event
-from foreword.offload.staging import Staging
 from foreword.store.base import Name, Store
 from foreword.transfer.endpoint import Endpoint
 from foreword.transfer.service import Idle
+
+if TYPE_CHECKING:
+    from foreword.offload.staging import StagingArena
 
 __all__ = ["DeviceChains", "Library", "Post", "ServedBlocks", "ServedStatus", "serve_blocks", "slots_for"]
 
@@ -95,7 +97,7 @@ class ServedBlocks(SharedFrames):
         pool: BlockPool,
         chains: DeviceChains,
         post: Post,
-        staging: Staging,
+        staging: StagingArena,
         memory: Sequence[Store] = (),
     ) -> None:
         super().__init__(layout, staging, memory, most=pool.num_blocks // _HELD_SHARE)

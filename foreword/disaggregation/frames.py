@@ -11,14 +11,17 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.errors import StoreError
-from foreword.offload.staging import Slots, Staging
+from foreword.offload.slots import StagingSlots
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
 from foreword.transfer.messages import Buffer
+
+if TYPE_CHECKING:
+    from foreword.offload.staging import StagingArena
 
 # What is read in one go, and copied for peers at a time.
 BATCH_BYTES: Final = 8 << 20
@@ -55,13 +58,13 @@ class SharedFrames:
     """
 
     def __init__(
-        self, layout: Layout, staging: Staging, memory: Sequence[Store] = (), *, most: int = BATCH_BLOCKS
+        self, layout: Layout, staging: StagingArena, memory: Sequence[Store] = (), *, most: int = BATCH_BLOCKS
     ) -> None:
         self.layout = layout
         self._fingerprint = layout.fingerprint
         self._staging = staging
         self._memory = tuple(memory)
-        self._slots = Slots(range(staging.slots))
+        self._slots = StagingSlots(range(staging.slots))
         self._batch = max(min(BATCH_BYTES // staging.frame_bytes, BATCH_BLOCKS, most, staging.slots), 1)
         self._copying = threading.Lock()
         self._counting = threading.Lock()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foreword.blocks.layout import Layout
 from foreword.blocks.runs import consecutive_runs
-from foreword.offload.copies import Paged, tensors_of
+from foreword.offload.staging import Paged, tensors_of
 from foreword.transfer.messages import Buffer, Part
 
 

@@ -264,7 +264,7 @@ class EngineCore:
         """Hand over the blocks that this step filled, of prompts and of answers (R19)."""
         prefill = sum(chunk.count for chunk in step.chunks if chunk.count > 1)
         if prefill >= _MEASURED_TOKENS:
-            offload.prefill_seconds.note(step.num_tokens, seconds)
+            offload.prefill_rate.note(step.num_tokens, seconds)
         for chunk in step.chunks:
             full = min((chunk.start + chunk.count) // self.cache.block_size, chunk.sequence.table.published)
             self._save_blocks(chunk.sequence, chunk.published_before, full)

@@ -23,8 +23,8 @@ from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
-from foreword.offload.copies import Staging, layout_of, tensors_of
 from foreword.offload.manager import OffloadManager
+from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import PrefixBook
 from foreword.prefixes.service import PrefixService
 from foreword.prefixes.stored import StoredPrefixes
@@ -170,7 +170,7 @@ def _sharing(
 ) -> Callable[[Post], ServedBlocks]:
     from foreword.disaggregation.block_server import ServedBlocks, slots_for
 
-    staging = Staging(tensors_of(runner.layers), min(slots_for(layout), max(2 * runner.num_blocks, _FEWEST_SLOTS)))
+    staging = StagingArena(tensors_of(runner.layers), min(slots_for(layout), max(2 * runner.num_blocks, _FEWEST_SLOTS)))
     return lambda post: ServedBlocks(layout, cache.pool, chains, post, staging, memory)
 
 
@@ -194,7 +194,7 @@ def open_cache(
     progress(f"opening {len(config.urls)} stores for blocks of {layout.block_bytes} bytes")
     tiers = open_store(config.urls, layout, {"peer": peer_opener(transfer or TransferConfig())})
     wanted = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
-    staging = Staging(tensors_of(runner.layers), max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))
+    staging = StagingArena(tensors_of(runner.layers), max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))
     return OffloadManager(
         tiers, staging, layout, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
     )

@@ -1,12 +1,12 @@
-"""Between an engine and everything off its device: find, load, save, pin, forget.
+"""The offload manager: one interface for an engine to all its stores. It finds, loads, saves and pins blocks.
 
-The engine's thread asks and goes on; threads of this module do the waiting. Three promises hold whatever a store does:
+The engine's thread calls it, and no call blocks; threads of this module wait for the stores. Whatever a store does:
 
-- a step is never held up: saving copies blocks into a staging arena and returns, and when the arena is full the oldest
-  blocks that nobody writes yet are dropped (`write_behind.py`);
-- a request waits no longer than loading can save: `worth_loading` compares each tier's measured bandwidth with the engine's own
-  prefill speed, and a load that turns out slower is cut off where it stands;
-- nothing is written into a block that the engine has taken back: `StoreLoad.close` and the copy into the device exclude
+- A step never waits for a save. Saving copies blocks into the staging arena and returns. If the arena is full, the oldest
+  queued blocks that are not being written are dropped (`writer.py`).
+- A request waits no longer than a load can save. `worth_loading` compares the measured bandwidth of each tier with the
+  engine's measured prefill speed, and a load that turns out to be slower than computing is cut off.
+- Nothing is written into a block after the engine has taken it back: `StoreLoad.close` and the copy into the device exclude
   each other.
 """
 
@@ -20,34 +20,39 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from foreword.blocks.layout import Layout
 from foreword.errors import StoreError
-from foreword.offload.staging import Slots, Staging
-from foreword.offload.writer import WRITE_BLOCKS, WRITE_WITHIN, WriteBehind
+from foreword.offload.policy import PATIENCE, blocks_worth_loading, search_timeout
+from foreword.offload.slots import StagingSlots
+from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBehind
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
 from foreword.store.frame import RAW, Header
 from foreword.store.tiered import FetchedBlock, Rate, TieredStore
 
+if TYPE_CHECKING:
+    from foreword.offload.staging import StagingArena
+
 _GROUP_BYTES: Final = 8 << 20
-_PROBE_BYTES: Final = 1 << 20
-# Of the time that computing would take, the part that a search, and the first bytes of an unknown store, may take.
-PATIENCE: Final = 0.1
-_SHORTEST_PATIENCE: Final = 0.05
+_PROBE_BYTES: Final = 1 << 20  # the first group from a store of unknown speed
+_MIN_PATIENCE: Final = 0.05  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class CacheStatus:
-    """Blocks since the start, and the queue of now.
+class OffloadStatus:
+    """Counts of blocks since the start, and the length of the write queue.
 
     Attributes:
-        queued, dropped: blocks that wait to be written, and that never will be because the queue was full.
-        dropped_promotions: blocks from a slower tier that were not written into the faster ones: loads needed the room.
-        saved, failed: blocks that were written and are in at least one tier, and those that no tier kept.
-        loaded, cut, stopped: blocks loaded; loads that brought less than they set out for, and those of them that were
-            cut off because computing was sooner.
+        queued: blocks that wait to be written.
+        dropped: blocks that were never written because the queue was full.
+        dropped_promotions: loaded blocks that were not written into faster tiers because loads needed their slots.
+        saved, failed: blocks that at least one tier has stored, and blocks that no tier has stored.
+        loaded: blocks that were loaded.
+        cut: loads that brought fewer blocks than requested.
+        stopped: those of them that were cut off because computing was faster.
+        declined: loads that were not started because computing was faster.
     """
 
     queued: int = 0
@@ -62,23 +67,26 @@ class CacheStatus:
 
 
 class StoreLoad:
-    """One request's search in the store, and its load. The engine's thread owns it; a loading thread fills it.
+    """One request's search in the stores and the load that may follow.
+
+    The engine's thread owns it, a loading thread fills it.
 
     Attributes:
-        places: tier of each block that the search found, in chain order; None while it is under way.
-        loaded: blocks that are on the device, from the first one asked for.
-        finished: nothing more will come.
+        places: the tier of each block that the search found, in chain order; None while the search runs.
+        requested: number of blocks to load, after the first `skip` of the chain, into the device blocks `blocks`.
+        loaded: number of blocks that are on the device, from the first one requested; `tiers` are the tiers they came from.
+        finished: the load has ended.
     """
 
     __slots__ = (
         "_lock",
-        "asked",
         "blocks",
         "deadline",
         "finished",
         "loaded",
         "names",
         "places",
+        "requested",
         "skip",
         "started",
         "tiers",
@@ -90,7 +98,7 @@ class StoreLoad:
         self.deadline = deadline
         self.places: list[int] | None = None
         self.skip = 0
-        self.asked = 0
+        self.requested = 0
         self.blocks: list[int] = []
         self.loaded = 0
         self.tiers: list[int] = []
@@ -99,48 +107,48 @@ class StoreLoad:
 
     @property
     def answered(self) -> bool:
-        """Whether the search has ended, or has taken too long."""
+        """Whether the search has ended or its deadline has passed."""
         return self.places is not None or time.monotonic() >= self.deadline
 
     @property
     def done(self) -> bool:
-        """Whether the load has ended, or has taken too long."""
+        """Whether the load has ended or its deadline has passed."""
         return self.finished or time.monotonic() >= self.deadline
 
     def close(self) -> list[int]:
-        """No block is written from now on; returns the tier of each block that is loaded."""
+        """End the load: no block is written from now on. Returns the tier of each loaded block."""
         with self._lock:
             self.finished = True
             return self.tiers
 
-    def fill(self, count: int, tiers: list[int], copy: Callable[[], None]) -> bool:
-        """Copy `count` more blocks into the device, unless the store_load was closed."""
+    def fill(self, tiers: list[int], copy: Callable[[], None]) -> bool:
+        """Copy the next blocks, which came from `tiers`, into the device. False, without a copy, if the load was closed."""
         with self._lock:
             if self.finished:
                 return False
             copy()
-            self.loaded += count
+            self.loaded += len(tiers)
             self.tiers += tiers
             return True
 
 
 class OffloadManager:
-    """What an engine sees of all tiers together. Calls come from the engine's thread and return at once.
+    """Moves blocks between the device and a tiered store. Calls come from the engine's thread and do not block.
 
     Args:
         store: the tiers.
-        staging: at least four slots. Half of them are the queue of writes, half are for loads.
-        layout: of the engine's blocks.
-        lookup_timeout: seconds that a request may wait for the search, or a tenth of what computing the blocks takes, if
-            that is more.
-        load_timeout: seconds that a load may take, if computing takes longer still.
-        on_change: called from other threads when a store_load changed: wakes the engine.
+        staging: at least four slots. Half of them are for saves, half for loads.
+        layout: layout of the engine's blocks.
+        lookup_timeout: seconds that a request may wait for a search; or a tenth of the time to compute the blocks, if that is
+            longer.
+        load_timeout: upper limit in seconds for a load.
+        on_change: called from other threads when a `StoreLoad` has changed; wakes the engine.
     """
 
     def __init__(
         self,
         store: TieredStore,
-        staging: Staging,
+        staging: StagingArena,
         layout: Layout,
         *,
         lookup_timeout: float = 0.25,
@@ -151,13 +159,13 @@ class OffloadManager:
         self.store = store
         self.layout = layout
         self.on_change = on_change
-        self.prefill_seconds = Rate()
+        self.prefill_rate = Rate()  # tokens per second
         self._fingerprint = layout.fingerprint
         self._staging = staging
         half = staging.slots // 2
-        self._saving_slots = Slots(range(half))
-        self._loading_slots = Slots(range(half, staging.slots))
-        self._writes = WriteBehind(store, staging)
+        self._saving_slots = StagingSlots(range(half))
+        self._loading_slots = StagingSlots(range(half, staging.slots))
+        self._writer = WriteBehind(store, staging)
         self._lookup_timeout = lookup_timeout
         self._load_timeout = load_timeout
         self._finders = ThreadPoolExecutor(loaders, "foreword-find", use_background_cores)
@@ -166,62 +174,58 @@ class OffloadManager:
         self._changed = threading.Condition()
         self.changes = 0
         self._dropped = 0
-        self._counting = threading.Lock()  # loads that end at the same time add to the same numbers
+        self._counting = threading.Lock()  # several loading threads change the counts
         self._counts = dict.fromkeys(("loaded", "cut", "stopped", "declined"), 0)
         self._closed = False
 
     # Loading
 
     def find(self, keys: Sequence[bytes]) -> StoreLoad:
-        """Search the store for a chain's blocks; the store_load's `places` is set when that is known, or at its deadline."""
+        """Start a search for a chain's blocks. `StoreLoad.places` has the result."""
         compute = (self._seconds_per_token() or 0.0) * len(keys) * self.layout.block_size
-        patience = max(self._lookup_timeout, PATIENCE * compute)
-        store_load = StoreLoad([self._fingerprint + key for key in keys], time.monotonic() + patience)
+        deadline = time.monotonic() + search_timeout(self._lookup_timeout, compute)
+        store_load = StoreLoad([self._fingerprint + key for key in keys], deadline)
 
         def search() -> None:
             store_load.places = self.store.locate(store_load.names, deadline=store_load.deadline)
-            self._tell()
+            self._notify()
 
         self._finders.submit(search)
         return store_load
 
     def worth_loading(self, store_load: StoreLoad, skip: int, tokens: int) -> int:
-        """How many blocks after the first `skip` should be loaded rather than computed; 0 for none. `tokens` is the length of
-        the prompt. The engine computes what is not loaded, at the speed that it was measured at."""
-        places = store_load.places or []
-        found = len(places) - skip
-        if found <= 0:
-            return 0
+        """How many blocks after the first `skip` to load because that is faster than computing them; 0 for none.
+
+        `tokens` is the length of the prompt. While the prefill speed is unknown, all blocks found are worth loading.
+        """
+        places = (store_load.places or [])[skip:]
         per_token = self._seconds_per_token()
-        if per_token is None:
-            return found
-        per_block = per_token * self.layout.block_size
-        best, gained, seconds = 0, 0.0, 0.0
-        for count, tier in enumerate(places[skip:], start=1):
-            rate = self.store.tiers[tier].read_rate.value
-            seconds += self._staging.frame_bytes / rate if rate else 0.0
-            if count * per_block - seconds > gained:
-                best, gained = count, count * per_block - seconds
+        if not places or per_token is None:
+            return len(places)
+        rates = [tier.read_rate.value for tier in self.store.tiers]
+        load_seconds = (self._staging.frame_bytes / rates[tier] if rates[tier] else 0.0 for tier in places)
+        best = blocks_worth_loading(load_seconds, per_token * self.layout.block_size)
         if best == 0:
             self._count(declined=1)
         return best
 
     def _seconds_per_token(self) -> float | None:
-        speed = self.prefill_seconds.value
+        speed = self.prefill_rate.value
         return 1 / speed if speed else None
 
     def tokens_by_tier(self, places: Iterable[int], block_size: int) -> dict[str, int]:
-        """Tokens by the label of the tier that has them."""
+        """Number of tokens by the label of the tier that has them."""
         return self.store.tokens_by_tier(places, block_size)
 
     def load(self, store_load: StoreLoad, skip: int, blocks: Sequence[int]) -> None:
-        """Load the store_load's blocks from number `skip` on into device blocks, in order."""
-        store_load.skip, store_load.blocks, store_load.asked = skip, list(blocks), len(blocks)
+        """Start to load the found blocks from number `skip` on into the device blocks `blocks`, in order."""
+        store_load.skip, store_load.blocks, store_load.requested = skip, list(blocks), len(blocks)
         store_load.started = time.monotonic()
         per_token = self._seconds_per_token()
         compute = len(blocks) * self.layout.block_size * per_token if per_token is not None else self._load_timeout
-        # Twice as long as computing: a load that is slower than that is cut off by its measured rate long before.
-        store_load.deadline = store_load.started + min(self._load_timeout, max(2 * compute, 2 * _SHORTEST_PATIENCE))
+        # Twice the compute time is a fallback: a slow load is cut off earlier, by its measured rate.
+        limit = max(2 * compute, 2 * _MIN_PATIENCE)
+        store_load.deadline = store_load.started + min(self._load_timeout, limit)
         self._loaders.submit(self._load, store_load, compute)
 
     def _load(self, store_load: StoreLoad, compute: float) -> None:
@@ -229,82 +233,82 @@ class OffloadManager:
             self._load_groups(store_load, compute)
         finally:
             store_load.close()
-            self._count(loaded=store_load.loaded, cut=int(store_load.loaded < store_load.asked))
-            self._tell()
+            self._count(loaded=store_load.loaded, cut=int(store_load.loaded < store_load.requested))
+            self._notify()
 
     def _load_groups(self, store_load: StoreLoad, compute: float) -> None:
         frame_bytes = self._staging.frame_bytes
         done = 0
-        while done < store_load.asked and not store_load.finished:
-            known = done > 0 or self._rate_known(store_load, store_load.skip)
+        while done < store_load.requested and not store_load.finished:
+            known = done > 0 or self._is_rate_known(store_load)
             size = _GROUP_BYTES if known else _PROBE_BYTES
-            count = min(max(size // frame_bytes, 1), store_load.asked - done, self._staging.slots // 4 or 1)
-            patience = max(PATIENCE * compute, _SHORTEST_PATIENCE)
+            count = min(max(size // frame_bytes, 1), store_load.requested - done, self._staging.slots // 4 or 1)
+            patience = max(PATIENCE * compute, _MIN_PATIENCE)
             deadline = store_load.deadline if done else min(store_load.deadline, time.monotonic() + patience)
-            slots = self._room(self._loading_slots, count) or self._loading_slots.wait_for(count, deadline)
+            slots = self._take_slots(self._loading_slots, count) or self._loading_slots.wait_for(count, deadline)
             if slots is None:
                 return
-            brought = self._load_group(store_load, done, slots, deadline)
-            done += brought
-            if brought < count:
+            loaded = self._load_group(store_load, done, slots, deadline)
+            done += loaded
+            if loaded < count:
                 return
-            if self._slower_than_computing(store_load, done, compute):
+            if self._is_slower_than_computing(store_load, done, compute):
                 self._count(stopped=1)
                 return
 
-    def _rate_known(self, store_load: StoreLoad, number: int) -> bool:
+    def _is_rate_known(self, store_load: StoreLoad) -> bool:
+        """Whether the read rate of the first block's tier is known."""
         assert store_load.places is not None
-        return bool(self.store.tiers[store_load.places[number]].read_rate.value)
+        return bool(self.store.tiers[store_load.places[store_load.skip]].read_rate.value)
 
     def _load_group(self, store_load: StoreLoad, done: int, slots: list[int], deadline: float) -> int:
-        """Load as many blocks as there are slots; returns how many came, without a gap. What came from a slower tier keeps its
-        slots until it is written into the faster ones."""
+        """Load one block per slot, up to the first failure, and return how many were loaded.
+
+        Blocks from a slower tier keep their slots until they are written into the faster tiers.
+        """
         first = store_load.skip + done
         names = store_load.names[first : first + len(slots)]
         promoted = 0
         try:
             found = self.store.fetch(names, [self._staging.buffer(slot) for slot in slots], deadline=deadline)
-            whole: list[FetchedBlock] = []
-            for one in found:
-                if one is None or not self._fits(one):
-                    break
-                whole.append(one)
-            count = len(whole)
+            usable = [one for one in itertools.takewhile(self._is_usable, found) if one is not None]
+            count = len(usable)
             targets = store_load.blocks[done : done + count]
-            tiers = [one.tier for one in whole]
-            if not count or not store_load.fill(count, tiers, lambda: self._staging.scatter(slots[:count], targets)):
+            tiers = [one.tier for one in usable]
+            if not count or not store_load.fill(tiers, lambda: self._staging.scatter(slots[:count], targets)):
                 return 0
             promoted = count
-            self._promote(whole, slots[:count])
+            self._promote(usable, slots[:count])
             return count
         finally:
             self._loading_slots.give(slots[promoted:])
 
     def _promote(self, found: Sequence[FetchedBlock], slots: Sequence[int]) -> None:
-        """Hand loaded blocks and their slots on to the threads that write, a tier's at a time."""
+        """Queue loaded blocks, with their slots, for the tiers that are faster than the one they came from."""
         for tier, some in itertools.groupby(zip(found, slots, strict=True), key=lambda pair: pair[0].tier):
             pairs = list(some)
             headers = [one.frame.header for one, _ in pairs]
-            self._writes.promote(
-                headers, [slot for _, slot in pairs], self._loading_slots, self.store.promotion_targets(tier)
-            )
+            targets = self.store.promotion_targets(tier)
+            self._writer.promote(headers, [slot for _, slot in pairs], self._loading_slots, targets)
 
-    def _fits(self, found: FetchedBlock) -> bool:
+    def _is_usable(self, found: FetchedBlock | None) -> bool:
+        if found is None:
+            return False
         header = found.frame.header
         return header.codec == RAW and header.length == self._staging.block_bytes
 
-    def _slower_than_computing(self, store_load: StoreLoad, done: int, compute: float) -> bool:
-        """Whether what is left of a load would take longer than computing it, at the pace so far."""
-        left = store_load.asked - done
+    def _is_slower_than_computing(self, store_load: StoreLoad, done: int, compute: float) -> bool:
+        """Whether the rest of a load, at its speed so far, would take longer than computing the rest."""
+        left = store_load.requested - done
         pace = (time.monotonic() - store_load.started) / done
-        return left > 0 and left * pace > compute * left / store_load.asked
+        return left > 0 and left * pace > compute * left / store_load.requested
 
     def wait(self, seen: int, timeout: float) -> None:
-        """Sleep until a store_load changes, unless one has since `changes` was `seen`."""
+        """Wait until a `StoreLoad` changes. Returns at once if `changes` is not `seen` any more."""
         with self._changed:
             self._changed.wait_for(lambda: self.changes != seen, timeout)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self.changes += 1
             self._changed.notify_all()
@@ -313,90 +317,87 @@ class OffloadManager:
     # Saving
 
     def save(self, keys: Sequence[bytes], parent: bytes, depth: int, blocks: Sequence[int]) -> None:
-        """Keep full, computed blocks, which follow `parent` at number `depth` of their chain. When it returns, the blocks may
-        be reused: they were copied. What does not fit into the queue is dropped, the oldest first.
+        """Queue full, computed blocks for writing. They follow `parent` at position `depth` of their chain.
 
-        Whoever computed a block did not find it anywhere, so it is written, whatever was written before.
+        The blocks are copied before the call returns. If the queue is full, its oldest blocks are dropped. Blocks are written
+        even if they were written before: the engine computed them because no store had them.
         """
         if not self.store.writable:
             return
         step = max(min(WRITE_BLOCKS, self._staging.slots // 4), 1)
         for low in range(0, len(keys), step):
-            some = keys[low : low + step]
-            slots = self._room(self._saving_slots, len(some))
+            group = keys[low : low + step]
+            slots = self._take_slots(self._saving_slots, len(group))
             if slots is None:
                 self._dropped += len(keys) - low
                 return
-            self._staging.gather(blocks[low : low + len(some)], slots)
-            before = [keys[low - 1] if low else parent, *some[:-1]]
-            headers = [
-                self._header(key, above, depth + low + i)
-                for i, (key, above) in enumerate(zip(some, before, strict=True))
-            ]
-            self._writes.add(headers, slots, self._saving_slots, self.store.writable)
+            self._staging.gather(blocks[low : low + len(group)], slots)
+            parents = [keys[low - 1] if low else parent, *group[:-1]]
+            headers = [self._header(*pair, depth + low + i) for i, pair in enumerate(zip(group, parents, strict=True))]
+            self._writer.add(headers, slots, self._saving_slots, self.store.writable)
 
-    def _room(self, home: Slots, count: int) -> list[int] | None:
-        """`count` slots, if need be in place of blocks that wait to be written; None if there are too few even so."""
-        slots = home.take(count)
+    def _take_slots(self, pool: StagingSlots, count: int) -> list[int] | None:
+        """`count` slots of a pool. Drops blocks that wait to be written if necessary; None if that is not enough."""
+        slots = pool.take(count)
         while slots is None:
-            if not self._writes.make_room(home):
+            if not self._writer.drop_oldest(pool):
                 return None
-            slots = home.take(count)
+            slots = pool.take(count)
         return slots
 
     def _header(self, key: bytes, parent: bytes, depth: int) -> Header:
         size = self._staging.block_bytes
         return Header(self._fingerprint, key, parent, depth, RAW, size, size)
 
-    # The rest
+    # Pins, records, status
 
     def pin(self, keys: Sequence[bytes], *, pinned: bool = True) -> Future[int]:
-        """Keep blocks in every tier from eviction, or no longer. What still waits to be written is written first."""
+        """Pin or unpin blocks in every tier. Queued blocks are written first."""
         names = [self._fingerprint + key for key in keys]
 
         def work() -> int:
-            self._writes.flush(WRITE_WITHIN)
-            return self.store.pin(names, pinned=pinned, deadline=time.monotonic() + WRITE_WITHIN)
+            self._writer.flush(WRITE_TIMEOUT)
+            return self.store.pin(names, pinned=pinned, deadline=time.monotonic() + WRITE_TIMEOUT)
 
         return self._control.submit(work)
 
     def describe(self, facts: Mapping[str, object]) -> Future[None]:
-        """Leave a record of what blocks of this layout are, for tools: `layouts/<fingerprint>`."""
+        """Write the record `layouts/<fingerprint>`, which tells tools what blocks of this layout are."""
         record = json.dumps({**facts, "layout": self.layout.describe()}, sort_keys=True).encode()
-        word = f"layouts/{self._fingerprint.hex()}"
+        key = f"layouts/{self._fingerprint.hex()}"
 
         def work() -> None:
-            with contextlib.suppress(StoreError):  # counted by the tier; blocks are found without it
-                self.store.put_record(word, record, deadline=time.monotonic() + WRITE_WITHIN)
+            with contextlib.suppress(StoreError):  # the tier counts the error; blocks are found without the record
+                self.store.put_record(key, record, deadline=time.monotonic() + WRITE_TIMEOUT)
 
         return self._control.submit(work)
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until everything saved so far is written; False if `timeout` seconds were not enough."""
-        return self._writes.flush(timeout)
+        """Wait until all queued blocks are written. False if that takes longer than `timeout` seconds."""
+        return self._writer.flush(timeout)
 
     def _count(self, **more: int) -> None:
         with self._counting:
             for name, amount in more.items():
                 self._counts[name] += amount
 
-    def status(self) -> CacheStatus:
-        return CacheStatus(
-            queued=self._writes.queued,
-            dropped=self._dropped + self._writes.dropped,
-            dropped_promotions=self._writes.dropped_promotions,
-            saved=self._writes.saved,
-            failed=self._writes.failed,
+    def status(self) -> OffloadStatus:
+        return OffloadStatus(
+            queued=self._writer.queued,
+            dropped=self._dropped + self._writer.dropped,
+            dropped_promotions=self._writer.dropped_promotions,
+            saved=self._writer.saved,
+            failed=self._writer.failed,
             **self._counts,
         )
 
     def close(self, timeout: float = 30.0) -> None:
-        """Write what is queued, within `timeout` seconds, and close the store."""
+        """Write queued blocks, for at most `timeout` seconds, and close the stores."""
         if self._closed:
             return
         self._closed = True
-        self._writes.flush(timeout)
-        self._writes.close()
+        self._writer.flush(timeout)
+        self._writer.close()
         for pool in (self._finders, self._loaders, self._control):
             pool.shutdown(wait=False, cancel_futures=True)
         self.store.close()

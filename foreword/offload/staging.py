@@ -1,51 +1,120 @@
-"""Host memory between a device and everything off it: slots of one frame each, and which of them are free."""
+"""The staging arena: copies between paged tensors on the device and frames in host memory."""
 
 from __future__ import annotations
 
-import heapq
-import threading
-import time
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreword.blocks.layout import LayerLayout, Layout
+from foreword.blocks.runs import consecutive_runs
+from foreword.store.frame import HEADER_BYTES
+
+_ALIGNMENT = 64
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
-class Staging(Protocol):
-    """Host memory with one slot per frame, and the copies between it and the device (`foreword.offload.copies.Staging`)."""
-
-    slots: int
-    block_bytes: int
-    frame_bytes: int
-
-    def buffer(self, slot: int) -> memoryview: ...
-    def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None: ...
-    def scatter(self, slots: Sequence[int], blocks: Sequence[int]) -> None: ...
-
-
-class Slots:
-    """The free slots of the staging arena, lowest first, so that what is taken together tends to lie in a row."""
-
-    def __init__(self, slots: Iterable[int]) -> None:
-        self._free = sorted(slots)
-        self._changed = threading.Condition()
-
-    def take(self, count: int) -> list[int] | None:
-        with self._changed:
-            if len(self._free) < count:
-                return None
-            return [heapq.heappop(self._free) for _ in range(count)]
-
-    def wait_for(self, count: int, deadline: float) -> list[int] | None:
-        """`count` slots, or None if the deadline passes first."""
-        with self._changed:
-            enough = self._changed.wait_for(lambda: len(self._free) >= count, max(deadline - time.monotonic(), 0))
-            return [heapq.heappop(self._free) for _ in range(count)] if enough else None
-
-    def give(self, slots: Iterable[int]) -> None:
-        with self._changed:
-            for slot in slots:
-                heapq.heappush(self._free, slot)
-            self._changed.notify_all()
+class Paged(Protocol):
+    """One layer's paged tensors, `[num_blocks, block_size, kv_heads, dim]`, contiguous."""
 
     @property
-    def free(self) -> int:
-        return len(self._free)
+    def k_blocks(self) -> Tensor: ...
+    @property
+    def v_blocks(self) -> Tensor: ...
+
+
+def layout_of(layers: Mapping[int, Paged], model: bytes, loss: str = "") -> Layout:
+    """The stored layout of a block of these layers."""
+    ordered = [layers[number] for number in sorted(layers)]
+    kind = ordered[0].k_blocks.dtype
+    shapes = tuple(
+        LayerLayout(layer.k_blocks.shape[2], layer.k_blocks.shape[3], layer.v_blocks.shape[3]) for layer in ordered
+    )
+    block_size = ordered[0].k_blocks.shape[1]
+    return Layout(model, block_size, shapes, str(kind).removeprefix("torch."), loss=loss)
+
+
+def tensors_of(layers: Mapping[int, Paged]) -> list[Tensor]:
+    """The paged tensors in payload order: layer after layer, K before V."""
+    ordered = [layers[number] for number in sorted(layers)]
+    return [tensor for layer in ordered for tensor in (layer.k_blocks, layer.v_blocks)]
+
+
+class StagingArena:
+    """Preallocated host memory with slots for frames: a header of 128 bytes, then the payload of one block.
+
+    The memory is pinned (page-locked) unless the device is the CPU. Consecutive blocks that go to consecutive slots are one
+    copy per tensor. Several threads may copy at once, for different blocks and slots. On a CPU, numpy copies on the calling
+    thread: torch would start a team of OpenMP threads for each copying thread, which compete with the computing threads.
+
+    Args:
+        tensors: `[num_blocks, ...]` each, contiguous; a payload is their bytes of one block, in this order.
+        slots: number of slots.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], slots: int) -> None:
+        self.device = tensors[0].device
+        self.slots = slots
+        self.block_bytes = sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
+        self.frame_bytes = HEADER_BYTES + self.block_bytes
+        stride = -(-self.frame_bytes // _ALIGNMENT) * _ALIGNMENT
+        arena = torch.empty(slots, stride, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
+        self._bytes = memoryview(cast(Any, arena.numpy())).cast("B")
+        self._stride = stride
+        self._parts: list[tuple[Any, Any]] = list(_pair(tensors, arena))
+        self._copy: Callable[[Any, Any], object] = _copy_on_device
+        if self.device.type == "cpu":
+            self._parts = [(paged.numpy(), staged.numpy()) for paged, staged in self._parts]
+            self._copy = np.copyto
+
+    def buffer(self, slot: int) -> memoryview:
+        """The memory of a slot, `frame_bytes` long."""
+        start = slot * self._stride
+        return self._bytes[start : start + self.frame_bytes]
+
+    @torch.inference_mode()
+    def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy device blocks into the payloads of slots. The copy is complete on return."""
+        for block, slot, count in _runs(blocks, slots):
+            for paged, staged in self._parts:
+                self._copy(staged[slot : slot + count], paged[block : block + count])
+        self._synchronize()
+
+    @torch.inference_mode()
+    def scatter(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy the payloads of slots into device blocks. The copy is complete on return."""
+        for block, slot, count in _runs(blocks, slots):
+            for paged, staged in self._parts:
+                self._copy(paged[block : block + count], staged[slot : slot + count])
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":  # pragma: no cover - needs a GPU
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def _copy_on_device(into: Tensor, source: Tensor) -> None:
+    into.copy_(source, non_blocking=True)
+
+
+def _pair(tensors: Sequence[Tensor], arena: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor as `[num_blocks, words]`, with its part of the arena, in the widest words that all sizes allow."""
+    offset = HEADER_BYTES
+    for tensor in tensors:
+        size = tensor[0].numel() * tensor.element_size()
+        width, kind = next((w, k) for w, k in _WORDS if math.gcd(size, offset) % w == 0)
+        paged = tensor.reshape(tensor.shape[0], -1).view(torch.uint8).view(kind)
+        staged = arena.view(kind)[:, offset // width : (offset + size) // width]
+        yield paged, staged
+        offset += size
+
+
+def _runs(blocks: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """`(block, slot, count)` of the runs in which blocks and slots are both consecutive."""
+    for start, stop in consecutive_runs(blocks):
+        for low, high in consecutive_runs(slots, start, stop):
+            yield blocks[low], slots[low], high - low

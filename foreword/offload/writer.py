@@ -1,11 +1,11 @@
-"""The queue of blocks that wait to be written to the stores, and the threads that write them.
+"""Write-behind: a queue of staged blocks, and one thread per tier that writes them to its store.
 
-The engine's thread adds blocks that lie in staging slots and goes on; each tier has a thread that takes the oldest first, some
-at a time. A slot is free again once every tier has written it, or when it is dropped because the queue is full.
+The engine's thread adds blocks that were copied into staging slots. Each tier's thread writes the oldest ones in batches. A
+slot is free again when every tier has written its block, or when the block is dropped because the queue is full.
 
-Loading threads add what came from a slower tier and goes up into the faster ones (`promote`), with the slots that it was loaded
-into: whoever waits for a block does not wait for that. Loads need slots too, so a promotion that nobody writes yet makes room
-for them (`make_room`), and all of them together take a bounded part of these slots: the block is still where it came from.
+Loading threads add blocks that came from a slower tier and belong into faster ones (`promote`). A request does not wait for
+such a promotion. Loads need slots too: queued promotions are dropped to free slots (`drop_oldest`), and together they hold a
+bounded number of slots. A dropped promotion loses nothing, because the slower tier still has the block.
 """
 
 from __future__ import annotations
@@ -16,39 +16,42 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from foreword.offload.staging import Slots, Staging
+from foreword.offload.slots import StagingSlots
 from foreword.store.background import lower_priority, use_background_cores
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.tiered import TieredStore
 
-WRITE_BLOCKS: Final = 32
-WRITE_WITHIN: Final = 30.0
-# Seconds that a block waits for others, so that decoding writes a few batches and not many single blocks.
-_LINGER: Final = 0.2
-# Writing threads step back behind those that compute; not far, since a full queue drops blocks.
+if TYPE_CHECKING:
+    from foreword.offload.staging import StagingArena
+
+WRITE_BLOCKS: Final = 32  # blocks per write
+WRITE_TIMEOUT: Final = 30.0  # seconds
+# Seconds that blocks wait to be batched with others. Decoding produces single blocks.
+_BATCH_WINDOW: Final = 0.2
+# Writing threads run at a slightly lower priority than compute threads. Not much lower: a full queue drops blocks.
 _WRITE_NICE: Final = 5
 
 
 @dataclass(slots=True)
-class _Batch:
+class _WriteBatch:
     """Blocks that wait to be written.
 
     Attributes:
-        home: where the slots go back.
-        todo: the tiers that have not written them yet; `busy` are writing them now.
-        sealed: headers and checksums are in their place.
-        promotion: they came from a slower tier.
-        kept: how many of them the tier that kept the most has.
+        pool: where the slots are returned.
+        pending: tiers that have not started to write the blocks; `writing` tiers are writing them now.
+        sealed: headers and checksums are written into the slots.
+        promotion: the blocks came from a slower tier.
+        kept: largest number of these blocks that one tier has stored.
     """
 
     headers: list[Header]
     slots: list[int]
-    home: Slots
-    todo: set[int]
+    pool: StagingSlots
+    pending: set[int]
     since: float
-    busy: int = 0
+    writing: int = 0
     sealed: bool = False
     promotion: bool = False
     kept: int = 0
@@ -56,25 +59,25 @@ class _Batch:
 
 
 class WriteBehind:
-    """Writes staged blocks into every tier, each on a thread of its own, so that a slow tier holds up no other.
+    """Writes staged blocks into every tier, with one thread per tier: a slow tier does not delay the others.
 
     Attributes:
-        dropped: blocks that were never written because the queue was full; `dropped_promotions` were not written into faster
-            tiers because loads needed their slots.
-        saved, failed: blocks (promotions left out) that at least one tier has now, and that none has.
+        dropped: blocks that were never written because the queue was full.
+        dropped_promotions: promotions that were not written because loads needed their slots.
+        saved, failed: blocks (without promotions) that at least one tier has stored, and blocks that no tier has stored.
     """
 
-    def __init__(self, store: TieredStore, staging: Staging) -> None:
+    def __init__(self, store: TieredStore, staging: StagingArena) -> None:
         self._store = store
         self._staging = staging
-        self._most_promoted = max(staging.slots // 4, 1)
-        self._batches: OrderedDict[int, _Batch] = OrderedDict()
+        self._max_promotion_slots = max(staging.slots // 4, 1)
+        self._batches: OrderedDict[int, _WriteBatch] = OrderedDict()
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closing = False
-        self._waiting = 0  # blocks added since a thread last looked
-        self._idle = 0  # threads that have nothing to write, however slow the others are
-        self._hurries = 0
+        self._unseen = 0  # blocks added since a thread last looked at the queue
+        self._idle = 0  # threads without anything to write
+        self._flushing = 0  # calls of `flush` that wait
         self.dropped = 0
         self.dropped_promotions = 0
         self.saved = 0
@@ -91,35 +94,39 @@ class WriteBehind:
         with self._changed:
             return sum(len(batch.slots) for batch in self._batches.values())
 
-    def add(self, headers: list[Header], slots: list[int], home: Slots, tiers: Iterable[int]) -> None:
-        """Queue blocks whose payloads lie in `slots`; headers and checksums come later."""
-        self._queue(_Batch(headers, slots, home, set(tiers), time.monotonic()))
+    def add(self, headers: list[Header], slots: list[int], pool: StagingSlots, tiers: Iterable[int]) -> None:
+        """Queue blocks whose payloads are in `slots`, without headers and checksums yet."""
+        self._queue(_WriteBatch(headers, slots, pool, set(tiers), time.monotonic()))
 
-    def promote(self, headers: list[Header], slots: list[int], home: Slots, tiers: Iterable[int]) -> None:
-        """Queue whole frames that lie in `slots` for these tiers, unless too many wait already. They wait for no company."""
-        self._queue(_Batch(headers, slots, home, set(tiers), time.monotonic(), sealed=True, promotion=True))
+    def promote(self, headers: list[Header], slots: list[int], pool: StagingSlots, tiers: Iterable[int]) -> None:
+        """Queue complete frames in `slots` for faster tiers, unless promotions hold too many slots already.
 
-    def _queue(self, batch: _Batch) -> None:
+        Promotions are not batched: they are written as soon as possible.
+        """
+        batch = _WriteBatch(headers, slots, pool, set(tiers), time.monotonic(), sealed=True, promotion=True)
+        self._queue(batch)
+
+    def _queue(self, batch: _WriteBatch) -> None:
         with self._changed:
-            if batch.promotion and batch.todo and not self._fits(batch):
+            if batch.promotion and batch.pending and not self._has_promotion_slots(batch):
                 self.dropped_promotions += len(batch.slots)
-            elif batch.todo and not self._closing:
+            elif batch.pending and not self._closing:
                 self._batches[next(self._numbers)] = batch
-                self._waiting += len(batch.slots)
-                if self._waiting >= WRITE_BLOCKS or self._idle or batch.promotion:
+                self._unseen += len(batch.slots)
+                if self._unseen >= WRITE_BLOCKS or self._idle or batch.promotion:
                     self._changed.notify_all()
                 return
-        batch.home.give(batch.slots)
+        batch.pool.give(batch.slots)
 
-    def _fits(self, batch: _Batch) -> bool:
+    def _has_promotion_slots(self, batch: _WriteBatch) -> bool:
         held = sum(len(one.slots) for one in self._batches.values() if one.promotion)
-        return held + len(batch.slots) <= self._most_promoted
+        return held + len(batch.slots) <= self._max_promotion_slots
 
-    def make_room(self, home: Slots) -> bool:
-        """Drop the oldest blocks in slots of `home` that nobody is writing. False if there are none."""
+    def drop_oldest(self, pool: StagingSlots) -> bool:
+        """Drop the oldest batch in slots of `pool` that is not being written. False if there is none."""
         with self._changed:
-            each = self._batches.items()
-            number = next((number for number, one in each if one.home is home and not one.busy), None)
+            queued = self._batches.items()
+            number = next((number for number, one in queued if one.pool is pool and not one.writing), None)
             if number is None:
                 return False
             batch = self._batches.pop(number)
@@ -127,18 +134,18 @@ class WriteBehind:
                 self.dropped_promotions += len(batch.slots)
             else:
                 self.dropped += len(batch.slots)
-        home.give(batch.slots)
+        pool.give(batch.slots)
         return True
 
     def flush(self, timeout: float) -> bool:
-        """Wait until everything is written; False if that takes longer than `timeout` seconds."""
+        """Wait until the queue is empty. False if that takes longer than `timeout` seconds."""
         with self._changed:
-            self._hurries += 1
+            self._flushing += 1
             self._changed.notify_all()
             try:
                 return self._changed.wait_for(lambda: not self._batches, timeout)
             finally:
-                self._hurries -= 1
+                self._flushing -= 1
 
     def close(self) -> None:
         with self._changed:
@@ -152,16 +159,16 @@ class WriteBehind:
         lower_priority(_WRITE_NICE)
         while (taken := self._take(tier)) is not None:
             frames = [frame for _, batch in taken for frame in self._sealed(batch)]
-            kept = self._store.tiers[tier].put(frames, time.monotonic() + WRITE_WITHIN)
+            kept = self._store.tiers[tier].put(frames, time.monotonic() + WRITE_TIMEOUT)
             self._finish(taken, kept)
 
-    def _take(self, tier: int) -> list[tuple[int, _Batch]] | None:
-        """The oldest batches that this tier has not written, together up to WRITE_BLOCKS blocks; None at the end."""
+    def _take(self, tier: int) -> list[tuple[int, _WriteBatch]] | None:
+        """Wait for batches that this tier has not written, and take the oldest, up to WRITE_BLOCKS blocks. None at the end."""
         with self._changed:
             while True:
-                self._waiting = 0
-                mine = [(number, batch) for number, batch in self._batches.items() if tier in batch.todo]
-                left = self._linger(mine)
+                self._unseen = 0
+                mine = [(number, batch) for number, batch in self._batches.items() if tier in batch.pending]
+                left = self._seconds_to_wait([batch for _, batch in mine])
                 if mine and left <= 0:
                     return self._claim(tier, mine)
                 if not mine and self._closing:
@@ -170,28 +177,28 @@ class WriteBehind:
                 self._changed.wait(left if mine else None)
                 self._idle -= not mine
 
-    def _linger(self, mine: Sequence[tuple[int, _Batch]]) -> float:
-        """Seconds until the oldest of these batches has waited long enough for company; 0 if there is enough of it."""
-        if not mine or self._closing or self._hurries or sum(len(batch.slots) for _, batch in mine) >= WRITE_BLOCKS:
+    def _seconds_to_wait(self, mine: Sequence[_WriteBatch]) -> float:
+        """Seconds to wait for more blocks before these are written; 0 if they are enough or urgent."""
+        if not mine or self._closing or self._flushing or sum(len(batch.slots) for batch in mine) >= WRITE_BLOCKS:
             return 0.0
-        if any(batch.promotion for _, batch in mine):
+        if any(batch.promotion for batch in mine):
             return 0.0
-        return mine[0][1].since + _LINGER - time.monotonic()
+        return mine[0].since + _BATCH_WINDOW - time.monotonic()
 
-    def _claim(self, tier: int, mine: Sequence[tuple[int, _Batch]]) -> list[tuple[int, _Batch]]:
-        taken: list[tuple[int, _Batch]] = []
+    def _claim(self, tier: int, mine: Sequence[tuple[int, _WriteBatch]]) -> list[tuple[int, _WriteBatch]]:
+        taken: list[tuple[int, _WriteBatch]] = []
         size = 0
         for number, batch in mine:
             if taken and size + len(batch.slots) > WRITE_BLOCKS:
                 break
-            batch.todo.discard(tier)
-            batch.busy += 1
+            batch.pending.discard(tier)
+            batch.writing += 1
             taken.append((number, batch))
             size += len(batch.slots)
         return taken
 
-    def _sealed(self, batch: _Batch) -> list[Frame]:
-        """The batch's frames; the first tier that comes writes headers and checksums."""
+    def _sealed(self, batch: _WriteBatch) -> list[Frame]:
+        """The batch's frames. The first tier that writes the batch adds headers and checksums."""
         buffers = [self._staging.buffer(slot) for slot in batch.slots]
         with batch.lock:
             if not batch.sealed:
@@ -201,15 +208,15 @@ class WriteBehind:
         pairs = zip(batch.headers, buffers, strict=True)
         return [Frame(header, buffer[: HEADER_BYTES + header.length]) for header, buffer in pairs]
 
-    def _finish(self, taken: Sequence[tuple[int, _Batch]], kept: int) -> None:
-        """A tier has written batches, and kept so many of their blocks: the first ones, as stores keep chains from the head."""
-        done: list[_Batch] = []
+    def _finish(self, taken: Sequence[tuple[int, _WriteBatch]], kept: int) -> None:
+        """A tier has written these batches and stored `kept` of their blocks: the first ones, since stores keep prefixes."""
+        done: list[_WriteBatch] = []
         with self._changed:
             for number, batch in taken:
                 batch.kept = max(batch.kept, min(kept, len(batch.slots)))
                 kept = max(kept - len(batch.slots), 0)
-                batch.busy -= 1
-                if not batch.busy and not batch.todo:
+                batch.writing -= 1
+                if not batch.writing and not batch.pending:
                     done.append(self._batches.pop(number))
             for batch in done:
                 if not batch.promotion:
@@ -217,4 +224,4 @@ class WriteBehind:
                     self.failed += len(batch.slots) - batch.kept
             self._changed.notify_all()
         for batch in done:
-            batch.home.give(batch.slots)
+            batch.pool.give(batch.slots)

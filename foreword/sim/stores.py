@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from foreword.offload.policy import blocks_worth_loading
 from foreword.routing.directory import CacheTier
 from foreword.sim.costs import EngineCosts
 from foreword.store.chain_lru import ChainLru
@@ -110,13 +111,8 @@ class SimStores:
 
     def worth_loading(self, store_load: SimulatedLoad, skip: int, tokens: int) -> int:
         """How many blocks after the first `skip` should be loaded rather than computed (`OffloadManager.worth_loading`)."""
-        best, gained, seconds = 0, 0.0, 0.0
-        per_block = self._block_size * self._costs.prefill
-        for count, place in enumerate(store_load.places[skip:], start=1):
-            seconds += self._per_block(place)
-            if count * per_block - seconds > gained:
-                best, gained = count, count * per_block - seconds
-        return best
+        load_seconds = (self._per_block(place) for place in store_load.places[skip:])
+        return blocks_worth_loading(load_seconds, self._block_size * self._costs.prefill)
 
     def load(self, store_load: SimulatedLoad, skip: int, blocks: Sequence[int]) -> None:
         """Load as many blocks from number `skip` on. Loads from one tier follow each other."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foreword.disaggregation.kv_view import DeviceRows, KVPort
-from foreword.offload.copies import layout_of
+from foreword.offload.staging import layout_of
 from foreword.transfer.messages import Part
 from foreword.transfer.parts import payload_bytes
 

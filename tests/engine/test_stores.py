@@ -278,7 +278,7 @@ def test_slower_than_computing(engine: Make, reference: Find) -> None:
         fill(llm, tokens)
         [tier] = llm.offload.store.tiers
         del llm.offload._seconds_per_token  # it was made unhurried
-        llm.offload.prefill_seconds.note(1e6, 1.0)
+        llm.offload.prefill_rate.note(1e6, 1.0)
         tier.read_rate.note(1e3, 1.0)
         [output] = llm.generate(tokens, greedy(4))
         assert output.cached_tokens == 0 and llm.offload.status().declined == 1
@@ -287,7 +287,7 @@ def test_slower_than_computing(engine: Make, reference: Find) -> None:
         fill(llm, tokens)
         store.delay(0.2)
         for _ in range(20):  # a fast engine, as measured
-            llm.offload.prefill_seconds.note(1e4, 1.0)
+            llm.offload.prefill_rate.note(1e4, 1.0)
         [output] = llm.generate(tokens, greedy(4))
         assert output.cached_tokens < 199 and llm.offload.status().cut == 1
         reference("llama").check(tokens, output.outputs[0], 4)

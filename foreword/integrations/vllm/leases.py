@@ -17,7 +17,7 @@ import torch
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.disaggregation.frames import Held, SharedFrames
 from foreword.integrations.vllm.step_messages import Lend, Withdraw
-from foreword.offload.copies import Staging
+from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
 from foreword.transfer.messages import Reason
 from foreword.transfer.transfers import Source
@@ -61,7 +61,7 @@ class Leases(SharedFrames):
         seconds: how long a lease waits for somebody to come.
     """
 
-    def __init__(self, layout: Layout, staging: Staging, memory: Sequence[Store], seconds: float) -> None:
+    def __init__(self, layout: Layout, staging: StagingArena, memory: Sequence[Store], seconds: float) -> None:
         super().__init__(layout, staging, memory)
         self._device = staging.device
         self._seconds = seconds

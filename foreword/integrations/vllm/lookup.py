@@ -10,7 +10,8 @@ from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.config import TransferConfig
 from foreword.integrations.vllm.config import Facts, Settings
 from foreword.integrations.vllm.peers import ByRank, open_tiers, searched_peers, worker_memory
-from foreword.offload.manager import PATIENCE, StoreLoad
+from foreword.offload.manager import StoreLoad
+from foreword.offload.policy import search_timeout
 from foreword.store.base import Store
 from foreword.store.tiered import Rate
 from foreword.store.urls import StoreUrl
@@ -29,7 +30,7 @@ class Search:
         self.store = open_tiers(settings.store.urls, None, above)
         self._timeout = settings.store.lookup_timeout
         self._block_size = facts.block_size
-        self.prefill_seconds = Rate()
+        self.prefill_rate = Rate()
         self._finders = ThreadPoolExecutor(4, "foreword-find")
 
     def _open_memory(self, place: StoreUrl, _: Layout | None) -> Store:
@@ -48,7 +49,7 @@ class Search:
 
     def find(self, keys: Sequence[bytes]) -> StoreLoad:
         names = [self._fingerprints[0] + key for key in keys]
-        store_load = StoreLoad(names, time.monotonic() + self._patience(len(keys)))
+        store_load = StoreLoad(names, time.monotonic() + self._search_timeout(len(keys)))
 
         def search() -> None:
             found: list[list[int]] = []
@@ -60,10 +61,10 @@ class Search:
         self._finders.submit(search)
         return store_load
 
-    def _patience(self, blocks: int) -> float:
-        """Seconds that a search may take: as `OffloadManager` has it."""
-        speed = self.prefill_seconds.value
-        return max(self._timeout, PATIENCE * blocks * self._block_size / speed) if speed else self._timeout
+    def _search_timeout(self, blocks: int) -> float:
+        """Seconds that a search may take, as in `OffloadManager`."""
+        speed = self.prefill_rate.value
+        return search_timeout(self._timeout, blocks * self._block_size / speed if speed else 0.0)
 
     def worth_loading(self, store_load: StoreLoad, skip: int, tokens: int) -> int:
         """All that was found: how fast the tiers are is known to the workers only."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from foreword.integrations.vllm.leases import Leases
-from foreword.offload.manager import CacheStatus, OffloadManager
+from foreword.offload.manager import OffloadManager, OffloadStatus
 from foreword.store.tiered import StoreTier
 
 _PER_TIER: Final = {
@@ -153,7 +153,7 @@ def _of_tier(tier: StoreTier) -> dict[str, float]:
     }
 
 
-def _of_cache(status: CacheStatus) -> dict[str, float]:
+def _of_cache(status: OffloadStatus) -> dict[str, float]:
     return {
         "dropped_blocks": status.dropped,
         "loads_cut": status.cut,

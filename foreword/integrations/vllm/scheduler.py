@@ -232,7 +232,7 @@ class SchedulerSide:
         """
         tokens, began = self._step
         if self._own is not None and tokens >= MEASURED_TOKENS:
-            self._own.prefill_seconds.note(tokens, time.monotonic() - began)
+            self._own.prefill_rate.note(tokens, time.monotonic() - began)
         invalid, failed = output.invalid_block_ids or set(), getattr(output, "failed_recving", None) or set()
         for request_id, load in self._loading.items() if invalid or failed else ():
             lost = [i for i, block in enumerate(load.blocks) if block in invalid]

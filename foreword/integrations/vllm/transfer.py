@@ -21,7 +21,7 @@ from foreword.integrations.vllm.leases import Leases
 from foreword.integrations.vllm.peers import at_rank
 from foreword.integrations.vllm.producers import Lenders, Loan
 from foreword.integrations.vllm.step_messages import WorkerAddress
-from foreword.offload.copies import Staging
+from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES
 from foreword.transfer.endpoint import Endpoint
@@ -124,7 +124,7 @@ class PeersDoor:
         rank = layout.shard[0]
         self.leases: Leases | None = None
         if listens:
-            staging = Staging(tensors, min(slots_for(layout), max(2 * len(tensors[0]), _FEWEST_FRAMES)))
+            staging = StagingArena(tensors, min(slots_for(layout), max(2 * len(tensors[0]), _FEWEST_FRAMES)))
             self.leases = Leases(layout, staging, memory, config.lease_seconds)
         self._endpoint = Endpoint(config, _Service(layout, self.leases))
         self.lenders = Lenders(self._endpoint, rank, lenders)

@@ -25,8 +25,8 @@ from foreword.integrations.vllm.peers import open_tiers, peers_of
 from foreword.integrations.vllm.producers import Loan
 from foreword.integrations.vllm.step_messages import Load, StepPlan, WorkerAddress, WorkerNews
 from foreword.integrations.vllm.transfer import PeersDoor, SchedulersDoor, address_of, for_rank
-from foreword.offload.copies import Staging
 from foreword.offload.manager import OffloadManager, StoreLoad
+from foreword.offload.staging import StagingArena
 from foreword.store.background import set_background_cores, use_background_cores
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
@@ -93,7 +93,7 @@ class WorkerSide:
         layout = self._facts.layout(rank)
         config = self._settings.store
         blocks = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
-        staging = Staging(tensors, max(min(blocks, 2 * len(tensors[0])), _FEWEST_SLOTS))
+        staging = StagingArena(tensors, max(min(blocks, 2 * len(tensors[0])), _FEWEST_SLOTS))
         if staging.block_bytes != layout.block_bytes:
             raise ModelUnsupported(
                 f"vLLM keeps {staging.block_bytes} bytes per block, but its description of the layers says {layout.block_bytes}"
@@ -203,7 +203,7 @@ class WorkerSide:
         if plan.tokens:
             self._rests = 0
         if plan.tokens >= MEASURED_TOKENS:
-            self.cache.prefill_seconds.note(plan.tokens, time.monotonic() - self.step_began)
+            self.cache.prefill_rate.note(plan.tokens, time.monotonic() - self.step_began)
         for save in plan.saves:
             self.cache.save(save.keys, save.parent, save.depth, save.blocks)
         if self._peers is not None and self._peers.leases is not None:

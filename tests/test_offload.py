@@ -1,4 +1,4 @@
-"""OffloadManager between a device and its stores: what is written behind, what is promoted, and what the counts say."""
+"""The offload manager between a device and its stores: write-behind, promotion, counts, and load decisions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import foreword.offload.manager
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import FlakyStore, soon
-from foreword.offload.copies import Staging
 from foreword.offload.manager import OffloadManager, StoreLoad
+from foreword.offload.policy import blocks_worth_loading, search_timeout
+from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, Frame
 from foreword.store.memory.memory_store import MemoryStore
@@ -32,7 +33,7 @@ PATIENCE = 60.0
 
 
 class Gated(FlakyStore):
-    """A store that takes nothing until its gate is open."""
+    """A store whose `put` waits until its gate is open."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
@@ -51,35 +52,37 @@ class Gated(FlakyStore):
 
 
 class Device:
-    """Blocks of one layer, and a cache over stores."""
+    """Blocks of one layer, and an offload manager over stores."""
 
     def __init__(self, *stores: Store, slots: int = 32) -> None:
         draw = torch.Generator().manual_seed(1)
         self.blocks = torch.randn(BLOCKS, LAYOUT.block_bytes // 4, generator=draw)
         self.computed = self.blocks.clone()
-        self.cache = OffloadManager(TieredStore(stores), Staging([self.blocks], slots), LAYOUT, lookup_timeout=PATIENCE)
+        self.offload = OffloadManager(
+            TieredStore(stores), StagingArena([self.blocks], slots), LAYOUT, lookup_timeout=PATIENCE
+        )
 
     def keys(self, chain: int, count: int) -> list[bytes]:
         return chain_keys(ROOT, [chain] * 16 * count, 16)
 
     def save(self, chain: int, first: int, count: int) -> None:
-        """Device blocks from number `first` on as a chain of their own."""
-        self.cache.save(self.keys(chain, count), ROOT, 0, range(first, first + count))
+        """Save device blocks from number `first` on as a new chain."""
+        self.offload.save(self.keys(chain, count), ROOT, 0, range(first, first + count))
 
     def load(self, chain: int, first: int, count: int) -> StoreLoad:
         """Load a chain into the device blocks from number `first` on, and wait for the end of it."""
         self.blocks[first : first + count] = 0.0
-        store_load = self.cache.find(self.keys(chain, count))
+        store_load = self.offload.find(self.keys(chain, count))
         self.wait(lambda: store_load.places is not None)
-        self.cache.load(store_load, 0, range(first, first + count))
+        self.offload.load(store_load, 0, range(first, first + count))
         self.wait(lambda: store_load.finished)
         return store_load
 
     def wait(self, done: Callable[[], bool]) -> None:
         until = soon(PATIENCE)
         while not done():
-            assert soon(0.0) < until, "it takes too long"
-            self.cache.wait(self.cache.changes, 0.01)
+            assert soon(0.0) < until, "timeout"
+            self.offload.wait(self.offload.changes, 0.01)
 
     def names(self, chain: int, count: int) -> list[Name]:
         return [LAYOUT.fingerprint + key for key in self.keys(chain, count)]
@@ -92,14 +95,16 @@ def made() -> Iterator[Callable[..., Device]]:
 
         def make(*stores: Store, slots: int = 32) -> Device:
             device = Device(*stores, slots=slots)
-            stack.callback(device.cache.close)
+            stack.callback(device.offload.close)
             return device
 
         yield make
 
 
-def below(made: Callable[..., Device], chains: int, count: int, slots: int = 32) -> tuple[Device, Gated, MemoryStore]:
-    """A device whose slow tier has chains that the fast tier, which takes nothing yet, has not."""
+def with_slow_tier(
+    made: Callable[..., Device], chains: int, count: int, slots: int = 32
+) -> tuple[Device, Gated, MemoryStore]:
+    """A device with chains in its slow tier. Its fast tier is empty, and its gate is closed."""
     slow = MemoryStore(1 << 20, label="slow")
     other = Device(slow)
     for chain in range(chains):
@@ -109,9 +114,9 @@ def below(made: Callable[..., Device], chains: int, count: int, slots: int = 32)
     return made(fast, slow, slots=slots), fast, slow
 
 
-def test_who_waits_for_a_block_does_not_wait_for_its_promotion(made: Callable[..., Device]) -> None:
-    """A load from a slower tier ends while the faster one still takes nothing; later the blocks are there."""
-    device, fast, _ = below(made, 1, 6)
+def test_a_load_does_not_wait_for_promotion(made: Callable[..., Device]) -> None:
+    """A load from a slower tier ends while the faster one still blocks; the faster one gets the blocks later."""
+    device, fast, _ = with_slow_tier(made, 1, 6)
     try:
         store_load = device.load(0, 0, 6)
         assert store_load.loaded == 6 and torch.equal(device.blocks[:6], device.computed[:6])
@@ -119,77 +124,77 @@ def test_who_waits_for_a_block_does_not_wait_for_its_promotion(made: Callable[..
         assert fast.inner.lookup(device.names(0, 6), deadline=soon()) == 0
     finally:
         fast.gate.set()
-    assert device.cache.flush(PATIENCE)
+    assert device.offload.flush(PATIENCE)
     assert fast.inner.lookup(device.names(0, 6), deadline=soon()) == 6
     assert device.load(0, 0, 6).tiers == [0] * 6
-    status = device.cache.status()
+    status = device.offload.status()
     assert (status.dropped_promotions, status.saved, status.failed, status.queued) == (0, 0, 0, 0)
     assert torch.equal(device.blocks[:6], device.computed[:6])
 
 
 def test_promotions_make_room_for_loads(made: Callable[..., Device]) -> None:
-    """While the faster tier takes nothing, loads go on: promotions hold a bounded part of the slots, and what is dropped is
-    counted; afterwards every slot is free again."""
-    device, fast, _ = below(made, 8, 8, slots=16)
+    """While the faster tier blocks, loads continue: promotions hold a bounded number of slots and dropped ones are counted.
+    Afterwards every slot is free again."""
+    device, fast, _ = with_slow_tier(made, 8, 8, slots=16)
     try:
         for chain in range(8):
             first = chain * 8
             assert device.load(chain, first, 8).loaded == 8
             assert torch.equal(device.blocks[first : first + 8], device.computed[first : first + 8])
-        dropped = device.cache.status().dropped_promotions
+        dropped = device.offload.status().dropped_promotions
         assert dropped > 0
     finally:
         fast.gate.set()
-    assert device.cache.flush(PATIENCE)
+    assert device.offload.flush(PATIENCE)
     assert fast.inner.status().blocks == 64 - dropped
     assert device.load(0, 0, 8).loaded == 8
     assert torch.equal(device.blocks, device.computed)
 
 
-def test_promotions_are_written_before_the_end(made: Callable[..., Device]) -> None:
-    """Closing the cache writes what was to be promoted, like everything else that waits."""
-    device, fast, _ = below(made, 1, 4)
+def test_closing_writes_promotions(made: Callable[..., Device]) -> None:
+    """Closing the manager writes queued promotions, like everything else in the queue."""
+    device, fast, _ = with_slow_tier(made, 1, 4)
     there: list[int] = []
     fast.at_close = lambda: there.append(fast.inner.lookup(device.names(0, 4), deadline=soon()))
     assert device.load(0, 0, 4).loaded == 4
     fast.gate.set()
-    device.cache.close()
+    device.offload.close()
     assert there == [4]
 
 
-def test_only_what_a_tier_keeps_counts_as_saved(made: Callable[..., Device]) -> None:
-    """A block that no tier kept is counted as failed; one that at least one tier kept as saved, once."""
+def test_blocks_that_no_tier_stores_count_as_failed(made: Callable[..., Device]) -> None:
+    """A block that no tier stored counts as failed; a block that at least one tier stored counts as saved, once."""
     first, second = (FlakyStore(MemoryStore(1 << 20, label=label)) for label in ("first", "second"))
     device = made(first, second)
     first.fail()
     device.save(0, 0, 5)
-    assert device.cache.flush(PATIENCE)
-    assert (device.cache.status().saved, device.cache.status().failed) == (5, 0)
+    assert device.offload.flush(PATIENCE)
+    assert (device.offload.status().saved, device.offload.status().failed) == (5, 0)
     second.fail()
     device.save(1, 5, 3)
-    assert device.cache.flush(PATIENCE)
-    status = device.cache.status()
+    assert device.offload.flush(PATIENCE)
+    status = device.offload.status()
     assert (status.saved, status.failed, status.dropped) == (5, 3, 0)
 
 
-def test_what_does_not_fit_counts_as_failed(made: Callable[..., Device]) -> None:
-    """Of a chain longer than the store what was kept is saved, and the rest failed."""
+def test_blocks_that_do_not_fit_count_as_failed(made: Callable[..., Device]) -> None:
+    """Of a chain longer than the store, the stored blocks count as saved and the rest as failed."""
     device = made(MemoryStore(4 * FRAME))
     device.save(0, 0, 7)
-    assert device.cache.flush(PATIENCE)
-    status = device.cache.status()
+    assert device.offload.flush(PATIENCE)
+    status = device.offload.status()
     assert (status.saved, status.failed, status.dropped) == (4, 3, 0)
 
 
 @contextmanager
 def interleaved(file: str | None) -> Iterator[None]:
-    """Threads that start from now on let others go on between any two instructions of the code in `file`."""
+    """Threads that start from now on yield to others between any two instructions of the code in `file`."""
 
     def step(frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code.co_filename != file:
             return None
         frame.f_trace_opcodes = True
-        os.sched_yield()  # which hands the interpreter on
+        os.sched_yield()  # releases the interpreter lock
         return step
 
     threading.settrace(step)
@@ -203,18 +208,40 @@ def interleaved(file: str | None) -> Iterator[None]:
 
 
 def test_no_count_of_several_loads_is_lost(made: Callable[..., Device]) -> None:
-    """However the threads of several loads take turns, every block that was loaded is counted."""
-    brought = 0
+    """Every loaded block is counted, however the threads of several loads interleave."""
+    loaded = 0
     with interleaved(foreword.offload.manager.__file__):
         device = made(MemoryStore(1 << 20))
         device.save(0, 0, 1)
-        assert device.cache.flush(PATIENCE)
+        assert device.offload.flush(PATIENCE)
         for _ in range(10):
-            told = device.cache.changes  # one more for each search and for each load
-            store_loads = [device.cache.find(device.keys(0, 1)) for _ in range(4)]
-            device.wait(lambda told=told: device.cache.changes == told + 4)
+            changes = device.offload.changes  # one more for each search and for each load
+            store_loads = [device.offload.find(device.keys(0, 1)) for _ in range(4)]
+            device.wait(lambda changes=changes: device.offload.changes == changes + 4)
             for block, store_load in enumerate(store_loads):
-                device.cache.load(store_load, 0, [block])
-            device.wait(lambda told=told: device.cache.changes == told + 8)
-            brought += sum(store_load.loaded for store_load in store_loads)
-    assert brought == device.cache.status().loaded == 40
+                device.offload.load(store_load, 0, [block])
+            device.wait(lambda changes=changes: device.offload.changes == changes + 8)
+            loaded += sum(store_load.loaded for store_load in store_loads)
+    assert loaded == device.offload.status().loaded == 40
+
+
+@pytest.mark.parametrize(
+    ("load_seconds", "compute_seconds", "blocks"),
+    [
+        ([], 1.0, 0),
+        ([0.5, 0.5, 0.5], 1.0, 3),
+        ([2.0, 2.0, 2.0], 1.0, 0),
+        ([0.5, 0.5, 2.0], 1.0, 2),  # the last block is in a slow tier
+        ([1.5, 0.1, 0.1], 1.0, 3),  # the fast blocks make up for the slow first one
+    ],
+)
+def test_load_as_many_blocks_as_saves_the_most_time(
+    load_seconds: list[float], compute_seconds: float, blocks: int
+) -> None:
+    """The number of leading blocks to load is the one that saves the most time."""
+    assert blocks_worth_loading(load_seconds, compute_seconds) == blocks
+
+
+def test_a_search_may_take_a_tenth_of_the_compute_time() -> None:
+    """The search timeout is the configured one, or a tenth of the compute time if that is longer."""
+    assert (search_timeout(1.0, 5.0), search_timeout(1.0, 50.0)) == (1.0, 5.0)
