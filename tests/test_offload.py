@@ -109,7 +109,7 @@ def with_slow_tier(
     other = Device(slow)
     for chain in range(chains):
         other.save(chain, chain * count, count)
-        assert other.cache.flush(PATIENCE)
+        assert other.offload.flush(PATIENCE)
     fast = Gated(MemoryStore(1 << 20, label="fast"))
     return made(fast, slow, slots=slots), fast, slow
 
