@@ -1,29 +1,28 @@
-"""Linear layers on CPUs, as fast as the machine allows, with the same weights.
+"""Faster linear layers on CPUs: each keeps a packed copy of its weight (docs/decisions/0006-cpu-linear-layers.md).
 
-oneDNN multiplies by a weight that it has laid out beforehand faster than by one that it has not, above all with few rows
-(docs/decisions/0006): so a layer keeps a packed copy of its weight, in its own dtype where the processor multiplies that.
-A processor without bfloat16 units is a case of its own. There a bfloat16 matrix-vector product runs at the speed of memory,
-because half as many bytes are read, but with more than a few rows the same operator falls to a fraction of what float32
-reaches; so a bfloat16 layer keeps a packed float32 copy for batches and prompts, and its own weight for single rows. A
-product of bfloat16 numbers is exact in float32, so both sum the same products in float32.
+oneDNN multiplies faster by a weight that was packed beforehand, above all with few rows. The copy has the weight's dtype where the
+processor has units for it. A processor without bfloat16 units multiplies a bfloat16 matrix by one or two rows at the speed of
+memory, but by more rows at a fraction of the speed of float32. There a bfloat16 layer has a packed float32 copy for batches and
+prompts, and uses its own weight for single rows. A product of two bfloat16 numbers is exact in float32, so both give the same sums.
 
-Where the compiled kernels multiply faster than oneDNN (kernels/product.h), the packed copy is theirs.
+Where the compiled kernels are faster than oneDNN (kernels/product.h), they do the packing and the product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreword.engine.kernels.native import Kernels, PackedProduct
+from foreword.engine.kernels.native import Kernels
 
+# With at most this many rows a layer multiplies by its own weight rather than by a wider copy.
 GEMV_ROWS = 2
-# Of the length of a product's rows.
+# Error that rounding explains, relative to the product.
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
@@ -33,7 +32,7 @@ def has_bfloat16_units() -> bool:
 
 
 def packable(model: nn.Module) -> Iterator[nn.Linear]:
-    """The plain linear layers of a model whose products packing makes faster here."""
+    """The plain linear layers of a model, in the dtypes that packing makes faster."""
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.device.type == "cpu":
             dtype = module.weight.dtype
@@ -47,7 +46,7 @@ def packed_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """Bytes that `pack` takes for the copies it makes."""
+    """Bytes of all copies that `pack` makes without a budget."""
     return sum(_packed_size(linear) for linear in packable(model))
 
 
@@ -56,8 +55,8 @@ def _packed_size(linear: nn.Linear) -> int:
 
 
 def find_siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
-    """Layers that one pass, `run`, calls one after the other with the very same input (a layer's query, key and value, or
-    gate and up projections): one product serves them all. A layer is in one group at most."""
+    """Groups of layers that one pass, `run`, calls one after the other with the same tensor: query, key and value projections, or
+    gate and up projections. One product serves a group. A layer is in one group at most."""
     groups: list[list[nn.Linear]] = []
     last: list[tuple[Tensor, Tensor]] = []
     seen: set[nn.Linear] = set()
@@ -65,7 +64,7 @@ def find_siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.L
     def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         assert isinstance(layer, nn.Linear)
         x = inputs[0]
-        # The same object with the same numbers: a model might add to its input in between.
+        # The same object with the same numbers: a model may change the tensor in between.
         same = bool(last) and x is last[0][0] and torch.equal(x, last[0][1])
         last[:] = [(x, x.clone())]
         if layer in seen:
@@ -97,7 +96,7 @@ class Patch:
 
 @contextmanager
 def unpatched(model: nn.Module) -> Iterator[None]:
-    """Within, all modules of the model compute as they came."""
+    """Within, all modules of the model have their own `forward`."""
     held = [(module, module.__dict__.pop("forward")) for module in model.modules() if is_patched(module)]
     try:
         yield
@@ -120,7 +119,7 @@ def pack(
     """Give linear layers a packed copy, in order, until `budget` bytes are used; returns the bytes used.
 
     Only `forward` of the layer's instance is replaced; its parameters stay as they are, so tied weights stay tied.
-    `siblings` share one packed copy (`find_siblings`). `kernels` multiply where they are faster than oneDNN.
+    `siblings` share one packed copy (`find_siblings`).
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return 0
@@ -134,64 +133,78 @@ def pack(
         size = sum(map(_packed_size, group))
         done.update(group)
         if used + size <= budget:
-            product = product_of(group, kernels)
+            product = packed_product(group, kernels)
             for place, layer in enumerate(group):
                 setattr(layer, "forward", PackedForward(layer, product, place))  # noqa: B010 - a method is replaced
             used += size
     return used
 
 
-def product_of(layers: Sequence[nn.Linear], kernels: Kernels | None) -> Shared:
-    """The product of one input with the weights of these layers."""
+def packed_product(layers: Sequence[nn.Linear], kernels: Kernels | None) -> PackedProduct:
+    """The product of one input with the weights of these layers, by the compiled kernels where they are faster."""
     first = layers[0].weight
     # A word of the kernels holds two numbers of bfloat16.
     if kernels is not None and kernels.multiplies(first.dtype) and first.shape[1] % 2 == 0:
-        product = NativeProduct(layers, kernels)
+        product = CompiledProduct(layers, kernels)
         if _is_product(product, layers):
-            return Shared(layers, product)
-    return Shared(layers, _OneDnnProduct(layers))
+            return product
+    return _OneDnnProduct(layers)
 
 
-class _Multiplies(Protocol):
-    """A product with packed weights. `wider`: they are of a wider dtype than the layers' own."""
+class PackedProduct:
+    """The product of one input with the packed weights of one or more layers.
 
-    wider: bool
+    Sibling layers share one product: the first of them that is called computes the outputs of all, and each takes its own once.
+    This relies on what `find_siblings` saw in a trial pass: the siblings are called one after the other with the same tensor
+    object, and nothing changes the tensor in between. Any other order of calls computes the product again. The input is
+    referenced until all outputs are taken, so no other tensor can have its identity.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
-class NativeProduct:
-    """The product by the compiled kernels."""
-
-    __slots__ = ("_kernels", "packed", "wider")
-
-    def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels) -> None:
-        self.wider = False
-        self._kernels = kernels
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        self.packed: PackedProduct = kernels.pack([layer.weight for layer in layers], biases)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._kernels.multiply(self.packed, x)
-
-
-@torch.inference_mode()
-def _is_product(product: NativeProduct, layers: Sequence[nn.Linear]) -> bool:
-    """Whether random rows times the packed weights are what the layers make of them: the engine's check of the whole model
-    compares two passes that both multiply by packed weights."""
-    first = layers[0].weight
-    x = torch.randn(2, first.shape[1], generator=torch.Generator().manual_seed(0)).to(first.dtype)
-    expected = torch.cat([functional.linear(x, layer.weight, layer.bias) for layer in layers], dim=-1).float()
-    error = torch.linalg.vector_norm(product(x).float() - expected)
-    return bool(error <= _ROUNDING[first.dtype] * torch.linalg.vector_norm(expected))
-
-
-class _OneDnnProduct:
-    """The product by oneDNN."""
-
-    __slots__ = ("_bias", "_packed", "wider")
+    # Whether the packed weights have a wider dtype than the layers' own.
+    wider = False
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.layers = list(layers)
+        self._sizes = [layer.weight.shape[0] for layer in layers]
+        self._input: Tensor | None = None
+        # By place of the layer; those that were not taken yet.
+        self._outputs: dict[int, Tensor] = {}
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """`[..., in]` to the outputs of all layers side by side, `[..., out]`."""
+        raise NotImplementedError
+
+    def output(self, x: Tensor, place: int) -> Tensor:
+        """The output of layer number `place`."""
+        if len(self.layers) == 1:
+            return self.multiply(x)
+        if x is not self._input or place not in self._outputs:
+            self._input = x
+            self._outputs = dict(enumerate(torch.split(self.multiply(x), self._sizes, dim=-1)))
+        output = self._outputs.pop(place)
+        if not self._outputs:
+            self._input = None
+        return output
+
+
+class CompiledProduct(PackedProduct):
+    """The product by the compiled kernels."""
+
+    def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels) -> None:
+        super().__init__(layers)
+        self._kernels = kernels
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.weight = kernels.pack([layer.weight for layer in layers], biases)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self._kernels.multiply(self.weight, x)
+
+
+class _OneDnnProduct(PackedProduct):
+    """The product by oneDNN."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        super().__init__(layers)
         kind = packed_dtype(layers[0].weight.dtype)
         self.wider = kind != layers[0].weight.dtype
         weight = torch.cat([layer.weight.detach().to(kind) for layer in layers])
@@ -199,38 +212,22 @@ class _OneDnnProduct:
         biases = [layer.bias.detach().to(kind) for layer in layers if layer.bias is not None]
         self._bias = torch.cat(biases) if biases else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         wide = x.float() if self.wider else x
         product = torch.ops.mkldnn._linear_pointwise(wide, self._packed, self._bias, "none", [], "")
         assert isinstance(product, Tensor)
         return product.to(x.dtype) if self.wider else product
 
 
-class Shared:
-    """The product of one input with the weights of one or more layers: `[..., in] -> [..., out]` for each."""
-
-    __slots__ = ("_input", "_outputs", "_sizes", "layers", "multiply")
-
-    def __init__(self, layers: Sequence[nn.Linear], multiply: _Multiplies) -> None:
-        self.layers = list(layers)
-        self.multiply = multiply
-        self._sizes = [layer.weight.shape[0] for layer in layers]
-        self._input: Tensor | None = None
-        self._outputs: list[Tensor | None] = []
-
-    def of(self, x: Tensor, place: int) -> Tensor:
-        """The output of layer number `place`. The first to come with an input computes it for all; each takes its own once."""
-        if len(self._sizes) == 1:
-            return self.multiply(x)
-        if x is not self._input or self._outputs[place] is None:
-            self._input = x
-            self._outputs = list(torch.split(self.multiply(x), self._sizes, dim=-1))
-        output = self._outputs[place]
-        assert output is not None
-        self._outputs[place] = None
-        if not any(other is not None for other in self._outputs):
-            self._input = None
-        return output
+@torch.inference_mode()
+def _is_product(product: PackedProduct, layers: Sequence[nn.Linear]) -> bool:
+    """Whether the product of random rows is what the layers compute. The engine's self-check would not see a difference: both of
+    its passes multiply by packed weights."""
+    first = layers[0].weight
+    x = torch.randn(2, first.shape[1], generator=torch.Generator().manual_seed(0)).to(first.dtype)
+    expected = torch.cat([functional.linear(x, layer.weight, layer.bias) for layer in layers], dim=-1).float()
+    error = torch.linalg.vector_norm(product.multiply(x).float() - expected)
+    return bool(error <= _ROUNDING[first.dtype] * torch.linalg.vector_norm(expected))
 
 
 class PackedForward(Patch):
@@ -238,14 +235,14 @@ class PackedForward(Patch):
 
     __slots__ = ("_linear", "_place", "product")
 
-    def __init__(self, linear: nn.Linear, product: Shared, place: int) -> None:
+    def __init__(self, linear: nn.Linear, product: PackedProduct, place: int) -> None:
         self._linear = linear
         self.product = product
         self._place = place
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype != self._linear.weight.dtype:
-            return functional.linear(x, self._linear.weight, self._linear.bias)
-        if self.product.multiply.wider and x.numel() <= GEMV_ROWS * x.shape[-1]:
-            return functional.linear(x, self._linear.weight, self._linear.bias)
-        return self.product.of(x, self._place)
+        linear = self._linear
+        few_rows = self.product.wider and x.numel() <= GEMV_ROWS * x.shape[-1]
+        if few_rows or x.dtype != linear.weight.dtype:
+            return functional.linear(x, linear.weight, linear.bias)
+        return self.product.output(x, self._place)

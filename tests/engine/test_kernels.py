@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from foreword.engine.attention.base import PagedLayer, StepAttention
-from foreword.engine.attention.base import cpu_backend as attention_native
+from foreword.engine.attention import cpu_backend as attention_native
 from foreword.engine.attention.cpu_backend import NativeAttention
 from foreword.engine.kernels import build, native
 from foreword.engine.kernels.native import Kernels

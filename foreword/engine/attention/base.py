@@ -1,200 +1,122 @@
-"""Paged attention for every model that goes through Transformers' attention interface. Model code is not touched.
+"""Paged attention behind Transformers' attention interface: the contract of the backends, and which one computes a layer.
 
-All tokens of a step are packed into one row. For every layer `attend` first writes their K and V into the layer's paged
-tensors and then lets each sequence attend to its own past: with the compiled kernels (attention_native.py), or with PyTorch's
-operators (attention_torch.py).
+Model code is not touched. All tokens of a step are packed into one row. For every layer the backend first writes their K and V
+into the layer's paged tensors, then each sequence attends to its own past.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from foreword.blocks.layout import LayerLayout
-from foreword.engine.attention.cpu_backend import NativeAttention, NativeStep
-from foreword.engine.attention.kv_tensors import PagedLayer
+from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
+from foreword.engine.attention.kv_tensors import LayerShape, PagedLayer
+from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams
 from foreword.engine.attention.torch_backend import TorchAttention
-from foreword.engine.sequence import Chunk, Step
 
-__all__ = ["NAME", "PagedLayer", "Recorder", "StepAttention", "active", "current"]
-
+# The name under which a model's `attn_implementation` selects this module.
 NAME = "foreword"
 
 
-class StepAttention:
-    """The attention of one step: made once, used by every layer. `on_written` is told of each layer that was written.
+class AttentionBackend(Protocol):
+    """Attention of one step over paged tensors."""
 
-    `native` are the compiled kernels; without them, and for layers that they do not know, PyTorch's operators attend.
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """K and V of the step's tokens, `[1, kv_heads, T, dim]`, into the slots of the metadata's slot mapping."""
+        ...
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """`query` `[1, heads, T, key_dim]` to `[1, T, heads, value_dim]`, after `write`."""
+        ...
+
+
+class StepAttention:
+    """The attention of one step: made once, used by every layer.
+
+    `on_written` is called with each layer whose K and V are in the paged tensors. `cpu` are the layers as the compiled kernels
+    see them; without it, and for layers that the kernels do not support, PyTorch's operators compute.
     """
 
     def __init__(
         self,
-        step: Step,
-        layers: dict[int, PagedLayer],
-        block_size: int,
-        device: torch.device,
+        metadata: AttentionMetadata,
+        layers: Mapping[int, PagedLayer],
         *,
-        share: bool = True,
         on_written: Callable[[int], None] | None = None,
-        native: NativeAttention | None = None,
+        cpu: CpuLayers | None = None,
     ) -> None:
+        self._metadata = metadata
         self._layers = layers
-        self._block_size = block_size
-        self._device = device
-        self._share = share
         self._on_written = on_written
-        self._native = native
-        self._prefills: list[tuple[int, Chunk]] = []
-        self._decodes: list[tuple[int, Chunk]] = []
-        row = 0
-        for chunk in step.chunks:
-            (self._decodes if chunk.count == 1 else self._prefills).append((row, chunk))
-            row += chunk.count
-        self._slots = self._find_slots(step.chunks)
-
-    def _find_slots(self, chunks: Sequence[Chunk]) -> list[int]:
-        """The slot of each of the step's tokens, -1 for one whose K and V are there already."""
-        size = self._block_size
-        slots: list[int] = []
-        for chunk in chunks:
-            blocks = chunk.sequence.table.blocks
-            for position in range(chunk.start, chunk.start + chunk.count):
-                written = position >= chunk.write_from
-                slots.append(blocks[position // size] * size + position % size if written else -1)
-        return slots
+        self._cpu_layers = cpu
 
     @cached_property
-    def native(self) -> NativeStep | None:
-        """The same step for the kernels."""
-        if self._native is None:
-            return None
-        return NativeStep(self._native, self._prefills, self._decodes, self._slots, share=self._share)
+    def cpu(self) -> CpuAttention | None:
+        """The backend of compiled kernels, where they are used."""
+        return None if self._cpu_layers is None else CpuAttention(self._metadata, self._cpu_layers)
 
     @cached_property
     def _torch(self) -> TorchAttention:
-        any_layer = next(iter(self._layers.values()))
-        return TorchAttention(
-            self._prefills,
-            self._decodes,
-            self._block_size,
-            self._device,
-            share=self._share,
-            batches=all(layer.k.shape[2] == layer.v.shape[2] for layer in self._layers.values()),
-            dtype=any_layer.k.dtype,
-        )
+        return TorchAttention(self._metadata, self._layers)
 
-    @cached_property
-    def _written(self) -> tuple[Tensor, Tensor | None]:
-        """The slots that are written, and which rows of the step go there (None: all, in order)."""
-        rows = [row for row, slot in enumerate(self._slots) if slot >= 0]
-        slots = torch.tensor([self._slots[row] for row in rows], dtype=torch.long, device=self._device)
-        if len(rows) == len(self._slots):
-            return slots, None
-        return slots, torch.tensor(rows, dtype=torch.long, device=self._device)
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """Write K and V of the step's T packed tokens, `[1, kv_heads, T, dim]`, and attend with `query`
+        `[1, heads, T, key_dim]`. Returns `[1, T, heads, value_dim]`."""
+        backend: AttentionBackend = self._torch
+        if self.cpu is not None and self.cpu.supports(layer, query):
+            backend = self.cpu
+        backend.write(layer, key, value)
+        self.notify_written(layer)
+        return backend.attend(layer, query, key, value, params)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """`query` `[1, heads, T, key_dim]`, `key`/`value` `[1, kv_heads, T, dim]` of the step's T packed tokens.
-
-        Returns `[1, T, heads, value_dim]`.
-        """
-        paged = self._layers[layer]
-        native = self.native
-        if native is None or self._native is None or not self._native.takes(paged, query):
-            self._write(paged, key, value)
-            self.written(layer)
-            return self._torch.attend(paged, query, key, value, scale, window, softcap, sinks)
-        native.write(layer, query.shape[1], key, value)
-        self.written(layer)
-        return native.attend(layer, query, scale, window, softcap, sinks).unsqueeze(0)
-
-    def written(self, layer: int) -> None:
+    def notify_written(self, layer: int) -> None:
         """The step's K and V of this layer are in the paged tensors."""
         if self._on_written is not None:
             self._on_written(layer)
 
-    def _write(self, paged: PagedLayer, key: Tensor, value: Tensor) -> None:
-        new_k, new_v = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        slots, rows = self._written
-        if rows is not None:
-            new_k, new_v = new_k[rows], new_v[rows]
-        paged.k.index_copy_(0, slots, new_k)
-        paged.v.index_copy_(0, slots, new_v)
 
-
-class Recorder:
-    """Stands in for `StepAttention` in one trial pass: notes layout and window of every layer that asks for attention."""
+class LayerRecorder:
+    """Takes the place of `StepAttention` in one trial pass: records shape, query heads and parameters of every layer that calls
+    for attention."""
 
     def __init__(self) -> None:
-        self.layouts: dict[int, LayerLayout] = {}
-        self.dtype = torch.float32  # of K and V, the same in all layers
-        self.windows: dict[int, int | None] = {}
+        self.shapes: dict[int, LayerShape] = {}
         self.heads: dict[int, int] = {}
-        self.scales: dict[int, float] = {}
-        # Layers that do more than scale, mask and weigh.
-        self.special: set[int] = set()
+        self.params: dict[int, AttentionParams] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        self.layouts[layer] = LayerLayout(key.shape[1], key.shape[3], value.shape[3])
-        self.dtype = key.dtype
-        self.windows[layer] = window
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
         self.heads[layer] = query.shape[1]
-        self.scales[layer] = scale
-        if softcap is not None or sinks is not None:
-            self.special.add(layer)
+        self.params[layer] = params
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-class _Current(threading.local):
-    """Which attention the forward pass of this thread uses."""
-
-    attention: StepAttention | Recorder | None = None
+class _ForwardContext(threading.local):
+    attention: StepAttention | LayerRecorder | None = None
 
 
-_current = _Current()
+_context = _ForwardContext()
 
 
-def current() -> StepAttention | Recorder | None:
-    """The attention of the forward pass that this thread is in."""
-    return _current.attention
+def current_attention() -> StepAttention | LayerRecorder | None:
+    """The attention of this thread's forward pass; None outside `forward_context`."""
+    return _context.attention
 
 
-class active:
-    """`with active(step_attention): model(...)`. One forward pass at a time per thread: an engine's thread does them."""
-
-    def __init__(self, attention: StepAttention | Recorder) -> None:
-        self._attention = attention
-
-    def __enter__(self) -> None:
-        _current.attention = self._attention
-
-    def __exit__(self, *_: object) -> None:
-        _current.attention = None
+@contextmanager
+def forward_context(attention: StepAttention | LayerRecorder) -> Iterator[None]:
+    """Within, a model's forward pass on this thread uses this attention."""
+    _context.attention = attention
+    try:
+        yield
+    finally:
+        _context.attention = None
 
 
 def _interface(
@@ -209,12 +131,13 @@ def _interface(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    attention = _current.attention
+    attention = _context.attention
     assert attention is not None, "a forward pass outside the engine's step"
     if attention_mask is not None:
         raise RuntimeError("the model brings an attention mask of its own, which paged attention does not apply")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention.attend(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux), None
+    params = AttentionParams(scale, sliding_window, softcap, s_aux)
+    return attention.attend(module.layer_idx, query, key, value, params), None
 
 
 AttentionInterface.register(NAME, _interface)

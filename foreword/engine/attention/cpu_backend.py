@@ -1,8 +1,8 @@
-"""Attention from the compiled kernels: one call per layer, which reads K and V where they lie (kernels/attention.h).
+"""Attention backend of compiled kernels: one call per layer, which reads K and V in place (kernels/attention.h).
 
-Here a step's work is cut into tasks. A task is some tokens and the keys that they see; with each KV head it is an item of
-work that a thread takes. Prompts are cut into tiles; a prefix that decoding sequences share is one task for all of them; long
-runs of keys are cut where there would be too few items for the threads.
+A step's work is cut into tasks. A task is some tokens and the keys that they see; a task and one KV head are an item of work for
+a thread. Prompts are cut into tiles; a prefix that decoding sequences share is one task for all of them; long runs of keys are
+cut where there would be too few items for the threads.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ import torch
 from torch import Tensor
 
 from foreword.engine.attention.kv_tensors import PagedLayer
-from foreword.engine.attention.metadata import group_decodes
-from foreword.engine.kernels.native import TYPES, Decoder, Kernels, Layer, Plan, Step
-from foreword.engine.sequence import Chunk
+from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
+from foreword.engine.kernels.native import TYPES, AttentionLayer, AttentionTasks, DecoderLayer, DecoderStep, Kernels
 
 # Query rows of a tile, for each KV head: enough that laying out a block of keys costs little beside using it.
 TILE_ROWS = 192
 # Keys are not cut shorter than this.
 MIN_KEYS = 256
 # As in kernels/attention.h.
-ROWS_TOGETHER = 256
-# Items of work per thread, so that threads end at about the same time.
+MAX_ROWS_OF_ALL_HEADS = 256
+# Items of work per thread: with several, the threads finish at about the same time.
 _ITEMS_PER_THREAD = 4
 
 
-@dataclass(slots=True)
-class _Task:
-    """As `Task` in kernels/attention.h; `rows` and `table` are what its numbers point to."""
+@dataclass(frozen=True, slots=True)
+class AttentionTask:
+    """Rows of the step over keys `[low, high)` of the block table that begins at `table`; `AttentionTask` in attention.h.
+
+    `position` is that of the first row, -1 if every row sees all keys. If not `whole`, other tasks have other keys of the rows,
+    and the results are merged.
+    """
 
     rows: Sequence[int]
     table: int
@@ -46,80 +49,70 @@ class _Task:
     def cost(self) -> int:
         return len(self.rows) * (self.high - self.low)
 
-    def items(self, heads: tuple[int, int]) -> int:
-        """What the kernel makes of it; `heads` are KV heads, and query heads of each."""
-        kv_heads, group = heads
-        return 1 if len(self.rows) * kv_heads * group <= ROWS_TOGETHER else kv_heads
 
-
-class StepPlan:
-    """The tasks of all layers with the same window and heads, and the memory that the kernel reads and writes for them."""
-
-    __slots__ = ("_arrays", "_parts", "struct")
-
-    def __init__(
-        self, tasks: list[_Task], tables: array[int], window: int | None, block_size: int, part_floats: int
-    ) -> None:
-        numbers: list[int] = []
-        rows: list[int] = []
-        parts: dict[int, list[int]] = {}
-        num_parts = 0
-        for task in tasks:
-            numbers += (len(rows), len(task.rows), task.table, task.low, task.high, task.position)
-            rows += task.rows
-            if task.whole:
-                numbers.append(-1)
-                continue
-            numbers.append(num_parts)
+def _pack_tasks(
+    tasks: Sequence[AttentionTask], tables: array[int], window: int | None, block_size: int, part_floats: int
+) -> AttentionTasks:
+    """The tasks in memory as the kernel reads them. Each part of a row's result takes `part_floats`."""
+    numbers: list[int] = []
+    rows: list[int] = []
+    parts_of_row: dict[int, list[int]] = {}
+    num_parts = 0
+    for task in tasks:
+        first_part = -1 if task.whole else num_parts
+        numbers += (len(rows), len(task.rows), task.table, task.low, task.high, task.position, first_part)
+        rows += task.rows
+        if not task.whole:
             for row in task.rows:
-                parts.setdefault(row, []).append(num_parts)
+                parts_of_row.setdefault(row, []).append(num_parts)
                 num_parts += 1
-        merges: list[int] = []
-        merged: list[int] = []
-        for row, mine in parts.items():
-            merges += (row, len(merged), len(mine))
-            merged += mine
-        self._arrays = [array("q", values) for values in (numbers, rows, merges, merged)] + [tables]
-        self._parts = torch.empty(num_parts * part_floats) if num_parts else None
-        task_at, rows_at, merges_at, merged_at, tables_at = (values.buffer_info()[0] for values in self._arrays)
-        self.struct = Plan(
-            tasks=task_at,
-            num_tasks=len(tasks),
-            rows=rows_at,
-            tables=tables_at,
-            merges=merges_at,
-            num_merges=len(parts),
-            merged=merged_at,
-            parts=None if self._parts is None else self._parts.data_ptr(),
-            window=window or 0,
-            block_size=block_size,
-        )
+    merges: list[int] = []
+    merged: list[int] = []
+    for row, parts in parts_of_row.items():
+        merges += (row, len(merged), len(parts))
+        merged += parts
+    arrays = [array("q", values) for values in (numbers, rows, merges, merged)] + [tables]
+    results = torch.empty(num_parts * part_floats) if num_parts else None
+    tasks_at, rows_at, merges_at, merged_at, tables_at = (values.buffer_info()[0] for values in arrays)
+    packed = AttentionTasks(
+        tasks=tasks_at,
+        rows=rows_at,
+        tables=tables_at,
+        merges=merges_at,
+        merged=merged_at,
+        parts=None if results is None else results.data_ptr(),
+        num_tasks=len(tasks),
+        num_merges=len(parts_of_row),
+        window=window or 0,
+        block_size=block_size,
+    )
+    packed.memory = [*arrays, results]
+    return packed
 
 
-class NativeAttention:
-    """The kernels and the paged tensors of one runner."""
+class CpuLayers:
+    """A runner's paged tensors as the kernels see them."""
 
-    def __init__(self, kernels: Kernels, layers: Mapping[int, PagedLayer], block_size: int) -> None:
+    def __init__(self, kernels: Kernels, layers: Mapping[int, PagedLayer]) -> None:
         self.kernels = kernels
-        self.block_size = block_size
         self._layers = layers
-        self._structs: dict[tuple[int, int], Layer] = {}
-        self._decoders: dict[int, Decoder] = {}
+        self._structs: dict[tuple[int, int], AttentionLayer] = {}
+        self._decoders: dict[int, DecoderLayer] = {}
 
-    def takes(self, paged: PagedLayer, query: Tensor) -> bool:
-        """Whether the kernels know its dtype and sizes: bfloat16 keys come in pairs."""
-        dtype = paged.k.dtype
-        if dtype not in TYPES or query.dtype != dtype:
+    def supports(self, layer: int, query: Tensor) -> bool:
+        """Whether the kernels compute this dtype and head size: bfloat16 keys come in pairs."""
+        keys = self._layers[layer].k
+        if keys.dtype not in TYPES or query.dtype != keys.dtype:
             return False
-        return dtype == torch.float32 or paged.k.shape[2] % 2 == 0
+        return keys.dtype == torch.float32 or keys.shape[2] % 2 == 0
 
-    def layer(self, number: int, heads: int, scale: float, softcap: float | None) -> Layer:
-        """The layer as the kernels see it; sinks are added by the caller."""
+    def layer(self, number: int, heads: int) -> AttentionLayer:
+        """One layer with that many query heads; the caller sets its parameters."""
         struct = self._structs.get((number, heads))
         if struct is None:
             paged = self._layers[number]
             kv_heads, key_dim = paged.k.shape[1:]
-            struct = self._structs[number, heads] = Layer(
+            struct = self._structs[number, heads] = AttentionLayer(
                 k=paged.k.data_ptr(),
                 v=paged.v.data_ptr(),
                 kv_heads=kv_heads,
@@ -127,103 +120,73 @@ class NativeAttention:
                 key_dim=key_dim,
                 value_dim=paged.v.shape[2],
             )
-        struct.scale = scale
-        struct.softcap = softcap or 0.0
         return struct
 
-    def decoder(self, number: int, heads: int, make: Callable[[Layer], Decoder]) -> Decoder:
-        """The decoder layer over these paged tensors, made when it is first asked for."""
+    def decoder(self, number: int, heads: int, make: Callable[[AttentionLayer], DecoderLayer]) -> DecoderLayer:
+        """The decoder layer over these paged tensors, made by the first call."""
         struct = self._decoders.get(number)
         if struct is None:
-            struct = self._decoders[number] = make(self.layer(number, heads, 1.0, None))
+            struct = self._decoders[number] = make(self.layer(number, heads))
         return struct
 
-    def forget(self, number: int) -> None:
-        """Make the decoder layer anew when it is next asked for."""
+    def forget_decoder(self, number: int) -> None:
+        """The next call of `decoder` makes the layer anew."""
         self._decoders.pop(number, None)
 
 
-class NativeStep:
-    """The attention of one step. `slots` are where its tokens' K and V go, -1 for those that lie there already."""
+class CpuAttention:
+    """Attention of one step, and whole decoder layers, by the compiled kernels."""
 
-    def __init__(
-        self,
-        native: NativeAttention,
-        prefills: Sequence[tuple[int, Chunk]],
-        decodes: Sequence[tuple[int, Chunk]],
-        slots: Sequence[int],
-        *,
-        share: bool,
-    ) -> None:
-        self.native = native
-        self._steps: dict[tuple[int, ...], Step] = {}
-        self._buffers: list[Tensor] = []
-        self._prefills = prefills
-        self._decodes = decodes
-        self._share = share
-        self._slots = array("q", slots)
-        self._plans: dict[tuple[int | None, int, int, int], StepPlan] = {}
-        self._starts: dict[int, int] = {}
+    def __init__(self, metadata: AttentionMetadata, layers: CpuLayers) -> None:
+        self.layers = layers
+        self._metadata = metadata
+        self._steps: dict[tuple[int, ...], DecoderStep] = {}
+        self._tasks: dict[tuple[int | None, int, int, int], AttentionTasks] = {}
+        self._slot_mapping = array("q", metadata.slot_mapping)
+        # Where each chunk's block table begins in `_tables`.
+        self._table_at: dict[QueryChunk, int] = {}
         self._tables = array("q")
-        for _, chunk in (*prefills, *decodes):
-            self._starts[id(chunk)] = len(self._tables)
-            self._tables.extend(chunk.sequence.table.blocks)
+        for chunk in (*metadata.prefills, *metadata.decodes):
+            self._table_at[chunk] = len(self._tables)
+            self._tables.extend(chunk.block_table)
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self._slots)
+    def supports(self, layer: int, query: Tensor) -> bool:
+        """Whether the kernels compute this layer."""
+        return self.layers.supports(layer, query)
 
-    @property
-    def slots(self) -> int:
-        """Their address."""
-        return self._slots.buffer_info()[0]
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """The step's K and V into their slots."""
+        key, value = (tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in (key, value))
+        struct = self.layers.layer(layer, key.shape[1])
+        self.layers.kernels.write(struct, self._slot_mapping.buffer_info()[0], key, value)
 
-    def attend(
-        self,
-        number: int,
-        query: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """As `StepAttention.attend`, after the step's K and V were written; the result is `[T, heads, value_dim]`."""
-        native = self.native
-        heads = query.shape[1]
-        layer = native.layer(number, heads, scale, softcap)
-        value_dim = int(layer.value_dim)
-        held = None if sinks is None else sinks.float().contiguous()
-        layer.sinks = None if held is None else held.data_ptr()
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """As `StepAttention.attend`, after `write`."""
+        struct = self.layers.layer(layer, query.shape[1])
+        sinks = None if params.sinks is None else params.sinks.float().contiguous()
+        struct.scale, struct.softcap = params.scale, params.softcap or 0.0
+        struct.sinks = None if sinks is None else sinks.data_ptr()
         if query.stride(3) != 1:
             query = query.contiguous()
-        out = query.new_empty(query.shape[2], heads, value_dim)
-        native.kernels.attend(self.plan(window, layer).struct, layer, query, out)
-        return out
+        out = query.new_empty(query.shape[2], query.shape[1], int(struct.value_dim))
+        self.layers.kernels.attend(self.tasks(params.window, struct), struct, query, out)
+        return out.unsqueeze(0)
 
-    def write(self, number: int, heads: int, key: Tensor, value: Tensor) -> None:
-        """K and V of the step's tokens into their slots."""
-        if key.stride(3) != 1:
-            key = key.contiguous()
-        if value.stride(3) != 1:
-            value = value.contiguous()
-        native = self.native
-        native.kernels.write(native.layer(number, heads, 1.0, None), self.slots, key, value)
-
-    def decode(self, decoder: Decoder, x: Tensor, cosines: Tensor, sines: Tensor, window: int | None) -> Tensor:
+    def decode(self, decoder: DecoderLayer, x: Tensor, cosines: Tensor, sines: Tensor, window: int | None) -> Tensor:
         """A whole decoder layer: `x` `[1, T, hidden]` to the same shape; K and V go into their slots."""
         widths = (decoder.hidden, decoder.qkv.outputs, decoder.output.inputs, decoder.gate_up.outputs)
         step = self._steps.get(widths)
         if step is None:
             step = self._steps[widths] = self._make_step(decoder, x)
-        step.plan = ctypes.pointer(self.plan(window, decoder.layer).struct)
         out = torch.empty_like(x)
+        step.tasks = ctypes.pointer(self.tasks(window, decoder.layer))
         step.cosines, step.sines = cosines.data_ptr(), sines.data_ptr()
         step.x, step.out = x.data_ptr(), out.data_ptr()
-        self.native.kernels.decode(TYPES[x.dtype], decoder, step)
+        self.layers.kernels.decode(x.dtype, decoder, step)
         return out
 
-    def _make_step(self, decoder: Decoder, x: Tensor) -> Step:
-        """Memory for what a layer computes on its way; the same for all layers of one size."""
+    def _make_step(self, decoder: DecoderLayer, x: Tensor) -> DecoderStep:
+        """Memory for a layer's intermediate results; the same for all layers of one size."""
         tokens, hidden = x.shape[1:]
         widths = {
             "normed": hidden,
@@ -233,57 +196,63 @@ class NativeStep:
             "gate_up": decoder.gate_up.outputs,
             "inner": decoder.inner,
         }
-        buffers = [x.new_empty(tokens * width) for width in widths.values()]
-        places = dict(zip(widths, (buffer.data_ptr() for buffer in buffers), strict=True))
-        self._buffers += buffers
-        return Step(slots=self.slots, tokens=tokens, **places)
+        buffers = {name: x.new_empty(tokens * width) for name, width in widths.items()}
+        addresses = {name: buffer.data_ptr() for name, buffer in buffers.items()}
+        step = DecoderStep(slot_mapping=self._slot_mapping.buffer_info()[0], tokens=tokens, **addresses)
+        step.memory = buffers
+        return step
 
-    def plan(self, window: int | None, layer: Layer) -> StepPlan:
-        """The tasks of layers with this window and these heads."""
+    def tasks(self, window: int | None, layer: AttentionLayer) -> AttentionTasks:
+        """The tasks of all layers with this window and these heads."""
         key = (window, layer.kv_heads, layer.group, layer.value_dim)
-        found = self._plans.get(key)
-        if found is None:
+        packed = self._tasks.get(key)
+        if packed is None:
             tasks = [*self._prefill_tasks(window, layer.group), *self._decode_tasks(window)]
-            tasks = _cut(tasks, (layer.kv_heads, layer.group), torch.get_num_threads())
-            # The longest first: the last ones to be taken are short.
+            tasks = _cut_keys(tasks, layer, torch.get_num_threads())
+            # The longest first: the last items to be taken are short.
             tasks.sort(key=lambda task: -task.cost)
-            floats = layer.kv_heads * layer.group * (layer.value_dim + 1)
-            found = self._plans[key] = StepPlan(tasks, self._tables, window, self.native.block_size, floats)
-        return found
+            part_floats = layer.kv_heads * layer.group * (layer.value_dim + 1)
+            packed = _pack_tasks(tasks, self._tables, window, self._metadata.block_size, part_floats)
+            self._tasks[key] = packed
+        return packed
 
-    def _prefill_tasks(self, window: int | None, group: int) -> list[_Task]:
+    def _prefill_tasks(self, window: int | None, group: int) -> list[AttentionTask]:
         size = max(1, TILE_ROWS // group)
         tasks = []
-        for row, chunk in self._prefills:
-            table = self._starts[id(chunk)]
+        for chunk in self._metadata.prefills:
             for first in range(0, chunk.count, size):
                 count = min(size, chunk.count - first)
                 position = chunk.start + first
                 low = 0 if window is None else max(0, position - window + 1)
-                rows = range(row + first, row + first + count)
-                tasks.append(_Task(rows, table, low, position + count, position))
+                rows = range(chunk.row + first, chunk.row + first + count)
+                tasks.append(AttentionTask(rows, self._table_at[chunk], low, position + count, position))
         return tasks
 
-    def _decode_tasks(self, window: int | None) -> list[_Task]:
+    def _decode_tasks(self, window: int | None) -> list[AttentionTask]:
         tasks = []
-        for group in group_decodes(self._decodes, window, self.native.block_size, share=self._share):
+        for group in self._metadata.decode_groups(window):
             if group.shared:
-                tasks.append(_Task(group.rows, self._starts[id(group.chunks[0])], 0, group.shared, -1, whole=False))
-            for row, chunk in zip(group.rows, group.chunks, strict=True):
-                end = chunk.start + 1
-                low = group.shared if window is None else max(group.shared, end - window)
-                tasks.append(_Task((row,), self._starts[id(chunk)], low, end, chunk.start, whole=not group.shared))
+                rows, table = [chunk.row for chunk in group.chunks], self._table_at[group.chunks[0]]
+                tasks.append(AttentionTask(rows, table, 0, group.shared, -1, whole=False))
+            for chunk in group.chunks:
+                low = group.shared if window is None else max(group.shared, chunk.end - window)
+                table, whole = self._table_at[chunk], not group.shared
+                tasks.append(AttentionTask((chunk.row,), table, low, chunk.end, chunk.start, whole=whole))
         return tasks
 
 
-def _cut(tasks: list[_Task], heads: tuple[int, int], threads: int) -> list[_Task]:
-    """Cut the keys of long tasks until there are enough items for the threads (flash decoding, Dao et al. 2023). `heads` are KV
-    heads, and query heads of each."""
+def _cut_keys(tasks: list[AttentionTask], layer: AttentionLayer, threads: int) -> list[AttentionTask]:
+    """Cut the keys of long tasks until there are enough items for the threads (flash decoding, Dao et al. 2023)."""
+
+    def items(task: AttentionTask) -> int:
+        all_heads = len(task.rows) * layer.kv_heads * layer.group <= MAX_ROWS_OF_ALL_HEADS
+        return 1 if all_heads else int(layer.kv_heads)
+
     wanted = _ITEMS_PER_THREAD * threads
-    if threads < 2 or sum(task.items(heads) for task in tasks) >= wanted:
+    if threads < 2 or sum(map(items, tasks)) >= wanted:
         return tasks
     share = max(sum(task.cost for task in tasks) // wanted, 1)
-    cut: list[_Task] = []
+    cut: list[AttentionTask] = []
     for task in tasks:
         keys = task.high - task.low
         pieces = min(keys // MIN_KEYS, -(-task.cost // share))
@@ -291,8 +260,6 @@ def _cut(tasks: list[_Task], heads: tuple[int, int], threads: int) -> list[_Task
             cut.append(task)
             continue
         edges = [task.low + keys * i // pieces for i in range(pieces + 1)]
-        cut += [
-            _Task(task.rows, task.table, low, high, task.position, whole=False)
-            for low, high in itertools.pairwise(edges)
-        ]
+        for low, high in itertools.pairwise(edges):
+            cut.append(AttentionTask(task.rows, task.table, low, high, task.position, whole=False))
     return cut

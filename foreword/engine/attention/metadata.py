@@ -1,29 +1,134 @@
-"""Where the tokens of a step lie, and which of its sequences read the same keys: from block tables, before any arithmetic."""
+"""Attention metadata of one step: its chunks, their block tables and slot mapping, and where their KV lies. No arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from foreword.blocks.runs import consecutive_runs
-from foreword.engine.sequence import Chunk
-
+# At most this many runs of blocks are read in place, each of at least LONG_RUN tokens; the rest is gathered.
 MAX_RUNS = 3
 LONG_RUN = 256
+# Reading a shared prefix once must save at least this many tokens.
 MIN_SHARED_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
-    """Slots that hold consecutive tokens of one sequence: runs to be viewed, and blocks to be gathered.
+class AttentionParams:
+    """How a layer attends: `scores = softcap * tanh(scale * q k / softcap)`, over the last `window` keys; `sinks` are logits
+    `[heads]` of one more key per head whose value is zero."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryChunk:
+    """Consecutive tokens of one sequence in a step.
+
+    Attributes:
+        row: row of its first token in the packed step.
+        start: position of its first token in the sequence.
+        count: number of tokens.
+        block_table: the sequence's blocks.
+        write_from: first position whose K and V are written; those before it are in the cache.
+    """
+
+    row: int
+    start: int
+    count: int
+    block_table: Sequence[int]
+    write_from: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.count)
+
+
+class AttentionMetadata:
+    """What all layers of one step share.
+
+    Attributes:
+        prefills: chunks of several tokens.
+        decodes: chunks of one token.
+        slot_mapping: for each token of the step the slot of its K and V; -1 for a token that is in the cache.
+        share_prefixes: read a prefix that decoding sequences have in common once for all of them.
+    """
+
+    def __init__(self, chunks: Iterable[QueryChunk], block_size: int, *, share_prefixes: bool = True) -> None:
+        self.block_size = block_size
+        self.share_prefixes = share_prefixes
+        self.prefills: list[QueryChunk] = []
+        self.decodes: list[QueryChunk] = []
+        self.slot_mapping: list[int] = []
+        for chunk in chunks:
+            (self.decodes if chunk.count == 1 else self.prefills).append(chunk)
+            for position in range(chunk.start, chunk.end):
+                block, offset = divmod(position, block_size)
+                written = position >= chunk.write_from
+                self.slot_mapping.append(chunk.block_table[block] * block_size + offset if written else -1)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slot_mapping)
+
+    def decode_groups(self, window: int | None) -> list[DecodeGroup]:
+        """The decoding sequences, grouped by common prefix where reading it once pays; the last group is of all others. A
+        sequence whose window has left its prefix shares nothing."""
+        alone: list[QueryChunk] = []
+        by_first_block: dict[int, list[QueryChunk]] = {}
+        for chunk in self.decodes:
+            if not self.share_prefixes or (window is not None and chunk.end > window):
+                alone.append(chunk)
+            else:
+                by_first_block.setdefault(chunk.block_table[0], []).append(chunk)
+        groups = []
+        for chunks in by_first_block.values():
+            shared = shared_tokens(chunks, self.block_size) if len(chunks) > 1 else 0
+            if shared * (len(chunks) - 1) >= MIN_SHARED_TOKENS:
+                groups.append(DecodeGroup(chunks, shared))
+            else:
+                alone += chunks
+        if alone:
+            groups.append(DecodeGroup(sorted(alone, key=lambda chunk: chunk.row), 0))
+        return groups
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decoding sequences whose first `shared` tokens are in the same blocks; 0 if they share nothing."""
+
+    chunks: list[QueryChunk]
+    shared: int
+
+
+def shared_tokens(chunks: Sequence[QueryChunk], block_size: int) -> int:
+    """Length of the common prefix of several block tables in tokens. Each sequence keeps at least its newest token for itself."""
+    agreed = min(chunk.start for chunk in chunks) // block_size
+    first = chunks[0].block_table
+    for chunk in chunks[1:]:
+        pairs = zip(first[:agreed], chunk.block_table[:agreed], strict=True)
+        agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), agreed)
+    return agreed * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class KVSlots:
+    """Where consecutive tokens of one sequence lie: in runs of slots, which are views, and in blocks to be gathered.
 
     Attributes:
         runs: intervals `[low, high)` of slots.
-        blocks: block numbers, in the order of the tokens; their first `skip` slots do not count, nor does what follows
-            the `gathered` slots after them. None if the runs are all.
+        blocks: numbers of the blocks to gather, in the order of the tokens; None if there are none.
+        skip: leading slots of `blocks` that do not count.
+        gathered: number of slots of `blocks` that count, after `skip`.
         count: tokens in runs and blocks together.
     """
 
@@ -34,84 +139,40 @@ class Keys:
     count: int
 
 
-def locate(
-    table: Sequence[int], start: int, stop: int, block_size: int, device: torch.device, *, ordered: bool = False
-) -> Keys:
+def find_kv_slots(
+    block_table: Sequence[int], start: int, stop: int, block_size: int, device: torch.device, *, ordered: bool = False
+) -> KVSlots:
     """Where tokens `[start, stop)` of a block table lie.
 
-    One run is a view. Of several, the longest are views, MAX_RUNS of at least LONG_RUN tokens; the rest is gathered, whole
-    blocks at a time. `ordered` keys are one run, or gathered as a whole: attention over parts forgets their order.
+    One run is a view. Of several, the MAX_RUNS longest are views if they have LONG_RUN tokens; the other blocks are gathered.
+    With `ordered` the result is one run, or all blocks gathered: several runs lose the order of the tokens.
     """
     first, last = start // block_size, (stop - 1) // block_size
-    spans = consecutive_runs(table, first, last + 1)
+    spans = _consecutive_blocks(block_table, first, last)
     if len(spans) == 1:
-        low = table[first] * block_size + start - first * block_size
-        return Keys(((low, low + stop - start),), None, 0, 0, stop - start)
-    by_length = sorted(spans, key=lambda span: span[0] - span[1])[:MAX_RUNS]
-    viewed = {span for span in by_length if (span[1] - span[0]) * block_size >= LONG_RUN and not ordered}
-    # Only the first and the last block can be there in part: cut what precedes `start` and what follows `stop`.
+        low = block_table[first] * block_size + start - first * block_size
+        return KVSlots(((low, low + stop - start),), None, 0, 0, stop - start)
+    longest = sorted(spans, key=lambda span: span[0] - span[1])[:MAX_RUNS]
+    viewed = {span for span in longest if (span[1] - span[0]) * block_size >= LONG_RUN and not ordered}
+    # Only the first and the last block may be partial: cut what precedes `start` and what follows `stop`.
     before, after = start - first * block_size, (last + 1) * block_size - stop
     runs = tuple(
         (
-            table[low] * block_size + (before if low == first else 0),
-            (table[low] + high - low) * block_size - (after if high == last + 1 else 0),
+            block_table[low] * block_size + (before if low == first else 0),
+            (block_table[low] + high - low) * block_size - (after if high == last + 1 else 0),
         )
         for low, high in spans
         if (low, high) in viewed
     )
-    rest = [block for low, high in spans if (low, high) not in viewed for block in table[low:high]]
+    rest = [block for low, high in spans if (low, high) not in viewed for block in block_table[low:high]]
     if not rest:
-        return Keys(runs, None, 0, 0, stop - start)
+        return KVSlots(runs, None, 0, 0, stop - start)
     skip = 0 if spans[0] in viewed else before
     gathered = stop - start - sum(high - low for low, high in runs)
-    return Keys(runs, torch.tensor(rest, dtype=torch.long, device=device), skip, gathered, stop - start)
+    return KVSlots(runs, torch.tensor(rest, dtype=torch.long, device=device), skip, gathered, stop - start)
 
 
-@dataclass(slots=True)
-class DecodeGroup:
-    """Decoding sequences (rows of the step) with `shared` leading tokens in common; 0 for no shared part."""
-
-    rows: list[int]
-    chunks: list[Chunk]
-    shared: int
-
-
-def group_decodes(
-    decodes: Sequence[tuple[int, Chunk]], window: int | None, block_size: int, *, share: bool
-) -> list[DecodeGroup]:
-    """Sequences that begin with the same block, and how far their tables agree. A sequence that slid past its beginning
-    shares nothing. `decodes` are rows of the step and their chunks."""
-    alone = DecodeGroup([], [], 0)
-    together: dict[int, DecodeGroup] = {}
-    for row, chunk in decodes:
-        slid = window is not None and chunk.start + 1 > window
-        first = chunk.sequence.table.blocks[0]
-        group = alone if not share or slid else together.setdefault(first, DecodeGroup([], [], 0))
-        group.rows.append(row)
-        group.chunks.append(chunk)
-    groups = []
-    for group in together.values():
-        group.shared = shared_tokens(group.chunks, block_size) if len(group.chunks) > 1 else 0
-        if group.shared * (len(group.chunks) - 1) >= MIN_SHARED_TOKENS:
-            groups.append(group)
-        else:
-            alone.rows += group.rows
-            alone.chunks += group.chunks
-    if alone.rows:
-        order = sorted(range(len(alone.rows)), key=alone.rows.__getitem__)
-        alone.chunks = [alone.chunks[i] for i in order]
-        alone.rows = [alone.rows[i] for i in order]
-        groups.append(alone)
-    return groups
-
-
-def shared_tokens(chunks: Sequence[Chunk], block_size: int) -> int:
-    """Leading tokens whose blocks all tables have in common; every sequence keeps at least its newest token for itself."""
-    tables = [chunk.sequence.table.blocks for chunk in chunks]
-    limit = min(chunk.start for chunk in chunks) // block_size
-    first = tables[0][:limit]
-    agreed = limit
-    for table in tables[1:]:
-        if table[:agreed] != first[:agreed]:
-            agreed = next(i for i, (a, b) in enumerate(zip(first, table, strict=False)) if a != b)
-    return agreed * block_size
+def _consecutive_blocks(block_table: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
+    """Intervals of block table positions with consecutive block numbers, covering `[first, last]`."""
+    edges = [i for i in range(first + 1, last + 1) if block_table[i] != block_table[i - 1] + 1]
+    return list(zip([first, *edges], [*edges, last + 1], strict=True))

@@ -1,9 +1,9 @@
-"""Attention from PyTorch's operators, for every device and every kind of layer (docs/decisions/0005).
+"""Attention backend of PyTorch operators, for every device and every kind of layer (docs/decisions/0005-attention.md).
 
-Attention over a set of keys can be cut into parts and put together exactly, given each part's output and log-sum-exp (the
-partial softmax of FlashAttention, Dao et al. 2022, and of Hydragen, Juravsky et al. 2024). So
+Attention over a set of keys can be cut into parts and merged exactly, given each part's output and log-sum-exp (the partial
+softmax of FlashAttention, Dao et al. 2022, and of Hydragen, Juravsky et al. 2024). Therefore
 
-- blocks that lie in a row are read where they are: a run of blocks is a view, and a few long runs are a few parts;
+- consecutive blocks are read in place: a run of blocks is a view, and a few long runs are a few parts;
 - a prefix that several decoding sequences share is read once for all of them, and merged with each one's own part;
 - a chunk of a prompt is causal attention over itself plus unmasked attention over what is cached.
 """
@@ -11,34 +11,41 @@ partial softmax of FlashAttention, Dao et al. 2022, and of Hydragen, Juravsky et
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from foreword.engine.attention.kv_tensors import PagedLayer
-from foreword.engine.attention.metadata import DecodeGroup, Keys, group_decodes, locate
-from foreword.engine.sequence import Chunk
+from foreword.engine.attention.metadata import (
+    AttentionMetadata,
+    AttentionParams,
+    DecodeGroup,
+    KVSlots,
+    QueryChunk,
+    find_kv_slots,
+)
 
-# Decoding sequences with at most so many own tokens are gathered and attended to together: for them the calls cost more than
-# the copy. Longer ones are read where they lie.
-MAX_TOGETHER = 1024
-# Sequences go together while padding them to the longest makes them at most so much longer.
+# Decoding sequences with at most this many own tokens are gathered into one batch: for them the calls cost more than the
+# copy. Longer ones are read in place.
+MAX_GATHERED_TOKENS = 1024
+# Padding to the longest sequence of a batch makes the others at most this much longer.
 _MAX_PADDING = 1.5
 _DENSE_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class _GatheredBatch:
     """Own tokens of several decoding sequences, to be gathered a block at a time into one batch.
 
     Attributes:
         members: which of the group's sequences.
         blocks: `[members * width]` block numbers, each sequence's padded with its last.
         bias: `[members, 1, 1, width * block_size]`, 0 for a token that counts and -inf for one that does not.
-        hidden: the rows of `[members * width * block_size]` that do not count. What lies there is another sequence's, or
-            nothing yet; a NaN in it would outlive a weight of zero.
+        hidden: the rows of `[members * width * block_size]` that do not count. They are another sequence's or uninitialized,
+            and are zeroed: a NaN would survive a weight of zero.
     """
 
     members: list[int]
@@ -46,274 +53,265 @@ class Together:
     bias: Tensor
     hidden: Tensor
 
-
-@dataclass(slots=True)
-class _Plan:
-    """How one kind of layer (all those with the same sliding window) attends in this step."""
-
-    prefill: list[tuple[int, Chunk, Keys | None, bool]]
-    groups: list[_Group]
+    def gather(self, blocks: Tensor) -> Tensor:
+        """`[num_blocks, block_size, kv_heads, dim]` to `[members, kv_heads, width * block_size, dim]`."""
+        rows = blocks.index_select(0, self.blocks).flatten(0, 1).index_fill_(0, self.hidden, 0)
+        return rows.view(len(self.members), -1, *blocks.shape[2:]).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Rows that decode: the part they share, if any, and each one's own part: alone, or in one of the batches."""
+class _DecodeBatch:
+    """Decoding sequences: the prefix that they share, if any, and each one's own part, alone or in one of the batches.
+
+    Attributes:
+        rows: their rows in the step.
+        order: puts the results, first of those alone, then of the batches, into the order of `rows`; None if they are.
+    """
 
     rows: list[int]
-    shared: Keys | None
-    alone: list[tuple[int, Keys]]
-    batches: list[Together]
+    shared: KVSlots | None
+    alone: list[tuple[int, KVSlots]]
+    batches: list[_GatheredBatch]
     order: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """A chunk of a prompt. Without `windowed`, `context` is what precedes the chunk (None for nothing); with it, all keys that
+    any of the chunk's tokens sees, in order."""
+
+    chunk: QueryChunk
+    context: KVSlots | None
+    windowed: bool
+
+
 class TorchAttention:
-    """The attention of one step. `prefills` and `decodes` are rows of the step and the chunks that begin there."""
+    """Attention of one step by PyTorch operators."""
 
-    def __init__(
-        self,
-        prefills: Sequence[tuple[int, Chunk]],
-        decodes: Sequence[tuple[int, Chunk]],
-        block_size: int,
-        device: torch.device,
-        *,
-        share: bool,
-        batches: bool,
-        dtype: torch.dtype,
-    ) -> None:
-        self._prefills = prefills
-        self._decodes = decodes
-        self._num_rows = sum(chunk.count for _, chunk in (*prefills, *decodes))
-        self._block_size = block_size
-        self._device = device
-        self._share = share
-        self._batches = batches
-        self._layers_dtype = dtype
-        self._plans: dict[int | None, _Plan] = {}
+    def __init__(self, metadata: AttentionMetadata, layers: Mapping[int, PagedLayer]) -> None:
+        self._metadata = metadata
+        self._layers = layers
+        any_layer = next(iter(layers.values()))
+        self._dtype, self._device = any_layer.k.dtype, any_layer.k.device
+        self._batches = self._device.type == "cpu" and all(
+            layer.k.shape[2] == layer.v.shape[2] for layer in layers.values()
+        )
+        # By sliding window: layers with the same window attend to the same keys.
+        self._plans: dict[int | None, tuple[list[_Prefill], list[_DecodeBatch]]] = {}
 
-    def attend(
-        self,
-        paged: PagedLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """As `StepAttention.attend`, after the step's K and V were written."""
-        plan = self._plans.get(window)
+    @cached_property
+    def _written(self) -> tuple[Tensor, Tensor | None]:
+        """The slots that are written, and which rows of the step go there (None: all, in order)."""
+        mapping = self._metadata.slot_mapping
+        rows = [row for row, slot in enumerate(mapping) if slot >= 0]
+        slots = torch.tensor([mapping[row] for row in rows], dtype=torch.long, device=self._device)
+        if len(rows) == len(mapping):
+            return slots, None
+        return slots, torch.tensor(rows, dtype=torch.long, device=self._device)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """The step's K and V into their slots."""
+        paged = self._layers[layer]
+        slots, rows = self._written
+        for cache, new in ((paged.k, key[0].transpose(0, 1)), (paged.v, value[0].transpose(0, 1))):
+            cache.index_copy_(0, slots, new if rows is None else new[rows])
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """As `StepAttention.attend`, after `write`."""
+        plan = self._plans.get(params.window)
         if plan is None:
-            plan = self._plans[window] = self._make_plan(window)
-        compute = _Compute(paged, scale, softcap, sinks)
-        heads, value_dim = query.shape[1], value.shape[3]
-        if not plan.prefill and len(plan.groups) == 1:
-            return self._decode(plan.groups[0], query, compute, heads, value_dim).unsqueeze(0)
-        out = query.new_empty(self._num_rows, heads, value_dim)
-        for row, chunk, context, windowed in plan.prefill:
-            rows = slice(row, row + chunk.count)
+            plan = self._plans[params.window] = self._make_plan(params.window)
+        prefills, decodes = plan
+        compute = _LayerAttention(self._layers[layer], params)
+        num_tokens, heads, value_dim = self._metadata.num_tokens, query.shape[1], value.shape[3]
+        if not prefills and len(decodes) == 1:
+            return self._decode(decodes[0], query, compute, value_dim).unsqueeze(0)
+        out = query.new_empty(num_tokens, heads, value_dim)
+        for prefill in prefills:
+            rows, context = prefill.chunk.rows, prefill.context
             part = query[:, :, rows]
-            if windowed:
+            if prefill.windowed:
                 assert context is not None
-                bias = _band(chunk, context.count, window, query)
-                result, lse = compute.over_keys(part, context, bias)
+                bias = _window_bias(prefill.chunk, context.count, params.window, query.device)
+                result, lse = compute.over_slots(part, context, bias)
             else:
-                result, lse = compute.causal(part, key[:, :, rows], value[:, :, rows])
+                result, lse = compute.over_keys(part, key[:, :, rows], value[:, :, rows], causal=True)
                 if context is not None:
-                    result, lse = merge(result, lse, *compute.over_keys(part, context, None))
-            out[rows] = compute.finish(result, lse)[0].transpose(0, 1)
-        for group in plan.groups:
-            out[group.rows] = self._decode(group, query, compute, heads, value_dim)
+                    result, lse = merge(result, lse, *compute.over_slots(part, context))
+            out[rows] = compute.apply_sinks(result, lse)[0].transpose(0, 1)
+        for batch in decodes:
+            out[batch.rows] = self._decode(batch, query, compute, value_dim)
         return out.unsqueeze(0)
 
-    def _decode(self, group: _Group, query: Tensor, compute: _Compute, heads: int, value_dim: int) -> Tensor:
+    def _decode(self, batch: _DecodeBatch, query: Tensor, compute: _LayerAttention, value_dim: int) -> Tensor:
         """Rows of a group, `[rows, heads, value_dim]`. The query heads of one KV head are folded into rows."""
-        rows, shared = group.rows, group.shared
+        rows, heads = batch.rows, query.shape[1]
         kv_heads = compute.paged.k.shape[1]
         folded = query[0].transpose(0, 1)
-        if len(rows) != self._num_rows:
+        if len(rows) != self._metadata.num_tokens:
             folded = folded[rows]
         folded = folded.reshape(len(rows), kv_heads, heads // kv_heads, -1)
-        parts = [compute.over_keys(folded[one : one + 1], keys, None) for one, keys in group.alone]
-        parts += [compute.together(folded, batch) for batch in group.batches]
+        parts = [compute.over_slots(folded[one : one + 1], slots) for one, slots in batch.alone]
+        parts += [compute.over_batch(folded, gathered) for gathered in batch.batches]
         result = torch.cat([part[0] for part in parts]) if len(parts) > 1 else parts[0][0]
         lse = torch.cat([part[1] for part in parts]) if len(parts) > 1 else parts[0][1]
-        if group.order is not None:
-            result, lse = result[group.order], lse[group.order]
-        if shared is not None:
+        if batch.order is not None:
+            result, lse = result[batch.order], lse[batch.order]
+        if batch.shared is not None:
             together = folded.transpose(0, 1).reshape(1, kv_heads, -1, folded.shape[-1])
-            common, common_lse = compute.over_keys(together, shared, None)
+            common, common_lse = compute.over_slots(together, batch.shared)
             spread = common.reshape(kv_heads, len(rows), -1, value_dim).transpose(0, 1)
             spread_lse = common_lse.reshape(kv_heads, len(rows), -1).transpose(0, 1)
             result, lse = merge(result, lse, spread, spread_lse)
-        result = compute.finish(result, lse, folded=True)
+        result = compute.apply_sinks(result, lse, folded=True)
         return result.reshape(len(rows), heads, value_dim)
 
-    def _make_plan(self, window: int | None) -> _Plan:
-        size, device = self._block_size, self._device
-        prefill = []
-        for row, chunk in self._prefills:
-            end, blocks = chunk.start + chunk.count, chunk.sequence.table.blocks
-            windowed = window is not None and end > window
-            if windowed:
-                assert window is not None
-                keys: Keys | None = locate(blocks, max(0, chunk.start - window + 1), end, size, device, ordered=True)
+    def _make_plan(self, window: int | None) -> tuple[list[_Prefill], list[_DecodeBatch]]:
+        prefills = []
+        for chunk in self._metadata.prefills:
+            if window is not None and chunk.end > window:
+                slots = self._find(chunk, max(0, chunk.start - window + 1), chunk.end, ordered=True)
+                prefills.append(_Prefill(chunk, slots, windowed=True))
             else:
-                keys = locate(blocks, 0, chunk.start, size, device) if chunk.start else None
-            prefill.append((row, chunk, keys, windowed))
-        groups = [
-            self._plan_group(group, window) for group in group_decodes(self._decodes, window, size, share=self._share)
-        ]
-        return _Plan(prefill, groups)
+                context = self._find(chunk, 0, chunk.start) if chunk.start else None
+                prefills.append(_Prefill(chunk, context, windowed=False))
+        return prefills, [self._plan_decodes(group, window) for group in self._metadata.decode_groups(window)]
 
-    def _plan_group(self, group: DecodeGroup, window: int | None) -> _Group:
-        size, device, shared = self._block_size, self._device, group.shared
-        spans = []
-        for chunk in group.chunks:
-            end = chunk.start + 1
-            spans.append((shared if window is None else max(shared, end - window), end))
-        alone, batches = self._arrange(group.chunks, spans)
-        kept = [(one, locate(group.chunks[one].sequence.table.blocks, *spans[one], size, device)) for one in alone]
-        common = locate(group.chunks[0].sequence.table.blocks, 0, shared, size, device) if shared else None
-        together = [self._gathered(group.chunks, spans, members) for members in batches]
-        placed = [*alone, *(one for members in batches for one in members)]
+    def _find(self, chunk: QueryChunk, start: int, stop: int, *, ordered: bool = False) -> KVSlots:
+        return find_kv_slots(chunk.block_table, start, stop, self._metadata.block_size, self._device, ordered=ordered)
+
+    def _plan_decodes(self, group: DecodeGroup, window: int | None) -> _DecodeBatch:
+        chunks, shared = group.chunks, group.shared
+        spans = [(shared if window is None else max(shared, chunk.end - window), chunk.end) for chunk in chunks]
+        alone, batches = self._arrange(spans)
         order = None
+        placed = [*alone, *(one for members in batches for one in members)]
         if placed != sorted(placed):
-            order = torch.tensor(placed, device=device).argsort()
-        return _Group(group.rows, common, kept, together, order)
+            order = torch.tensor(placed, device=self._device).argsort()
+        return _DecodeBatch(
+            rows=[chunk.row for chunk in chunks],
+            shared=self._find(chunks[0], 0, shared) if shared else None,
+            alone=[(one, self._find(chunks[one], *spans[one])) for one in alone],
+            batches=[self._gathered(chunks, spans, members) for members in batches],
+            order=order,
+        )
 
-    def _arrange(self, chunks: Sequence[Chunk], spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[list[int]]]:
-        """Which of the sequences are attended to one by one, and which together."""
-        short = [one for one, (low, end) in enumerate(spans) if end - low <= MAX_TOGETHER]
-        if self._device.type != "cpu" or not self._batches or len(short) < 2:
-            return list(range(len(chunks))), []
+    def _arrange(self, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[list[int]]]:
+        """Which sequences are attended to one by one, and which in batches of about the same length."""
+        short = [one for one, (low, end) in enumerate(spans) if end - low <= MAX_GATHERED_TOKENS]
+        if not self._batches or len(short) < 2:
+            return list(range(len(spans))), []
         widths = {one: self._width(spans[one]) for one in short}
-        short.sort(key=lambda one: (widths[one], one))
         batches: list[list[int]] = []
-        for one in short:
+        for one in sorted(short, key=lambda one: (widths[one], one)):
             if batches and widths[one] <= _MAX_PADDING * widths[batches[-1][0]] + 1:
                 batches[-1].append(one)
             else:
                 batches.append([one])
-        left = {one for members in batches if len(members) == 1 for one in members}
         together = [sorted(members) for members in batches if len(members) > 1]
-        members = {one for batch in together for one in batch}
-        return [one for one in range(len(chunks)) if one in left or one not in members], together
+        batched = {one for members in together for one in members}
+        return [one for one in range(len(spans)) if one not in batched], together
 
     def _width(self, span: tuple[int, int]) -> int:
-        """Blocks that the span touches."""
-        return (span[1] - 1) // self._block_size - span[0] // self._block_size + 1
+        """Number of blocks that the span touches."""
+        size = self._metadata.block_size
+        return (span[1] - 1) // size - span[0] // size + 1
 
-    def _gathered(self, chunks: Sequence[Chunk], spans: Sequence[tuple[int, int]], members: list[int]) -> Together:
-        size = self._block_size
+    def _gathered(
+        self, chunks: Sequence[QueryChunk], spans: Sequence[tuple[int, int]], members: list[int]
+    ) -> _GatheredBatch:
+        size = self._metadata.block_size
         width = max(self._width(spans[one]) for one in members)
         blocks: list[int] = []
         lows, ends = [], []
         for one in members:
-            (low, end), table = spans[one], chunks[one].sequence.table.blocks
+            low, end = spans[one]
             first = low // size
-            mine = table[first : (end - 1) // size + 1]
-            blocks += mine + mine[-1:] * (width - len(mine))
+            own = chunks[one].block_table[first : (end - 1) // size + 1]
+            blocks += [*own, *[own[-1]] * (width - len(own))]
             lows.append(low - first * size)
             ends.append(end - first * size)
         slots = torch.arange(width * size).unsqueeze(0)
         hidden = (slots < torch.tensor(lows).unsqueeze(1)) | (slots >= torch.tensor(ends).unsqueeze(1))
-        bias = torch.zeros(hidden.shape, dtype=self._layers_dtype).masked_fill_(hidden, -math.inf)
-        unseen = hidden.flatten().nonzero().flatten()
-        return Together(members, torch.tensor(blocks, dtype=torch.long), bias[:, None, None, :], unseen)
+        bias = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -math.inf)
+        rows = hidden.flatten().nonzero().flatten()
+        return _GatheredBatch(members, torch.tensor(blocks, dtype=torch.long), bias[:, None, None, :], rows)
 
 
-class _Compute:
+class _LayerAttention:
     """The arithmetic of one layer: attention over some keys, with its log-sum-exp.
 
-    Queries are `[1, heads, rows, dim]`, where `heads` may be a multiple of the KV heads; results are
-    `[1, heads, rows, value_dim]` and `[1, heads, rows]` (float32).
+    Queries are `[batch, heads, rows, dim]`, where `heads` may be a multiple of the KV heads; results are
+    `[batch, heads, rows, value_dim]` and `[batch, heads, rows]` (float32).
     """
 
-    __slots__ = ("_flash", "_scale", "_sinks", "_softcap", "paged")
+    __slots__ = ("_flash", "_params", "paged")
 
-    def __init__(self, paged: PagedLayer, scale: float, softcap: float | None, sinks: Tensor | None) -> None:
+    def __init__(self, paged: PagedLayer, params: AttentionParams) -> None:
         self.paged = paged
-        self._scale = scale
-        self._softcap = softcap
-        self._sinks = sinks
-        self._flash = paged.k.device.type == "cpu" and softcap is None and paged.k.shape[2] == paged.v.shape[2]
+        self._params = params
+        self._flash = paged.k.device.type == "cpu" and params.softcap is None and paged.k.shape[2] == paged.v.shape[2]
 
-    def over_keys(self, query: Tensor, keys: Keys, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Every query sees every key, but for `bias` `[rows, keys]`, which is added to the scores (then the keys are ordered:
-        one run, or all gathered)."""
+    def over_slots(self, query: Tensor, slots: KVSlots, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Every query sees every key. `bias` `[rows, keys]` is added to the scores; then `slots` must be ordered."""
         k, v = self.paged.k_heads, self.paged.v_heads
-        parts = [self._one(query, k[:, :, low:high], v[:, :, low:high], bias) for low, high in keys.runs]
-        if keys.blocks is not None:
-            gathered_k = _gather(self.paged.k_blocks, keys)
-            gathered_v = _gather(self.paged.v_blocks, keys)
-            parts.append(self._one(query, gathered_k, gathered_v, bias))
+        parts = [self.over_keys(query, k[:, :, low:high], v[:, :, low:high], bias) for low, high in slots.runs]
+        if slots.blocks is not None:
+            gathered = [_gather(blocks, slots) for blocks in (self.paged.k_blocks, self.paged.v_blocks)]
+            parts.append(self.over_keys(query, *gathered, bias))
         result, lse = parts[0]
         for part in parts[1:]:
             result, lse = merge(result, lse, *part)
         return result, lse
 
-    def together(self, folded: Tensor, batch: Together) -> tuple[Tensor, Tensor]:
+    def over_batch(self, folded: Tensor, batch: _GatheredBatch) -> tuple[Tensor, Tensor]:
         """Each of the batch's rows of `folded` `[rows, kv_heads, group, dim]` over its own tokens."""
-        count, width = len(batch.members), batch.bias.shape[-1]
-        query = folded if count == len(folded) else folded[batch.members]
-        k, v = self.paged.k_blocks, self.paged.v_blocks
-        key = _gather_batch(k, batch).view(count, width, *k.shape[2:]).transpose(1, 2)
-        value = _gather_batch(v, batch).view(count, width, *v.shape[2:]).transpose(1, 2)
-        if self._flash:
-            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            result, lse = flash(query, key, value, 0.0, False, attn_mask=batch.bias, scale=self._scale)
-            return result, lse
-        scores = torch.matmul(query.float(), key.float().transpose(-1, -2)) * self._scale
-        if self._softcap is not None:
-            scores = torch.tanh(scores / self._softcap) * self._softcap
-        scores += batch.bias
-        lse = torch.logsumexp(scores, dim=-1)
-        return torch.matmul(torch.exp(scores - lse.unsqueeze(-1)), value.float()).to(query.dtype), lse
+        query = folded if len(batch.members) == len(folded) else folded[batch.members]
+        key, value = batch.gather(self.paged.k_blocks), batch.gather(self.paged.v_blocks)
+        return self.over_keys(query, key, value, batch.bias)
 
-    def causal(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Query row i sees keys 0..i."""
+    def over_keys(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, causal: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over the given keys. With `causal` query row i sees keys 0..i."""
         if self._flash:
             flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            result, lse = flash(query, key, value, 0.0, True, scale=self._scale)
+            mask = None if bias is None else bias.to(query.dtype)
+            result, lse = flash(query, key, value, 0.0, causal, attn_mask=mask, scale=self._params.scale)
             return result, lse
-        rows = query.shape[2]
-        bias = query.new_full((rows, rows), -math.inf, dtype=torch.float32).triu_(1)
+        if causal:
+            rows = query.shape[2]
+            bias = query.new_full((rows, rows), -math.inf, dtype=torch.float32).triu_(1)
         return self._dense(query, key, value, bias)
-
-    def _one(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        if not self._flash:
-            return self._dense(query, key, value, bias)
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        mask = None if bias is None else bias.to(query.dtype)
-        result, lse = flash(query, key, value, 0.0, False, attn_mask=mask, scale=self._scale)
-        return result, lse
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """The definition, in float32, a few hundred query rows at a time: soft caps, unequal head sizes, other devices."""
-        _, heads, rows, _ = query.shape
-        kv_heads = key.shape[1]
-        k, v = key.float()[0].unsqueeze(1), value.float()[0].unsqueeze(1)
+        batch, heads, rows, dim = query.shape
+        kv_heads, softcap = key.shape[1], self._params.softcap
+        k, v = key.float().unsqueeze(2), value.float().unsqueeze(2)
+        if bias is not None:
+            bias = bias.expand(batch, 1, rows, -1).unsqueeze(1)
         results, sums = [], []
         for low in range(0, rows, _DENSE_ROWS):
-            part = query[0, :, low : low + _DENSE_ROWS].float().reshape(kv_heads, heads // kv_heads, -1, query.shape[3])
-            scores = torch.matmul(part, k.transpose(-1, -2)) * self._scale
-            if self._softcap is not None:
-                scores = torch.tanh(scores / self._softcap) * self._softcap
+            part = query[:, :, low : low + _DENSE_ROWS].float().reshape(batch, kv_heads, heads // kv_heads, -1, dim)
+            scores = torch.matmul(part, k.transpose(-1, -2)) * self._params.scale
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
             if bias is not None:
-                scores = scores + bias[low : low + _DENSE_ROWS]
+                scores = scores + bias[..., low : low + _DENSE_ROWS, :]
             lse = torch.logsumexp(scores, dim=-1)
             results.append(torch.matmul(torch.exp(scores - lse.unsqueeze(-1)), v))
             sums.append(lse)
-        result = torch.cat(results, dim=2).reshape(1, heads, rows, -1)
-        return result.to(query.dtype), torch.cat(sums, dim=2).reshape(1, heads, rows)
+        result = torch.cat(results, dim=3).reshape(batch, heads, rows, -1)
+        return result.to(query.dtype), torch.cat(sums, dim=3).reshape(batch, heads, rows)
 
-    def finish(self, result: Tensor, lse: Tensor, *, folded: bool = False) -> Tensor:
-        """Attention sinks: one more key per head whose value is nothing, so it only takes weight away."""
-        if self._sinks is None:
+    def apply_sinks(self, result: Tensor, lse: Tensor, *, folded: bool = False) -> Tensor:
+        """Attention sinks: one more key per head whose value is zero, so it only takes weight away."""
+        sinks = self._params.sinks
+        if sinks is None:
             return result
-        sinks = self._sinks.float().reshape((1, lse.shape[1], -1) if folded else (1, -1, 1))
-        return (result.float() * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(result.dtype)
+        shape = (1, lse.shape[1], -1) if folded else (1, -1, 1)
+        return (result.float() * torch.sigmoid(lse - sinks.float().reshape(shape)).unsqueeze(-1)).to(result.dtype)
 
 
 def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,23 +322,17 @@ def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) 
     return result.to(first.dtype), lse
 
 
-def _gather_batch(blocks: Tensor, batch: Together) -> Tensor:
-    """`[members * width * block_size, kv_heads, dim]`, copied a block at a time; zero where nothing counts."""
-    return blocks.index_select(0, batch.blocks).flatten(0, 1).index_fill_(0, batch.hidden, 0)
-
-
-def _gather(blocks: Tensor, keys: Keys) -> Tensor:
-    """`[num_blocks, block_size, kv_heads, dim]` to `[1, kv_heads, keys.gathered, dim]`, copied a block at a time."""
-    assert keys.blocks is not None
-    rows = blocks.index_select(0, keys.blocks).flatten(0, 1)[keys.skip : keys.skip + keys.gathered]
+def _gather(blocks: Tensor, slots: KVSlots) -> Tensor:
+    """`[num_blocks, block_size, kv_heads, dim]` to `[1, kv_heads, slots.gathered, dim]`, copied a block at a time."""
+    assert slots.blocks is not None
+    rows = blocks.index_select(0, slots.blocks).flatten(0, 1)[slots.skip : slots.skip + slots.gathered]
     return rows.transpose(0, 1).unsqueeze(0)
 
 
-def _band(chunk: Chunk, num_keys: int, window: int | None, like: Tensor) -> Tensor:
-    """Which of the last `num_keys` keys up to the chunk's end each of its tokens may see, as scores to add."""
+def _window_bias(chunk: QueryChunk, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """`[chunk.count, num_keys]`, 0 where a token of the chunk sees one of the last `num_keys` keys and -inf elsewhere."""
     assert window is not None
-    end = chunk.start + chunk.count
-    queries = torch.arange(chunk.start, end, device=like.device).unsqueeze(1)
-    keys = torch.arange(end - num_keys, end, device=like.device).unsqueeze(0)
+    queries = torch.arange(chunk.start, chunk.end, device=device).unsqueeze(1)
+    keys = torch.arange(chunk.end - num_keys, chunk.end, device=device).unsqueeze(0)
     hidden = (keys > queries) | (keys <= queries - window)
-    return torch.zeros(hidden.shape, device=like.device).masked_fill_(hidden, -math.inf)
+    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)

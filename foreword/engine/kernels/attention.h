@@ -1,9 +1,10 @@
-// Attention over paged, token-major K and V that are read where they lie.
+// Attention over paged, token-major K and V, read in place.
 //
-// A task is a few tokens of the step that see the same keys `[low, high)` of one block table: a tile of a prompt's chunk, a decoding
-// sequence, or all sequences that share a prefix. For each KV head the queries of its query heads are rows of one matrix, so a key is read
-// once for all of them. Keys are taken KEYS at a time: transposed into words, multiplied by the queries, weighted by an online softmax (base 2),
-// and their values, paired, are added up (FlashAttention, Dao et al. 2022). A sequence cut into several tasks is put together afterwards
+// A task is a few tokens of the step that see the same keys `[low, high)` of one block table: a tile of a prompt's
+// chunk, a decoding sequence, or all sequences that share a prefix. For each KV head the queries of its query heads are
+// rows of one matrix, so a key is read once for all of them. Keys are taken KEYS at a time: transposed into words,
+// multiplied by the queries, weighted by an online softmax (base 2), and their values, paired, are added up
+// (FlashAttention, Dao et al. 2022). The parts of a sequence that is cut into several tasks are merged afterwards
 // from each part's output and log-sum-exp.
 #pragma once
 
@@ -15,73 +16,109 @@
 
 constexpr int KEYS = KEY_VECTORS * LANES;
 
-struct Task {
-    int64_t rows_at, rows;  // in `Plan.rows`
-    int64_t table_at;       // in `Plan.tables`
+struct AttentionTask {
+    int64_t rows_at, rows;  // in `AttentionTasks.rows`
+    int64_t table_at;       // in `AttentionTasks.tables`
     int64_t low, high;      // positions of the keys
     int64_t position;       // of the first row; -1: every row sees all keys
-    int64_t part;           // where the rows' parts begin; -1: the result is whole
+    int64_t part;           // the rows' first part in `AttentionTasks.parts`; -1: the result is whole
 };
 
 struct Merge {
-    int64_t row, first, count;  // parts `[first, first + count)` of `Plan.merged`
+    int64_t row, first, count;  // parts `[first, first + count)` of `AttentionTasks.merged`
 };
 
-struct Plan {
-    const Task* tasks;
-    int64_t num_tasks;
+// The attention of one step.
+struct AttentionTasks {
+    const AttentionTask* tasks;
     const int64_t* rows;
     const int64_t* tables;
     const Merge* merges;
-    int64_t num_merges;
     const int64_t* merged;
     float* parts;  // `[parts, heads, value_dim + 1]`: output, log-sum-exp
-    int64_t window;
-    int64_t block_size;
+    int64_t num_tasks, num_merges;
+    int64_t window, block_size;
 };
 
-struct Layer {
-    void *k, *v;  // `[slots, kv_heads, dim]`
-    int64_t kv_heads, group, key_dim, value_dim;
+struct AttentionLayer {
+    void *k, *v;         // `[slots, kv_heads, dim]`
     const float* sinks;  // `[heads]`, or null
+    int64_t kv_heads, group, key_dim, value_dim;
     float scale, softcap;
 };
 
-struct Rows {
+struct QueryRows {
     const void* q;
-    void* out;
-    int64_t q_token, q_head;  // elements from one token, and from one head, to the next; `out` is `[tokens, heads, value_dim]`
+    void* out;                // `[tokens, heads, value_dim]`
+    int64_t q_token, q_head;  // elements from one token, and from one head, to the next
 };
 
+// Hands out arrays from a piece of memory, each at the start of a cache line.
+struct ArrayAllocator {
+    uintptr_t next;
+    template <class E>
+    E* take(int64_t count) {
+        E* array = (E*)next;
+        next += round_up(count * sizeof(E), 64);
+        return array;
+    }
+};
+
+// A task and one KV head: the queries of the head's query heads, and the state of the online softmax.
 template <class T>
 struct Tile {
-    const Plan& plan;
-    const Layer& layer;
-    const Task& task;
-    int64_t count, words, width;
-    int32_t* queries;           // [rows][words]
-    float *out, *largest, *sums;  // [rows][width], [rows], [rows][LANES]
-    int32_t *keys, *values;     // [words][KEYS], [KEYS / PER_WORD][width]
-    typename T::Element* weights;  // [QUERY_ROWS][KEYS]
+    typedef typename T::Element Element;
+
+    const AttentionTasks& step;
+    const AttentionLayer& layer;
+    const AttentionTask& task;
+    int64_t count = task.rows * layer.group;           // rows: a token and a query head each
+    int64_t words = layer.key_dim / T::PER_WORD;       // of a query and of a key
+    int64_t width = round_up(layer.value_dim, LANES);  // of a row of `out`
+
+    // The head's own.
+    int32_t* queries = nullptr;  // [count][words]
+    float* out = nullptr;        // [count][width]
+    float* largest = nullptr;    // [count], scores
+    float* sums = nullptr;       // [count][LANES], of weights
+    // Used by one head after the other.
+    int32_t* keys = nullptr;     // [words][KEYS]
+    int32_t* values = nullptr;   // [KEYS / PER_WORD][width]
+    Element* weights = nullptr;  // [QUERY_ROWS][KEYS]
+
+    void place_head_arrays(ArrayAllocator& memory) {
+        queries = memory.take<int32_t>(count * words);
+        out = memory.take<float>(count * width);
+        largest = memory.take<float>(count);
+        sums = memory.take<float>(count * LANES);
+    }
+
+    void place_common_arrays(ArrayAllocator& memory) {
+        keys = memory.take<int32_t>(words * KEYS);
+        values = memory.take<int32_t>(KEYS / T::PER_WORD * width);
+        weights = memory.take<Element>(QUERY_ROWS * KEYS);
+    }
 };
 
 // The slots of keys `[first, first + count)`.
-static void find_slots(const Plan& plan, const Task& task, int64_t first, int64_t count, int64_t* slots) {
-    const int64_t* block = plan.tables + task.table_at + first / plan.block_size;
-    int64_t offset = first % plan.block_size;
+static void find_slots(const AttentionTasks& step, const AttentionTask& task, int64_t first, int64_t count,
+                       int64_t* slots) {
+    const int64_t* block = step.tables + task.table_at + first / step.block_size;
+    int64_t offset = first % step.block_size;
     for (int64_t i = 0; i < count; i++) {
-        slots[i] = *block * plan.block_size + offset;
-        if (++offset == plan.block_size) {
+        slots[i] = *block * step.block_size + offset;
+        if (++offset == step.block_size) {
             offset = 0;
             block++;
         }
     }
 }
 
-// Ask for the keys and values of a head that are wanted next.
+// Prefetch a head's keys and values in some slots.
 template <class T>
-INLINE void prefetch(const Layer& layer, int64_t head, const int64_t* slots, int64_t count) {
-    const int64_t key_bytes = layer.key_dim * sizeof(typename T::Element), value_bytes = layer.value_dim * sizeof(typename T::Element);
+INLINE void prefetch(const AttentionLayer& layer, int64_t head, const int64_t* slots, int64_t count) {
+    const int64_t key_bytes = layer.key_dim * sizeof(typename T::Element),
+                  value_bytes = layer.value_dim * sizeof(typename T::Element);
     for (int64_t i = 0; i < count; i++) {
         const int64_t place = slots[i] * layer.kv_heads + head;
         const char* key = (const char*)layer.k + place * key_bytes;
@@ -91,10 +128,12 @@ INLINE void prefetch(const Layer& layer, int64_t head, const int64_t* slots, int
     }
 }
 
-// Keys in some slots, while others are asked for that are `wanted` next: as `[words][KEYS]`, and their values in pairs as `[KEYS / PER_WORD][width]`; zero where there are none.
+// Lay out a head's keys in `slots` as `[words][KEYS]` and their values in pairs as `[KEYS / PER_WORD][width]`, zero
+// beyond `count`; meanwhile prefetch the next slots.
 template <class T>
-static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, const int64_t* slots, int64_t count, const int64_t* wanted, int64_t num_wanted) {
-    const Layer& layer = tile.layer;
+static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, const int64_t* slots, int64_t count,
+                                             const int64_t* next, int64_t num_next) {
+    const AttentionLayer& layer = tile.layer;
     const typename T::Element *keys[KEYS], *values[KEYS];
     for (int64_t i = 0; i < count; i++) {
         const int64_t place = slots[i] * layer.kv_heads + head;
@@ -102,10 +141,10 @@ static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, 
         values[i] = at<T>((const void*)layer.v, place * layer.value_dim);
     }
     for (int64_t i = 0; i < KEYS; i += LANES) {
-        // A few at a time: a processor drops what it cannot note.
-        prefetch<T>(layer, head, wanted + i, least(LANES, num_wanted - i));
+        // A few at a time: a processor drops the prefetches that it has no room for.
+        prefetch<T>(layer, head, next + i, min(LANES, num_next - i));
         for (int64_t word = 0; word < tile.words; word += LANES) {
-            const int64_t left = least(LANES, tile.words - word);
+            const int64_t left = min(LANES, tile.words - word);
             Words block[LANES];
             for (int64_t j = 0; j < LANES; j++) {
                 if (i + j >= count) {
@@ -125,9 +164,9 @@ static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, 
     const int64_t dim = layer.value_dim, whole = dim / LANES * LANES;
     typename T::Element first_end[LANES], second_end[LANES];
     const typename T::Element nothing[LANES] = {};
-    for (int64_t i = 0; i < up_to(count, KEYS); i += T::PER_WORD) {
+    for (int64_t i = 0; i < round_up(count, KEYS); i += T::PER_WORD) {
         int32_t* to = tile.values + i / T::PER_WORD * tile.width;
-        const int64_t held = least(T::PER_WORD, count - i);
+        const int64_t held = min(T::PER_WORD, count - i);
         const typename T::Element* one = held > 0 ? values[i] : nullptr;
         const typename T::Element* two = held > 1 ? values[i + 1] : nullptr;
         for (int64_t j = 0; j < whole; j += LANES)
@@ -148,8 +187,10 @@ INLINE void add_values(const Tile<T>& tile, int64_t row, int64_t column, const f
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < COLUMNS; c++) sums[r][c] = load<Floats>(tile.out + (row + r) * tile.width + column + c * LANES) * decay[r];
-    multiply<T, ROWS, COLUMNS, 0>(sums, (const int32_t*)tile.weights, KEYS / T::PER_WORD, tile.values + column, tile.width, steps, nullptr);
+        for (int c = 0; c < COLUMNS; c++)
+            sums[r][c] = load<Floats>(tile.out + (row + r) * tile.width + column + c * LANES) * decay[r];
+    multiply<T, ROWS, COLUMNS, 0>(sums, (const int32_t*)tile.weights, KEYS / T::PER_WORD, tile.values + column,
+                                  tile.width, steps, nullptr);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
@@ -159,8 +200,8 @@ INLINE void add_values(const Tile<T>& tile, int64_t row, int64_t column, const f
 // Rows `[row, row + ROWS)` of the tile over the gathered keys, the first of which is `first`.
 template <class T, int ROWS>
 static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t count) {
-    const Layer& layer = tile.layer;
-    const Task& task = tile.task;
+    const AttentionLayer& layer = tile.layer;
+    const AttentionTask& task = tile.task;
     int64_t low[ROWS], high[ROWS];
     bool masked = count < KEYS;
     int64_t widest = 0;
@@ -169,15 +210,16 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
         high[r] = count;
         if (task.position >= 0) {
             const int64_t position = task.position + (row + r) / layer.group;
-            high[r] = least(count, position + 1 - first);
-            if (tile.plan.window > 0) low[r] = most(0, position + 1 - tile.plan.window - first);
+            high[r] = min(count, position + 1 - first);
+            if (tile.step.window > 0) low[r] = max(0, position + 1 - tile.step.window - first);
         }
         if (high[r] < KEYS || low[r] > 0) masked = true;
-        if (high[r] > low[r]) widest = most(widest, high[r]);
+        if (high[r] > low[r]) widest = max(widest, high[r]);
     }
     if (widest == 0) return;
     Floats scores[ROWS][KEY_VECTORS] = {};
-    multiply<T, ROWS, KEY_VECTORS, 0>(scores, tile.queries + row * tile.words, tile.words, tile.keys, KEYS, tile.words, nullptr);
+    multiply<T, ROWS, KEY_VECTORS, 0>(scores, tile.queries + row * tile.words, tile.words, tile.keys, KEYS, tile.words,
+                                      nullptr);
     float decay[ROWS];
     Floats held[ROWS * KEY_VECTORS];
 #pragma GCC unroll 8
@@ -197,16 +239,17 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
                 values[c] = tanh_of(values[c] * (1.0f / (layer.softcap * LOG2E))) * (layer.softcap * LOG2E);
             if (masked) {
                 const Words number = numbers + c * LANES;
-                values[c] = choose((number < (int32_t)high[r]) & (number >= (int32_t)low[r]), values[c], all(-INFINITE));
+                values[c] =
+                    select((number < (int32_t)high[r]) & (number >= (int32_t)low[r]), values[c], broadcast(-INFINITE));
             }
         }
         Floats top = values[0];
 #pragma GCC unroll 4
         for (int c = 1; c < KEY_VECTORS; c++) top = larger(top, values[c]);
         const float before = tile.largest[row + r];
-        const float now = largest_of(larger(top, all(before)));
+        const float now = largest_of(larger(top, broadcast(before)));
         const float origin = now == -INFINITE ? 0.0f : now;
-        const Floats fall = exp2_of<6>(all(before - origin));
+        const Floats fall = exp2_of<6>(broadcast(before - origin));
         decay[r] = fall[0];
         Floats sum = load<Floats>(tile.sums + (row + r) * LANES) * fall;
 #pragma GCC unroll 4
@@ -220,7 +263,8 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
     }
     const int64_t steps = (widest + T::PER_WORD - 1) / T::PER_WORD;
     int64_t column = 0;
-    for (; column + KEY_VECTORS * LANES <= tile.width; column += KEY_VECTORS * LANES) add_values<T, ROWS, KEY_VECTORS>(tile, row, column, decay, steps);
+    for (; column + KEY_VECTORS * LANES <= tile.width; column += KEY_VECTORS * LANES)
+        add_values<T, ROWS, KEY_VECTORS>(tile, row, column, decay, steps);
     for (; column < tile.width; column += LANES) add_values<T, ROWS, 1>(tile, row, column, decay, steps);
 }
 
@@ -231,8 +275,8 @@ INLINE void attend_some(int64_t rows, const Tile<T>& tile, int64_t row, int64_t 
 }
 
 template <class T>
-static void finish(const Tile<T>& tile, int64_t head, const Rows& rows) {
-    const Layer& layer = tile.layer;
+static void finish(const Tile<T>& tile, int64_t head, const QueryRows& rows) {
+    const AttentionLayer& layer = tile.layer;
     const int64_t heads = layer.kv_heads * layer.group, dim = layer.value_dim;
     for (int64_t row = 0; row < tile.count; row++) {
         const int64_t query_head = head * layer.group + row % layer.group, number = row / layer.group;
@@ -240,75 +284,82 @@ static void finish(const Tile<T>& tile, int64_t head, const Rows& rows) {
         const float largest = tile.largest[row];
         const float* found = tile.out + row * tile.width;
         if (tile.task.part >= 0) {
-            float* part = tile.plan.parts + ((tile.task.part + number) * heads + query_head) * (dim + 1);
+            float* part = tile.step.parts + ((tile.task.part + number) * heads + query_head) * (dim + 1);
             for (int64_t i = 0; i < dim; i++) part[i] = sum > 0 ? found[i] / sum : 0.0f;
             part[dim] = largest + log2f(sum);
             continue;
         }
         if (layer.sinks != nullptr) sum += exp2f(layer.sinks[query_head] * LOG2E - largest);
         const float factor = sum > 0 ? 1.0f / sum : 0.0f * sum;
-        typename T::Element* to = at<T>(rows.out, (tile.plan.rows[tile.task.rows_at + number] * heads + query_head) * dim);
+        typename T::Element* to =
+            at<T>(rows.out, (tile.step.rows[tile.task.rows_at + number] * heads + query_head) * dim);
         int64_t i = 0;
         for (; i + LANES <= dim; i += LANES) T::write(to + i, load<Floats>(found + i) * factor);
-        for (; i < dim; i++) to[i] = T::of(found[i] * factor);
+        for (; i < dim; i++) to[i] = T::from_float(found[i] * factor);
     }
 }
 
-// Heads `[first_head, last_head)` of a task, a block of keys at a time: what lies together in memory is read together.
+// Queries of a KV head from the step's rows, and an empty softmax.
 template <class T>
-static void attend_task(const Plan& plan, const Layer& layer, const Rows& rows, const Task& task, int64_t first_head, int64_t last_head) {
-    static thread_local Scratch scratch;
-    const int64_t count = task.rows * layer.group, words = layer.key_dim / T::PER_WORD, width = up_to(layer.value_dim, LANES);
-    const int64_t own[] = {count * words, count * width, count, count * LANES};
-    const int64_t common[] = {words * KEYS, KEYS / T::PER_WORD * width, QUERY_ROWS * KEYS};
-    int64_t own_bytes = 0, bytes = 0;
-    for (int64_t size : own) own_bytes += up_to(size * 4, 64);
-    for (int64_t size : common) bytes += up_to(size * 4, 64);
-    char* place = scratch.of(bytes + own_bytes * (last_head - first_head));
-    char *places[7], *next = place;
-    for (int i = 0; i < 3; i++) {
-        places[4 + i] = next;
-        next += up_to(common[i] * 4, 64);
+static void start_head(const Tile<T>& tile, int64_t head, const QueryRows& rows) {
+    const int64_t group = tile.layer.group;
+    memset(tile.out, 0, tile.count * tile.width * sizeof(float));
+    memset(tile.sums, 0, tile.count * LANES * sizeof(float));
+    for (int64_t row = 0; row < tile.count; row++) {
+        tile.largest[row] = -INFINITE;
+        const int64_t token = tile.step.rows[tile.task.rows_at + row / group], query_head = head * group + row % group;
+        memcpy(tile.queries + row * tile.words, at<T>(rows.q, token * rows.q_token + query_head * rows.q_head),
+               tile.words * 4);
     }
-    auto tile_of_head = [&](int64_t head) {
-        char* here = place + bytes + own_bytes * (head - first_head);
-        for (int i = 0; i < 4; i++) {
-            places[i] = here;
-            here += up_to(own[i] * 4, 64);
-        }
-        return Tile<T>{plan, layer, task, count, words, width, (int32_t*)places[0], (float*)places[1], (float*)places[2], (float*)places[3], (int32_t*)places[4], (int32_t*)places[5], (typename T::Element*)places[6]};
+}
+
+// Heads `[first_head, last_head)` of a task, a block of keys at a time: the heads of one key lie together in memory.
+template <class T>
+static void attend_task(const AttentionTasks& step, const AttentionLayer& layer, const QueryRows& rows,
+                        const AttentionTask& task, int64_t first_head, int64_t last_head) {
+    static thread_local Scratch scratch;
+    Tile<T> tile{step, layer, task};
+    ArrayAllocator sizes{0};
+    tile.place_common_arrays(sizes);
+    const uintptr_t common_bytes = sizes.next;
+    tile.place_head_arrays(sizes);
+    const uintptr_t head_bytes = sizes.next - common_bytes;
+    ArrayAllocator memory{(uintptr_t)scratch.reserve(common_bytes + head_bytes * (last_head - first_head))};
+    tile.place_common_arrays(memory);
+    auto switch_to = [&](int64_t head) {
+        ArrayAllocator own{memory.next + head_bytes * (head - first_head)};
+        tile.place_head_arrays(own);
     };
     for (int64_t head = first_head; head < last_head; head++) {
-        const Tile<T> tile = tile_of_head(head);
-        memset(tile.out, 0, count * width * 4);
-        memset(tile.sums, 0, count * LANES * 4);
-        for (int64_t row = 0; row < count; row++) {
-            tile.largest[row] = -INFINITE;
-            const int64_t token = plan.rows[task.rows_at + row / layer.group], query_head = head * layer.group + row % layer.group;
-            memcpy(tile.queries + row * words, at<T>(rows.q, token * rows.q_token + query_head * rows.q_head), words * 4);
-        }
+        switch_to(head);
+        start_head(tile, head, rows);
     }
-    int64_t slots[2 * KEYS], *now = slots, *then = slots + KEYS;
-    find_slots(plan, task, task.low, least(KEYS, task.high - task.low), now);
+    int64_t slots[2 * KEYS], *current = slots, *next = slots + KEYS;
+    find_slots(step, task, task.low, min(KEYS, task.high - task.low), current);
     for (int64_t first = task.low; first < task.high; first += KEYS) {
-        const int64_t held = least(KEYS, task.high - first), wanted = least(KEYS, task.high - first - held);
-        find_slots(plan, task, first + held, wanted, then);
+        const int64_t count = min(KEYS, task.high - first), next_count = min(KEYS, task.high - first - count);
+        find_slots(step, task, first + count, next_count, next);
         for (int64_t head = first_head; head < last_head; head++) {
-            const Tile<T> tile = tile_of_head(head);
-            gather(tile, head, now, held, then, wanted);
-            for (int64_t row = 0; row < count; row += QUERY_ROWS) attend_some<T>(least(QUERY_ROWS, count - row), tile, row, first, held);
+            switch_to(head);
+            gather(tile, head, current, count, next, next_count);
+            for (int64_t row = 0; row < tile.count; row += QUERY_ROWS)
+                attend_some<T>(min(QUERY_ROWS, tile.count - row), tile, row, first, count);
         }
-        std::swap(now, then);
+        std::swap(current, next);
     }
-    for (int64_t head = first_head; head < last_head; head++) finish(tile_of_head(head), head, rows);
+    for (int64_t head = first_head; head < last_head; head++) {
+        switch_to(head);
+        finish(tile, head, rows);
+    }
 }
 
 template <class T>
-static void merge_row(const Plan& plan, const Layer& layer, const Rows& rows, const Merge& merge) {
+static void merge_row(const AttentionTasks& step, const AttentionLayer& layer, const QueryRows& rows,
+                      const Merge& merge) {
     const int64_t heads = layer.kv_heads * layer.group, dim = layer.value_dim;
     for (int64_t head = 0; head < heads; head++) {
         float largest = -INFINITE, sum = 0;
-        auto part = [&](int64_t i) { return plan.parts + (plan.merged[merge.first + i] * heads + head) * (dim + 1); };
+        auto part = [&](int64_t i) { return step.parts + (step.merged[merge.first + i] * heads + head) * (dim + 1); };
         for (int64_t i = 0; i < merge.count; i++) largest = fmaxf(largest, part(i)[dim]);
         for (int64_t i = 0; i < merge.count; i++) sum += exp2f(part(i)[dim] - largest);
         if (layer.sinks != nullptr) sum += exp2f(layer.sinks[head] * LOG2E - largest);
@@ -316,40 +367,47 @@ static void merge_row(const Plan& plan, const Layer& layer, const Rows& rows, co
         for (int64_t j = 0; j < dim; j++) {
             float value = 0;
             for (int64_t i = 0; i < merge.count; i++) value += exp2f(part(i)[dim] - largest) * part(i)[j];
-            to[j] = T::of(value / sum);
+            to[j] = T::from_float(value / sum);
         }
     }
 }
 
-// Rows of all heads of a task, up to which the heads are one item of work.
-constexpr int64_t ROWS_TOGETHER = 256;
+// A task with at most so many rows in all heads is one item of work; a longer one is an item per KV head.
+constexpr int64_t MAX_ROWS_OF_ALL_HEADS = 256;
 
 template <class T>
-static void attend(const Plan& plan, const Layer& layer, const Rows& rows, Team& team) {
-    const bool enough = plan.num_tasks >= 2 * team.threads || team.threads == 1;
-    auto heads_of = [&](const Task& task) { return enough && task.rows * layer.group * layer.kv_heads <= ROWS_TOGETHER ? layer.kv_heads : 1; };
+static void attend(const AttentionTasks& step, const AttentionLayer& layer, const QueryRows& rows, ThreadTeam& team) {
+    const bool enough = step.num_tasks >= 2 * team.threads || team.threads == 1;
+    auto heads_of = [&](const AttentionTask& task) {
+        return enough && task.rows * layer.group * layer.kv_heads <= MAX_ROWS_OF_ALL_HEADS ? layer.kv_heads : 1;
+    };
     static thread_local std::vector<int64_t> items;
     items.clear();
-    for (int64_t task = 0; task < plan.num_tasks; task++)
-        for (int64_t head = 0; head < layer.kv_heads; head += heads_of(plan.tasks[task])) items.push_back(task * layer.kv_heads + head);
+    for (int64_t task = 0; task < step.num_tasks; task++)
+        for (int64_t head = 0; head < layer.kv_heads; head += heads_of(step.tasks[task]))
+            items.push_back(task * layer.kv_heads + head);
     const int64_t* found = items.data();
     team.share((int64_t)items.size(), [&](int64_t item) {
-        const Task& task = plan.tasks[found[item] / layer.kv_heads];
+        const AttentionTask& task = step.tasks[found[item] / layer.kv_heads];
         const int64_t head = found[item] % layer.kv_heads;
-        attend_task<T>(plan, layer, rows, task, head, head + heads_of(task));
+        attend_task<T>(step, layer, rows, task, head, head + heads_of(task));
     });
-    if (plan.num_merges > 0) team.share(plan.num_merges, [&](int64_t item) { merge_row<T>(plan, layer, rows, plan.merges[item]); });
+    if (step.num_merges > 0)
+        team.share(step.num_merges, [&](int64_t item) { merge_row<T>(step, layer, rows, step.merges[item]); });
 }
 
-// Row i of `keys` and `values` goes into slot `slots[i]`; -1: it lies there already.
+// Row i of `keys` and `values` goes into slot `slots[i]`; -1: it is there already.
 template <class T>
-static void write(const Layer& layer, const int64_t* slots, int64_t tokens, const void* keys, int64_t k_token, int64_t k_head, const void* values, int64_t v_token, int64_t v_head) {
+static void write(const AttentionLayer& layer, const int64_t* slots, int64_t tokens, const void* keys, int64_t k_token,
+                  int64_t k_head, const void* values, int64_t v_token, int64_t v_head) {
     for (int64_t token = 0; token < tokens; token++) {
         if (slots[token] < 0) continue;
         for (int64_t head = 0; head < layer.kv_heads; head++) {
             const int64_t place = slots[token] * layer.kv_heads + head;
-            memcpy(at<T>(layer.k, place * layer.key_dim), at<T>(keys, token * k_token + head * k_head), layer.key_dim * sizeof(typename T::Element));
-            memcpy(at<T>(layer.v, place * layer.value_dim), at<T>(values, token * v_token + head * v_head), layer.value_dim * sizeof(typename T::Element));
+            memcpy(at<T>(layer.k, place * layer.key_dim), at<T>(keys, token * k_token + head * k_head),
+                   layer.key_dim * sizeof(typename T::Element));
+            memcpy(at<T>(layer.v, place * layer.value_dim), at<T>(values, token * v_token + head * v_head),
+                   layer.value_dim * sizeof(typename T::Element));
         }
     }
 }

@@ -1,30 +1,30 @@
-// A whole decoder layer of Llama's kind, from the products and the attention above: norm, query/key/value, rotary embedding, attention,
-// output, norm, gated feed-forward, both with their residuals. Between two operations numbers are rounded to the model's dtype, as a model that
-// runs operator by operator rounds them.
+// A whole decoder layer of Llama's kind, from the products and the attention above: norm, query/key/value, rotary
+// embedding, attention, output, norm, gated feed-forward, both with their residuals. Results between two
+// operations are rounded to the model's dtype, as in a model that runs operator by operator.
 #pragma once
 
 #include "attention.h"
 #include "product.h"
 
-struct Decoder {
-    Layer layer;
-    Product qkv, output, gate_up, down;
+struct DecoderLayer {
+    AttentionLayer layer;
+    PackedWeight qkv, output, gate_up, down;
     const void *input_norm, *output_norm;  // weights, `[hidden]`
     const void *query_norm, *key_norm;     // `[key_dim]`, or null
+    int64_t hidden, inner, rotated;        // `rotated`: dimensions with rotary embedding
     float input_epsilon, output_epsilon, query_epsilon, key_epsilon;
-    int64_t hidden, inner, rotated;  // `rotated`: dimensions that the rotary embedding turns
 };
 
-struct Step {
-    const Plan* plan;
-    const int64_t* slots;
+struct DecoderStep {
+    const AttentionTasks* tasks;
+    const int64_t* slot_mapping;
     const void *cosines, *sines;  // `[tokens, rotated]`
-    int64_t tokens;
-    const void* x;  // `[tokens, hidden]`
+    const void* x;                // `[tokens, hidden]`
     void *normed, *qkv, *attended, *between, *gate_up, *inner, *out;
+    int64_t tokens;
 };
 
-// Root mean square norm of one row. Sums are kept in four vectors, so that they do not wait for each other.
+// Root mean square norm of one row. Two vectors of sums, so that additions do not wait for each other.
 template <class T>
 static void norm(const void* x, const void* weight, float epsilon, int64_t size, void* out) {
     const typename T::Element *from = at<T>(x, 0), *weights = at<T>(weight, 0);
@@ -39,8 +39,10 @@ static void norm(const void* x, const void* weight, float epsilon, int64_t size,
     float sum = sum_of(sums + more);
     for (; i < size; i++) sum += T::to_float(from[i]) * T::to_float(from[i]);
     const float factor = 1.0f / sqrtf(sum / (float)size + epsilon);
-    for (i = 0; i + LANES <= size; i += LANES) T::write(to + i, T::rounded(T::read(from + i) * factor) * T::read(weights + i));
-    for (; i < size; i++) to[i] = T::of(T::to_float(T::of(T::to_float(from[i]) * factor)) * T::to_float(weights[i]));
+    for (i = 0; i + LANES <= size; i += LANES)
+        T::write(to + i, T::rounded(T::read(from + i) * factor) * T::read(weights + i));
+    for (; i < size; i++)
+        to[i] = T::from_float(T::to_float(T::from_float(T::to_float(from[i]) * factor)) * T::to_float(weights[i]));
 }
 
 // silu(gate) * up of some columns of one row.
@@ -55,32 +57,34 @@ static void gate(const void* gates, const void* ups, void* out, int64_t size) {
     }
     for (; i < size; i++) {
         const float x = T::to_float(one[i]);
-        to[i] = T::of(T::to_float(T::of(x / (1.0f + expf(-x)))) * T::to_float(two[i]));
+        to[i] = T::from_float(T::to_float(T::from_float(x / (1.0f + expf(-x)))) * T::to_float(two[i]));
     }
 }
 
-// The first `rotated` dimensions of a head, turned in place: dimension i together with i + rotated / 2.
+// The first `rotated` dimensions of a head, rotated in place: dimension i together with i + rotated / 2.
 template <class T>
-INLINE void rotate(typename T::Element* head, const typename T::Element* cosines, const typename T::Element* sines, int64_t rotated) {
+INLINE void rotate(typename T::Element* head, const typename T::Element* cosines, const typename T::Element* sines,
+                   int64_t rotated) {
     const int64_t half = rotated / 2;
     int64_t i = 0;
     for (; i + LANES <= half; i += LANES) {
         const Floats a = T::read(head + i), b = T::read(head + half + i);
         T::write(head + i, T::rounded(a * T::read(cosines + i)) - T::rounded(b * T::read(sines + i)));
-        T::write(head + half + i, T::rounded(b * T::read(cosines + half + i)) + T::rounded(a * T::read(sines + half + i)));
+        T::write(head + half + i,
+                 T::rounded(b * T::read(cosines + half + i)) + T::rounded(a * T::read(sines + half + i)));
     }
     for (; i < half; i++) {
         const float a = T::to_float(head[i]), b = T::to_float(head[half + i]);
-        auto times = [](float x, typename T::Element y) { return T::to_float(T::of(x * T::to_float(y))); };
-        head[i] = T::of(times(a, cosines[i]) - times(b, sines[i]));
-        head[half + i] = T::of(times(b, cosines[half + i]) + times(a, sines[half + i]));
+        auto times = [](float x, typename T::Element y) { return T::to_float(T::from_float(x * T::to_float(y))); };
+        head[i] = T::from_float(times(a, cosines[i]) - times(b, sines[i]));
+        head[half + i] = T::from_float(times(b, cosines[half + i]) + times(a, sines[half + i]));
     }
 }
 
 // Norms and rotary embedding of one token's queries and keys, in place, and its K and V into their slot.
 template <class T>
-static void prepare(const Decoder& decoder, const Step& step, int64_t token) {
-    const Layer& layer = decoder.layer;
+static void prepare(const DecoderLayer& decoder, const DecoderStep& step, int64_t token) {
+    const AttentionLayer& layer = decoder.layer;
     const int64_t heads = layer.kv_heads * layer.group, dim = layer.key_dim, all_heads = heads + layer.kv_heads;
     typename T::Element* row = at<T>(step.qkv, token * decoder.qkv.outputs);
     for (int64_t head = 0; head < all_heads; head++) {
@@ -88,32 +92,43 @@ static void prepare(const Decoder& decoder, const Step& step, int64_t token) {
         const bool query = head < heads;
         const void* weight = query ? decoder.query_norm : decoder.key_norm;
         if (weight != nullptr) norm<T>(one, weight, query ? decoder.query_epsilon : decoder.key_epsilon, dim, one);
-        if (decoder.rotated > 0) rotate<T>(one, at<T>(step.cosines, token * decoder.rotated), at<T>(step.sines, token * decoder.rotated), decoder.rotated);
+        if (decoder.rotated > 0)
+            rotate<T>(one, at<T>(step.cosines, token * decoder.rotated), at<T>(step.sines, token * decoder.rotated),
+                      decoder.rotated);
     }
-    write<T>(layer, step.slots + token, 1, row + heads * dim, 0, dim, row + all_heads * dim, 0, layer.value_dim);
+    write<T>(layer, step.slot_mapping + token, 1, row + heads * dim, 0, dim, row + all_heads * dim, 0, layer.value_dim);
 }
 
-// Rows at a time that are worth another thread's while.
+// Rows that a thread takes at a time.
 constexpr int64_t SOME_ROWS = 4;
 
 template <class F>
-static void for_rows(Team& team, int64_t rows, const F& work) {
+static void for_rows(ThreadTeam& team, int64_t rows, const F& work) {
     team.share((rows + SOME_ROWS - 1) / SOME_ROWS, [&](int64_t item) {
-        for (int64_t row = item * SOME_ROWS; row < least(rows, (item + 1) * SOME_ROWS); row++) work(row);
+        for (int64_t row = item * SOME_ROWS; row < min(rows, (item + 1) * SOME_ROWS); row++) work(row);
     });
 }
 
 template <class T>
-static void decode(const Decoder& decoder, const Step& step, Team& team) {
-    const int64_t tokens = step.tokens, hidden = decoder.hidden, inner = decoder.inner, width = decoder.qkv.outputs;
-    const Layer& layer = decoder.layer;
-    for_rows(team, tokens, [&](int64_t row) { norm<T>(at<T>(step.x, row * hidden), decoder.input_norm, decoder.input_epsilon, hidden, at<T>(step.normed, row * hidden)); });
-    multiply_packed<T>(decoder.qkv, step.normed, hidden, tokens, nullptr, step.qkv, width, team);
+static void decode(const DecoderLayer& decoder, const DecoderStep& step, ThreadTeam& team) {
+    const AttentionLayer& layer = decoder.layer;
+    const int64_t tokens = step.tokens, hidden = decoder.hidden, inner = decoder.inner, qkv = decoder.qkv.outputs;
+    const int64_t attended = layer.kv_heads * layer.group * layer.value_dim;
+    auto norm_rows = [&](const void* x, const void* weight, float epsilon) {
+        for_rows(team, tokens, [&](int64_t row) {
+            norm<T>(at<T>(x, row * hidden), weight, epsilon, hidden, at<T>(step.normed, row * hidden));
+        });
+    };
+    norm_rows(step.x, decoder.input_norm, decoder.input_epsilon);
+    multiply_packed<T>(decoder.qkv, Operands{step.normed, hidden, tokens, nullptr, step.qkv, qkv}, team);
     for_rows(team, tokens, [&](int64_t row) { prepare<T>(decoder, step, row); });
-    attend<T>(*step.plan, layer, Rows{step.qkv, step.attended, width, layer.key_dim}, team);
-    multiply_packed<T>(decoder.output, step.attended, layer.kv_heads * layer.group * layer.value_dim, tokens, step.x, step.between, hidden, team);
-    for_rows(team, tokens, [&](int64_t row) { norm<T>(at<T>(step.between, row * hidden), decoder.output_norm, decoder.output_epsilon, hidden, at<T>(step.normed, row * hidden)); });
-    multiply_packed<T>(decoder.gate_up, step.normed, hidden, tokens, nullptr, step.gate_up, 2 * inner, team);
-    for_rows(team, tokens, [&](int64_t row) { gate<T>(at<T>(step.gate_up, row * 2 * inner), at<T>(step.gate_up, (row * 2 + 1) * inner), at<T>(step.inner, row * inner), inner); });
-    multiply_packed<T>(decoder.down, step.inner, inner, tokens, step.between, step.out, hidden, team);
+    attend<T>(*step.tasks, layer, QueryRows{step.qkv, step.attended, qkv, layer.key_dim}, team);
+    multiply_packed<T>(decoder.output, Operands{step.attended, attended, tokens, step.x, step.between, hidden}, team);
+    norm_rows(step.between, decoder.output_norm, decoder.output_epsilon);
+    multiply_packed<T>(decoder.gate_up, Operands{step.normed, hidden, tokens, nullptr, step.gate_up, 2 * inner}, team);
+    for_rows(team, tokens, [&](int64_t row) {
+        gate<T>(at<T>(step.gate_up, row * 2 * inner), at<T>(step.gate_up, (row * 2 + 1) * inner),
+                at<T>(step.inner, row * inner), inner);
+    });
+    multiply_packed<T>(decoder.down, Operands{step.inner, inner, tokens, step.between, step.out, hidden}, team);
 }

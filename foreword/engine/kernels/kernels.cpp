@@ -1,4 +1,4 @@
-// The functions that Python calls. `type` is 0 for float32, 1 for bfloat16.
+// The functions that Python calls (native.py). `type` is 0 for float32, 1 for bfloat16.
 #include "decoder.h"
 
 extern "C" {
@@ -13,43 +13,52 @@ int fw_bfloat16_units() {
 #endif
 }
 
-void fw_use_threads_of(void* region) { open_region = (Region)region; }
+void fw_use_openmp(void* region) { open_region = (Region)region; }
 
 int64_t fw_packed_words(int type, int64_t inputs, int64_t outputs) {
     return (type ? packed_words<BFloat16> : packed_words<Float32>)(inputs, outputs);
 }
 
-void fw_pack(int type, const void* weight, int64_t inputs, int64_t outputs, int64_t first, int32_t* packed, int threads) {
-    Team team(threads);
+void fw_pack(int type, const void* weight, int64_t inputs, int64_t outputs, int64_t first, int32_t* packed,
+             int threads) {
+    ThreadTeam team(threads);
     team.run([&] { (type ? pack<BFloat16> : pack<Float32>)(weight, inputs, outputs, first, packed, team); });
 }
 
-void fw_multiply(int type, const Product* product, const void* x, int64_t x_stride, int64_t rows, void* out, int threads) {
-    Team team(threads);
-    team.run([&] { (type ? multiply_packed<BFloat16> : multiply_packed<Float32>)(*product, x, x_stride, rows, nullptr, out, product->outputs, team); });
+void fw_multiply(int type, const PackedWeight* weight, const void* x, int64_t x_stride, int64_t rows, void* out,
+                 int threads) {
+    ThreadTeam team(threads);
+    team.run([&] {
+        (type ? multiply_packed<BFloat16>
+              : multiply_packed<Float32>)(*weight, Operands{x, x_stride, rows, nullptr, out, weight->outputs}, team);
+    });
 }
 
-void fw_write(int type, const Layer* layer, const int64_t* slots, int64_t tokens, const void* keys, int64_t k_token, int64_t k_head, const void* values, int64_t v_token, int64_t v_head) {
+void fw_write(int type, const AttentionLayer* layer, const int64_t* slots, int64_t tokens, const void* keys,
+              int64_t k_token, int64_t k_head, const void* values, int64_t v_token, int64_t v_head) {
     (type ? write<BFloat16> : write<Float32>)(*layer, slots, tokens, keys, k_token, k_head, values, v_token, v_head);
 }
 
-void fw_attend(int type, const Plan* plan, const Layer* layer, const Rows* rows, int threads) {
-    Team team(threads);
-    team.run([&] { (type ? attend<BFloat16> : attend<Float32>)(*plan, *layer, *rows, team); });
+void fw_attend(int type, const AttentionTasks* tasks, const AttentionLayer* layer, const QueryRows* rows, int threads) {
+    ThreadTeam team(threads);
+    team.run([&] { (type ? attend<BFloat16> : attend<Float32>)(*tasks, *layer, *rows, team); });
 }
 
-void fw_norm(int type, const void* x, const void* weight, float epsilon, int64_t rows, int64_t size, void* out, int threads) {
-    Team team(rows > SOME_ROWS ? threads : 1);
+void fw_norm(int type, const void* x, const void* weight, float epsilon, int64_t rows, int64_t size, void* out,
+             int threads) {
+    ThreadTeam team(rows > SOME_ROWS ? threads : 1);
     team.run([&] {
         for_rows(team, rows, [=](int64_t row) {
-            if (type) norm<BFloat16>(at<BFloat16>(x, row * size), weight, epsilon, size, at<BFloat16>(out, row * size));
-            else norm<Float32>(at<Float32>(x, row * size), weight, epsilon, size, at<Float32>(out, row * size));
+            if (type)
+                norm<BFloat16>(at<BFloat16>(x, row * size), weight, epsilon, size, at<BFloat16>(out, row * size));
+            else
+                norm<Float32>(at<Float32>(x, row * size), weight, epsilon, size, at<Float32>(out, row * size));
         });
     });
 }
 
-void fw_decode(int type, const Decoder* decoder, const Step* step, int threads) {
-    Team team(threads);
+void fw_decode(int type, const DecoderLayer* decoder, const DecoderStep* step, int threads) {
+    ThreadTeam team(threads);
     team.run([&] { (type ? decode<BFloat16> : decode<Float32>)(*decoder, *step, team); });
 }
 }

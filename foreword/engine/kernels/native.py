@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,116 +17,69 @@ from foreword.engine.kernels.build import CannotBuild
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_WORD_BYTES = 4
 
 
-class Product(Structure):
-    """A packed weight, `product.h`."""
-
-    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
-
-
-class Plan(Structure):
-    """The tasks of a step's attention, `attention.h`."""
-
-    _fields_ = (
-        ("tasks", c_void_p),
-        ("num_tasks", c_int64),
-        ("rows", c_void_p),
-        ("tables", c_void_p),
-        ("merges", c_void_p),
-        ("num_merges", c_int64),
-        ("merged", c_void_p),
-        ("parts", c_void_p),
-        ("window", c_int64),
-        ("block_size", c_int64),
-    )
+def _fields(pointers: str, integers: str = "", floats: str = "") -> list[tuple[str, Any]]:
+    """Fields of a C struct: all pointers, then all 64-bit integers, then all floats."""
+    kinds = ((c_void_p, pointers), (c_int64, integers), (c_float, floats))
+    return [(name, kind) for kind, names in kinds for name in names.split()]
 
 
-class Layer(Structure):
-    """One layer's paged tensors and how it attends, `attention.h`."""
+class PackedWeight(Structure):
+    """A weight `[outputs, inputs]` (or several, one above the other) laid out for the kernels, with its bias (product.h).
 
-    _fields_ = (
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("kv_heads", c_int64),
-        ("group", c_int64),
-        ("key_dim", c_int64),
-        ("value_dim", c_int64),
-        ("sinks", c_void_p),
-        ("scale", c_float),
-        ("softcap", c_float),
-    )
+    `memory` are the tensors that it points to, `type` is its dtype's number.
+    """
+
+    _fields_ = _fields("packed bias", "inputs outputs")
+    memory: object
+    type: int
 
 
-class Rows(Structure):
-    """A step's queries and where the result goes, `attention.h`."""
+class AttentionTasks(Structure):
+    """The tasks of a step's attention (attention.h). `memory` is what it points to."""
 
-    _fields_ = (("q", c_void_p), ("out", c_void_p), ("q_token", c_int64), ("q_head", c_int64))
-
-
-class Decoder(Structure):
-    """A decoder layer, `decoder.h`."""
-
-    _fields_ = (
-        ("layer", Layer),
-        ("qkv", Product),
-        ("output", Product),
-        ("gate_up", Product),
-        ("down", Product),
-        ("input_norm", c_void_p),
-        ("output_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("input_epsilon", c_float),
-        ("output_epsilon", c_float),
-        ("query_epsilon", c_float),
-        ("key_epsilon", c_float),
-        ("hidden", c_int64),
-        ("inner", c_int64),
-        ("rotated", c_int64),
-    )
+    _fields_ = _fields("tasks rows tables merges merged parts", "num_tasks num_merges window block_size")
+    memory: object
 
 
-class Step(Structure):
-    """What a decoder layer computes in one step, `decoder.h`."""
+class AttentionLayer(Structure):
+    """One layer's paged tensors and how it attends (attention.h)."""
 
-    _fields_ = (
-        ("plan", POINTER(Plan)),
-        ("slots", c_void_p),
-        ("cosines", c_void_p),
-        ("sines", c_void_p),
-        ("tokens", c_int64),
-        ("x", c_void_p),
-        ("normed", c_void_p),
-        ("qkv", c_void_p),
-        ("attended", c_void_p),
-        ("between", c_void_p),
-        ("gate_up", c_void_p),
-        ("inner", c_void_p),
-        ("out", c_void_p),
-    )
+    _fields_ = _fields("k v sinks", "kv_heads group key_dim value_dim", "scale softcap")
 
 
-class PackedProduct:
-    """A weight `[outputs, inputs]` (several, one above the other) laid out for the kernel, with its bias."""
+class QueryRows(Structure):
+    """A step's queries, and where the result goes (attention.h)."""
 
-    __slots__ = ("_bias", "_packed", "struct", "type")
+    _fields_ = _fields("q out", "q_token q_head")
 
-    def __init__(self, lib: ctypes.CDLL, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-        self.type = TYPES[weights[0].dtype]
-        inputs, outputs = weights[0].shape[1], sum(weight.shape[0] for weight in weights)
-        self._packed = torch.zeros(lib.fw_packed_words(self.type, inputs, outputs), dtype=torch.int32)
-        first = 0
-        for weight in weights:
-            held = weight.detach().contiguous()
-            threads = torch.get_num_threads()
-            lib.fw_pack(self.type, held.data_ptr(), inputs, weight.shape[0], first, self._packed.data_ptr(), threads)
-            first += weight.shape[0]
-        self._bias = torch.cat([bias.detach().float() for bias in biases]) if biases else None
-        self.struct = Product(
-            self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr(), inputs, outputs
-        )
+
+class DecoderLayer(Structure):
+    """A whole decoder layer (decoder.h)."""
+
+    _fields_ = [
+        ("layer", AttentionLayer),
+        *((name, PackedWeight) for name in ("qkv", "output", "gate_up", "down")),
+        *_fields(
+            "input_norm output_norm query_norm key_norm",
+            "hidden inner rotated",
+            "input_epsilon output_epsilon query_epsilon key_epsilon",
+        ),
+    ]
+
+
+class DecoderStep(Structure):
+    """What a decoder layer computes in one step (decoder.h). `memory` is what it points to."""
+
+    _fields_ = [
+        ("tasks", POINTER(AttentionTasks)),
+        *_fields(
+            "slot_mapping cosines sines x normed qkv attended between gate_up inner out",
+            "tokens",
+        ),
+    ]
+    memory: object
 
 
 class Kernels:
@@ -134,18 +88,23 @@ class Kernels:
     def __init__(self, lib: ctypes.CDLL) -> None:
         self._lib = lib
         pointer, number = c_void_p, c_int64
+        tasks, layer = POINTER(AttentionTasks), POINTER(AttentionLayer)
         lib.fw_packed_words.restype = number
         lib.fw_packed_words.argtypes = (c_int, number, number)
-        lib.fw_pack.argtypes = (c_int, pointer, number, number, number, pointer, c_int)
-        lib.fw_multiply.argtypes = (c_int, POINTER(Product), pointer, number, number, pointer, c_int)
-        lib.fw_write.argtypes = (
-            c_int, POINTER(Layer), pointer, number, pointer, number, number, pointer, number, number
-        )  # fmt: skip
-        lib.fw_attend.argtypes = (c_int, POINTER(Plan), POINTER(Layer), POINTER(Rows), c_int)
-        lib.fw_norm.argtypes = (c_int, pointer, pointer, c_float, number, number, pointer, c_int)
-        lib.fw_decode.argtypes = (c_int, POINTER(Decoder), POINTER(Step), c_int)
-        for name in ("pack", "multiply", "write", "attend", "norm", "decode"):
-            getattr(lib, f"fw_{name}").restype = None
+        arguments: dict[str, tuple[Any, ...]] = {
+            "pack": (pointer, number, number, number, pointer),
+            "multiply": (POINTER(PackedWeight), pointer, number, number, pointer),
+            "attend": (tasks, layer, POINTER(QueryRows)),
+            "norm": (pointer, pointer, c_float, number, number, pointer),
+            "decode": (POINTER(DecoderLayer), POINTER(DecoderStep)),
+        }
+        for name, types in arguments.items():
+            function = getattr(lib, f"fw_{name}")
+            function.restype = None
+            # The first is the dtype, the last the number of threads.
+            function.argtypes = (c_int, *types, c_int)
+        lib.fw_write.restype = None
+        lib.fw_write.argtypes = (c_int, layer, pointer, number, *(pointer, number, number) * 2)
         self.lanes: int = lib.fw_lanes()
 
     def multiplies(self, dtype: torch.dtype) -> bool:
@@ -154,69 +113,54 @@ class Kernels:
             return bool(self._lib.fw_bfloat16_units())
         return dtype == torch.float32 and self.lanes >= 16
 
-    def pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> PackedProduct:
+    def pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> PackedWeight:
         """Lay out weights that are multiplied by the same input; there is a bias for each of them or for none."""
-        return PackedProduct(self._lib, weights, biases)
+        kind, inputs = TYPES[weights[0].dtype], weights[0].shape[1]
+        outputs = sum(weight.shape[0] for weight in weights)
+        packed = torch.zeros(self._lib.fw_packed_words(kind, inputs, outputs), dtype=torch.int32)
+        bias = torch.cat([bias.detach().float() for bias in biases]) if biases else None
+        first, threads = 0, torch.get_num_threads()
+        for weight in weights:
+            rows = weight.detach().contiguous()
+            self._lib.fw_pack(kind, rows.data_ptr(), inputs, len(rows), first, packed.data_ptr(), threads)
+            first += len(rows)
+        product = PackedWeight(packed.data_ptr(), None if bias is None else bias.data_ptr(), inputs, outputs)
+        product.type, product.memory = kind, (packed, bias)
+        return product
 
-    def multiply(self, product: PackedProduct, x: Tensor) -> Tensor:
+    def multiply(self, weight: PackedWeight, x: Tensor) -> Tensor:
         """`[..., inputs]` to `[..., outputs]`, in the weight's dtype."""
-        struct = product.struct
-        rows = x.reshape(-1, struct.inputs)
+        rows = x.reshape(-1, weight.inputs)
         # Rows are read in words of 32 bits.
         if rows.stride(1) != 1 or rows.stride(0) % 2:
             rows = rows.contiguous()
-        out = x.new_empty(*x.shape[:-1], struct.outputs)
-        self._lib.fw_multiply(
-            product.type,
-            byref(struct),
-            rows.data_ptr(),
-            rows.stride(0),
-            rows.shape[0],
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
+        out = x.new_empty(*x.shape[:-1], weight.outputs)
+        source = (rows.data_ptr(), rows.stride(0), rows.shape[0])
+        self._lib.fw_multiply(weight.type, byref(weight), *source, out.data_ptr(), torch.get_num_threads())
         return out
 
-    def write(self, layer: Layer, slots: int, key: Tensor, value: Tensor) -> None:
-        """`key` and `value` `[1, kv_heads, T, dim]` into slots; `slots` is the address of T numbers of 64 bits."""
-        self._lib.fw_write(
-            TYPES[key.dtype],
-            byref(layer),
-            slots,
-            key.shape[2],
-            key.data_ptr(),
-            key.stride(2),
-            key.stride(1),
-            value.data_ptr(),
-            value.stride(2),
-            value.stride(1),
-        )
+    def write(self, layer: AttentionLayer, slot_mapping: int, key: Tensor, value: Tensor) -> None:
+        """`key` and `value` `[1, kv_heads, T, dim]` into slots; `slot_mapping` is the address of T 64-bit integers."""
+        tensors = [number for one in (key, value) for number in (one.data_ptr(), one.stride(2), one.stride(1))]
+        self._lib.fw_write(TYPES[key.dtype], byref(layer), slot_mapping, key.shape[2], *tensors)
 
-    def attend(self, plan: Plan, layer: Layer, query: Tensor, out: Tensor) -> None:
+    def attend(self, tasks: AttentionTasks, layer: AttentionLayer, query: Tensor, out: Tensor) -> None:
         """`query` `[1, heads, T, key_dim]` to `out` `[T, heads, value_dim]`."""
-        rows = Rows(query.data_ptr(), out.data_ptr(), query.stride(2), query.stride(1))
-        self._lib.fw_attend(TYPES[query.dtype], byref(plan), byref(layer), byref(rows), torch.get_num_threads())
+        rows = QueryRows(query.data_ptr(), out.data_ptr(), query.stride(2), query.stride(1))
+        self._lib.fw_attend(TYPES[query.dtype], byref(tasks), byref(layer), byref(rows), torch.get_num_threads())
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Root mean square norm over the last dimension."""
         x = x.contiguous()
         out = torch.empty_like(x)
         size = x.shape[-1]
-        self._lib.fw_norm(
-            TYPES[x.dtype],
-            x.data_ptr(),
-            weight.data_ptr(),
-            epsilon,
-            x.numel() // size,
-            size,
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
+        rows = (x.data_ptr(), weight.data_ptr(), epsilon, x.numel() // size, size)
+        self._lib.fw_norm(TYPES[x.dtype], *rows, out.data_ptr(), torch.get_num_threads())
         return out
 
-    def decode(self, kind: int, decoder: Decoder, step: Step) -> None:
+    def decode(self, dtype: torch.dtype, decoder: DecoderLayer, step: DecoderStep) -> None:
         """A whole decoder layer."""
-        self._lib.fw_decode(kind, byref(decoder), byref(step), torch.get_num_threads())
+        self._lib.fw_decode(TYPES[dtype], byref(decoder), byref(step), torch.get_num_threads())
 
 
 @cache
@@ -230,19 +174,18 @@ def open_library(path: Path) -> Kernels:
     try:
         lib = ctypes.CDLL(str(path))
         lib.fw_lanes.restype = c_int
-        region = _region()
-        lib.fw_use_threads_of.argtypes = (c_void_p,)
-        lib.fw_use_threads_of(region)
+        lib.fw_use_openmp.argtypes = (c_void_p,)
+        lib.fw_use_openmp(_parallel_region())
         return Kernels(lib)
     except (OSError, AttributeError) as error:
         raise CannotBuild(f"{path} cannot be used: {error}") from error
 
 
-def _region() -> c_void_p:
-    """The function that opens a parallel region in the OpenMP runtime that torch has loaded: kernels use the same threads.
-    LLVM's runtime has it too. Raises CannotBuild."""
+def _parallel_region() -> c_void_p:
+    """The function that opens a parallel region in the OpenMP runtime that torch has loaded (GNU's or LLVM's), so the kernels
+    use the same threads. Raises CannotBuild."""
     torch.empty(0)
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p)
     except AttributeError:
-        raise CannotBuild("torch brings no OpenMP runtime whose threads they could use") from None
+        raise CannotBuild("torch has loaded no OpenMP runtime whose threads they could use") from None

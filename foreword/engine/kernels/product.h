@@ -1,6 +1,7 @@
-// Products with a weight that was packed beforehand: `out = x W^T + bias + residual`.
+// Products with a packed weight: `out = x W^T + bias + residual`.
 //
-// A packed weight is a sequence of panels of PANEL output columns; a panel is `[words of K][PANEL]`, so it is read from one end to the other.
+// A packed weight is a sequence of panels of PANEL output columns; a panel is `[words of K][PANEL]`, so it is read from
+// one end to the other.
 #pragma once
 
 #include "threads.h"
@@ -8,7 +9,7 @@
 
 constexpr int PANEL = PANEL_VECTORS * LANES;
 
-struct Product {
+struct PackedWeight {
     const int32_t* packed;
     const float* bias;  // `[outputs]`, or null
     int64_t inputs, outputs;
@@ -16,16 +17,17 @@ struct Product {
 
 template <class T>
 static int64_t packed_words(int64_t inputs, int64_t outputs) {
-    return up_to(outputs, PANEL) * (inputs / T::PER_WORD);
+    return round_up(outputs, PANEL) * (inputs / T::PER_WORD);
 }
 
-// `weight` is `[outputs, inputs]`; `first` is the place of its first output among those of `packed`.
+// `weight` is `[outputs, inputs]`; its first output is output number `first` of `packed`.
 template <class T>
-static void pack(const void* weight, int64_t inputs, int64_t outputs, int64_t first, int32_t* packed, Team& team) {
+static void pack(const void* weight, int64_t inputs, int64_t outputs, int64_t first, int32_t* packed,
+                 ThreadTeam& team) {
     const int64_t words = inputs / T::PER_WORD;
     const int32_t* rows = (const int32_t*)weight;
     team.share((outputs + PANEL - 1) / PANEL, [=](int64_t block) {
-        for (int64_t output = block * PANEL; output < least(outputs, (block + 1) * PANEL); output++) {
+        for (int64_t output = block * PANEL; output < min(outputs, (block + 1) * PANEL); output++) {
             const int64_t place = first + output;
             int32_t* to = packed + place / PANEL * PANEL * words + place % PANEL;
             for (int64_t word = 0; word < words; word++) to[word * PANEL] = rows[output * words + word];
@@ -33,75 +35,97 @@ static void pack(const void* weight, int64_t inputs, int64_t outputs, int64_t fi
     });
 }
 
-// The last panel of a weight may have fewer columns than a panel.
+// `out = x W^T + bias + residual`: `x` is `[rows, inputs]` with rows `x_stride` apart, `out` and `residual` (or null)
+// are `[rows, outputs]` with rows `out_stride` apart.
+struct Operands {
+    const void* x;
+    int64_t x_stride;
+    int64_t rows;
+    const void* residual;
+    void* out;
+    int64_t out_stride;
+};
+
+// Columns of one row in the last panel, which may have fewer columns than PANEL.
 template <class T>
-static __attribute__((noinline)) void put_some(const float* values, const Product& product, int64_t column, const void* residual, void* out, int64_t place) {
-    for (int64_t i = 0; i < product.outputs - column; i++) {
-        float value = values[i] + (product.bias != nullptr ? product.bias[column + i] : 0.0f);
-        if (residual != nullptr) value = T::to_float(T::of(value)) + T::to_float(*at<T>(residual, place + i));
-        *at<T>(out, place + i) = T::of(value);
+static __attribute__((noinline)) void put_partial_panel(const float* sums, const PackedWeight& weight, int64_t column,
+                                                        const Operands& operands, int64_t place) {
+    for (int64_t i = 0; i < weight.outputs - column; i++) {
+        float value = sums[i] + (weight.bias != nullptr ? weight.bias[column + i] : 0.0f);
+        if (operands.residual != nullptr)
+            value = T::to_float(T::from_float(value)) + T::to_float(*at<T>(operands.residual, place + i));
+        *at<T>(operands.out, place + i) = T::from_float(value);
     }
 }
 
+// Columns `[column, column + PANEL)` of ROWS rows.
 template <class T, int ROWS>
-INLINE void put(Floats (&sums)[ROWS][PANEL_VECTORS], const Product& product, int64_t column, const void* residual, void* out, int64_t row, int64_t out_stride) {
+INLINE void put(Floats (&sums)[ROWS][PANEL_VECTORS], const PackedWeight& weight, int64_t column,
+                const Operands& operands, int64_t row) {
     float values[ROWS * PANEL];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < PANEL_VECTORS; c++) store(values + r * PANEL + c * LANES, sums[r][c]);
-    const bool whole = column + PANEL <= product.outputs;
+    const bool whole = column + PANEL <= weight.outputs;
 #pragma GCC unroll 1
     for (int r = 0; r < ROWS; r++) {
-        const int64_t place = (row + r) * out_stride + column;
+        const int64_t place = (row + r) * operands.out_stride + column;
         if (!whole) {
-            put_some<T>(values + r * PANEL, product, column, residual, out, place);
+            put_partial_panel<T>(values + r * PANEL, weight, column, operands, place);
             continue;
         }
         for (int c = 0; c < PANEL_VECTORS; c++) {
             Floats value = load<Floats>(values + r * PANEL + c * LANES);
-            if (product.bias != nullptr) value += load<Floats>(product.bias + column + c * LANES);
-            if (residual != nullptr) value = T::rounded(value) + T::read(at<T>(residual, place + c * LANES));
-            T::write(at<T>(out, place + c * LANES), value);
+            if (weight.bias != nullptr) value += load<Floats>(weight.bias + column + c * LANES);
+            if (operands.residual != nullptr)
+                value = T::rounded(value) + T::read(at<T>(operands.residual, place + c * LANES));
+            T::write(at<T>(operands.out, place + c * LANES), value);
         }
     }
 }
 
+// ROWS rows, from `row` on, times the panel of outputs that begins at `column`. For each word of a row LINES cache
+// lines at `ahead` are prefetched.
 template <class T, int ROWS, int LINES>
-static void tile(const Product& product, const int32_t* panel, int64_t column, const void* x, int64_t x_stride, int64_t row, const void* residual, void* out, int64_t out_stride, const char* ahead) {
+static void multiply_rows(const PackedWeight& weight, const int32_t* panel, int64_t column, const Operands& operands,
+                          int64_t row, const char* ahead) {
     Floats sums[ROWS][PANEL_VECTORS] = {};
-    const int32_t* words = (const int32_t*)at<T>(x, row * x_stride);
-    multiply<T, ROWS, PANEL_VECTORS, LINES>(sums, words, x_stride / T::PER_WORD, panel, PANEL, product.inputs / T::PER_WORD, ahead);
-    put<T, ROWS>(sums, product, column, residual, out, row, out_stride);
+    const int32_t* words = (const int32_t*)at<T>(operands.x, row * operands.x_stride);
+    multiply<T, ROWS, PANEL_VECTORS, LINES>(sums, words, operands.x_stride / T::PER_WORD, panel, PANEL,
+                                            weight.inputs / T::PER_WORD, ahead);
+    put<T, ROWS>(sums, weight, column, operands, row);
 }
 
+// The same for any number of rows up to TILE_ROWS.
 template <class T, int LINES, int ROWS = TILE_ROWS>
-INLINE void tile_of(int rows, const Product& product, const int32_t* panel, int64_t column, const void* x, int64_t x_stride, int64_t row, const void* residual, void* out, int64_t out_stride, const char* ahead) {
-    if (rows == ROWS) return tile<T, ROWS, LINES>(product, panel, column, x, x_stride, row, residual, out, out_stride, ahead);
-    if constexpr (ROWS > 1) tile_of<T, LINES, ROWS - 1>(rows, product, panel, column, x, x_stride, row, residual, out, out_stride, ahead);
+INLINE void multiply_panel(int rows, const PackedWeight& weight, const int32_t* panel, int64_t column,
+                           const Operands& operands, int64_t row, const char* ahead) {
+    if (rows == ROWS) return multiply_rows<T, ROWS, LINES>(weight, panel, column, operands, row, ahead);
+    if constexpr (ROWS > 1) multiply_panel<T, LINES, ROWS - 1>(rows, weight, panel, column, operands, row, ahead);
 }
 
-// `x` is `[rows, inputs]` with rows `x_stride` apart, `out` and `residual` `[rows, outputs]` with rows `out_stride` apart.
 template <class T>
-static void multiply_packed(const Product& product, const void* x, int64_t x_stride, int64_t rows, const void* residual, void* out, int64_t out_stride, Team& team) {
-    const int64_t panels = (product.outputs + PANEL - 1) / PANEL, size = PANEL * (product.inputs / T::PER_WORD);
-    const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    // A thread reads its panels one after the other, and asks for the next one while it multiplies by this one.
-    const int64_t run = most(1, panels / (team.threads * 4));
+static void multiply_packed(const PackedWeight& weight, const Operands& operands, ThreadTeam& team) {
+    const int64_t panels = (weight.outputs + PANEL - 1) / PANEL, size = PANEL * (weight.inputs / T::PER_WORD);
+    const int64_t tiles = (operands.rows + TILE_ROWS - 1) / TILE_ROWS;
+    // A thread reads its panels one after the other, and prefetches the next one while it multiplies by this one.
+    const int64_t run = max(1, panels / (team.threads * 4));
     team.share((panels + run - 1) / run, [&](int64_t item) {
-        for (int64_t number = item * run; number < least(panels, (item + 1) * run); number++) {
-            const int32_t* panel = product.packed + number * size;
+        for (int64_t number = item * run; number < min(panels, (item + 1) * run); number++) {
+            const int32_t* panel = weight.packed + number * size;
             const char* ahead = (const char*)(number + 1 < panels ? panel + size : panel);
+            const int64_t column = number * PANEL;
             int64_t row = 0;
             for (int64_t i = 0; i < tiles; i++) {
-                const int64_t end = rows * (i + 1) / tiles;
-                const int count = (int)(end - row);
+                const int64_t end = operands.rows * (i + 1) / tiles;
+                const int rows = (int)(end - row);
                 if (tiles == 1) {
-                    tile_of<T, 2>(count, product, panel, number * PANEL, x, x_stride, row, residual, out, out_stride, ahead);
+                    multiply_panel<T, 2>(rows, weight, panel, column, operands, row, ahead);
                 } else if (i < 2) {
-                    tile_of<T, 1>(count, product, panel, number * PANEL, x, x_stride, row, residual, out, out_stride, ahead + i * size * 2);
+                    multiply_panel<T, 1>(rows, weight, panel, column, operands, row, ahead + i * size * 2);
                 } else {
-                    tile_of<T, 0>(count, product, panel, number * PANEL, x, x_stride, row, residual, out, out_stride, ahead);
+                    multiply_panel<T, 0>(rows, weight, panel, column, operands, row, ahead);
                 }
                 row = end;
             }

@@ -1,7 +1,7 @@
-// Vectors of the widest registers that the compiler was told of, and the two kinds of numbers that are multiplied.
+// Vectors of the widest registers that the compiler may use, and the two number formats.
 //
-// Matrices are read in words of 32 bits: one float, or a pair of bfloat16 numbers that lie side by side. A dot product over words is the
-// same loop for both: `Number::multiply_add(sum, words, words)`. Sums are float.
+// Matrices are read in words of 32 bits: one float, or a pair of bfloat16 numbers that lie side by side. A dot product
+// over words is the same loop for both: `Number::multiply_add(sum, words, words)`. Sums are float.
 #pragma once
 
 #include <cmath>
@@ -21,7 +21,7 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 
-// Registers that hold sums in the middle of a product: ROWS x COLUMNS vectors, beside COLUMNS + 1 for what is multiplied.
+// A product keeps ROWS x COLUMNS vectors of sums in registers, beside COLUMNS + 1 of operands.
 constexpr int PANEL_VECTORS = 2;
 constexpr int TILE_ROWS = LANES == 16 ? 12 : 5;
 constexpr int KEY_VECTORS = LANES == 16 ? 4 : 2;
@@ -49,14 +49,14 @@ INLINE void store(void* to, V value) {
     __builtin_memcpy(to, &value, sizeof value);
 }
 
-INLINE Floats all(float value) { return Floats{} + value; }
-INLINE Words all(int32_t value) { return Words{} + value; }
-INLINE Floats choose(Words where, Floats a, Floats b) { return where ? a : b; }
+INLINE Floats broadcast(float value) { return Floats{} + value; }
+INLINE Words broadcast(int32_t value) { return Words{} + value; }
+INLINE Floats select(Words where, Floats a, Floats b) { return where ? a : b; }
 INLINE Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-    return choose(a > b, a, b);
+    return select(a > b, a, b);
 #endif
 }
 
@@ -80,21 +80,22 @@ INLINE float largest_of(Floats v) {
 #endif
 }
 
-// 2^x by a polynomial on [-1/2, 1/2]; of degree 4 it errs by 4e-5, of degree 6 by 1e-7. 0 for minus infinity.
+// 2^x by a polynomial on [-1/2, 1/2]; its error is 4e-5 at degree 4 and 1e-7 at degree 6. 0 for minus infinity.
 template <int DEGREE>
 INLINE Floats exp2_of(Floats x) {
 #if defined(__AVX512F__)
     const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    const Floats bounded = larger(x, all(-150.0f));
+    const Floats bounded = larger(x, broadcast(-150.0f));
     const Floats whole = (bounded + 12582912.0f) - 12582912.0f;
 #endif
 #if defined(__AVX512F__)
-    const Floats part = (Floats)_mm512_maskz_sub_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)all(-150.0f), _CMP_NLT_UQ), (__m512)x, (__m512)whole);
+    const Floats part = (Floats)_mm512_maskz_sub_ps(
+        _mm512_cmp_ps_mask((__m512)x, (__m512)broadcast(-150.0f), _CMP_NLT_UQ), (__m512)x, (__m512)whole);
 #else
     const Floats part = bounded - whole;
 #endif
-    Floats y = DEGREE >= 6 ? part * 1.5403530e-4f + 1.3333558e-3f : all(9.6181291e-3f);
+    Floats y = DEGREE >= 6 ? part * 1.5403530e-4f + 1.3333558e-3f : broadcast(9.6181291e-3f);
     if (DEGREE >= 6) y = y * part + 9.6181291e-3f;
     y = y * part + 5.5504109e-2f;
     y = y * part + 2.4022651e-1f;
@@ -104,16 +105,16 @@ INLINE Floats exp2_of(Floats x) {
     return (Floats)_mm512_scalef_ps((__m512)y, (__m512)whole);
 #else
     const Words power = __builtin_convertvector(whole, Words);
-    const Words held = power < -126 ? all(int32_t(-126)) : (power > 127 ? all(int32_t(127)) : power);
+    const Words held = power < -126 ? broadcast(int32_t(-126)) : (power > 127 ? broadcast(int32_t(127)) : power);
     const Floats scaled = y * (Floats)((held + 127) << 23);
-    const Floats beyond = choose(whole > 127.0f, all(INFINITE), scaled);
-    return choose(x == x, choose(whole < -126.0f, all(0.0f), beyond), x);
+    const Floats beyond = select(whole > 127.0f, broadcast(INFINITE), scaled);
+    return select(x == x, select(whole < -126.0f, broadcast(0.0f), beyond), x);
 #endif
 }
 
 INLINE Floats exp_of(Floats x) { return exp2_of<6>(x * LOG2E); }
 INLINE Floats tanh_of(Floats x) {
-    const Floats held = choose(x > 15.0f, all(15.0f), choose(x < -15.0f, all(-15.0f), x));
+    const Floats held = select(x > 15.0f, broadcast(15.0f), select(x < -15.0f, broadcast(-15.0f), x));
     return 1.0f - 2.0f / (exp_of(2.0f * held) + 1.0f);
 }
 
@@ -126,9 +127,9 @@ struct Float32 {
     INLINE Floats read(const Element* from) { return load<Floats>(from); }
     INLINE void write(Element* to, Floats value) { store(to, value); }
     INLINE float to_float(Element value) { return value; }
-    INLINE Element of(float value) { return value; }
+    INLINE Element from_float(float value) { return value; }
     INLINE Floats rounded(Floats value) { return value; }
-    // Words of two rows of values that follow each other, to be multiplied by a word of two weights; of one here.
+    // One word per column from two consecutive rows of values, to multiply by a word of two weights; here from one row.
     INLINE Words pair(const Element* first, const Element*) { return load<Words>(first); }
 };
 
@@ -146,7 +147,9 @@ struct BFloat16 {
         return sum + (Floats)(a & high) * (Floats)(b & high);
 #endif
     }
-    INLINE Floats read(const Element* from) { return (Floats)(__builtin_convertvector(load<Halves>(from), Bits) << 16); }
+    INLINE Floats read(const Element* from) {
+        return (Floats)(__builtin_convertvector(load<Halves>(from), Bits) << 16);
+    }
     INLINE Halves halves(Floats value) {
 #if defined(__AVX512BF16__)
         return (Halves)_mm512_cvtneps_pbh((__m512)value);
@@ -163,7 +166,7 @@ struct BFloat16 {
         memcpy(&found, &bits, 4);
         return found;
     }
-    INLINE Element of(float value) { return halves(all(value))[0]; }
+    INLINE Element from_float(float value) { return halves(broadcast(value))[0]; }
     INLINE Floats rounded(Floats value) { return (Floats)(__builtin_convertvector(halves(value), Bits) << 16); }
     INLINE Words pair(const Element* first, const Element* second) {
         const Bits low = __builtin_convertvector(load<Halves>(first), Bits);
@@ -201,18 +204,23 @@ INLINE void transpose(Words rows[LANES]) {
 }
 
 template <class T>
-INLINE typename T::Element* at(void* base, int64_t elements) { return (typename T::Element*)base + elements; }
+INLINE typename T::Element* at(void* base, int64_t elements) {
+    return (typename T::Element*)base + elements;
+}
 template <class T>
-INLINE const typename T::Element* at(const void* base, int64_t elements) { return (const typename T::Element*)base + elements; }
+INLINE const typename T::Element* at(const void* base, int64_t elements) {
+    return (const typename T::Element*)base + elements;
+}
 
-INLINE int64_t up_to(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// sums[row][column] += the words of ROWS rows of `a`, multiplied by COLUMNS vectors of columns of `b`, over `steps` words. `b` is
-// `[steps][stride]` words. What lies at `ahead`, LINES cache lines for a step, is wanted next.
+// sums[row][column] += the words of ROWS rows of `a`, multiplied by COLUMNS vectors of columns of `b`, over `steps`
+// words. `b` is `[steps][stride]` words. Each step prefetches LINES cache lines at `ahead`.
 template <class T, int ROWS, int COLUMNS, int LINES>
-INLINE void multiply(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, int64_t a_stride, const int32_t* b, int64_t stride, int64_t steps, const char* ahead) {
+INLINE void multiply(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, int64_t a_stride, const int32_t* b,
+                     int64_t stride, int64_t steps, const char* ahead) {
     for (int64_t step = 0; step < steps; step++) {
         Words columns[COLUMNS];
 #pragma GCC unroll 4
@@ -224,7 +232,7 @@ INLINE void multiply(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, int64_t a_
         }
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
-            const Words word = all(a[r * a_stride]);
+            const Words word = broadcast(a[r * a_stride]);
 #pragma GCC unroll 4
             for (int c = 0; c < COLUMNS; c++) sums[r][c] = T::multiply_add(sums[r][c], word, columns[c]);
         }
