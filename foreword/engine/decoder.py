@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from foreword.engine.attention.base import LayerRecorder, StepAttention, current_attention, forward_context
 from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
-from foreword.engine.attention.kv_tensors import LayerShape, PagedLayer
+from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
 from foreword.engine.kernels.native import TYPES, AttentionLayer, DecoderLayer, Kernels
 from foreword.engine.linear import CompiledProduct, PackedForward, Patch, unpatched
@@ -168,9 +168,9 @@ def _layer_parts(layer: nn.Module, recorder: LayerRecorder) -> _LayerParts | Non
     children = dict(layer.named_children())
     attention, mlp = children.get("self_attn"), children.get("mlp")
     number = getattr(attention, "layer_idx", None)
-    if attention is None or mlp is None or number not in recorder.shapes:
+    if attention is None or mlp is None or number not in recorder.layouts:
         return None
-    shape, heads, params = recorder.shapes[number], recorder.heads[number], recorder.params[number]
+    layout, heads, params = recorder.layouts[number], recorder.heads[number], recorder.params[number]
     projections, feed_forward = dict(attention.named_children()), dict(mlp.named_children())
     qkv = _product(projections, ("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
     gate_up = _product(feed_forward, ("gate_proj", "up_proj"), ("gate_up_proj",))
@@ -179,14 +179,14 @@ def _layer_parts(layer: nn.Module, recorder: LayerRecorder) -> _LayerParts | Non
     query_norm, key_norm = _norm_of(projections, "q_norm"), _norm_of(projections, "k_norm")
     if qkv is None or gate_up is None or output is None or down is None or input_norm is None or output_norm is None:
         return None
-    qkv_outputs = (heads + shape.kv_heads) * shape.key_dim + shape.kv_heads * shape.value_dim
+    qkv_outputs = (heads + layout.kv_heads) * layout.key_dim + layout.kv_heads * layout.value_dim
     fits = (
         params.softcap is None
         and params.sinks is None
         and qkv.weight.outputs == qkv_outputs
-        and output.weight.inputs == heads * shape.value_dim
-        and gate_up.layers[0].weight.dtype == shape.dtype
-        and all(norm is None or norm.weight.shape[0] == shape.key_dim for norm in (query_norm, key_norm))
+        and output.weight.inputs == heads * layout.value_dim
+        and gate_up.layers[0].weight.dtype == recorder.dtype
+        and all(norm is None or norm.weight.shape[0] == layout.key_dim for norm in (query_norm, key_norm))
         and _has_silu(feed_forward.values())
     )
     if not fits:
@@ -231,7 +231,7 @@ def _decoder_forwards(
 ) -> dict[nn.Module, DecoderForward]:
     """The kernels' forward of all candidates; empty unless each of them does what its layer does in a trial pass."""
     metadata, num_blocks = _trial_metadata()
-    own, ours = ({n: _zeros(shape, num_blocks) for n, shape in recorder.shapes.items()} for _ in range(2))
+    own, ours = (_zero_layers(recorder, num_blocks) for _ in range(2))
     with unpatched(model):
         calls = _watch(model, candidates, StepAttention(metadata, own), metadata, vocab_size)
     cpu = CpuAttention(metadata, CpuLayers(kernels, ours))
@@ -281,11 +281,14 @@ def _trial_metadata() -> tuple[AttentionMetadata, int]:
     return AttentionMetadata(chunks, _TRIAL_BLOCK), blocks
 
 
-def _zeros(shape: LayerShape, num_blocks: int) -> PagedLayer:
-    paged = PagedLayer(shape, num_blocks, _TRIAL_BLOCK, torch.device("cpu"))
-    paged.k.zero_()
-    paged.v.zero_()
-    return paged
+def _zero_layers(recorder: LayerRecorder, num_blocks: int) -> dict[int, PagedLayer]:
+    layers = {}
+    for number, layout in recorder.layouts.items():
+        paged = PagedLayer(layout, recorder.dtype, num_blocks, _TRIAL_BLOCK, torch.device("cpu"))
+        paged.k.zero_()
+        paged.v.zero_()
+        layers[number] = paged
+    return layers
 
 
 def _watch(

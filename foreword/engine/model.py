@@ -1,4 +1,4 @@
-"""Loading a model: from a folder or the hub, checked before it is trusted, fingerprinted by what its weights are."""
+"""Loading a model from a folder or the hub: refusals, weights, fingerprint, kernels, KV pool size, self-check."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from foreword.blocks.layout import LayerLayout
 from foreword.config import EngineConfig, parse_bytes
 from foreword.engine import decoder, linear
 from foreword.engine.attention import base as attention
-from foreword.engine.attention.base import Recorder
+from foreword.engine.attention.base import LayerRecorder
 from foreword.engine.kernels import native
 from foreword.engine.kernels.build import CannotBuild
 from foreword.engine.kernels.native import Kernels
@@ -36,25 +36,27 @@ log = logging.getLogger(__name__)
 
 EMBEDDED = "stdlib-nano"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Relative error of logits that rounding explains; nonsense is of the order of 1.
+# Relative error of logits that rounding explains; a wrong computation gives an error of about 1.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-# What a configuration says about itself but not about the KV.
+# Settings of a configuration that do not change the KV.
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "_attn_implementation"}
-# What `layer_types` may say. Layers of any other type keep state outside attention (linear attention, state spaces,
-# convolutions), or attend in a way that the interface does not tell (in chunks, sparsely, compressed): some of them only
-# beyond a length that no short check reaches.
+# Supported `layer_types`. Layers of any other type keep state outside attention (linear attention, state spaces,
+# convolutions), or attend in a way that the attention interface does not say (in chunks, sparsely, compressed), some of them
+# only beyond a length that no short check reaches.
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# What a forward pass raises where a model and this engine do not fit.
+_FORWARD_ERRORS = (TypeError, AttributeError, RuntimeError, ValueError, IndexError)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that the engine may run.
+    """A model that was loaded for the engine.
 
     Attributes:
         fingerprint: SHA-256 over configuration and weights (not their path); part of every block's key.
         layouts: what each layer keeps per token, in numbers of `kv_dtype`.
-        end_tokens: tokens that end a text, from the generation configuration.
-        kernels: the compiled kernels; None where PyTorch's operators compute.
+        end_tokens: end-of-sequence tokens, from the generation configuration.
+        kernels: the compiled kernels; None where PyTorch's operators are used.
     """
 
     model: Any
@@ -80,7 +82,7 @@ def embedded_model() -> Path:
 def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> LoadedModel:
     """Load, check and fingerprint a model.
 
-    `progress` is told in words what is being done. Raises ModelNotFound, ModelUnsupported or ConfigError.
+    `progress` is called with a message before each phase. Raises ModelNotFound, ModelUnsupported or ConfigError.
     """
     source = config.model or str(embedded_model())
     device = _device(config.device)
@@ -92,21 +94,22 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     progress("fingerprinting the weights")
     fingerprint = fingerprint_model(model)
     model = model.to(device)
-    layers = _layers(model, settings)
+    vocab_size = int(model.get_output_embeddings().weight.shape[0])
+    recorder = _record(model, settings)
     kernels = open_kernels(config, dtype, device, progress)
-    _pack(model, config, device, kernels, progress)
+    if device.type == "cpu":
+        _pack(model, config, kernels, progress)
     if kernels is not None:
-        decoder.fuse(model, layers, kernels, int(model.get_output_embeddings().weight.shape[0]))
-    text = settings.get_text_config()
+        decoder.fuse(model, recorder, kernels, vocab_size)
     return LoadedModel(
         model=model,
         name=config.served_model_name or Path(source).name or source,
         source=source,
         fingerprint=fingerprint,
-        layouts=layers.layouts,
-        kv_dtype=layers.dtype,
-        max_model_len=_model_length(text, layers.windows, config),
-        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        layouts=recorder.layouts,
+        kv_dtype=recorder.dtype,
+        max_model_len=_max_model_len(settings.get_text_config(), recorder, config),
+        vocab_size=vocab_size,
         dtype=dtype,
         device=device,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -146,7 +149,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _refuse_foreign(settings: Any) -> None:
-    """Families that load without complaint and would compute nonsense: refused by what their configuration says."""
+    """Refuse, by their configuration, families that would load without an error and compute a wrong result."""
     text = settings.get_text_config()
     if getattr(settings, "is_encoder_decoder", False):
         raise ModelUnsupported(f"{settings.model_type} is an encoder-decoder model; Foreword runs decoder-only models")
@@ -158,7 +161,7 @@ def _refuse_foreign(settings: Any) -> None:
             "attention keep"
         )
     if getattr(text, "attention_chunk_size", None):
-        raise ModelUnsupported(f"{settings.model_type} attends in chunks, which the attention interface does not tell")
+        raise ModelUnsupported(f"{settings.model_type} attends in chunks, which the attention interface does not say")
 
 
 def _dtype(name: str, settings: Any, device: torch.device) -> torch.dtype:
@@ -199,7 +202,7 @@ def _read_weights(source: str, settings: Any, dtype: torch.dtype, config: Engine
 def fingerprint_model(model: nn.Module) -> bytes:
     """SHA-256 over the configuration and, in order of name, every parameter's name, dtype, shape and bytes.
 
-    It says what the weights *are*: the same for a copy elsewhere, another for other weights under the same path.
+    A copy of a model elsewhere has the same fingerprint; other weights under the same path have another.
     """
     settings = {k: v for k, v in model.config.to_dict().items() if k not in _VOLATILE}  # type: ignore[operator, union-attr]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
@@ -215,13 +218,13 @@ def _hash_tensor(tensor: Tensor) -> bytes:
     return hashlib.sha256(flat.numpy().data).digest()
 
 
-def _layers(model: Any, settings: Any) -> Recorder:
-    """The layers' shapes and windows; refuses a model whose layers do not all come to our attention."""
+def _record(model: Any, settings: Any) -> LayerRecorder:
+    """The model's layers; refuses a model whose layers do not all use the attention interface."""
     try:
         recorder, keeps_rows = record_layers(model)
-    except (TypeError, AttributeError, RuntimeError, ValueError, IndexError) as error:
+    except _FORWARD_ERRORS as error:
         raise ModelUnsupported(
-            f"{settings.model_type} does not run through our attention: {_first_line(error)}"
+            f"{settings.model_type} does not run through paged attention: {_first_line(error)}"
         ) from error
     found = len(recorder.layouts)
     expected = int(getattr(settings.get_text_config(), "num_hidden_layers", found))
@@ -238,8 +241,8 @@ def _layers(model: Any, settings: Any) -> Recorder:
 def open_kernels(
     config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Callable[[str], None] = lambda _: None
 ) -> Kernels | None:
-    """The compiled kernels, if they are wanted and can be had; the log says why not. Raises ConfigError if `native` is asked
-    for and they cannot be had."""
+    """The compiled kernels, if the configuration and this machine allow them; else the log says why not. Raises ConfigError if
+    `native` is configured and there are none."""
     if config.kernels == "torch":
         return None
     reason = None
@@ -248,27 +251,20 @@ def open_kernels(
     elif dtype not in native.TYPES:
         reason = f"they compute in float32 and bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
     else:
-        progress("compiling the kernels, if that was not done before")
+        progress("compiling the kernels, if there is no compiled copy")
         try:
             return native.load()
         except CannotBuild as error:
             reason = str(error)
     if config.kernels == "native":
-        raise ConfigError(f"engine.kernels is native, but there can be no native kernels here: {reason}")
+        raise ConfigError(f"engine.kernels is native, but native kernels are not available: {reason}")
     if device.type == "cpu":
         log.warning("the native kernels are not in use (PyTorch's operators compute instead, slower): %s", reason)
     return None
 
 
-def _pack(
-    model: Any,
-    config: EngineConfig,
-    device: torch.device,
-    kernels: Kernels | None,
-    progress: Callable[[str], None],
-) -> None:
-    if device.type != "cpu":
-        return
+def _pack(model: Any, config: EngineConfig, kernels: Kernels | None, progress: Callable[[str], None]) -> None:
+    """Give linear layers packed copies of their weights, as far as `linear_memory` allows."""
     needed = linear.packed_bytes(model)
     if config.linear_memory == "auto":
         budget = needed if needed <= psutil.virtual_memory().available // 2 else 0
@@ -280,11 +276,10 @@ def _pack(
         linear.pack(model, budget, siblings, kernels)
 
 
-def _model_length(text: Any, windows: Mapping[int, int | None], config: EngineConfig) -> int:
-    """How long a text the model may have. Where the rotary embedding changes with the length of the text, KV of one length
-    is wrong for another: such models are held to the length up to which it does not change. A model that puts its sliding
-    window into a mask, but does not tell the attention interface, is held to the window: up to there it is full attention.
-    """
+def _max_model_len(text: Any, recorder: LayerRecorder, config: EngineConfig) -> int:
+    """The longest sequence that is computed right. Where the rotary embedding changes with the sequence length, KV of one length
+    is wrong for another: such models are limited to the length up to which it does not change. A model that applies its sliding
+    window in a mask only, not through the attention interface, is limited to the window: up to there it is full attention."""
     length = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 1 << 20
     rope = getattr(text, "rope_parameters", None) or {}
     for part in [rope, *[value for value in rope.values() if isinstance(value, dict)]]:
@@ -293,7 +288,7 @@ def _model_length(text: Any, windows: Mapping[int, int | None], config: EngineCo
                 text, "original_max_position_embeddings", None
             )
             length = min(length, int(original or length))
-    if _has_window(text) and not any(windows.values()):
+    if _has_window(text) and not any(params.window for params in recorder.params.values()):
         length = min(length, int(text.sliding_window))
     if config.max_model_len is not None:
         if config.max_model_len > length:
@@ -321,8 +316,8 @@ def _end_tokens(model: Any) -> tuple[int, ...]:
 
 
 def kv_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Blocks in the pool: from `kv_memory` in bytes or tokens, or from what is free. Raises ConfigError if there is no
-    room for one sequence of two blocks."""
+    """Number of blocks in the pool, from `kv_memory` (bytes, tokens, or auto: a share of the free memory). Raises ConfigError if
+    that is less than two blocks."""
     per_block = bytes_per_block(loaded.layouts.values(), loaded.kv_dtype, config.block_size)
     text = config.kv_memory.strip()
     if text.endswith("tokens"):
@@ -343,7 +338,7 @@ def kv_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """What the pool may take: a third of the free host memory, or most of the free device memory (activations need some)."""
+    """Memory for the pool: a third of the free host memory, or most of the free device memory (activations need some)."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * 0.8)
@@ -361,12 +356,15 @@ def self_check(loaded: LoadedModel, block_size: int) -> float:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, loaded.vocab_size, (length,), generator=generator).tolist()
     family = loaded.model.config.model_type
-    expected = _own_logits(loaded, tokens)
+    try:
+        expected = _own_logits(loaded, tokens)
+    except _FORWARD_ERRORS as failure:
+        raise ModelUnsupported(f"{family}: the model's own forward pass fails: {_first_line(failure)}") from failure
     if torch.isnan(expected).any():
         raise ModelUnsupported(f"{family}: the model's own logits are not numbers; its weights may be damaged")
     try:
         computed = _engine_logits(loaded, tokens, block_size)
-    except (TypeError, AttributeError, RuntimeError, ValueError, IndexError) as failure:
+    except _FORWARD_ERRORS as failure:
         raise ModelUnsupported(f"{family} does not run through paged attention: {_first_line(failure)}") from failure
     error = max(_relative(logits, expected[position]) for position, logits in computed)
     limit = TOLERANCE[loaded.dtype]

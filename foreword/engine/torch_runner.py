@@ -1,4 +1,4 @@
-"""The torch half of the engine: a model's weights, the paged tensors, and one forward pass per step."""
+"""The runner of a Transformers model: its paged KV tensors, and one forward pass per step."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from torch import Tensor
 
 from foreword.blocks import Copy
 from foreword.blocks.layout import LayerLayout
-from foreword.engine.attention.base import PagedLayer, Recorder, StepAttention, active
-from foreword.engine.attention.cpu_backend import NativeAttention
+from foreword.engine.attention.base import LayerRecorder, StepAttention, forward_context
+from foreword.engine.attention.cpu_backend import CpuLayers
+from foreword.engine.attention.kv_tensors import PagedLayer
+from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.sampling import Draw, Sampled, sample
 from foreword.engine.scheduler import Step
 
 
 class TorchRunner:
-    """Implements `Runner` for a Transformers causal language model whose attention is ours (engine/attention.py).
+    """Implements `Runner` for a Transformers causal language model with paged attention (attention/base.py).
 
     Args:
-        model: on its device, in evaluation mode, with `attn_implementation` set to ours.
+        model: on its device, in evaluation mode, with `attn_implementation` set to `attention.base.NAME`.
         layouts: what each layer keeps per token, in numbers of `dtype` (`record_layers`).
         num_blocks, block_size: the pool; every layer gets tensors of that many blocks.
         share_prefixes: read a prefix that decoding sequences share once per batch.
         kernels: the compiled kernels, if they are to be used.
 
-    `on_written`, where it is set, is called with each layer whose K and V a step has written, while it goes on.
+    `on_written`, where it is set, is called during a step with each layer whose K and V are written.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class TorchRunner:
         self.layers = {
             layer: PagedLayer(layout, dtype, num_blocks, block_size, self._device) for layer, layout in layouts.items()
         }
-        self._native = None if kernels is None else NativeAttention(kernels, self.layers, block_size)
+        self._cpu_layers = None if kernels is None else CpuLayers(kernels, self.layers)
 
     @torch.inference_mode()
     def run(self, step: Step, draws: Mapping[int, Draw]) -> dict[int, Sampled]:
@@ -82,32 +84,26 @@ class TorchRunner:
         """Logits of the given rows of the packed step, `[len(rows), vocab]`."""
         tokens: list[int] = []
         positions: list[int] = []
+        chunks: list[QueryChunk] = []
         for chunk in step.chunks:
-            end = chunk.start + chunk.count
-            tokens += chunk.sequence.table.chain.tokens[chunk.start : end]
+            end, table = chunk.start + chunk.count, chunk.sequence.table
+            chunks.append(QueryChunk(len(tokens), chunk.start, chunk.count, table.blocks, chunk.write_from))
+            tokens += table.chain.tokens[chunk.start : end]
             positions += range(chunk.start, end)
-        attention = StepAttention(
-            step,
-            self.layers,
-            self._block_size,
-            self._device,
-            share=self._share,
-            on_written=self.on_written,
-            native=self._native,
-        )
-        with active(attention):
+        metadata = AttentionMetadata(chunks, self._block_size, share_prefixes=self._share)
+        with forward_context(StepAttention(metadata, self.layers, on_written=self.on_written, cpu=self._cpu_layers)):
             output = self._model(
                 input_ids=torch.tensor([tokens], dtype=torch.long, device=self._device),
                 position_ids=torch.tensor([positions], dtype=torch.long, device=self._device),
                 use_cache=False,
-                # One row at least: a model that keeps no row would keep all of them.
+                # At least one row: with no rows the model would keep all of them.
                 logits_to_keep=torch.tensor(rows or [0], dtype=torch.long, device=self._device),
             )
         logits: Tensor = output.logits[0]
         return logits
 
     def _copy(self, copies: Sequence[Copy]) -> None:
-        """In order: the target of one copy may have been the source of an earlier one."""
+        """Copy slots of blocks, in order: the target of one copy may be the source of an earlier one."""
         size = self._block_size
         for copy in copies:
             source, target, count = copy.source * size, copy.target * size, copy.tokens
@@ -116,21 +112,21 @@ class TorchRunner:
                 layer.v[target : target + count] = layer.v[source : source + count]
 
 
-@torch.inference_mode()
 def bytes_per_block(layouts: Iterable[LayerLayout], dtype: torch.dtype, block_size: int) -> int:
-    """Bytes that one block of the pool takes on the device, all layers."""
+    """Bytes of one block of the pool, all layers."""
     return block_size * dtype.itemsize * sum(layout.elements for layout in layouts)
 
 
-def record_layers(model: Any) -> tuple[Recorder, bool]:
-    """What each layer that asks for attention keeps per token, and its window, found by one pass over two tokens; and
-    whether the model keeps to `logits_to_keep` (one that does not computes logits for every token of a prompt)."""
-    recorder = Recorder()
+@torch.inference_mode()
+def record_layers(model: Any) -> tuple[LayerRecorder, bool]:
+    """The layers that call for attention, recorded in one pass over two tokens; and whether the model follows `logits_to_keep`
+    (a model that ignores it computes logits for every token of a prompt)."""
+    recorder = LayerRecorder()
     ids = torch.tensor([[0, 1]], device=model.device)
-    with active(recorder):
+    with forward_context(recorder):
         output = model(
             input_ids=ids,
-            position_ids=torch.tensor([[0, 1]], device=model.device),
+            position_ids=ids,
             use_cache=False,
             logits_to_keep=torch.tensor([1], device=model.device),
         )

@@ -1,4 +1,4 @@
-"""Paged attention against its definition in float64, for all ways in which blocks may lie and chunks be cut."""
+"""Paged attention against its definition in float64, for any placement of blocks and any chunks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foreword.blocks import BlockTable, PrefixCache
 from foreword.blocks.layout import LayerLayout
-from foreword.engine.attention import metadata as attention_plan
-from foreword.engine.attention.base import PagedLayer, StepAttention
-from foreword.engine.attention.cpu_backend import NativeAttention
-from foreword.engine.attention.metadata import locate, shared_tokens
+from foreword.engine.attention import metadata
+from foreword.engine.attention.base import StepAttention
+from foreword.engine.attention.cpu_backend import CpuLayers
+from foreword.engine.attention.kv_tensors import PagedLayer
+from foreword.engine.attention.metadata import (
+    AttentionMetadata,
+    AttentionParams,
+    QueryChunk,
+    find_kv_slots,
+    shared_tokens,
+)
 from foreword.engine.attention.torch_backend import merge
 from foreword.engine.kernels import native
-from foreword.engine.request import Request, SamplingParams
-from foreword.engine.scheduler import Chunk, SequenceState, Step
 from foreword.entrypoints.llm import LLM
 
 CPU = torch.device("cpu")
@@ -95,17 +99,16 @@ class Case:
         )
         self.sink_values = torch.randn(heads, generator=noise) if self.sinks else None
 
-    def step(self) -> Step:
-        chunks = []
+    def metadata(self, *, share: bool = True) -> AttentionMetadata:
+        """The step's chunks; every token of them is written."""
+        chunks, row = [], 0
         for (start, count), blocks in zip(self.chunks, self.tables, strict=True):
-            table: BlockTable = PrefixCache(1, self.block_size).open(range(start + count))
-            table.blocks = list(blocks)
-            sequence = SequenceState(Request("r", tuple(range(start + count)), SamplingParams()), table, 0, 1 << 20)
-            chunks.append(Chunk(sequence, start, count, start, True, 0))
-        return Step(tuple(chunks))
+            chunks.append(QueryChunk(row, start, count, blocks, start))
+            row += count
+        return AttentionMetadata(chunks, self.block_size, share_prefixes=share)
 
     def layer(self) -> PagedLayer:
-        """The paged tensors before the step. What nobody wrote is NaN: whoever reads it is found out."""
+        """The paged tensors before the step. Slots that were not written are NaN, so reading them fails the test."""
         layout = LayerLayout(self.kv_heads, self.key_dim, self.value_dim)
         paged = PagedLayer(layout, self.dtype, self.num_blocks, self.block_size, CPU)
         paged.k.fill_(math.nan)
@@ -117,15 +120,20 @@ class Case:
         return paged
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of the step's tokens as the model gives them: `[1, heads, tokens, dim]`."""
+        """Query, key and value of the step's tokens as from the model: `[1, heads, tokens, dim]`."""
         k = [k[start:] for (start, _), k in zip(self.chunks, self.keys, strict=True)]
         v = [v[start:] for (start, _), v in zip(self.chunks, self.values, strict=True)]
         return tuple(torch.cat(rows).transpose(0, 1).unsqueeze(0) for rows in (self.queries, k, v))  # type: ignore[return-value]
 
-    def compute(self, paged: PagedLayer, **options: Any) -> Tensor:
-        options = {"share": self.share, "native": kernels({0: paged}, self.block_size)} | options
-        step = StepAttention(self.step(), {0: paged}, self.block_size, CPU, **options)
-        return step.attend(0, *self.packed(), self.scale, self.window, self.softcap, self.sink_values)[0]
+    @property
+    def params(self) -> AttentionParams:
+        return AttentionParams(self.scale, self.window, self.softcap, self.sink_values)
+
+    def compute(self, paged: PagedLayer, *, share: bool | None = None, cpu: CpuLayers | None = None) -> Tensor:
+        """The step's attention: by PyTorch's operators, or by the compiled kernels with `cpu`."""
+        metadata = self.metadata(share=self.share if share is None else share)
+        step = StepAttention(metadata, {0: paged}, cpu=cpu)
+        return step.attend(0, *self.packed(), self.params)[0]
 
     def expected(self) -> Tensor:
         """The definition, a token and a head at a time."""
@@ -148,21 +156,22 @@ class Case:
         return torch.stack(rows)
 
 
-def kernels(layers: dict[int, PagedLayer], block_size: int) -> NativeAttention:
+def kernels(layers: dict[int, PagedLayer]) -> CpuLayers:
     """The compiled kernels over some layers."""
     if shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler")
-    return NativeAttention(native.load(), layers, block_size)
+    return CpuLayers(native.load(), layers)
 
 
-def check(case: Case, long_run: int = attention_plan.LONG_RUN) -> None:
+def check(case: Case, long_run: int = metadata.LONG_RUN) -> None:
     """PyTorch's operators and the kernels; `long_run`: how long a run must be to be read in place beside others."""
     expected = case.expected()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_plan, "LONG_RUN", long_run)
-        found = case.compute(case.layer(), native=None)
+        patch.setattr(metadata, "LONG_RUN", long_run)
+        found = case.compute(case.layer())
     assert torch.allclose(found.double(), expected, **EXACT), (found - expected).abs().max()
-    found = case.compute(case.layer())
+    paged = case.layer()
+    found = case.compute(paged, cpu=kernels({0: paged}))
     assert torch.allclose(found.double(), expected, **EXACT), (found - expected).abs().max()
 
 
@@ -173,7 +182,7 @@ chunk = st.one_of(
 )
 
 
-long_runs = st.sampled_from([attention_plan.LONG_RUN, 1, 7])
+long_runs = st.sampled_from([metadata.LONG_RUN, 1, 7])
 
 
 @settings(max_examples=250, deadline=None)
@@ -214,15 +223,20 @@ def test_is_attention(dims: tuple[int, int], long_run: int, **options: Any) -> N
 def test_shared_prefix(
     own: list[int], others: list[tuple[int, int]], blocks: int, long_run: int, **options: Any
 ) -> None:
-    """Decoding sequences that share a prefix get what each of them would get alone, and what the definition says."""
+    """Decoding sequences that share a prefix get the same result as each of them alone, and as the definition."""
     shared = blocks * options["block_size"]
     # The others are long enough to hold the prefix as well: they prefill behind it.
     chunks = [(shared + length, 1) for length in own] + [(shared + start, count) for start, count in others]
     case = Case(chunks=chunks, shared=shared, **options)
     check(case, long_run)
-    for used in ({"native": None}, {}):
-        together, alone = (case.compute(case.layer(), share=share, **used) for share in (True, False))
-        assert torch.allclose(together, alone, **EXACT)
+    together, alone = (case.compute(case.layer(), share=share) for share in (True, False))
+    assert torch.allclose(together, alone, **EXACT)
+    layers = [case.layer() for _ in range(2)]
+    together, alone = (
+        case.compute(paged, share=share, cpu=kernels({0: paged}))
+        for share, paged in zip((True, False), layers, strict=True)
+    )
+    assert torch.allclose(together, alone, **EXACT)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -268,17 +282,17 @@ def test_merge(cuts: list[int], spread: float, shift: float, seed: int) -> None:
     long_run=long_runs,
     data=st.data(),
 )
-def test_locate(blocks: list[int], block_size: int, long_run: int, data: st.DataObject) -> None:
-    """`locate` names exactly the slots of the tokens asked for, in order; blocks in a row are one run, without an index."""
+def test_find_kv_slots(blocks: list[int], block_size: int, long_run: int, data: st.DataObject) -> None:
+    """`find_kv_slots` names exactly the slots of the tokens asked for, in order; consecutive blocks are one run, without an index."""
     kind = data.draw(st.sampled_from(["random", "row", "pieces"]))
     if kind != "random":
         blocks = list(range(40)) if kind == "row" else pieces(40, blocks[0])
     stop = data.draw(st.integers(1, len(blocks) * block_size))
     start = data.draw(st.integers(0, stop - 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_plan, "LONG_RUN", long_run)
-        keys = locate(blocks, start, stop, block_size, CPU)
-        in_order = locate(blocks, start, stop, block_size, CPU, ordered=True)
+        patch.setattr(metadata, "LONG_RUN", long_run)
+        keys = find_kv_slots(blocks, start, stop, block_size, CPU)
+        in_order = find_kv_slots(blocks, start, stop, block_size, CPU, ordered=True)
     slots = [blocks[p // block_size] * block_size + p % block_size for p in range(start, stop)]
     viewed = [slot for low, high in keys.runs for slot in range(low, high)]
     held = [] if keys.blocks is None else keys.blocks.tolist()
@@ -324,12 +338,12 @@ class Reads(TorchDispatchMode):
 def reads(case: Case) -> Reads:
     paged = case.layer()
     with Reads(paged) as counter:
-        case.compute(paged, native=None)
+        case.compute(paged)
     return counter
 
 
 def test_blocks_in_a_row_are_read_in_place() -> None:
-    """A sequence whose blocks lie in a row is read where it is, each slot once: nothing is gathered."""
+    """A sequence whose blocks are consecutive is read in place, each slot once: nothing is gathered."""
     for chunks, window, slots in (([(37, 1)], None, 38), ([(30, 8)], None, 30), ([(60, 1)], 10, 10)):
         found = reads(Case(chunks=chunks, window=window, in_a_row=True))
         assert (found.slots, found.gathers) == (slots, 0)
@@ -343,7 +357,7 @@ def test_shared_prefix_is_read_once(in_a_row: bool) -> None:
     together = reads(Case(chunks=chunks, shared=shared, in_a_row=in_a_row))
     apart = reads(Case(chunks=chunks, shared=shared, in_a_row=in_a_row, share=False))
     own = sum(start + 1 - shared for start, _ in chunks)
-    # What does not lie in a row is gathered in whole blocks of 4.
+    # Blocks that are not consecutive are gathered whole, 4 tokens each.
     blocks = 4 * 2 * len(chunks)
     assert shared + own <= together.slots <= shared + own + blocks
     # Sequences that are gathered together are padded to the longest.
@@ -358,37 +372,35 @@ def test_window_that_has_slid_past_the_prefix() -> None:
 
 
 def test_shared_tokens() -> None:
-    """Tables agree in whole blocks, and everyone keeps at least the newest token."""
+    """The common prefix is whole blocks, and every sequence keeps at least its newest token."""
     case = Case(chunks=[(16, 1), (23, 1), (16, 1)], shared=16)
-    assert shared_tokens(case.step().chunks, 4) == 16
-    assert shared_tokens(case.step().chunks[:1], 4) == 16
+    assert shared_tokens(case.metadata().decodes, 4) == 16
+    assert shared_tokens(case.metadata().decodes[:1], 4) == 16
     apart = Case(chunks=[(16, 1), (16, 1)], shared=8)
-    assert shared_tokens(apart.step().chunks, 4) == 8
+    assert shared_tokens(apart.metadata().decodes, 4) == 8
 
 
-def test_writes_only_what_is_its_own() -> None:
-    """A token whose KV others share is computed but not written (R8); the others of its chunk are."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_shared_blocks_are_not_written(compiled: bool) -> None:
+    """A token whose K and V are in a shared block is computed but not written; the others of its chunk are written."""
     case = Case(chunks=[(11, 1), (6, 5)], in_a_row=True)
-    step = case.step()
-    first, second = step.chunks
+    first, second = case.tables
     # All of the first sequence is shared, and two tokens of the second's chunk.
-    chunks = (Chunk(first.sequence, 11, 1, 12, True, 3), Chunk(second.sequence, 6, 5, 8, True, 2))
+    chunks = [QueryChunk(0, 11, 1, first, 12), QueryChunk(1, 6, 5, second, 8)]
     paged = case.layer()
-    for position in (11, *range(6, 8)):
-        sequence, which = (0, first) if position == 11 else (1, second)
-        slot = which.sequence.table.blocks[position // 4] * 4 + position % 4
-        paged.k[slot], paged.v[slot] = case.keys[sequence][position], case.values[sequence][position]
+    for number, position in ((0, 11), (1, 6), (1, 7)):
+        slot = case.tables[number][position // 4] * 4 + position % 4
+        paged.k[slot], paged.v[slot] = case.keys[number][position], case.values[number][position]
     before = paged.k.clone()
-    query, key, value = case.packed()
-    step_attention = StepAttention(Step(chunks), {0: paged}, 4, CPU)
-    found = step_attention.attend(0, query, key, value, case.scale, None, None, None)[0]
+    cpu = kernels({0: paged}) if compiled else None
+    found = StepAttention(AttentionMetadata(chunks, 4), {0: paged}, cpu=cpu).attend(0, *case.packed(), case.params)[0]
     assert torch.allclose(found.double(), case.expected(), **EXACT)
     changed = (paged.k.nan_to_num(7.0) != before.nan_to_num(7.0)).any(dim=(1, 2)).nonzero().flatten().tolist()
-    assert changed == [second.sequence.table.blocks[2] * 4 + offset for offset in range(3)]
+    assert changed == [second[2] * 4 + offset for offset in range(3)]
 
 
 def test_nothing_of_others_is_read(engine: Callable[..., LLM], reference: Callable[[str], tiny.Reference]) -> None:
-    """What lies in a block behind a sequence's tokens, or in unused blocks, has no part in its output, were it NaN."""
+    """Slots after a sequence's tokens, and unused blocks, have no effect on its output, even if they are NaN."""
     llm = engine("llama")
     for layer in llm._core._runner.layers.values():
         layer.k_blocks.fill_(math.nan)

@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_attention import CPU, Case, chunk
+from test_attention import Case, chunk
 from torch import Tensor
 from torch.nn import functional
 
-from foreword.engine.attention.base import PagedLayer, StepAttention
-from foreword.engine.attention import cpu_backend as attention_native
-from foreword.engine.attention.cpu_backend import NativeAttention
+from foreword.engine.attention.base import StepAttention
+from foreword.engine.attention import cpu_backend
+from foreword.engine.attention.cpu_backend import CpuLayers
+from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.kernels import build, native
 from foreword.engine.kernels.native import Kernels
 
@@ -48,8 +49,7 @@ def repeated(**options: Any) -> Any:
 
 def attend(case: Case, kernels: Kernels) -> Tensor:
     paged = case.layer()
-    mine = NativeAttention(kernels, {0: paged}, case.block_size)
-    return case.compute(paged, native=mine)
+    return case.compute(paged, cpu=CpuLayers(kernels, {0: paged}))
 
 
 def check(case: Case, kernels: Kernels) -> None:
@@ -109,21 +109,21 @@ def test_keys_in_parts(
         chunks.append((shared + prompt[0], prompt[1]))
     case = Case(chunks=chunks, shared=shared, block_size=8, sinks=sinks, seed=seed, groups=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_native, "MIN_KEYS", 16)
+        patch.setattr(cpu_backend, "MIN_KEYS", 16)
         patch.setattr(torch, "get_num_threads", lambda: 2)
         check(case, kernels)
 
 
 def test_keys_are_cut_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One long text gives all threads something to do; many texts are not cut, and nothing is cut for one thread."""
+    """One long sequence is cut into work for all threads; many sequences are not cut, and nothing is cut for one thread."""
 
     def tasks(chunks: list[tuple[int, int]]) -> int:
         case = Case(chunks=chunks, block_size=16)
         paged = case.layer()
-        mine = NativeAttention(native.load(), {0: paged}, 16)
-        step = StepAttention(case.step(), {0: paged}, 16, CPU, native=mine)
-        assert step.native is not None
-        return int(step.native.plan(None, mine.layer(0, 4, 1.0, None)).struct.num_tasks)
+        layers = CpuLayers(native.load(), {0: paged})
+        step = StepAttention(case.metadata(), {0: paged}, cpu=layers)
+        assert step.cpu is not None
+        return int(step.cpu.tasks(None, layers.layer(0, 4)).num_tasks)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert tasks([(5000, 1)]) >= 8
@@ -133,13 +133,12 @@ def test_keys_are_cut_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_numbers_stays_outside(kernels: Kernels) -> None:
-    """Slots that nobody wrote hold NaN in these tests; infinities do no harm there either."""
+    """Unwritten slots hold NaN in these tests; infinities in them have no effect either."""
     case = Case(chunks=[(30, 1), (5, 9), (0, 3)], block_size=16, dtype=torch.bfloat16)
     paged = case.layer()
     paged.k.nan_to_num_(nan=torch.inf)
     paged.v.nan_to_num_(nan=-torch.inf)
-    mine = NativeAttention(kernels, {0: paged}, case.block_size)
-    found = case.compute(paged, native=mine)
+    found = case.compute(paged, cpu=CpuLayers(kernels, {0: paged}))
     assert torch.allclose(found.double(), case.expected(), **CLOSE[torch.bfloat16])
 
 
@@ -202,7 +201,7 @@ def test_the_layer_is_written_in_place(kernels: Kernels) -> None:
     case = Case(chunks=[(11, 1), (6, 5)], dtype=torch.bfloat16)
     paged = case.layer()
     before = paged.k.clone()
-    case.compute(paged, native=NativeAttention(kernels, {0: paged}, case.block_size))
+    case.compute(paged, cpu=CpuLayers(kernels, {0: paged}))
     for (start, count), blocks, k in zip(case.chunks, case.tables, case.keys, strict=True):
         for position in range(start, start + count):
             slot = blocks[position // 4] * 4 + position % 4
@@ -212,12 +211,12 @@ def test_the_layer_is_written_in_place(kernels: Kernels) -> None:
 
 
 def test_unknown_dtype_is_left_to_torch() -> None:
-    """A layer in float16 is computed by PyTorch's operators."""
+    """A layer in float16 is computed by PyTorch operators."""
     case = Case(chunks=[(9, 5), (30, 1)], dtype=torch.float16)
     paged: PagedLayer = case.layer()
-    mine = NativeAttention(native.load(), {0: paged}, case.block_size)
-    assert not mine.takes(paged, torch.empty(1, dtype=torch.float16))
-    found = case.compute(paged, native=mine)
+    layers = CpuLayers(native.load(), {0: paged})
+    assert not layers.supports(0, torch.empty(1, dtype=torch.float16))
+    found = case.compute(paged, cpu=layers)
     assert torch.allclose(found.double(), case.expected(), rtol=2e-2, atol=2e-2)
 
 

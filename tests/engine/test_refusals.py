@@ -70,7 +70,7 @@ FOREIGN: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "mpt": (
         lambda: transformers.MptConfig(vocab_size=tiny.VOCAB, d_model=32, n_layers=2, n_heads=4),
-        "does not run through our attention",
+        "does not run through paged attention",
     ),
     "doge": (lambda: common(transformers.DogeConfig), "an attention mask of its own"),
     "diffllama": (lambda: common(transformers.DiffLlamaConfig), "differ from the model's own"),

@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from foreword.blocks.layout import LayerLayout
 from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
-from foreword.engine.attention.kv_tensors import LayerShape, PagedLayer
+from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams
 from foreword.engine.attention.torch_backend import TorchAttention
 
@@ -82,16 +84,18 @@ class StepAttention:
 
 
 class LayerRecorder:
-    """Takes the place of `StepAttention` in one trial pass: records shape, query heads and parameters of every layer that calls
-    for attention."""
+    """Takes the place of `StepAttention` in one trial pass: records layout, query heads and parameters of every layer that calls
+    for attention. `dtype` is that of K and V, the same in all layers."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, LayerShape] = {}
+        self.layouts: dict[int, LayerLayout] = {}
+        self.dtype = torch.float32
         self.heads: dict[int, int] = {}
         self.params: dict[int, AttentionParams] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        self.layouts[layer] = LayerLayout(key.shape[1], key.shape[3], value.shape[3])
+        self.dtype = key.dtype
         self.heads[layer] = query.shape[1]
         self.params[layer] = params
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])

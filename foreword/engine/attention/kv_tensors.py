@@ -1,4 +1,4 @@
-"""What attention keeps: K and V of every layer, in blocks, token-major."""
+"""The paged KV tensors of a layer: K and V in blocks, token-major."""
 
 from __future__ import annotations
 

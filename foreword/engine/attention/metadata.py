@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foreword.blocks.runs import consecutive_runs
+
 # At most this many runs of blocks are read in place, each of at least LONG_RUN tokens; the rest is gathered.
 MAX_RUNS = 3
 LONG_RUN = 256
@@ -148,7 +150,7 @@ def find_kv_slots(
     With `ordered` the result is one run, or all blocks gathered: several runs lose the order of the tokens.
     """
     first, last = start // block_size, (stop - 1) // block_size
-    spans = _consecutive_blocks(block_table, first, last)
+    spans = consecutive_runs(block_table, first, last + 1)
     if len(spans) == 1:
         low = block_table[first] * block_size + start - first * block_size
         return KVSlots(((low, low + stop - start),), None, 0, 0, stop - start)
@@ -170,9 +172,3 @@ def find_kv_slots(
     skip = 0 if spans[0] in viewed else before
     gathered = stop - start - sum(high - low for low, high in runs)
     return KVSlots(runs, torch.tensor(rest, dtype=torch.long, device=device), skip, gathered, stop - start)
-
-
-def _consecutive_blocks(block_table: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
-    """Intervals of block table positions with consecutive block numbers, covering `[first, last]`."""
-    edges = [i for i in range(first + 1, last + 1) if block_table[i] != block_table[i - 1] + 1]
-    return list(zip([first, *edges], [*edges, last + 1], strict=True))

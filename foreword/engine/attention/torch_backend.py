@@ -257,8 +257,8 @@ class _LayerAttention:
         k, v = self.paged.k_heads, self.paged.v_heads
         parts = [self.over_keys(query, k[:, :, low:high], v[:, :, low:high], bias) for low, high in slots.runs]
         if slots.blocks is not None:
-            gathered = [_gather(blocks, slots) for blocks in (self.paged.k_blocks, self.paged.v_blocks)]
-            parts.append(self.over_keys(query, *gathered, bias))
+            k, v = _gather(self.paged.k_blocks, slots), _gather(self.paged.v_blocks, slots)
+            parts.append(self.over_keys(query, k, v, bias))
         result, lse = parts[0]
         for part in parts[1:]:
             result, lse = merge(result, lse, *part)
