@@ -1,9 +1,9 @@
-"""Norms and whole decoder layers in one call of the compiled kernels each (kernels/decoder.h), without touching model code.
+"""Norms and whole decoder layers, each in one call of the compiled kernels (kernels/decoder.h). Model code stays.
 
-A layer is a candidate if it has two norms, and linear layers of the usual names that are packed. Whether it also computes what the
-kernels compute is not read from its code but tried: in one pass of the model over random tokens every candidate's output, and the
-K and V that it writes, are compared with the kernels'. If all candidates agree within rounding of their dtype they get another
-`forward`; otherwise all stay as they are.
+A layer is a candidate if it has two norms, and linear layers of the usual names that are packed. Whether it also
+computes what the kernels compute is not read from its code but tried: in one pass of the model over random tokens every
+candidate's output, and the K and V that it writes, are compared with the kernels'. If all candidates agree within
+rounding of their dtype they get another `forward`; otherwise all stay as they are.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from foreword.engine.attention.metadata import AttentionMetadata, AttentionParam
 from foreword.engine.kernels.native import TYPES, AttentionLayer, DecoderLayer, Kernels
 from foreword.engine.linear import CompiledProduct, PackedForward, Patch, unpatched
 
-# Rounding's share of the difference between a module's output and the kernels', relative to how far the output is from the
-# input, beside what rounding the output itself may change.
+# Rounding's share of the difference between a module's output and the kernels', relative to how far the output is from
+# the input, beside what rounding the output itself may change.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 _TRIAL_BLOCK = 4
 _TRIAL_LENGTHS = (11, 1, 6)
@@ -66,7 +66,7 @@ class _LayerParts:
 
 
 class DecoderForward(Patch):
-    """`forward` of a decoder layer, `[1, T, hidden]` to the same: in the engine's step by the kernels, elsewhere the layer's own."""
+    """`forward` of a decoder layer: in the engine's step by the kernels, elsewhere the layer's own."""
 
     __slots__ = ("_layer", "_parts", "_rotated")
 
@@ -115,8 +115,8 @@ class DecoderForward(Patch):
 
 
 def fuse(model: Any, recorder: LayerRecorder, kernels: Kernels, vocab_size: int) -> None:
-    """Replace `forward` of norms and decoder layers that the kernels compute as well. `recorder` saw a pass of the model; its
-    linear layers are packed."""
+    """Replace `forward` of norms and decoder layers that the kernels compute as well. `recorder` saw a pass of the
+    model; its linear layers are packed."""
     norms = {module: forward for module in model.modules() if (forward := _norm_forward(module, kernels)) is not None}
     _replace_forwards(norms)
     candidates = {layer: parts for layer in model.modules() if (parts := _layer_parts(layer, recorder)) is not None}
@@ -131,7 +131,7 @@ def _replace_forwards(forwards: Mapping[nn.Module, Patch]) -> None:
 
 @torch.inference_mode()
 def _norm_forward(module: nn.Module, kernels: Kernels) -> NormForward | None:
-    """The kernel's norm for a module that has one vector of weights and an epsilon, and gives the same; None for any other."""
+    """The kernel's norm for a module that has one vector of weights and an epsilon, and gives the same; else None."""
     parameters = dict(module.named_parameters(recurse=False))
     weight = parameters.get("weight")
     if set(parameters) != {"weight"} or next(module.children(), None) is not None or weight is None:
@@ -214,8 +214,8 @@ def _norm_of(children: Mapping[str, nn.Module], name: str) -> NormForward | None
 
 
 def _has_silu(modules: Iterable[nn.Module]) -> bool:
-    """Whether a feed-forward's activation is SiLU. Near zero other activations are like it: a trial with small weights would not
-    see the difference."""
+    """Whether a feed-forward's activation is SiLU. Near zero other activations are like it: a trial with small weights
+    would not see the difference."""
     x = torch.linspace(-8.0, 8.0, 65)
     activations = [one for one in modules if next(one.parameters(), None) is None]
     return bool(activations) and all(torch.allclose(one(x), functional.silu(x), atol=1e-6) for one in activations)

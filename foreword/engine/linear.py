@@ -1,9 +1,10 @@
 """Faster linear layers on CPUs: each keeps a packed copy of its weight (docs/decisions/0006-cpu-linear-layers.md).
 
-oneDNN multiplies faster by a weight that was packed beforehand, above all with few rows. The copy has the weight's dtype where the
-processor has units for it. A processor without bfloat16 units multiplies a bfloat16 matrix by one or two rows at the speed of
-memory, but by more rows at a fraction of the speed of float32. There a bfloat16 layer has a packed float32 copy for batches and
-prompts, and uses its own weight for single rows. A product of two bfloat16 numbers is exact in float32, so both give the same sums.
+oneDNN multiplies faster by a weight that was packed beforehand, above all with few rows. The copy has the weight's
+dtype where the processor has units for it. A processor without bfloat16 units multiplies a bfloat16 matrix by one or
+two rows at the speed of memory, but by more rows at a fraction of the speed of float32. There a bfloat16 layer has a
+packed float32 copy for batches and prompts, and uses its own weight for single rows. A product of two bfloat16 numbers
+is exact in float32, so both give the same sums.
 
 Where the compiled kernels are faster than oneDNN (kernels/product.h), they do the packing and the product.
 """
@@ -55,8 +56,8 @@ def _packed_size(linear: nn.Linear) -> int:
 
 
 def find_siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
-    """Groups of layers that one pass, `run`, calls one after the other with the same tensor: query, key and value projections, or
-    gate and up projections. One product serves a group. A layer is in one group at most."""
+    """Groups of layers that one pass, `run`, calls one after the other with the same tensor: query, key and value
+    projections, or gate and up projections. One product serves a group. A layer is in one group at most."""
     groups: list[list[nn.Linear]] = []
     last: list[tuple[Tensor, Tensor]] = []
     seen: set[nn.Linear] = set()
@@ -154,10 +155,10 @@ def packed_product(layers: Sequence[nn.Linear], kernels: Kernels | None) -> Pack
 class PackedProduct:
     """The product of one input with the packed weights of one or more layers.
 
-    Sibling layers share one product: the first of them that is called computes the outputs of all, and each takes its own once.
-    This relies on what `find_siblings` saw in a trial pass: the siblings are called one after the other with the same tensor
-    object, and nothing changes the tensor in between. Any other order of calls computes the product again. The input is
-    referenced until all outputs are taken, so no other tensor can have its identity.
+    Sibling layers share one product: the first of them that is called computes the outputs of all, and each takes its
+    own once. This relies on what `find_siblings` saw in a trial pass: the siblings are called one after the other with
+    the same tensor object, and nothing changes the tensor in between. Any other order of calls computes the product
+    again. The input is referenced until all outputs are taken, so no other tensor can have its identity.
     """
 
     # Whether the packed weights have a wider dtype than the layers' own.
@@ -221,8 +222,8 @@ class _OneDnnProduct(PackedProduct):
 
 @torch.inference_mode()
 def _is_product(product: PackedProduct, layers: Sequence[nn.Linear]) -> bool:
-    """Whether the product of random rows is what the layers compute. The engine's self-check would not see a difference: both of
-    its passes multiply by packed weights."""
+    """Whether the product of random rows is what the layers compute. The engine's self-check would not see a
+    difference: both of its passes multiply by packed weights."""
     first = layers[0].weight
     x = torch.randn(2, first.shape[1], generator=torch.Generator().manual_seed(0)).to(first.dtype)
     expected = torch.cat([functional.linear(x, layer.weight, layer.bias) for layer in layers], dim=-1).float()

@@ -41,8 +41,8 @@ TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 # Settings of a configuration that do not change the KV.
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "_attn_implementation"}
 # Supported `layer_types`. Layers of any other type keep state outside attention (linear attention, state spaces,
-# convolutions), or attend in a way that the attention interface does not say (in chunks, sparsely, compressed), some of them
-# only beyond a length that no short check reaches.
+# convolutions), or attend in a way that the attention interface does not say (in chunks, sparsely, compressed), some of
+# them only beyond a length that no short check reaches.
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # What a forward pass raises where a model and this engine do not fit.
 _FORWARD_ERRORS = (TypeError, AttributeError, RuntimeError, ValueError, IndexError)
@@ -241,8 +241,8 @@ def _record(model: Any, settings: Any) -> LayerRecorder:
 def open_kernels(
     config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Callable[[str], None] = lambda _: None
 ) -> Kernels | None:
-    """The compiled kernels, if the configuration and this machine allow them; else the log says why not. Raises ConfigError if
-    `native` is configured and there are none."""
+    """The compiled kernels, if the configuration and this machine allow them; else the log says why not. Raises
+    ConfigError if `native` is configured and there are none."""
     if config.kernels == "torch":
         return None
     reason = None
@@ -277,9 +277,10 @@ def _pack(model: Any, config: EngineConfig, kernels: Kernels | None, progress: C
 
 
 def _max_model_len(text: Any, recorder: LayerRecorder, config: EngineConfig) -> int:
-    """The longest sequence that is computed right. Where the rotary embedding changes with the sequence length, KV of one length
-    is wrong for another: such models are limited to the length up to which it does not change. A model that applies its sliding
-    window in a mask only, not through the attention interface, is limited to the window: up to there it is full attention."""
+    """The longest sequence that is computed right. Where the rotary embedding changes with the sequence length, KV of
+    one length is wrong for another: such models are limited to the length up to which it does not change. A model that
+    applies its sliding window in a mask only, not through the attention interface, is limited to the window: up to
+    there it is full attention."""
     length = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 1 << 20
     rope = getattr(text, "rope_parameters", None) or {}
     for part in [rope, *[value for value in rope.values() if isinstance(value, dict)]]:
@@ -316,8 +317,8 @@ def _end_tokens(model: Any) -> tuple[int, ...]:
 
 
 def kv_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Number of blocks in the pool, from `kv_memory` (bytes, tokens, or auto: a share of the free memory). Raises ConfigError if
-    that is less than two blocks."""
+    """Number of blocks in the pool, from `kv_memory` (bytes, tokens, or auto: a share of the free memory). Raises
+    ConfigError if that is less than two blocks."""
     per_block = bytes_per_block(loaded.layouts.values(), loaded.kv_dtype, config.block_size)
     text = config.kv_memory.strip()
     if text.endswith("tokens"):
@@ -338,7 +339,7 @@ def kv_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Memory for the pool: a third of the free host memory, or most of the free device memory (activations need some)."""
+    """Memory for the pool: a third of the free host memory, or 80 % of the free device memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * 0.8)

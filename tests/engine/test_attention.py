@@ -283,7 +283,8 @@ def test_merge(cuts: list[int], spread: float, shift: float, seed: int) -> None:
     data=st.data(),
 )
 def test_find_kv_slots(blocks: list[int], block_size: int, long_run: int, data: st.DataObject) -> None:
-    """`find_kv_slots` names exactly the slots of the tokens asked for, in order; consecutive blocks are one run, without an index."""
+    """`find_kv_slots` names exactly the slots of the tokens asked for, in order; consecutive blocks are one run,
+    without an index."""
     kind = data.draw(st.sampled_from(["random", "row", "pieces"]))
     if kind != "random":
         blocks = list(range(40)) if kind == "row" else pieces(40, blocks[0])

@@ -15,8 +15,8 @@ from test_attention import Case, chunk
 from torch import Tensor
 from torch.nn import functional
 
-from foreword.engine.attention.base import StepAttention
 from foreword.engine.attention import cpu_backend
+from foreword.engine.attention.base import StepAttention
 from foreword.engine.attention.cpu_backend import CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.kernels import build, native

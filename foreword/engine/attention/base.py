@@ -1,7 +1,7 @@
-"""Paged attention behind Transformers' attention interface: the contract of the backends, and which one computes a layer.
+"""Paged attention behind Transformers' attention interface: the contract of the backends, and their choice.
 
-Model code is not touched. All tokens of a step are packed into one row. For every layer the backend first writes their K and V
-into the layer's paged tensors, then each sequence attends to its own past.
+Model code is not touched. All tokens of a step are packed into one row. For every layer the backend first writes their
+K and V into the layer's paged tensors, then each sequence attends to its own past.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class AttentionBackend(Protocol):
 class StepAttention:
     """The attention of one step: made once, used by every layer.
 
-    `on_written` is called with each layer whose K and V are in the paged tensors. `cpu` are the layers as the compiled kernels
-    see them; without it, and for layers that the kernels do not support, PyTorch's operators compute.
+    `on_written` is called with each layer whose K and V are in the paged tensors. `cpu` are the layers as the compiled
+    kernels see them; without it, and for layers that the kernels do not support, PyTorch's operators compute.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class StepAttention:
 
 
 class LayerRecorder:
-    """Takes the place of `StepAttention` in one trial pass: records layout, query heads and parameters of every layer that calls
-    for attention. `dtype` is that of K and V, the same in all layers."""
+    """Takes the place of `StepAttention` in one trial pass: records layout, query heads and parameters of every layer
+    that calls for attention. `dtype` is that of K and V, the same in all layers."""
 
     def __init__(self) -> None:
         self.layouts: dict[int, LayerLayout] = {}

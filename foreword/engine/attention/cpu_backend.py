@@ -1,8 +1,8 @@
 """Attention backend of compiled kernels: one call per layer, which reads K and V in place (kernels/attention.h).
 
-A step's work is cut into tasks. A task is some tokens and the keys that they see; a task and one KV head are an item of work for
-a thread. Prompts are cut into tiles; a prefix that decoding sequences share is one task for all of them; long runs of keys are
-cut where there would be too few items for the threads.
+A step's work is cut into tasks. A task is some tokens and the keys that they see; a task and one KV head are an item of
+work for a thread. Prompts are cut into tiles; a prefix that decoding sequences share is one task for all of them; long
+runs of keys are cut where there would be too few items for the threads.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _ITEMS_PER_THREAD = 4
 
 @dataclass(frozen=True, slots=True)
 class AttentionTask:
-    """Rows of the step over keys `[low, high)` of the block table that begins at `table`; `AttentionTask` in attention.h.
+    """Rows of the step over keys `[low, high)` of the block table that begins at `table` (attention.h).
 
-    `position` is that of the first row, -1 if every row sees all keys. If not `whole`, other tasks have other keys of the rows,
-    and the results are merged.
+    `position` is that of the first row, -1 if every row sees all keys. If not `whole`, other tasks have other keys of
+    the rows, and the results are merged.
     """
 
     rows: Sequence[int]

@@ -10,8 +10,8 @@ from foreword.blocks.layout import LayerLayout
 class PagedLayer:
     """K and V of one layer for all blocks, token-major: slot `block * block_size + offset` is row `slot`.
 
-    `k` and `v` are `[slots, kv_heads, dim]`; `k_heads` and `v_heads` are the same memory as `[1, kv_heads, slots, dim]`,
-    `k_blocks` and `v_blocks` as `[num_blocks, block_size, kv_heads, dim]`.
+    `k` and `v` are `[slots, kv_heads, dim]`. `k_heads` and `v_heads` are the same memory as
+    `[1, kv_heads, slots, dim]`, `k_blocks` and `v_blocks` as `[num_blocks, block_size, kv_heads, dim]`.
     """
 
     __slots__ = ("k", "k_blocks", "k_heads", "v", "v_blocks", "v_heads")

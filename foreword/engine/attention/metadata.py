@@ -1,4 +1,4 @@
-"""Attention metadata of one step: its chunks, their block tables and slot mapping, and where their KV lies. No arithmetic."""
+"""Attention metadata of one step: its chunks, their block tables and slot mapping, and where their KV lies."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ MIN_SHARED_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """How a layer attends: `scores = softcap * tanh(scale * q k / softcap)`, over the last `window` keys; `sinks` are logits
-    `[heads]` of one more key per head whose value is zero."""
+    """How a layer attends.
+
+    The scores are `softcap * tanh(scale * q k / softcap)`, over the last `window` keys. `sinks` `[heads]` are the scores of
+    one more key per head, whose value is zero.
+    """
 
     scale: float
     window: int | None = None
@@ -83,8 +86,8 @@ class AttentionMetadata:
         return len(self.slot_mapping)
 
     def decode_groups(self, window: int | None) -> list[DecodeGroup]:
-        """The decoding sequences, grouped by common prefix where reading it once pays; the last group is of all others. A
-        sequence whose window has left its prefix shares nothing."""
+        """The decoding sequences, grouped by common prefix where reading it once pays; the last group is of all others.
+        A sequence whose window has left its prefix shares nothing."""
         alone: list[QueryChunk] = []
         by_first_block: dict[int, list[QueryChunk]] = {}
         for chunk in self.decodes:
@@ -113,7 +116,7 @@ class DecodeGroup:
 
 
 def shared_tokens(chunks: Sequence[QueryChunk], block_size: int) -> int:
-    """Length of the common prefix of several block tables in tokens. Each sequence keeps at least its newest token for itself."""
+    """Tokens of the common prefix of several block tables. The newest token of a sequence is never in it."""
     agreed = min(chunk.start for chunk in chunks) // block_size
     first = chunks[0].block_table
     for chunk in chunks[1:]:
@@ -146,8 +149,8 @@ def find_kv_slots(
 ) -> KVSlots:
     """Where tokens `[start, stop)` of a block table lie.
 
-    One run is a view. Of several, the MAX_RUNS longest are views if they have LONG_RUN tokens; the other blocks are gathered.
-    With `ordered` the result is one run, or all blocks gathered: several runs lose the order of the tokens.
+    One run is a view. Of several, the MAX_RUNS longest are views if they have LONG_RUN tokens; the other blocks are
+    gathered. With `ordered` the result is one run, or all blocks gathered: several runs lose the order of the tokens.
     """
     first, last = start // block_size, (stop - 1) // block_size
     spans = consecutive_runs(block_table, first, last + 1)

@@ -1,7 +1,7 @@
 """Attention backend of PyTorch operators, for every device and every kind of layer (docs/decisions/0005-attention.md).
 
-Attention over a set of keys can be cut into parts and merged exactly, given each part's output and log-sum-exp (the partial
-softmax of FlashAttention, Dao et al. 2022, and of Hydragen, Juravsky et al. 2024). Therefore
+Attention over a set of keys can be cut into parts and merged exactly, given each part's output and log-sum-exp (the
+partial softmax of FlashAttention, Dao et al. 2022, and of Hydragen, Juravsky et al. 2024). Therefore
 
 - consecutive blocks are read in place: a run of blocks is a view, and a few long runs are a few parts;
 - a prefix that several decoding sequences share is read once for all of them, and merged with each one's own part;
@@ -28,8 +28,8 @@ from foreword.engine.attention.metadata import (
     find_kv_slots,
 )
 
-# Decoding sequences with at most this many own tokens are gathered into one batch: for them the calls cost more than the
-# copy. Longer ones are read in place.
+# Decoding sequences with at most this many own tokens are gathered into one batch: for them the calls cost more than
+# the copy. Longer ones are read in place.
 MAX_GATHERED_TOKENS = 1024
 # Padding to the longest sequence of a batch makes the others at most this much longer.
 _MAX_PADDING = 1.5
@@ -44,8 +44,8 @@ class _GatheredBatch:
         members: which of the group's sequences.
         blocks: `[members * width]` block numbers, each sequence's padded with its last.
         bias: `[members, 1, 1, width * block_size]`, 0 for a token that counts and -inf for one that does not.
-        hidden: the rows of `[members * width * block_size]` that do not count. They are another sequence's or uninitialized,
-            and are zeroed: a NaN would survive a weight of zero.
+        hidden: the rows of `[members * width * block_size]` that do not count. They may be uninitialized, and are zeroed:
+            a NaN would survive a weight of zero.
     """
 
     members: list[int]
@@ -77,8 +77,8 @@ class _DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """A chunk of a prompt. Without `windowed`, `context` is what precedes the chunk (None for nothing); with it, all keys that
-    any of the chunk's tokens sees, in order."""
+    """A chunk of a prompt. Without `windowed`, `context` is what precedes the chunk (None for nothing); with it, all
+    keys that any of the chunk's tokens sees, in order."""
 
     chunk: QueryChunk
     context: KVSlots | None
@@ -285,7 +285,7 @@ class _LayerAttention:
         return self._dense(query, key, value, bias)
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The definition, in float32, a few hundred query rows at a time: soft caps, unequal head sizes, other devices."""
+        """The definition in float32, some query rows at a time: for soft caps, unequal head sizes, other devices."""
         batch, heads, rows, dim = query.shape
         kv_heads, softcap = key.shape[1], self._params.softcap
         k, v = key.float().unsqueeze(2), value.float().unsqueeze(2)
@@ -330,7 +330,7 @@ def _gather(blocks: Tensor, slots: KVSlots) -> Tensor:
 
 
 def _window_bias(chunk: QueryChunk, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """`[chunk.count, num_keys]`, 0 where a token of the chunk sees one of the last `num_keys` keys and -inf elsewhere."""
+    """`[chunk.count, num_keys]`, 0 where a token of the chunk sees one of the last keys, else -inf."""
     assert window is not None
     queries = torch.arange(chunk.start, chunk.end, device=device).unsqueeze(1)
     keys = torch.arange(chunk.end - num_keys, chunk.end, device=device).unsqueeze(0)
