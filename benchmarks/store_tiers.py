@@ -29,7 +29,7 @@ from timing import machine, median, set_up, table, version_of
 
 from foreword.store.base import Store
 from foreword.store.disk.disk_store import DiskStore
-from foreword.store.disk.index import Index
+from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import block_id
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check, seal
 from foreword.store.memory.memory_store import MemoryStore
@@ -259,7 +259,7 @@ def measure_lookup(folder: Path, rounds: int) -> list[list[str]]:
     memory = MemoryStore(MILLION * len(data))
     place = Path(tempfile.mkdtemp(dir=folder))
     DiskStore(place, 1 << 40).close()
-    index = Index(str(place / "index.sqlite"), journal="wal", read_only=False)
+    index = DiskIndex(str(place / "index.sqlite"), journal="wal", read_only=False)
     index.open(LATER)
     chains = [small_frames(first, PROMPT_BLOCKS, data) for first in range(0, MILLION, PROMPT_BLOCKS)]
     part = len(chains) // 4

@@ -32,8 +32,8 @@ from foreword.conformance import (
     whole,
 )
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
+from foreword.store.disk import recovery
 from foreword.store.disk.disk_store import DiskStore
-from foreword.store.disk.disk_store import recovery as disk_recovery
 from foreword.store.frame import HEADER_BYTES, Frame, check
 
 PAYLOAD = 20_000
@@ -97,9 +97,9 @@ def test_killed_at_any_moment(tmp_path: Path, journal: Journal, kills: int) -> N
     """A process that writes is killed 200 times: every time the folder opens, what comes back is right, the budget holds."""
     chains = branches(4)
     draw = random.Random(1)
-    buried = blocks = number = 0
+    recovered = blocks = number = 0
     pause = 1.0
-    while number < kills or not buried or blocks <= kills:
+    while number < kills or not recovered or blocks <= kills:
         number += 1
         assert number < 5 * kills, "it was never killed while it wrote"
         child = start(lambda number=number: write_for_ever(tmp_path, chains, number, journal))
@@ -107,7 +107,7 @@ def test_killed_at_any_moment(tmp_path: Path, journal: Journal, kills: int) -> N
         assert kill(child) == -signal.SIGKILL
         assert sum(on_disk(tmp_path).values()) <= BUDGET
         with closing(DiskStore(tmp_path, BUDGET, journal=journal)) as store:
-            buried += store.status().notes["buried"]
+            recovered += store.status().notes["recovered"]
             found = assert_sound(store, tmp_path, chains)
         blocks += found
         pause *= 1.0 if found else 1.2  # on a busy machine they die before they write
@@ -120,7 +120,7 @@ def test_killed_beside_another_process(tmp_path: Path) -> None:
     with closing(DiskStore(tmp_path, BUDGET)) as store:
         rounds = 0
         while (
-            rounds < 60 or not store.status().notes["buried"]
+            rounds < 60 or not store.status().notes["recovered"]
         ):  # on a busy machine the first ones die before they write
             rounds += 1
             assert rounds < 1000
@@ -614,10 +614,10 @@ def test_after_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.Monkey
     file_of(tmp_path, frames[39]).unlink()
     half = file_of(tmp_path, frames[5]).with_name(frames[5].header.key.hex() + ".host-1-abc")
     half.write_bytes(b"half")
-    monkeypatch.setattr(disk_recovery, "boot_of_host", lambda: ("this host", "first"))
+    monkeypatch.setattr(recovery, "boot_of_host", lambda: ("this host", "first"))
     DiskStore(tmp_path, 1 << 20).close()
     assert half.exists(), "without a crash no folder is searched"
-    monkeypatch.setattr(disk_recovery, "boot_of_host", lambda: ("this host", "second"))
+    monkeypatch.setattr(recovery, "boot_of_host", lambda: ("this host", "second"))
     with closing(DiskStore(tmp_path, 1 << 20)) as store:
         assert present(store, lost) == [True, True, False]
         assert [number for number, held in enumerate(present(store, frames)) if not held] == [7, 39]

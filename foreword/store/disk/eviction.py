@@ -1,4 +1,4 @@
-"""What of a batch a disk store writes, and what it evicts for that: decided within one transaction of the index."""
+"""Admission and eviction in a disk store: which blocks of a batch are written, and which are evicted for them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,33 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from foreword.store.base import Name
-from foreword.store.disk.files import Files, is_name
-from foreword.store.disk.index_rows import Pending, Row, Transaction, block_id, parent_id
-from foreword.store.disk.recovery import bury
+from foreword.store.disk.files import BlockFiles, is_name
+from foreword.store.disk.index_rows import BlockRow, IndexTransaction, PendingRow, block_id, parent_id
+from foreword.store.disk.recovery import recover_dead_writers
 from foreword.store.frame import Frame
 
-_GROUP_FRAMES: Final = 64  # what one transaction admits: others wait while it unlinks
+_GROUP_FRAMES: Final = 64  # limits of one transaction: other processes wait while it removes files
 _GROUP_BYTES: Final = 64 << 20
 
 
 @dataclass(slots=True)
-class Group:
-    """Frames admitted by one transaction, by number, and their rows. `kept`: how many others were there already."""
+class AdmittedBlocks:
+    """The result of admitting a group of frames.
+
+    Attributes:
+        frames: frames to write, by block id, and their rows in the index.
+        present: number of frames that were present.
+        full: whether there was no room for a frame.
+    """
 
     frames: dict[int, Frame] = field(default_factory=dict)
-    rows: list[Pending] = field(default_factory=list)
-    kept: int = 0
+    rows: list[PendingRow] = field(default_factory=list)
+    present: int = 0
     full: bool = False
 
 
 def in_groups(frames: Sequence[Frame]) -> Iterator[list[Frame]]:
-    """Runs of frames, none longer than one transaction should admit."""
+    """Divide a batch into groups that are small enough for one transaction."""
     group: list[Frame] = []
     size = 0
     for one in frames:
@@ -41,77 +47,78 @@ def in_groups(frames: Sequence[Frame]) -> Iterator[list[Frame]]:
         yield group
 
 
-class Room:
-    """The budget of a disk store.
+class BlockBudget:
+    """Keeps the blocks of a disk store within `size` bytes by evicting the least recently used leaves.
 
     Args:
         size: bytes of blocks.
-        notes: what is counted: `missing`, `buried`.
+        notes: counters `missing` and `recovered` to increment.
 
     Attributes:
-        evictions: blocks that this process removed to make room; `on_evicted` is called with each.
+        evictions: number of blocks that this process has evicted.
+        on_evicted: if set, called with the name of each of them.
     """
 
-    def __init__(self, files: Files, size: int, notes: Counter[str]) -> None:
+    def __init__(self, files: BlockFiles, size: int, notes: Counter[str]) -> None:
         self.size = size
         self.evictions = 0
         self.on_evicted: Callable[[Name], None] | None = None
         self._files = files
         self._notes = notes
 
-    def choose(self, transaction: Transaction, frames: Sequence[Frame], now: int, writer: int) -> Group:
-        """Which of `frames` are to be written, with room made for them: as many of the first as find room. Nothing that was
-        used since `now` is evicted."""
-        group = Group()
+    def admit(self, transaction: IndexTransaction, frames: Sequence[Frame], now: int, writer: int) -> AdmittedBlocks:
+        """Choose the frames to write, in order while there is room, and evict blocks for them.
+
+        Blocks used at the time `now` or later are not evicted.
+        """
+        admitted = AdmittedBlocks()
         need = 0
-        for number, one in self._sort_out(transaction, frames, group, now, writer).items():
+        for id_, one in self._new_frames(transaction, frames, admitted, now, writer).items():
             if not self._make_room(transaction, need + len(one.data), now, writer):
-                group.full = True
+                admitted.full = True
                 break
             need += len(one.data)
-            group.frames[number] = one
-        return group
+            admitted.frames[id_] = one
+        return admitted
 
-    def bury(self, transaction: Transaction, writer: int) -> None:
-        """Finish or take back what dead processes were writing."""
-        self._notes["buried"] += bury(transaction, self._files, writer)
-
-    def discard(self, transaction: Transaction, row: Row) -> None:
-        """A row whose file is gone, or not as long as it was."""
+    def discard(self, transaction: IndexTransaction, row: BlockRow) -> None:
+        """Remove a block whose file is missing or has the wrong length."""
         self._files.remove(row.name)
         transaction.remove(row)
         self._notes["missing"] += 1
 
-    def _sort_out(
-        self, transaction: Transaction, frames: Sequence[Frame], group: Group, now: int, writer: int
+    def _recover(self, transaction: IndexTransaction, writer: int) -> None:
+        self._notes["recovered"] += recover_dead_writers(transaction, self._files, writer)
+
+    def _new_frames(
+        self, transaction: IndexTransaction, frames: Sequence[Frame], admitted: AdmittedBlocks, now: int, writer: int
     ) -> dict[int, Frame]:
-        """The frames that have to be written, by number. What is there is counted and noted as used, and so is what the others
-        hang on."""
-        numbers = [block_id(one.name) for one in frames]
-        pending = transaction.find_pending(numbers)
+        """The frames that have to be written, by id. Counts those present, and notes a use of them and of all parents."""
+        ids = [block_id(one.name) for one in frames]
+        pending = transaction.find_pending(ids)
         if any(row.writer != writer for row in pending.values()):
-            self.bury(transaction, writer)
-            pending = transaction.find_pending(numbers)
-        rows = transaction.find(numbers)
+            self._recover(transaction, writer)
+            pending = transaction.find_pending(ids)
+        rows = transaction.find(ids)
         new: dict[int, Frame] = {}
-        for number, one in zip(numbers, frames, strict=True):
-            row = rows.get(number)
+        for id_, one in zip(ids, frames, strict=True):
+            row = rows.get(id_)
             if row is not None and self._files.size(row.name) == row.size:
-                group.kept += row.name == one.name
+                admitted.present += row.name == one.name
                 continue
             if row is not None:
                 self.discard(transaction, row)
-                del rows[number]
-            if number in new:
-                group.kept += new[number].name == one.name
-            elif number not in pending and len(one.data) <= self.size and is_name(one.name):
-                new[number] = one
-        transaction.touch(rows.keys() | {parent_id(one) for one in new.values()} - new.keys(), now)
+                del rows[id_]
+            if id_ in new:
+                admitted.present += new[id_].name == one.name
+            elif id_ not in pending and len(one.data) <= self.size and is_name(one.name):
+                new[id_] = one
+        transaction.touch(rows.keys() | {parent_id(one.header) for one in new.values()} - new.keys(), now)
         return new
 
-    def _make_room(self, transaction: Transaction, need: int, now: int, writer: int) -> bool:
-        """Evict until `need` more bytes keep to the budget; False if that cannot be."""
-        searched = False
+    def _make_room(self, transaction: IndexTransaction, need: int, now: int, writer: int) -> bool:
+        """Evict until `need` more bytes fit into the budget. False if that is impossible."""
+        recovered = False
         while transaction.bytes + need > self.size:
             row = transaction.victim(now)
             if row is not None:
@@ -120,9 +127,9 @@ class Room:
                 self.evictions += 1
                 if self.on_evicted is not None:
                     self.on_evicted(row.name)
-            elif searched:
+            elif recovered:
                 return False
             else:
-                self.bury(transaction, writer)
-                searched = True
+                self._recover(transaction, writer)
+                recovered = True
         return True

@@ -1,14 +1,14 @@
-"""The rows of a disk store's index, and what one transaction may do to them.
+"""The tables of a disk store's index, and the changes that one transaction can make.
 
-What is going to be written is noted in `writing` first and moves to `blocks` once its file is whole; a row goes after its
-file. So the sizes in both tables are never less than the bytes on disk, whoever is killed when. Nobody sees or evicts what is
-in `writing` until its writer is done, or dead.
+A block about to be written gets a row in `writing`, which moves to `blocks` when its file is complete. A row is removed
+after its file. The sizes in both tables are therefore never less than the bytes on disk, even if a process is killed.
+Blocks in `writing` are neither visible nor evicted until their writer has finished or is dead.
 
-`used` is a count of transactions, not a time: clocks may jump. Children are counted as they come and go; those of a block that
-is not here are counted in `waiting`, so a parent may come after its child.
+`used` counts transactions and is not a time, since clocks may jump. Children are counted as they are added and removed.
+The children of a block that is not in the index are counted in `waiting`, so a parent may be added after its child.
 
-Rows lie in the order in which they were written, so a chain's lie side by side, or nearly. The numbers, which are random, are
-in an index of their own.
+The column `above` is the id of the parent. Rows are in the order of writing, so the rows of a chain are adjacent or
+nearly so. The ids, which are random, have a separate index.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import xxhash
 
@@ -45,36 +45,40 @@ CREATE TABLE totals (
 INSERT INTO totals VALUES (0, 0, 0, 0);
 PRAGMA user_version = {VERSION};
 """
-ROW: Final = "id, name, above, size, used, children, pinned"
-THESE: Final = "id IN (SELECT value FROM json_each(?))"
-COUNTED: Final = """SELECT count(*), coalesce(sum(size), 0) + (SELECT coalesce(sum(size), 0) FROM writing),
+IN_LIST: Final = "id IN (SELECT value FROM json_each(?))"
+RECOUNT: Final = """SELECT count(*), coalesce(sum(size), 0) + (SELECT coalesce(sum(size), 0) FROM writing),
     coalesce(sum(pinned * size), 0) FROM blocks"""
+_ROW: Final = "id, name, above, size, used, children, pinned"  # the fields of BlockRow
+_PENDING: Final = "id, writer, used, size, above, depth, stored_at, name, parent"  # the fields of PendingRow
+_INTO_BLOCKS: Final = """
+    INTO blocks (id, children, pinned, used, size, above, depth, hits, stored_at, used_at, name, parent)
+    VALUES (:id, :children, 0, :used, :size, :parent_id, :depth, 0, :stored_at, :stored_at, :name, :parent)"""
 
 
 class BrokenIndex(StoreUnavailable):
-    """The database cannot be read, or is not one. It can be made again from the blocks."""
+    """The database cannot be read or is not an index. It can be rebuilt from the blocks."""
 
 
-class Row(NamedTuple):
-    """What decides a block's fate."""
+class BlockRow(NamedTuple):
+    """What decides about the eviction of a block."""
 
     id: int
     name: Name
-    above: int
+    parent_id: int
     size: int
     used: int
     children: int
     pinned: int
 
 
-class Pending(NamedTuple):
+class PendingRow(NamedTuple):
     """A block whose file is being written."""
 
     id: int
     writer: int
     used: int
     size: int
-    above: int
+    parent_id: int
     depth: int
     stored_at: float
     name: Name
@@ -82,22 +86,21 @@ class Pending(NamedTuple):
 
 
 def block_id(name: Name) -> int:
-    """A block's number: 63 bits of a hash of its whole name. Two names with one number exclude each other: a miss."""
+    """The id of a block: 63 bits of a hash of its name. If two names have the same id, only one of them can be stored."""
     return xxhash.xxh3_64_intdigest(name) >> 1
 
 
-def parent_id(one: Frame) -> int:
-    """The number of a frame's parent, 0 for the first of a chain."""
-    return _above(one.header)
-
-
-def _above(header: Header) -> int:
+def parent_id(header: Header) -> int:
+    """The id of a block's parent, 0 for the first block of a chain."""
     return block_id(header.layout + header.parent) if header.depth and header.parent != header.key else 0
 
 
-class Transaction:
-    """The index while nobody else may change it. Files are the caller's business: unlink before `remove` and `drop`, write
-    after the transaction that did `add`, then `finish` in another one."""
+class IndexTransaction:
+    """One write transaction of the index.
+
+    The caller is responsible for the files: remove a file before `remove` and `drop`; write it after the transaction
+    that did `add`, and then call `finish` in another transaction.
+    """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -106,94 +109,81 @@ class Transaction:
         self.blocks, self.bytes, self.pinned_bytes, self.clock = self._execute("SELECT * FROM totals").fetchone()
 
     def save(self) -> None:
+        """Write the totals. The last step before the commit."""
         self._execute(
             "UPDATE totals SET blocks = ?, bytes = ?, pinned_bytes = ?, clock = ?",
             (self.blocks, self.bytes, self.pinned_bytes, self.clock),
         )
 
     def tick(self) -> int:
-        """The time of the next use."""
+        """Advance the clock and return the time of the next use."""
         self.clock += 1
         return int(self.clock)
 
-    def find(self, numbers: Iterable[int]) -> dict[int, Row]:
-        """The whole blocks that have these numbers (and, but for one case in 2**63, the names they were made of)."""
-        found = self._execute(f"SELECT {ROW} FROM blocks WHERE {THESE}", (json.dumps(list(numbers)),))
-        return {row.id: row for row in map(Row._make, found)}
+    def find(self, ids: Iterable[int]) -> dict[int, BlockRow]:
+        """The complete blocks with these ids."""
+        found = self._execute(f"SELECT {_ROW} FROM blocks WHERE {IN_LIST}", (json.dumps(list(ids)),))
+        return {row.id: row for row in map(BlockRow._make, found)}
 
-    def find_pending(self, numbers: Iterable[int]) -> dict[int, Pending]:
-        """Those of these that somebody is writing."""
+    def find_pending(self, ids: Iterable[int]) -> dict[int, PendingRow]:
+        """The blocks with these ids that a process is writing."""
         if self._execute("SELECT 1 FROM writing LIMIT 1").fetchone() is None:
             return {}
-        found = self._execute(f"SELECT * FROM writing WHERE {THESE}", (json.dumps(list(numbers)),))
-        return {row.id: row for row in map(Pending._make, found)}
+        found = self._execute(f"SELECT {_PENDING} FROM writing WHERE {IN_LIST}", (json.dumps(list(ids)),))
+        return {row.id: row for row in map(PendingRow._make, found)}
 
-    def add(self, frames: dict[int, Frame], used: int, writer: int, clock: float) -> list[Pending]:
-        """Note what `writer` is going to write, by number. None of it is there or being written."""
+    def add(self, frames: dict[int, Frame], used: int, writer: int, clock: float) -> list[PendingRow]:
+        """Note the blocks that `writer` is going to write, by id. None of them is in the index."""
         rows = []
-        for number, one in frames.items():
+        for id_, one in frames.items():
             head = one.header
-            above, name = _above(head), head.layout + head.key
-            rows.append(Pending(number, writer, used, len(one.data), above, head.depth, clock, name, head.parent))
-        self._execute_many("INSERT INTO writing VALUES (?,?,?,?,?,?,?,?,?)", rows)
+            size = len(one.data)
+            rows.append(PendingRow(id_, writer, used, size, parent_id(head), head.depth, clock, head.name, head.parent))
+        self._execute_many(f"INSERT INTO writing ({_PENDING}) VALUES (?,?,?,?,?,?,?,?,?)", rows)
         self.bytes += sum(row.size for row in rows)
         return rows
 
-    def finish(self, done: Iterable[Pending]) -> None:
-        """The files of these are whole."""
+    def finish(self, done: Iterable[PendingRow]) -> None:
+        """Make blocks visible: their files are complete."""
         rows = {row.id: row for row in done}
-        if self._unlist(rows) != len(rows):
-            raise BrokenIndex("the index has forgotten what is being written")
-        children = self._claim(rows)
-        elsewhere: dict[int, tuple[int, int]] = {}
+        if self._remove_pending(rows) != len(rows):
+            raise BrokenIndex("the index has lost blocks that are being written")
+        children = self._take_waiting(rows)
+        elsewhere: dict[int, tuple[int, int]] = {}  # parents outside of this batch: number of children, last use
         for row in rows.values():
-            if row.above in rows:
-                children[row.above] = children.get(row.above, 0) + 1
-            elif row.above:
-                elsewhere[row.above] = elsewhere.get(row.above, (0, 0))[0] + 1, row.used
+            if row.parent_id in rows:
+                children[row.parent_id] = children.get(row.parent_id, 0) + 1
+            elif row.parent_id:
+                elsewhere[row.parent_id] = elsewhere.get(row.parent_id, (0, 0))[0] + 1, row.used
         self._execute_many(
-            "INSERT INTO blocks VALUES (?,?,0,?,?,?,?,0,?,?,?,?)",
-            [
-                (
-                    number,
-                    children.get(number, 0),
-                    row.used,
-                    row.size,
-                    row.above,
-                    row.depth,
-                    row.stored_at,
-                    row.stored_at,
-                    row.name,
-                    row.parent,
-                )
-                for number, row in rows.items()
-            ],
+            "INSERT" + _INTO_BLOCKS,
+            [{**row._asdict(), "children": children.get(id_, 0)} for id_, row in rows.items()],
         )
-        for above, (count, used) in elsewhere.items():
-            self._count_children(above, count, used)
+        for parent, (count, used) in elsewhere.items():
+            self._count_children(parent, count, used)
         self.blocks += len(rows)
 
-    def drop(self, given_up: Iterable[Pending]) -> None:
-        """These will not be written, and nothing is left of their files."""
+    def drop(self, given_up: Iterable[PendingRow]) -> None:
+        """Forget blocks that will not be written. No file of them is left."""
         rows = list(given_up)
-        if self._unlist(row.id for row in rows) != len(rows):
-            raise BrokenIndex("the index has forgotten what is being written")
+        if self._remove_pending(row.id for row in rows) != len(rows):
+            raise BrokenIndex("the index has lost blocks that are being written")
         self.bytes -= sum(row.size for row in rows)
 
-    def _unlist(self, numbers: Iterable[int]) -> int:
-        return self._execute(f"DELETE FROM writing WHERE {THESE}", (json.dumps(list(numbers)),)).rowcount
+    def _remove_pending(self, ids: Iterable[int]) -> int:
+        return self._execute(f"DELETE FROM writing WHERE {IN_LIST}", (json.dumps(list(ids)),)).rowcount
 
-    def _claim(self, numbers: Iterable[int]) -> dict[int, int]:
-        """Children that came before these blocks."""
+    def _take_waiting(self, ids: Iterable[int]) -> dict[int, int]:
+        """Remove and return the counts of children that were added before these blocks."""
         if self._execute("SELECT 1 FROM waiting LIMIT 1").fetchone() is None:
             return {}
-        ids = json.dumps(list(numbers))
-        found = self._execute(f"SELECT * FROM waiting WHERE {THESE}", (ids,)).fetchall()
-        self._execute(f"DELETE FROM waiting WHERE {THESE}", (ids,))
+        listed = json.dumps(list(ids))
+        found = self._execute(f"SELECT * FROM waiting WHERE {IN_LIST}", (listed,)).fetchall()
+        self._execute(f"DELETE FROM waiting WHERE {IN_LIST}", (listed,))
         return dict(found)
 
     def _count_children(self, parent: int, more: int, used: int) -> None:
-        """A block has so many children more, or less; it was used when they were."""
+        """Add `more` (or fewer, if negative) children to a block, which was used when they were."""
         changed = self._execute(
             "UPDATE blocks SET children = children + ?, used = max(used, ?) WHERE id = ?", (more, used, parent)
         ).rowcount
@@ -205,104 +195,111 @@ class Transaction:
         )
         self._execute("DELETE FROM waiting WHERE id = ? AND children <= 0", (parent,))
 
-    def remove(self, row: Row) -> None:
-        """Forget a block whose file is gone."""
-        # The row may be older than what this transaction did to the block's children.
+    def remove(self, row: BlockRow) -> None:
+        """Remove a block whose file has been removed."""
+        # Read the row again: this transaction may have changed the children of the block since.
         children, used = self._execute("SELECT children, used FROM blocks WHERE id = ?", (row.id,)).fetchone()
         self._execute("DELETE FROM blocks WHERE id = ?", (row.id,))
         if children:
             self._execute("INSERT OR REPLACE INTO waiting VALUES (?, ?)", (row.id, children))
-        if row.above:
-            self._count_children(row.above, -1, used)
+        if row.parent_id:
+            self._count_children(row.parent_id, -1, used)
         self.blocks -= 1
         self.bytes -= row.size
         self.pinned_bytes -= row.size if row.pinned else 0
 
-    def victim(self, before: int) -> Row | None:
-        """The leaf used longest ago, and before the time `before`, that may be evicted; the deepest of equals."""
+    def victim(self, before: int) -> BlockRow | None:
+        """The least recently used leaf that is not pinned and was last used before the time `before`; the deepest of equals."""
         found = self._execute(
-            f"SELECT {ROW} FROM blocks WHERE children = 0 AND pinned = 0 AND used < ?"
+            f"SELECT {_ROW} FROM blocks WHERE children = 0 AND pinned = 0 AND used < ?"
             " ORDER BY used, depth DESC LIMIT 1",
             (before,),
         ).fetchone()
-        return None if found is None else Row._make(found)
+        return None if found is None else BlockRow._make(found)
 
-    def touch(self, numbers: Iterable[int], used: int) -> None:
-        """These blocks are in use at the time `used`."""
-        self._execute(
-            f"UPDATE blocks SET used = max(used, ?) WHERE {THESE}",
-            (used, json.dumps(list(numbers))),
-        )
+    def touch(self, ids: Iterable[int], used: int) -> None:
+        """Note a use of these blocks at the time `used`."""
+        self._execute(f"UPDATE blocks SET used = max(used, ?) WHERE {IN_LIST}", (used, json.dumps(list(ids))))
 
-    def note(self, uses: Iterable[tuple[int, int, float, int]]) -> None:
-        """Uses by `get`: (time, how many more, seconds since the epoch, number)."""
+    def note_uses(self, uses: Iterable[tuple[int, int, float, int]]) -> None:
+        """Note uses by `get`: (time, number of uses, seconds since the epoch, block id)."""
         self._execute_many("UPDATE blocks SET used = max(used, ?), hits = hits + ?, used_at = ? WHERE id = ?", uses)
 
-    def pin(self, row: Row, pinned: bool) -> None:
+    def pin(self, row: BlockRow, pinned: bool) -> None:
         self._execute("UPDATE blocks SET pinned = ? WHERE id = ?", (int(pinned), row.id))
         self.pinned_bytes += row.size if pinned else -row.size
 
     # Writers
 
     def register(self, token: str) -> int:
-        """A number for a writer."""
-        number = self._execute("INSERT INTO writers (token) VALUES (?)", (token,)).lastrowid
-        assert number is not None
-        return number
+        """Assign an id to a writer."""
+        writer = self._execute("INSERT INTO writers (token) VALUES (?)", (token,)).lastrowid
+        assert writer is not None
+        return writer
 
     def is_registered(self, writer: int, token: str) -> bool:
         return bool(self._execute("SELECT token FROM writers WHERE id = ?", (writer,)).fetchone() == (token,))
 
     def writers(self) -> dict[int, str]:
+        """The tokens of all writers by id."""
         return dict(self._execute("SELECT id, token FROM writers").fetchall())
 
-    def unfinished(self, writer: int) -> list[Pending]:
-        """What a writer has in hand."""
-        found = self._execute("SELECT * FROM writing WHERE writer = ?", (writer,)).fetchall()
-        return [Pending._make(row) for row in found]
+    def unfinished(self, writer: int) -> list[PendingRow]:
+        """The blocks that a process is writing."""
+        found = self._execute(f"SELECT {_PENDING} FROM writing WHERE writer = ?", (writer,)).fetchall()
+        return [PendingRow._make(row) for row in found]
 
     def unregister(self, writer: int) -> None:
         self._execute("DELETE FROM writers WHERE id = ?", (writer,))
 
-    # After a crash of the machine, or of the index
+    # Recovery
 
     def boots(self) -> dict[str, str]:
-        """Which run of each host used the index last."""
+        """The boot in which each host last used the index."""
         return dict(self._execute("SELECT host, boot FROM hosts").fetchall())
-
-    def check(self) -> None:
-        """Raises BrokenIndex if SQLite finds anything wrong with its file."""
-        check(self._connection)
 
     def note_boot(self, host: str, boot: str) -> None:
         self._execute("INSERT OR REPLACE INTO hosts VALUES (?, ?)", (host, boot))
 
-    def all(self) -> dict[Name, Row]:
-        return {row.name: row for row in map(Row._make, self._execute(f"SELECT {ROW} FROM blocks"))}
+    def check(self) -> None:
+        """Raises BrokenIndex if SQLite finds damage in the file."""
+        check(self._connection)
 
-    def adopt(self, header: Header, size: int, used: int, clock: float) -> bool:
-        """A row for a file that has none; False if another block has its number. `recount` must follow."""
-        values = (block_id(header.name), 0, 0, used, size, _above(header), header.depth, 0, clock, clock)
-        sql = "INSERT OR IGNORE INTO blocks VALUES (?,?,?,?,?,?,?,?,?,?,?,?)"
-        return bool(self._execute(sql, (*values, header.name, header.parent)).rowcount)
+    def all_rows(self) -> dict[Name, BlockRow]:
+        return {row.name: row for row in map(BlockRow._make, self._execute(f"SELECT {_ROW} FROM blocks"))}
+
+    def add_found(self, header: Header, size: int, used: int, stored_at: float) -> bool:
+        """Add a row for a file that has none. False if another block has its id. `recount` must follow."""
+        values: dict[str, Any] = {
+            "id": block_id(header.name),
+            "children": 0,
+            "used": used,
+            "size": size,
+            "parent_id": parent_id(header),
+            "depth": header.depth,
+            "stored_at": stored_at,
+            "name": header.name,
+            "parent": header.parent,
+        }
+        return bool(self._execute("INSERT OR IGNORE" + _INTO_BLOCKS, values).rowcount)
 
     def recount(self) -> None:
-        """Children and totals, from the rows alone."""
+        """Compute the numbers of children and the totals again from the rows."""
         counts: dict[int, int] = {}
         rows = self._execute("SELECT id, above, children FROM blocks").fetchall()
-        for _, above, _ in rows:
-            counts[above] = counts.get(above, 0) + 1
+        for _, parent, _ in rows:
+            counts[parent] = counts.get(parent, 0) + 1
         counts.pop(0, None)
-        wrong = [(counts.get(number, 0), number) for number, _, children in rows if counts.get(number, 0) != children]
+        wrong = [(counts.get(id_, 0), id_) for id_, _, children in rows if counts.get(id_, 0) != children]
         self._execute_many("UPDATE blocks SET children = ? WHERE id = ?", wrong)
-        there = {number for number, _, _ in rows}
+        present = {id_ for id_, _, _ in rows}
         self._execute("DELETE FROM waiting")
-        away = [(number, count) for number, count in counts.items() if number not in there]
-        self._execute_many("INSERT INTO waiting VALUES (?, ?)", away)
-        self.blocks, self.bytes, self.pinned_bytes = self._execute(COUNTED).fetchone()
+        waiting = [(id_, count) for id_, count in counts.items() if id_ not in present]
+        self._execute_many("INSERT INTO waiting VALUES (?, ?)", waiting)
+        self.blocks, self.bytes, self.pinned_bytes = self._execute(RECOUNT).fetchone()
 
 
 def check(connection: sqlite3.Connection) -> None:
-    """Raises BrokenIndex if SQLite finds anything wrong with its file."""
+    """Raises BrokenIndex if SQLite finds damage in the file."""
     if connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
         raise BrokenIndex("the index does not pass SQLite's check")

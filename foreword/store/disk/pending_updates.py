@@ -1,7 +1,7 @@
-"""What a process has done in a disk store and the index does not know yet: uses of blocks, and writes that have ended.
+"""Updates that this process has not yet written to the index of a disk store: uses of blocks, and finished writes.
 
-Each transaction begins with it (`Untold.take`, `Told.tell`); if one fails, the next begins with what it was to tell of writes.
-Uses may be lost: they only decide what goes first.
+Every transaction of the index begins by applying them. If it fails, finished writes are kept for the next transaction.
+Uses may be lost: they only affect the order of eviction.
 """
 
 from __future__ import annotations
@@ -9,31 +9,34 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from foreword.store.base import Name
-from foreword.store.disk.files import Files
-from foreword.store.disk.index_rows import Pending, Transaction, block_id
+from foreword.store.disk.files import BlockFiles
+from foreword.store.disk.index_rows import IndexTransaction, PendingRow, block_id
 
 
-class Told(NamedTuple):
-    """What one transaction is told.
+@dataclass(slots=True)
+class UpdateBatch:
+    """The updates that one transaction applies.
 
     Attributes:
-        uses: by number of the block: their order, how many, seconds since the epoch of the last.
-        written, dropped: files that are whole, and files that were given up.
+        uses: by block id: the order of the last use in this batch, the number of uses, and the time of the last use.
+        written, dropped: rows whose files are complete, or were given up.
+        order: the order of the latest use.
     """
 
-    uses: dict[int, tuple[int, int, float]]
-    written: list[Pending]
-    dropped: list[Pending]
+    uses: dict[int, tuple[int, int, float]] = field(default_factory=dict)
+    written: list[PendingRow] = field(default_factory=list)
+    dropped: list[PendingRow] = field(default_factory=list)
+    order: int = 0
 
-    def tell(self, transaction: Transaction, files: Files, registered: Callable[[], bool]) -> None:
-        """`registered` says whether the index still knows this process."""
+    def apply(self, transaction: IndexTransaction, files: BlockFiles, registered: Callable[[], bool]) -> None:
+        """Write the updates to the index. `registered` returns whether the index still knows this process as a writer."""
         if self.uses:
             clock = transaction.clock
-            transaction.note((clock + order, hits, at, number) for number, (order, hits, at) in self.uses.items())
-            transaction.clock += max(order for order, _, _ in self.uses.values())
+            transaction.note_uses((clock + order, hits, at, id_) for id_, (order, hits, at) in self.uses.items())
+            transaction.clock += self.order
         if not self.written and not self.dropped:
             return
         if registered():
@@ -42,45 +45,42 @@ class Told(NamedTuple):
             if self.dropped:
                 transaction.drop(self.dropped)
             return
-        # The index was made anew meanwhile. It found what was whole by then; other files it does not count, and they must go.
-        numbers = [row.id for row in self.written]
-        there = transaction.find(numbers).keys() | transaction.find_pending(numbers).keys()
+        # The index was rebuilt in the meantime from the files that were complete then. Remove files that it does not count.
+        ids = [row.id for row in self.written]
+        known = transaction.find(ids).keys() | transaction.find_pending(ids).keys()
         for row in self.written:
-            if row.id not in there:
+            if row.id not in known:
                 files.remove(row.name)
 
 
-class Untold:
-    """Threads may call at once."""
+class PendingUpdates:
+    """Collects updates for the next transaction. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._uses: dict[int, tuple[int, int, float]] = {}
-        self._order = 0
-        self._written: list[Pending] = []
-        self._dropped: list[Pending] = []
+        self._batch = UpdateBatch()
 
-    def note(self, names: Sequence[Name]) -> None:
-        """These blocks were read, at once."""
+    def note_reads(self, names: Sequence[Name]) -> None:
+        """Note that these blocks were read in one call."""
         if not names:
             return
         clock = time.time()
         with self._lock:
-            self._order += 1
+            batch = self._batch
+            batch.order += 1
             for name in names:
-                number = block_id(name)
-                _, hits, _ = self._uses.get(number, (0, 0, 0.0))
-                self._uses[number] = (self._order, hits + 1, clock)
+                id_ = block_id(name)
+                _, hits, _ = batch.uses.get(id_, (0, 0, 0.0))
+                batch.uses[id_] = (batch.order, hits + 1, clock)
 
-    def ended(self, written: Sequence[Pending], dropped: Sequence[Pending]) -> None:
-        """Files are whole, or were given up."""
+    def note_writes(self, written: Sequence[PendingRow], dropped: Sequence[PendingRow]) -> None:
+        """Note that the files of these rows are complete, or were given up."""
         with self._lock:
-            self._written += written
-            self._dropped += dropped
+            self._batch.written += written
+            self._batch.dropped += dropped
 
-    def take(self) -> Told:
-        """All of it, which is forgotten here."""
+    def take(self) -> UpdateBatch:
+        """Return all updates and start with none."""
         with self._lock:
-            told = Told(self._uses, self._written, self._dropped)
-            self._uses, self._written, self._dropped, self._order = {}, [], [], 0
-        return told
+            batch, self._batch = self._batch, UpdateBatch()
+        return batch

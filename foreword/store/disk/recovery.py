@@ -1,81 +1,88 @@
-"""Bringing a disk store's index and its files together, as far as somebody may have left them apart.
-
-After a crash of the machine, or where the index is new, every file is looked at (`compare`). What a process was writing when it
-died is finished or taken back by the next one that comes by (`bury`). A broken index is put beside a new one (`set_aside`).
-"""
+"""Recovery of a disk store: after a crash of a process or of the machine, and when the index is lost or broken."""
 
 from __future__ import annotations
 
 import os
+import socket
+from pathlib import Path
 
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name
-from foreword.store.disk.files import Files, Found, boot_of_host, header_of, is_alive, remove_file, remove_presence
-from foreword.store.disk.index import Index
-from foreword.store.disk.index_rows import Transaction
+from foreword.store.disk.files import BlockFile, BlockFiles, read_block_header, remove_file
+from foreword.store.disk.index import DiskIndex
+from foreword.store.disk.index_rows import IndexTransaction
+from foreword.store.disk.locks import is_alive, remove_dead_lock
 
 
-def take_over(index: Index, files: Files, deadline: float) -> int:
-    """Open the index, and bring it and the files together; returns how many blocks dead processes had in hand. The caller
-    writes nothing yet, and keeps others from opening the folder meanwhile. Raises StoreError."""
+def open_index(index: DiskIndex, files: BlockFiles, deadline: float) -> int:
+    """Open the index and reconcile it with the files if necessary. Returns the number of recovered blocks.
+
+    The caller holds the folder lock and has no write in progress. Raises StoreError.
+    """
     index.open(deadline)
     host, boot = boot_of_host()
     with index.write(deadline) as transaction:
         boots = transaction.boots()
-        if boots.get(host, boot) != boot:  # the machine crashed, perhaps, and SQLite's last transactions are lost
+        if boots.get(host, boot) != boot:  # the machine may have crashed and lost SQLite's last transactions
             transaction.check()
-            compare(transaction, files)
-        elif not boots:  # it is new, or whoever made it did not live to do this
-            compare(transaction, files)
+            reconcile(transaction, files)
+        elif not boots:  # the index is new, or its creator died before it reconciled
+            reconcile(transaction, files)
         transaction.note_boot(host, boot)
-        return bury(transaction, files, ours=0)
+        return recover_dead_writers(transaction, files, ours=0)
 
 
-def set_aside(file: str) -> None:
-    """A broken index, for who wants to know why; the blocks tell what was in it. Its log goes first: a new index beside an
-    old log would be given what that says. Raises StoreUnavailable."""
-    for end in ("-wal", "-shm", "-journal"):
-        remove_file(file + end)
+def boot_of_host() -> tuple[str, str]:
+    """The name of the host and the id of its current boot ("" if the system has none)."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return socket.gethostname(), boot
+
+
+def quarantine_index(file: str) -> None:
+    """Rename a broken index to `*.broken` for inspection; it is rebuilt from the blocks. Raises StoreUnavailable.
+
+    Its log is removed first: SQLite would apply an old log to the new index.
+    """
+    for suffix in ("-wal", "-shm", "-journal"):
+        remove_file(file + suffix)
     try:
         os.replace(file, file + ".broken")
     except OSError as error:
-        raise StoreUnavailable(f"the index is broken and cannot be set aside: {error}") from error
+        raise StoreUnavailable(f"the index is broken and cannot be renamed: {error}") from error
 
 
-def compare(transaction: Transaction, files: Files) -> None:
-    """Look at every file: adopt sound blocks that have no row, remove other files, forget rows without a file."""
-    rows = transaction.all()
+def reconcile(transaction: IndexTransaction, files: BlockFiles) -> None:
+    """Compare all files with the index: add rows for sound blocks, remove other files, remove rows without a file."""
+    rows = transaction.all_rows()
     pending = {row.name for writer in transaction.writers() for row in transaction.unfinished(writer)}
-    whole: set[Name] = set()
-    adopted: list[Found] = []
-    for found in files.walk():
-        row = rows.get(found.name)
-        if found.token is not None:
-            if not is_alive(files.folder, found.token):
-                remove_file(found.path)
-        elif row is None and found.name not in pending:
-            adopted.append(found)
-        elif row is None or row.size == found.size:
-            whole.add(found.name)
+    sound: set[Name] = set()
+    unknown: list[BlockFile] = []
+    for file in files.walk():
+        row = rows.get(file.name)
+        if file.token is not None:
+            if not is_alive(files.folder, file.token):
+                remove_file(file.path)
+        elif row is None and file.name not in pending:
+            unknown.append(file)
+        elif row is None or row.size == file.size:
+            sound.add(file.name)
         else:
-            remove_file(found.path)
+            remove_file(file.path)
     for row in rows.values():
-        if row.name not in whole:
+        if row.name not in sound:
             transaction.remove(row)
-    _adopt(transaction, adopted)
+    for file in sorted(unknown, key=lambda file: file.modified):  # the one written last counts as used last
+        header = read_block_header(file)
+        if header is None or not transaction.add_found(header, file.size, transaction.tick(), file.modified):
+            remove_file(file.path)
     transaction.recount()
 
 
-def _adopt(transaction: Transaction, files: list[Found]) -> None:
-    """Rows for files, the latest written used last."""
-    for found in sorted(files, key=lambda found: found.modified):
-        header = header_of(found)
-        if header is None or not transaction.adopt(header, found.size, transaction.tick(), found.modified):
-            remove_file(found.path)
-
-
-def bury(transaction: Transaction, files: Files, ours: int) -> int:
-    """Finish or take back what dead processes were writing; returns how many blocks. `ours` is this process's number."""
+def recover_dead_writers(transaction: IndexTransaction, files: BlockFiles, ours: int) -> int:
+    """Finish or roll back the writes of dead processes. Returns the number of their blocks. `ours` is our writer id."""
     count = 0
     for writer, token in transaction.writers().items():
         if writer == ours or is_alive(files.folder, token):
@@ -89,5 +96,5 @@ def bury(transaction: Transaction, files: Files, ours: int) -> int:
         transaction.drop(row for row in rows if files.size(row.name) != row.size)
         count += len(rows)
         transaction.unregister(writer)
-        remove_presence(files.folder, token)
+        remove_dead_lock(files.folder, token)
     return count

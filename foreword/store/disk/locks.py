@@ -1,0 +1,102 @@
+"""Locks among the processes that share the folder of a disk store."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from foreword.errors import StoreTimeout
+from foreword.store.base import time_left
+from foreword.store.disk.files import WRITE, make_folder, store_error
+
+_POLL_SECONDS: Final = 0.01
+
+
+class LivenessLock:
+    """A file that this process keeps locked while it lives, so others can tell whether it will finish its writes.
+
+    The system releases the lock when the process ends for any reason. (A process id would be reused.)
+
+    Attributes:
+        token: identifies the process as a writer: host, process id and a random part.
+    """
+
+    def __init__(self, folder: str) -> None:
+        make_folder(f"{folder}/writers")
+        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:64]
+        self.token = f"{host}-{os.getpid()}-{secrets.token_hex(6)}"
+        self._path = f"{folder}/writers/{self.token}"
+        try:
+            self._handle = os.open(self._path, WRITE, 0o600)
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise store_error(error) from error
+
+    def exists(self) -> bool:
+        """Whether the file still exists, so that other processes can see it."""
+        return os.path.exists(self._path)
+
+    def abandon(self) -> None:
+        """Drop the lock without removing its file. For a forked child: the lock belongs to the parent."""
+        os.close(self._handle)
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+        os.close(self._handle)
+
+
+def is_alive(folder: str, token: str) -> bool:
+    """Whether the writer with this token lives. A writer on a system without file locks counts as alive."""
+    try:
+        handle = os.open(f"{folder}/writers/{token}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def remove_dead_lock(folder: str, token: str) -> None:
+    """Remove the liveness lock of a dead writer."""
+    with contextlib.suppress(OSError):
+        os.unlink(f"{folder}/writers/{token}")
+
+
+@contextlib.contextmanager
+def folder_lock(folder: str, deadline: float) -> Iterator[None]:
+    """Exclude other processes while the folder is opened. Raises StoreTimeout, StoreError."""
+    try:
+        handle = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise store_error(error) from error
+    try:
+        _lock(handle, deadline)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, deadline: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time_left(deadline) < _POLL_SECONDS:
+                raise StoreTimeout("another process is opening the folder") from None
+            time.sleep(_POLL_SECONDS)
+        except OSError as error:
+            raise store_error(error) from error

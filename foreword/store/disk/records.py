@@ -1,0 +1,56 @@
+"""The records of a disk store: one small file per record."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from foreword.errors import StoreUnavailable
+from foreword.store.base import check_record, check_record_key
+from foreword.store.disk.files import remove_file, write_atomically
+
+
+class RecordFiles:
+    """Records below `folder`. A part of a key ends in `=` as a folder and in `~` as a file, so `a` and `a/b` can
+    coexist."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def _path(self, key: str) -> str:
+        *parts, last = check_record_key(key).split("/")
+        return "/".join([self._folder, *(part + "=" for part in parts), last + "~"])
+
+    def put(self, key: str, data: bytes, token: str) -> None:
+        path = self._path(key)
+        write_atomically(path, f"{path}{token}.{secrets.token_hex(4)}", check_record(data))
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return Path(self._path(key)).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreUnavailable(f"a record cannot be read: {error}") from error
+
+    def delete(self, key: str) -> bool:
+        return remove_file(self._path(key))
+
+    def keys(self, prefix: str) -> list[str]:
+        """All keys that start with `prefix`, sorted."""
+        found = []
+        for path, _, files in os.walk(self._folder):
+            folder = os.path.relpath(path, self._folder)
+            parts = [] if folder == "." else [part.removesuffix("=") for part in folder.split("/")]
+            found += ["/".join([*parts, name.removesuffix("~")]) for name in files if name.endswith("~")]
+        return sorted(key for key in found if key.startswith(prefix))
+
+    def remove_incomplete(self, is_dead: Callable[[str], bool]) -> None:
+        """Remove the incomplete files of dead writers."""
+        for path, _, files in os.walk(self._folder):
+            for name in files:
+                token = name.partition("~")[2].rpartition(".")[0]
+                if token and is_dead(token):
+                    remove_file(f"{path}/{name}")
