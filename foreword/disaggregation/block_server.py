@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.blocks.pool import BlockPool
 from foreword.config import TransferConfig
-from foreword.disaggregation.frames import Held, ServedStatus, SharedFrames, slots_for
+from foreword.disaggregation.frames import FrameServer, HeldBlock, ServedStatus, num_frame_slots
 from foreword.events import BlocksRemoved, BlocksStored, Event
 from foreword.store.base import Name, Store
 from foreword.transfer.endpoint import Endpoint
@@ -28,7 +28,7 @@ from foreword.transfer.service import Idle
 if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena
 
-__all__ = ["DeviceChains", "Library", "Post", "ServedBlocks", "ServedStatus", "serve_blocks", "slots_for"]
+__all__ = ["BlockServer", "ChainIndex", "Library", "Post", "ServedStatus", "num_frame_slots", "serve_blocks"]
 
 # Of the pool, the part that one batch may hold; and of the free blocks, the part that it may take.
 _HELD_SHARE: Final = 8
@@ -40,7 +40,7 @@ _TIDY_SECONDS: Final = 0.5
 Post = Callable[[Callable[[], None]], bool]
 
 
-class DeviceChains:
+class ChainIndex:
     """An observer that knows the place of every named block on the device in its chain, which the pool does not need to know.
 
     The engine's thread writes and reads it.
@@ -81,7 +81,7 @@ class DeviceChains:
         return above[::-1]
 
 
-class ServedBlocks(SharedFrames):
+class BlockServer(FrameServer):
     """What an engine gives: its memory tiers, and the named blocks of its device.
 
     Args:
@@ -95,7 +95,7 @@ class ServedBlocks(SharedFrames):
         self,
         layout: Layout,
         pool: BlockPool,
-        chains: DeviceChains,
+        chains: ChainIndex,
         post: Post,
         staging: StagingArena,
         memory: Sequence[Store] = (),
@@ -118,9 +118,9 @@ class ServedBlocks(SharedFrames):
     def _on_device(self, keys: Sequence[bytes]) -> int:
         return len(self._pool.lookup(keys))
 
-    def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> list[Held]:
+    def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> list[HeldBlock]:
         """References to what the device has of these names; none if the engine does not come to it in time."""
-        answer: Future[list[Held]] = Future()
+        answer: Future[list[HeldBlock]] = Future()
 
         def work() -> None:
             if not answer.set_running_or_notify_cancel():
@@ -138,14 +138,14 @@ class ServedBlocks(SharedFrames):
             # Either it is not begun and never will be, or the engine is at it in this moment.
             return [] if answer.cancel() else answer.result()
 
-    def _let_go(self, held: Sequence[Held]) -> None:
+    def _let_go(self, held: Sequence[HeldBlock]) -> None:
         self._post(lambda: self._give_back(held))
 
     # On the engine's thread
 
-    def _take(self, wanted: Sequence[tuple[int, Name]]) -> list[Held]:
+    def _take(self, wanted: Sequence[tuple[int, Name]]) -> list[HeldBlock]:
         pool = self._pool
-        held: list[Held] = []
+        held: list[HeldBlock] = []
         spare = pool.num_free // _FREE_SHARE
         for number, name in wanted:
             key = name[FINGERPRINT_BYTES:]
@@ -157,10 +157,10 @@ class ServedBlocks(SharedFrames):
                 continue  # what is free is about to be needed
             spare -= free
             pool.share(blocks)
-            held.append(Held(number, blocks[0], self._header(key, *place)))
+            held.append(HeldBlock(number, blocks[0], self._header(key, *place)))
         return held
 
-    def _give_back(self, held: Sequence[Held]) -> None:
+    def _give_back(self, held: Sequence[HeldBlock]) -> None:
         """Release what was read. The blocks before it are counted as used a little later, once for many reads of a chain."""
         self._pool.release([one.block for one in held])
         first, last = held[0].header, held[-1].header
@@ -185,13 +185,13 @@ class ServedBlocks(SharedFrames):
 class Library(Idle):
     """A transfer service that gives blocks and does nothing else."""
 
-    def __init__(self, served: ServedBlocks) -> None:
+    def __init__(self, served: BlockServer) -> None:
         super().__init__(served.layout)
         self.locate = served.locate  # type: ignore[method-assign]
         self.get = served.get  # type: ignore[method-assign]
 
 
-def serve_blocks(served: ServedBlocks, config: TransferConfig) -> Endpoint:
+def serve_blocks(served: BlockServer, config: TransferConfig) -> Endpoint:
     """Listen at `config.bind` for instances that read blocks; close the endpoint in the end. Raises ConfigError."""
     endpoint = Endpoint(config, Library(served))
     endpoint.listen()

@@ -1,7 +1,7 @@
 """Sealed frames for other instances: from this process's memory tiers, and from blocks of its device.
 
 What of the device may be read, and how it is kept from changing meanwhile, is the business of whoever runs it: a subclass of
-`SharedFrames` says so. This class alone gives what is in memory.
+`FrameServer` says so. This class alone gives what is in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ARENA_BYTES: Final = 4 * BATCH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBlock:
     """A block of the device that does not change for now: which name of the batch it is for, its number, and its header."""
 
     number: int
@@ -47,7 +47,7 @@ class ServedStatus:
     missing: int
 
 
-class SharedFrames:
+class FrameServer:
     """Answers `locate` and `get` of a transfer service (`foreword.transfer.service.Service`), on the endpoint's threads.
 
     Args:
@@ -76,11 +76,11 @@ class SharedFrames:
         """How many of these blocks, from the first on, may be read on the device. A hint."""
         return 0
 
-    def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> Sequence[Held]:
+    def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> Sequence[HeldBlock]:
         """Keep those of the names that the device has from changing until `_let_go`; fewer or none if that cannot be had."""
         return ()
 
-    def _let_go(self, held: Sequence[Held]) -> None:
+    def _let_go(self, held: Sequence[HeldBlock]) -> None:
         """The copies are made."""
 
     # Asked by peers
@@ -180,6 +180,6 @@ def found_in(stores: Sequence[Store], names: Sequence[Name], deadline: float) ->
     return done
 
 
-def slots_for(layout: Layout) -> int:
+def num_frame_slots(layout: Layout) -> int:
     """How many blocks the arena has room for from which they are given to peers."""
     return max(ARENA_BYTES // (layout.block_bytes + HEADER_BYTES), 4)

@@ -1,7 +1,7 @@
-"""One engine among others: what it does for them, and what it asks of them, over the room `transfer`.
+"""One engine among other instances: what it does for them and asks of them, over the package `transfer`.
 
-Calls of the service come on a connection's thread and are quick: they write KV where it belongs, or put work into the engine's
-inbox. Everything that touches blocks or queues happens on the engine's thread.
+Calls of the service come on a connection's thread and are quick: they write KV, or post work to the engine's thread. Everything
+that touches blocks or queues happens on the engine's thread.
 """
 
 from __future__ import annotations
@@ -11,150 +11,130 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from foreword.config import TransferConfig
-from foreword.disaggregation import messages as wire
-from foreword.disaggregation.migration import Arriving, Move, Moves, Plan
-from foreword.disaggregation.prefill_service import Export, Exports
-from foreword.disaggregation.remote_prefill import Pull
-from foreword.disaggregation.sender import Lanes, Outgoing, Port
+from foreword.disaggregation.context import EngineContext, EngineThread
+from foreword.disaggregation.kv_send import KVSend, KVSender
+from foreword.disaggregation.messages import MigrationOffer, PrefillTask, decode, pack
+from foreword.disaggregation.migration import Migrations, OutgoingMigration
+from foreword.disaggregation.prefill_service import PrefillService
+from foreword.disaggregation.remote_prefill import RemotePrefill
 from foreword.engine.loop import EngineCore
-from foreword.engine.request import Delta, Request, TokenLogprob
-from foreword.engine.scheduler import SequenceState, Step
+from foreword.engine.request import Request, TokenLogprob
+from foreword.engine.sequence import SequenceState, Step
 from foreword.errors import BadRequest
-from foreword.events import TransferEnded
 from foreword.transfer.endpoint import Endpoint
 from foreword.transfer.link import Payload
 from foreword.transfer.messages import Buffer, Part, Reason
 from foreword.transfer.service import Idle
 from foreword.transfer.transfers import Destination, Source
 
+if TYPE_CHECKING:
+    from foreword.disaggregation.block_server import BlockServer
+    from foreword.disaggregation.kv_view import KVView
+
 log = logging.getLogger(__name__)
 
-_DIALLERS: Final = 16
-# Seconds between two looks at which prompts of others need a sign of life.
-_WORKING: Final = 1.0
+_DIALERS: Final = 16
+# Seconds between two messages to the receivers of prompts that take long to compute.
+_KEEP_ALIVE: Final = 1.0
 
-
-class BlocksServed(Protocol):
-    """What other instances may read of this one (`engine.served_blocks.ServedBlocks`)."""
-
-    def locate(self, names: Sequence[bytes], deadline: float) -> int: ...
-    def get(self, names: Sequence[bytes], longest: int, deadline: float) -> Iterator[Sequence[Buffer | None]]: ...
-
-
-class Around(Protocol):
-    """What an instance needs of the engine's thread and of those who listen to it."""
-
-    def post(self, work: Callable[[], None]) -> bool:
-        """Put work into the engine's inbox; False if the engine has ended."""
-        ...
-
-    def rest(self, seconds: float) -> None:
-        """On the engine's thread: sleep so long, or until there is something in its inbox."""
-        ...
-
-    def deliver(self, deltas: Sequence[Delta]) -> None:
-        """Hand deltas to whoever listens. On the engine's thread."""
-        ...
-
-    def adopt(self, request: Request, output: Sequence[int], envelope: bytes) -> None:
-        """A request goes on here that nobody listens to yet. On the engine's thread."""
-        ...
+MessageT = TypeVar("MessageT")
 
 
 class Instance(Idle):
-    """The service of an engine's endpoint, and the loop's `Handoff`.
+    """The service of an engine's transfer endpoint, and the loop's `KVTransferHooks`.
 
     Args:
         role: `prefill`, `decode` or `both`.
-        around: the thread and the listeners of this engine.
         served: blocks that others may read.
+
+    Attributes:
+        draining: this instance is about to stop: it takes no prompts and no requests.
     """
 
     def __init__(
         self,
         core: EngineCore,
-        port: Port,
+        view: KVView,
         config: TransferConfig,
         role: str,
-        around: Around,
-        served: BlocksServed | None = None,
+        thread: EngineThread,
+        served: BlockServer | None = None,
     ) -> None:
-        super().__init__(port.layout)
+        super().__init__(view.layout)
         self.role = role
         self.draining = False
+        self.view = view
         self.endpoint = Endpoint(config, self)
-        self.lanes = Lanes()
-        self.port = port
         self._core = core
-        self._around = around
-        self.post = around.post
-        self.deliver, self.adopt = around.deliver, around.adopt
-        self.notify = core.notify
+        self._thread = thread
         self._served = served
         self._min_tokens = config.min_tokens
-        self._diallers = ThreadPoolExecutor(_DIALLERS, "foreword-dial")
-        self._looked = 0.0
-        self._leases = 0
-        self.moves = Moves(core, port, self.lanes, self.endpoint.connect, self)
-        self._exports = Exports(port, self.lanes, core.enter, core.abort, self.released, self.hold)
-        self.written = self._exports.written
-        core.handoff = self
+        self._dialers = ThreadPoolExecutor(_DIALERS, "foreword-dial")
+        self._kept_alive = 0.0
+        self._sender = KVSender(core, view, thread.post)
+        self._context = EngineContext(core, view, thread, self.endpoint.connect, self._background)
+        self._prefills = PrefillService(self._context, self._sender)
+        self.migrations = Migrations(self._context, self._sender, lambda: self.draining)
+        self.layer_written = self._prefills.layer_written
+        core.transfers = self
 
     @property
     def address(self) -> str:
-        """Where others reach it; "" before `listen`."""
+        """Where other instances reach it; "" before `listen`."""
         return self.endpoint.address
 
     @property
     def busy(self) -> bool:
-        """Whether prompts of others are computed here, or KV is held for others."""
-        return self._leases > 0 or self._exports.count > 0
+        """Prompts of others are computed here, or KV is held for others."""
+        return self._sender.holds_blocks or self._prefills.busy
 
     def listen(self) -> str:
-        """Begin to serve others; returns the address. Raises ConfigError."""
+        """Start to serve others; returns the address. Raises ConfigError."""
         return self.endpoint.listen()
 
     def close(self) -> None:
         """End all transfers. After the engine's thread has ended."""
         self.endpoint.close()
-        self._diallers.shutdown(wait=False, cancel_futures=True)
+        self._dialers.shutdown(wait=False, cancel_futures=True)
+
+    def _background(self, work: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the instance is closed
+            self._dialers.submit(work)
 
     # The service, on connections' threads
 
     def wanted(self, source: Source) -> None:
-        if self.role == "decode":
-            source.refuse(Reason.ROLE, "this instance decodes; it computes no prompts for others")
-        elif self.draining:
-            source.refuse(Reason.DRAINING, "this instance is about to stop")
-        else:
-            try:
-                task = wire.decode(wire.Task, source.request)
-            except BadRequest as error:
-                source.refuse(Reason.REQUEST, error.message)
-                return
+        why = "this instance decodes; it computes no prompts for others"
+        task = self._read(source, PrefillTask, "decode", why)
+        if task is not None:
             source.accept()
-            self.post(lambda: self._exports.begin(source, task))
+            self._thread.post(lambda: self._prefills.begin(source, task))
 
     def offered(self, destination: Destination) -> None:
-        if self.role == "prefill":
-            destination.refuse(Reason.ROLE, "this instance computes prompts; it takes no requests over")
+        why = "this instance computes prompts; it takes no requests over"
+        offer = self._read(destination, MigrationOffer, "prefill", why)
+        if offer is not None:
+            self.migrations.offered(destination, offer)
+
+    def _read(self, transfer: Source | Destination, kind: type[MessageT], unsuited: str, why: str) -> MessageT | None:
+        """The description with which a transfer begins. None if it was refused, `why` for the role `unsuited`."""
+        if self.role == unsuited:
+            transfer.refuse(Reason.ROLE, why)
         elif self.draining:
-            destination.refuse(Reason.DRAINING, "this instance is about to stop")
+            transfer.refuse(Reason.DRAINING, "this instance is about to stop")
         else:
             try:
-                moving = wire.decode(wire.Moving, destination.request)
+                return decode(kind, transfer.request)
             except BadRequest as error:
-                destination.refuse(Reason.REQUEST, error.message)
-                return
-            destination.context = Arriving(moving, self.port, self.moves, started=time.monotonic())
-            self.post(lambda: self.moves.consider(destination, moving))
+                transfer.refuse(Reason.REQUEST, error.message)
+        return None
 
     def accepted(self, transfer: Source | Destination) -> None:
         if isinstance(transfer, Source):
-            self.moves.accepted(transfer)
+            self.migrations.accepted(transfer)
 
     def part(self, destination: Destination, part: Part, payload: Payload) -> None:
         destination.context.part(part, payload)
@@ -163,15 +143,15 @@ class Instance(Idle):
         destination.context.finished(destination, result, tokens)
 
     def ended(self, transfer: Source | Destination) -> None:
-        kept = transfer.context
-        if isinstance(kept, Export):
-            self.post(lambda: self._exports.dropped(kept))
-            kept.end()
-        elif isinstance(kept, Plan | Move):
+        context = transfer.context
+        if isinstance(context, KVSend):
+            self._thread.post(lambda: self._prefills.dropped(context))
+            context.end()
+        elif isinstance(context, OutgoingMigration):
             assert isinstance(transfer, Source)
-            self.moves.source_ended(transfer)
-        elif kept is not None:
-            kept.ended(transfer)
+            self.migrations.source_ended(context, transfer)
+        elif context is not None:
+            context.ended(transfer)
 
     def locate(self, names: Sequence[bytes], deadline: float) -> int:
         return 0 if self._served is None else self._served.locate(names, deadline)
@@ -179,101 +159,46 @@ class Instance(Idle):
     def get(self, names: Sequence[bytes], longest: int, deadline: float) -> Iterator[Sequence[Buffer | None]]:
         return iter(()) if self._served is None else self._served.get(names, longest, deadline)
 
-    # Leases
-
-    def hold(self, outgoing: Outgoing, blocks: Sequence[int]) -> None:
-        """Keep blocks for a transfer. On the engine's thread."""
-        self._leases += not outgoing.held and bool(blocks)
-        outgoing.hold(self._core.cache, blocks)
-
-    def released(self, outgoing: Outgoing) -> None:
-        """Nothing of a transfer is needed any more. From any thread."""
-        self.post(lambda: self._give_back(outgoing))
-
-    def _give_back(self, outgoing: Outgoing) -> None:
-        if outgoing.held:
-            self._leases -= 1
-            self._core.cache.unpin(outgoing.held)
-            outgoing.held = []
-        source = outgoing.source
-        self.notify(
-            TransferEnded(
-                "prefill" if isinstance(outgoing, Export) else "move",
-                "source",
-                _outcome(source),
-                outgoing.bytes,
-                outgoing.parts,
-                time.monotonic() - outgoing.started,
-                hidden_bytes=outgoing.hidden_bytes if isinstance(outgoing, Export) else 0,
-                pause=outgoing.pause if isinstance(outgoing, Move) else 0.0,
-            )
-        )
-
-    # The loop's `Handoff`, on the engine's thread
+    # The loop's `KVTransferHooks`, on the engine's thread
 
     @property
-    def expects(self) -> bool:
-        """Whether memory is held for others, that comes back by itself."""
-        return self._leases > 0
+    def holds_blocks(self) -> bool:
+        return self._sender.holds_blocks
 
-    def pull(self, request: Request, sequence: SequenceState) -> Pull | None:
-        """How the prompt is asked for; None if this is the instance that shall compute it."""
+    def remote_prefill(self, request: Request, sequence: SequenceState) -> RemotePrefill | None:
         if request.prefill == self.address:
             return None
-        params = request.params
-        task = wire.Task(
-            request.id, wire.pack(request.tokens), params, sequence.seed, sequence.request.index, request.salt
-        )
-        dial = self.endpoint.connect
-        return Pull(request.prefill, task, self.port, dial, self.background, self._wake, self._min_tokens)
+        index, tokens = sequence.request.index, pack(request.tokens)
+        task = PrefillTask(request.id, tokens, request.params, sequence.seed, index, request.salt)
+        return RemotePrefill(self._context, request.prefill, task, self._min_tokens)
 
-    def background(self, work: Callable[[], None]) -> None:
-        """Run what may wait for the network."""
-        with contextlib.suppress(RuntimeError):  # the instance is closed
-            self._diallers.submit(work)
+    def remote_prefill_ended(self, sequence: SequenceState) -> None:
+        remote = sequence.remote
+        assert isinstance(remote, RemotePrefill)
+        if remote.result is None:
+            name, message = sequence.request.id, remote.message
+            log.warning("request %s: computed here, not by %s: %s", name, remote.origin, message)
+        self._core.notify(remote.ended_event())
 
-    def _wake(self) -> None:
-        self.post(lambda: None)
+    def before_step(self, step: Step) -> None:
+        now = time.monotonic()
+        if now - self._kept_alive >= _KEEP_ALIVE:
+            self._kept_alive = now
+            self._prefills.keep_alive()
+        self._prefills.preempted(step.preempted)
+        self.migrations.preempted(step.preempted)
+        self._prefills.before_step(step)
 
-    def pulled(self, sequence: SequenceState, pull: Any) -> None:
-        """A prompt has come, or not."""
-        if pull.result is None:
-            log.warning("request %s: computed here, not by %s: %s", sequence.request.id, pull.origin, pull.message)
-        self._note_pull(pull)
-
-    def _note_pull(self, pull: Pull) -> None:
-        seconds = time.monotonic() - pull.started
-        self.notify(TransferEnded("prefill", "destination", pull.outcome, pull.bytes, pull.parts, seconds))
-
-    def prepare(self, step: Step) -> None:
-        self._exports.preempted(step.preempted)
-        self.moves.preempted(step.preempted)
-        self._exports.prepare(step)
-
-    def is_export(self, sequence: SequenceState) -> bool:
-        return self._exports.is_export(sequence)
-
-    def computed(self, sequence: SequenceState, token: int, logprob: TokenLogprob | None) -> None:
-        self._exports.finish(sequence, token, logprob)
+    def prompt_computed(self, sequence: SequenceState, token: int, logprob: TokenLogprob | None) -> bool:
+        return self._prefills.prompt_computed(sequence, token, logprob)
 
     def sequence_ended(self, sequence: SequenceState, error: str | None) -> None:
-        self._exports.ended(sequence, error)
-        self.moves.sequence_ended(sequence)
-        pull = sequence.pull
-        if isinstance(pull, Pull) and pull.begun:  # nobody waits for its prompt any more
-            pull.close()
-            self._note_pull(pull)
+        self._prefills.sequence_ended(sequence, error)
+        self.migrations.sequence_ended(sequence)
+        remote = sequence.remote
+        if isinstance(remote, RemotePrefill) and remote.begun and not remote.closed:  # it ends while its prompt travels
+            remote.close()
+            self._core.notify(remote.ended_event())
 
-    def look(self) -> None:
-        """At every step: what has to be done now and then."""
-        now = time.monotonic()
-        if now - self._looked >= _WORKING:
-            self._looked = now
-            self._exports.working()
-
-    def rest(self, seconds: float) -> None:
-        self._around.rest(seconds)
-
-
-def _outcome(transfer: Source | Destination) -> str:
-    return "taken" if transfer.reason is None else str(transfer.reason)
+    def wait(self, seconds: float) -> None:
+        self._thread.wait(seconds)

@@ -23,7 +23,7 @@ from foreword.offload.staging import Paged, tensors_of
 from foreword.transfer.messages import Buffer, Part
 
 
-class KVPort:
+class KVView:
     """Reads parts out of paged tensors and writes parts into them. Threads may call at once, for different blocks.
 
     Args:

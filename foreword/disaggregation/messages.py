@@ -1,11 +1,12 @@
-"""What a request is on its way between two engines: MessagePack of frozen dataclasses, opaque to the room `transfer`.
+"""A request on its way between two engines: MessagePack of frozen dataclasses, opaque to the package `transfer`.
 
-Nothing of it is trusted further than a request of a client's: it comes over an authenticated link, and is checked again.
+The names of the fields are the wire format. A message comes over an authenticated link, and is still checked like a request of
+a client.
 """
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,12 +21,12 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A prompt to be computed for another instance, and the draw of the token that follows it.
+class PrefillTask:
+    """A prompt to compute for another instance, and how to sample the token after it.
 
     Attributes:
         tokens: uint32, little-endian.
-        index, seed: of the sequence; with its position they decide the draw (engine/sampling.py).
+        index, seed: of the sequence; with its position they determine the sample (`engine.sampling`).
     """
 
     id: str
@@ -41,8 +42,8 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
-    """The token that follows a computed prompt. `cached_tokens` of the prompt were cached where it was computed."""
+class PrefillResult:
+    """The token after a computed prompt. `cached_tokens` of the prompt were cached where it was computed."""
 
     token: int
     logprob: TokenLogprob | None
@@ -51,15 +52,15 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
-    """A request that could move, as it is at the offer.
+class MigrationOffer:
+    """A request that is to migrate, as it is when it is offered.
 
     Attributes:
-        id: under which the new instance keeps it; nobody else's.
-        tokens: prompt and output so far; `prompt` of them are the prompt.
+        id: its new and unique id at the destination.
+        tokens: prompt and output so far; the first `prompt` of them are the prompt.
         max_total: length at which it ends.
-        room: the new instance needs blocks for so many tokens: no more have KV when it arrives.
-        envelope: the front door's: how its answer is written. Opaque to engines.
+        room: the destination needs blocks for so many tokens: no more have KV when it arrives.
+        envelope: the server's: how the response is written. Opaque to engines.
     """
 
     id: str
@@ -80,8 +81,8 @@ class Moving:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """What became of it until it was paused: `tokens` followed, and what was counted. Seconds are ages."""
+class MigrationState:
+    """The final state of a request that was offered: the `tokens` since then, and its counters. Seconds are ages."""
 
     tokens: bytes
     cached_tokens: int
@@ -126,14 +127,7 @@ def pack(tokens: Iterable[int]) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[int, ...]:
-    """The other way. Raises BadRequest."""
+    """Tokens from uint32 little-endian. Raises BadRequest."""
     if len(data) % 4:
         raise BadRequest("the tokens of a request are not whole")
-    return (
-        tuple(array("I", data))
-        if _LITTLE
-        else tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))
-    )
-
-
-_LITTLE = array("I", [1]).tobytes()[0] == 1
+    return struct.unpack(f"<{len(data) // 4}I", data)

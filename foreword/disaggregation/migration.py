@@ -1,11 +1,11 @@
-"""Requests that move: their KV is copied while they still decode, then they rest for a few steps and go on elsewhere.
+"""Live migration: a request's KV is copied while it still decodes; then it pauses for a few steps and continues elsewhere.
 
-The source offers a request with all its tokens; the destination takes blocks for it. Rounds follow: what has been computed so
-far is sent while the request goes on, then what was computed meanwhile, until little is left. Then it is paused, the rest and
-the final state travel, and whoever owns it by the protocol of `transfer` goes on with it: the destination once it has taken it,
-the source where that did not come about. A request that has no KV yet is handed over without any.
+The source offers a request with all its tokens, and the destination takes blocks for it. Rounds follow: the KV computed so far
+is sent while the request keeps decoding, then what was computed meanwhile, until little is left. Then the request is paused,
+and the rest of its KV and its final state are sent. The protocol of `transfer` decides which instance owns it: the
+destination once it has taken it, otherwise the source, which resumes it. A request that has no KV yet migrates without any.
 
-Everything here runs on the engine's thread but for `Move.accepted`, `Arriving.part`, and the calls that end a transfer.
+Everything runs on the engine's thread except where a docstring names another one.
 """
 
 from __future__ import annotations
@@ -13,54 +13,41 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final
 
-from foreword.disaggregation import messages as wire
-from foreword.disaggregation.remote_prefill import Dial
-from foreword.disaggregation.sender import Lanes, Outgoing, Port, Ready
-from foreword.engine.loop import EngineCore
-from foreword.engine.request import Delta, Departure, Request
-from foreword.engine.scheduler import SequenceState
+from foreword.disaggregation.context import EngineContext
+from foreword.disaggregation.kv_receive import KVReceive
+from foreword.disaggregation.kv_send import KVSend, KVSender
+from foreword.disaggregation.messages import MigrationOffer, MigrationState, decode, encode, pack, unpack
+from foreword.engine.kv_source import KVArrival
+from foreword.engine.request import MigratedTo, Request
+from foreword.engine.sequence import SequenceState
 from foreword.errors import BadRequest, CannotMove, ForewordError, TransferError, TransferUnavailable
-from foreword.events import Event, TransferEnded
-from foreword.transfer.link import Payload
-from foreword.transfer.messages import Offer, Part, Reason
+from foreword.events import TransferEnded
+from foreword.transfer.messages import Offer, Reason
 from foreword.transfer.protocol import Outcome
 from foreword.transfer.transfers import Destination, Source
 
 log = logging.getLogger(__name__)
 
-# Tokens that a request may generate while it is copied; then it is paused, however much is left.
+# Tokens that a request may generate while its KV is copied; then it is paused, however much is left.
 GROWTH: Final = 64
 # It is paused when no more than so many blocks are left to send, and at the latest after so many rounds.
-_LITTLE: Final = 1
+_LAST_BLOCKS: Final = 1
 _ROUNDS: Final = 8
-_WAIT: Final = 30.0
-
-
-class Host(Protocol):
-    """What moving needs of the engine around it."""
-
-    @property
-    def draining(self) -> bool: ...
-    def post(self, work: Callable[[], None]) -> bool: ...
-    def background(self, work: Callable[[], None]) -> object: ...
-    def deliver(self, deltas: Sequence[Delta]) -> None: ...
-    def hold(self, outgoing: Outgoing, blocks: Sequence[int]) -> None: ...
-    def released(self, outgoing: Outgoing) -> None: ...
-    def adopt(self, request: Request, output: Sequence[int], envelope: bytes) -> None: ...
-    def notify(self, event: Event) -> None: ...
+# The destination cannot take the request, now or ever; the request itself and the connection are fine.
+_REFUSALS: Final = (Reason.FULL, Reason.ROLE, Reason.DRAINING, Reason.REQUEST, Reason.LAYOUT)
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """How a request moved. Seconds; `pause` is how long it was not decoded, as the source saw it.
+class MigrationResult:
+    """How a request migrated. Seconds; `pause` is how long it was not decoded, as the source saw it.
 
     Attributes:
-        tokens: generated before it moved.
+        tokens: generated before it migrated.
         kv_tokens: whose KV the new instance has.
         rounds: in which its KV was sent, the last one while it was paused.
     """
@@ -74,185 +61,178 @@ class Moved:
     pause: float
 
 
-class Move(Outgoing):
-    """A request that leaves."""
+@dataclass(slots=True, eq=False)
+class OutgoingMigration:
+    """A request that migrates from here.
 
-    def __init__(self, source: Source, port: Port, release: Callable[[Outgoing], None], plan: Plan) -> None:
-        super().__init__(source, port, release)
-        self.plan = plan
-        self.next_block = 0
-        self.rounds = 0
-        self.paused_at = 0.0
-        self.pause = 0.0
-        self.kv_tokens = 0
-
-
-@dataclass(slots=True)
-class Plan:
-    """What was asked for: `sequence` to `to`, as `moving`. `future` hears how it went."""
+    Attributes:
+        address, to: of the destination, for transfers and for clients.
+        future: gets the result, or the error.
+        send: its KV; None until the destination has accepted.
+        ended: the request has ended here.
+    """
 
     sequence: SequenceState
     address: str
     to: str
-    moving: wire.Moving
-    future: Future[Moved]
+    offer: MigrationOffer
+    future: Future[MigrationResult]
     started: float
-    move: Move | None = None
-    gone: bool = False
+    send: KVSend | None = None
+    rounds: int = 0
+    paused_at: float = 0.0
+    kv_tokens: int = 0
+    ended: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Arriving:
-    """A request that comes. `blocks` are its own, as they were when it was accepted; `mark` is of that moment."""
+class IncomingMigration(KVReceive):
+    """A request that migrates here: the `engine.kv_source.KVSource` of its sequence, until it is taken.
 
-    moving: wire.Moving
-    port: Port
-    moves: Moves
-    sequence: SequenceState | None = None
-    blocks: tuple[int, ...] = ()
-    mark: Any = None
-    size: int = 0
-    parts: int = 0
-    started: float = 0.0
+    Attributes:
+        sequence: None until it was opened.
+        kv_tokens: tokens whose KV has come; 0 until it is taken.
+    """
 
-    def part(self, part: Part, payload: Payload) -> None:
-        with payload as view:
-            last = part.first_block + part.blocks
-            if last > len(self.blocks):
-                raise TransferError("a part for blocks that were not promised", reason=str(Reason.CONTENT))
-            self.port.write(part, self.blocks[part.first_block : last], view, self.mark)
-            self.size += len(view)
-        self.parts += 1
+    def __init__(
+        self, migrations: Migrations, context: EngineContext, destination: Destination, offer: MigrationOffer
+    ) -> None:
+        super().__init__(context.view)
+        self.destination = destination
+        self.offer = offer
+        self.sequence: SequenceState | None = None
+        self.kv_tokens = 0
+        self._migrations = migrations
+        self._post = context.thread.post
+
+    def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
+        super().begin(keys, held, blocks)
+        with contextlib.suppress(TransferError):  # it ended before; `ended` discards the sequence
+            self.destination.accept(held)
 
     def finished(self, destination: Destination, result: bytes, tokens: int) -> None:
-        rest = wire.decode(wire.Rest, result)
-        self.moves.host.post(lambda: self.moves.take(self, destination, rest, tokens))
+        state = decode(MigrationState, result)
+        self._post(lambda: self._migrations.take(self, state, tokens))
 
     def ended(self, destination: Destination) -> None:
-        taken = destination.outcome is Outcome.TAKEN
-        outcome = "taken" if taken else str(destination.reason)
-        self.moves.host.post(lambda: self.moves.settle(self, outcome))
+        outcome = "taken" if destination.outcome is Outcome.TAKEN else str(destination.reason)
+        self._post(lambda: self._migrations.settle(self, outcome))
+
+    def close(self) -> KVArrival:
+        self.closed = True
+        if not self.done:
+            self.destination.cancel(Reason.CANCELLED, "the request was ended")
+        return KVArrival(self._held * self._view.layout.block_size, self.kv_tokens, 0)
 
 
-class Moves:
-    """Both sides of requests that move."""
+class Migrations:
+    """Both sides of migration.
 
-    def __init__(self, core: EngineCore, port: Port, lanes: Lanes, dial: Dial, host: Host) -> None:
-        self.host = host
-        self._core = core
-        self._port = port
-        self._lanes = lanes
-        self._dial = dial
-        self._leaving: dict[int, Plan] = {}
+    Args:
+        is_draining: this instance is about to stop, and takes no requests.
+    """
+
+    def __init__(self, context: EngineContext, sender: KVSender, is_draining: Callable[[], bool]) -> None:
+        self._context = context
+        self._core = context.core
+        self._block_size = context.view.layout.block_size
+        self._sender = sender
+        self._is_draining = is_draining
+        self._outgoing: dict[SequenceState, OutgoingMigration] = {}
 
     # The source
 
     def begin(
-        self, request_id: str, address: str, to: str, new_id: str, envelope: bytes, future: Future[Moved]
+        self, request_id: str, address: str, to: str, new_id: str, envelope: bytes, future: Future[MigrationResult]
     ) -> None:
-        """Move a running request to the instance at `address`, known to clients as `to`, where it gets the id `new_id`."""
+        """Migrate a running request to the instance at `address`, known to clients as `to`, where its id is `new_id`."""
         try:
-            plan = self._plan(request_id, address, to, new_id, envelope, future)
+            sequence = self._movable(request_id)
         except ForewordError as error:
             future.set_exception(error)
             return
-        self._leaving[id(plan.sequence)] = plan
-        size = self._port.layout.block_size
-        kv = plan.sequence.computed
-        kv = kv if self._decodes(plan.sequence) else kv // size * size
-        keys = plan.sequence.table.chain.keys_to(kv // size)[: kv // size]
-        self.host.background(lambda: self._offer(plan, keys, kv))
+        kv = self._kv_tokens(sequence)
+        # No more tokens than this have KV when it arrives.
+        room = min(kv + GROWTH, sequence.max_total) if self._decodes(sequence) else kv
+        request, tokens = sequence.request, pack(sequence.table.chain.tokens)
+        limits = (request.params, sequence.seed, sequence.max_total, room)
+        rest = (request.index, request.salt, request.want_cache_report, envelope)
+        offer = MigrationOffer(new_id, tokens, sequence.num_prompt, *limits, *rest)
+        migration = OutgoingMigration(sequence, address, to, offer, future, time.monotonic())
+        self._outgoing[sequence] = migration
+        full = kv // self._block_size
+        keys = sequence.table.chain.keys_to(full)[:full]
+        self._context.background(lambda: self._offer(migration, keys, kv))
 
-    def _plan(
-        self, request_id: str, address: str, to: str, new_id: str, envelope: bytes, future: Future[Moved]
-    ) -> Plan:
-        core = self._core
-        sequence = core.sequence_of(request_id)
+    def _movable(self, request_id: str) -> SequenceState:
+        """The sequence of a request. Raises CannotMove."""
+        scheduler, sequence = self._core.scheduler, self._core.sequence_of(request_id)
         if sequence is None:
             raise CannotMove("the request has just ended, or has more than one sequence")
-        if id(sequence) in self._leaving or sequence in core.scheduler.paused:
+        if sequence in self._outgoing or sequence in scheduler.paused:
             raise CannotMove("the request is moving already")
         if sequence.request.params.max_tokens == 0:
             raise CannotMove("a request that generates nothing is not worth moving")
-        if sequence not in core.scheduler.running and sequence not in core.scheduler.waiting:
+        if sequence not in scheduler.running and sequence not in scheduler.waiting:
             raise CannotMove("the request waits for KV of its prompt; try again in a moment", reason="busy")
-        request, size = sequence.request, self._port.layout.block_size
-        kv = sequence.computed
-        room = min(kv + GROWTH, sequence.max_total) if self._decodes(sequence) else kv // size * size
-        moving = wire.Moving(
-            new_id,
-            wire.pack(sequence.table.chain.tokens),
-            sequence.num_prompt,
-            request.params,
-            sequence.seed,
-            sequence.max_total,
-            room,
-            request.index,
-            request.salt,
-            request.want_cache_report,
-            envelope,
-        )
-        return Plan(sequence, address, to, moving, future, time.monotonic())
+        return sequence
 
     def _decodes(self, sequence: SequenceState) -> bool:
         return sequence in self._core.scheduler.running and len(sequence.table) - sequence.computed == 1
 
-    def _offer(self, plan: Plan, keys: list[bytes], kv: int) -> None:
-        """On a dialling thread."""
+    def _kv_tokens(self, sequence: SequenceState) -> int:
+        """Tokens whose KV can be sent: of a prompt that is being computed, full blocks only."""
+        partial = 0 if self._decodes(sequence) else sequence.computed % self._block_size
+        return sequence.computed - partial
+
+    def _offer(self, migration: OutgoingMigration, keys: list[bytes], kv: int) -> None:
+        """On a thread that may wait."""
         try:
-            connection = self._dial(plan.address)
-            connection.offer(wire.encode(plan.moving), keys, kv, context=plan)
+            connection = self._context.dial(migration.address)
+            connection.offer(encode(migration.offer), keys, kv, context=migration)
         except ForewordError as error:
             failed = error
-            self.host.post(lambda: self._fail(plan, failed))
+            self._context.thread.post(lambda: self._fail(migration, failed))
 
     def accepted(self, source: Source) -> None:
-        """The other side has blocks for it. On the connection's thread."""
-        plan = source.context
-        move = Move(source, self._port, self.host.released, plan)
-        move.next_block = source.have
-        plan.move = source.context = move
-        self.host.post(lambda: self._round(move))
+        """The destination has blocks for it. On the connection's thread."""
+        migration: OutgoingMigration = source.context
+        send = migration.send = KVSend(self._sender, source, "move", migration.sequence)
+        self._context.thread.post(lambda: self._round(migration, send))
 
-    def _round(self, move: Move) -> None:
+    def _round(self, migration: OutgoingMigration, send: KVSend) -> None:
         """Send what has KV by now; the last time with the request paused."""
-        plan, core, size = move.plan, self._core, self._port.layout.block_size
-        sequence = plan.sequence
-        if plan.gone or move.over:
-            move.source.cancel(Reason.CANCELLED, "the request has ended")
+        sequence, scheduler = migration.sequence, self._core.scheduler
+        if migration.ended or send.over:
+            send.source.cancel(Reason.CANCELLED, "the request has ended")
             return
-        if sequence not in core.scheduler.running and sequence not in core.scheduler.waiting:
-            move.source.cancel(Reason.CANCELLED, "KV of its prompt is being loaded")
+        if sequence not in scheduler.running and sequence not in scheduler.waiting:
+            send.source.cancel(Reason.CANCELLED, "KV of its prompt is being loaded")
             return
-        full = sequence.computed // size
-        grown = len(sequence.table) + 1 >= plan.moving.room
-        little = full - move.next_block <= _LITTLE
-        move.rounds += 1
-        if little or grown or move.rounds >= _ROUNDS or not self._decodes(sequence):
-            self._last_round(move)
+        full = sequence.computed // self._block_size
+        migration.rounds += 1
+        grown = len(sequence.table) + 1 >= migration.offer.room
+        last = full - send.next_block <= _LAST_BLOCKS or grown or migration.rounds >= _ROUNDS
+        if last or not self._decodes(sequence):
+            self._last_round(migration, send)
             return
-        self._queue(move, full * size)
-        self._lanes.put(move, lambda: self._after_round(move))
+        self._queue(send, full * self._block_size)
+        self._sender.put(send, lambda: self._next_round(migration, send))
 
-    def _after_round(self, move: Move) -> None:
-        """On the lane's thread: go on when everything has left."""
-        if move.wait_sent(_WAIT):
-            self.host.post(lambda: self._round(move))
-        else:
-            move.source.cancel(Reason.DEADLINE, f"the peer took nothing for {_WAIT:g} s")
+    def _next_round(self, migration: OutgoingMigration, send: KVSend) -> None:
+        """When everything queued is sent. On the queue's thread."""
+        send.wait_sent()
+        self._context.thread.post(lambda: self._round(migration, send))
 
-    def _last_round(self, move: Move) -> None:
-        sequence, now = move.plan.sequence, time.monotonic()
-        scheduler, size = self._core.scheduler, self._port.layout.block_size
+    def _last_round(self, migration: OutgoingMigration, send: KVSend) -> None:
+        sequence, offer, now = migration.sequence, migration.offer, time.monotonic()
         decodes = self._decodes(sequence)
-        scheduler.pause(sequence)
-        move.paused_at = now
-        kv = min(sequence.computed, move.plan.moving.room)
-        move.kv_tokens = kv if decodes else kv // size * size
-        self._queue(move, move.kv_tokens)
-        known = len(move.plan.moving.tokens) // 4
-        rest = wire.Rest(
-            wire.pack(sequence.table.chain.tokens[known:]),
+        self._core.scheduler.pause(sequence)
+        migration.paused_at = now
+        kv = min(sequence.computed, offer.room)
+        migration.kv_tokens = kv if decodes else kv // self._block_size * self._block_size
+        self._queue(send, migration.kv_tokens)
+        state = MigrationState(
+            pack(sequence.table.chain.tokens[len(offer.tokens) // 4 :]),
             sequence.cached_tokens,
             sequence.shared_tokens,
             now - sequence.arrived,
@@ -260,165 +240,146 @@ class Moves:
             sequence.preemptions,
             sequence.report,
         )
-        self._lanes.put(move, lambda: move.source.finish(wire.encode(rest), move.kv_tokens))
+        send.finish(encode(state), migration.kv_tokens)
 
-    def _queue(self, move: Move, tokens: int) -> None:
+    def _queue(self, send: KVSend, tokens: int) -> None:
         """Send KV up to `tokens` tokens, all layers."""
-        size, table = self._port.layout.block_size, move.plan.sequence.table
-        first, stop = move.next_block, -(-tokens // size)
-        if stop <= first:
-            return
-        blocks = table.blocks[first:stop]
-        self.host.hold(move, blocks)
-        count = tokens - first * size
-        keys = table.chain.keys_to(first + count // size)[first : first + count // size]
-        layers = self._port.last_layer + 1
-        self._lanes.put(move, Ready(first, blocks, count, keys, 0, layers, self._port.mark()))
-        move.next_block = stop
+        kv = send.reserve(tokens)
+        if kv is not None:
+            send.put(kv, 0, self._context.view.last_layer + 1)
 
-    def source_ended(self, source: Source) -> None:
+    def source_ended(self, migration: OutgoingMigration, source: Source) -> None:
         """From any thread."""
-        kept = source.context
-        plan = kept.plan if isinstance(kept, Move) else kept
-        self.host.post(lambda: self._departed(plan, source))
-        if isinstance(kept, Move):
-            kept.end()
+        self._context.thread.post(lambda: self._settle_source(migration, source))
+        if migration.send is not None:
+            migration.send.end()
 
-    def _departed(self, plan: Plan, source: Source) -> None:
-        sequence, move = plan.sequence, plan.move
-        if source.outcome is Outcome.TAKEN and move is not None:
-            self._leaving.pop(id(sequence), None)
-            move.pause = time.monotonic() - move.paused_at
-            seconds = time.monotonic() - plan.started
-            if not plan.gone:
-                plan.gone = True
-                departure = Departure(plan.to, plan.moving.id, sequence.num_output)
-                self.host.deliver([self._core.depart(sequence, departure)])
-            log.info(
-                "request %s moved to %s in %.3f s, paused for %.3f s", plan.moving.id, plan.to, seconds, move.pause
-            )
-            moved = Moved(
-                plan.moving.id, sequence.num_output, move.kv_tokens, move.bytes, move.rounds, seconds, move.pause
-            )
-            plan.future.set_result(moved)
+    def _settle_source(self, migration: OutgoingMigration, source: Source) -> None:
+        if source.outcome is Outcome.TAKEN and migration.send is not None:
+            self._end_taken(migration, migration.send)
         elif source.outcome is Outcome.UNKNOWN:
-            error = TransferUnavailable("nobody can say whether the request has moved", reason=str(Reason.UNKNOWN))
-            if not plan.gone:
-                self.host.deliver([self._core.end(sequence, error.message)])
-            self._fail(plan, error)
+            error = TransferUnavailable("it is unknown whether the request has moved", reason=str(Reason.UNKNOWN))
+            if not migration.ended:
+                self._context.thread.deliver([self._core.end_failed(migration.sequence, error.message)])
+            self._fail(migration, error)
         else:
             reason, text = str(source.reason), source.message
-            kind = CannotMove if source.reason in _ITS_FAULT else TransferUnavailable
-            self._fail(plan, kind(f"{plan.to} did not take the request ({reason}): {text}", reason=reason))
+            kind = CannotMove if source.reason in _REFUSALS else TransferUnavailable
+            self._fail(migration, kind(f"{migration.to} did not take the request ({reason}): {text}", reason=reason))
 
-    def _fail(self, plan: Plan, error: ForewordError) -> None:
-        """It goes on here."""
-        self._leaving.pop(id(plan.sequence), None)
-        if plan.sequence in self._core.scheduler.paused and not plan.gone:
-            self._core.scheduler.resume(plan.sequence)
-        if plan.move is None:
-            seconds = time.monotonic() - plan.started
+    def _end_taken(self, migration: OutgoingMigration, send: KVSend) -> None:
+        """The destination owns the request."""
+        sequence, to, name = migration.sequence, migration.to, migration.offer.id
+        self._outgoing.pop(sequence, None)
+        now = time.monotonic()
+        seconds, send.pause = now - migration.started, now - migration.paused_at
+        if not migration.ended:
+            migration.ended = True
+            delta = self._core.end_migrated(sequence, MigratedTo(to, name, sequence.num_output))
+            self._context.thread.deliver([delta])
+        log.info("request %s migrated to %s in %.3f s, paused for %.3f s", name, to, seconds, send.pause)
+        counts = (sequence.num_output, migration.kv_tokens, send.bytes, migration.rounds, seconds, send.pause)
+        migration.future.set_result(MigrationResult(name, *counts))
+
+    def _fail(self, migration: OutgoingMigration, error: ForewordError) -> None:
+        """The request continues here."""
+        self._outgoing.pop(migration.sequence, None)
+        if migration.sequence in self._core.scheduler.paused and not migration.ended:
+            self._core.scheduler.resume(migration.sequence)
+        if migration.send is None:
+            seconds = time.monotonic() - migration.started
             outcome = error.reason if isinstance(error, TransferError) else str(Reason.FAILED)
-            self.host.notify(TransferEnded("move", "source", outcome, 0, 0, seconds))
-        log.warning("request %s stays: %s", plan.moving.id, error.message)
-        if not plan.future.done():
-            plan.future.set_exception(error)
+            self._core.notify(TransferEnded("move", "source", outcome, 0, 0, seconds))
+        log.warning("request %s did not migrate: %s", migration.offer.id, error.message)
+        if not migration.future.done():
+            migration.future.set_exception(error)
 
-    def preempted(self, sequences: Sequence[SequenceState]) -> None:
-        """A request that lost its blocks stays; it can be moved again."""
+    def preempted(self, sequences: Iterable[SequenceState]) -> None:
+        """A request that lost its blocks stays; it can be migrated again."""
         for sequence in sequences:
-            plan = self._leaving.get(id(sequence))
-            if plan is not None and plan.move is not None:
-                plan.move.source.cancel(Reason.CANCELLED, "memory ran short and it lost its blocks")
+            migration = self._outgoing.get(sequence)
+            if migration is not None and migration.send is not None:
+                migration.send.source.cancel(Reason.CANCELLED, "memory ran short and it lost its blocks")
 
     def sequence_ended(self, sequence: SequenceState) -> None:
-        """It has ended, or its client has left."""
-        plan = self._leaving.get(id(sequence))
-        if plan is not None and not plan.gone:
-            plan.gone = True
-            if plan.move is not None:
-                plan.move.source.cancel(Reason.CANCELLED, "the request has ended")
+        """It has generated its last token, or its client has left."""
+        migration = self._outgoing.get(sequence)
+        if migration is not None and not migration.ended:
+            migration.ended = True
+            if migration.send is not None:
+                migration.send.source.cancel(Reason.CANCELLED, "the request has ended")
 
     # The destination
 
-    def consider(self, destination: Destination, moving: wire.Moving) -> None:
-        """Take blocks for a request that is offered, or refuse."""
-        arriving: Arriving = destination.context
+    def offered(self, destination: Destination, offer: MigrationOffer) -> None:
+        """On the connection's thread."""
+        destination.context = incoming = IncomingMigration(self, self._context, destination, offer)
+        self._context.thread.post(lambda: self._consider(incoming))
+
+    def _consider(self, incoming: IncomingMigration) -> None:
+        """Take blocks for an offered request, or refuse it."""
+        destination, offer = incoming.destination, incoming.offer
         opening = destination.opening
         assert isinstance(opening, Offer)
         try:
-            sequence = self._sequence(moving, opening.tokens)
+            sequence = incoming.sequence = self._open(offer, opening.tokens)
         except ForewordError as error:
             _refuse(destination, Reason.REQUEST, error.message)
             return
-        have = self._core.scheduler.hold(sequence, moving.room, opening.tokens // self._port.layout.block_size)
-        if have is None:
+        full = opening.tokens // self._block_size
+        if not self._core.scheduler.admit_migrated(sequence, incoming, offer.room, full):
             self._core.discard(sequence)
             _refuse(destination, Reason.FULL, "no blocks, or no place in the batch, are free for it")
-            return
-        arriving.sequence, arriving.blocks = sequence, tuple(sequence.table.blocks)
-        arriving.mark = self._port.mark()
-        try:
-            destination.accept(have)
-        except TransferError:  # it ended before it was looked at
-            self._core.discard(sequence)
 
-    def _sequence(self, moving: wire.Moving, kv_tokens: int) -> SequenceState:
-        """The request that is offered, not in any queue yet. Raises BadRequest where it cannot go on here."""
-        tokens, limits = wire.unpack(moving.tokens), self._core.limits
-        if moving.max_total > limits.max_model_len:
-            raise BadRequest(f"it may become {moving.max_total} tokens long; {limits.max_model_len} fit here")
-        fits = kv_tokens <= moving.room <= moving.max_total and kv_tokens < len(tokens) <= moving.max_total
+    def _open(self, offer: MigrationOffer, kv_tokens: int) -> SequenceState:
+        """The sequence of an offered request, not in any queue yet. Raises BadRequest if it cannot continue here."""
+        tokens, limits = unpack(offer.tokens), self._core.limits
+        if offer.max_total > limits.max_model_len:
+            raise BadRequest(f"it may become {offer.max_total} tokens long; {limits.max_model_len} fit here")
+        fits = kv_tokens <= offer.room <= offer.max_total and kv_tokens < len(tokens) <= offer.max_total
         if not fits or not all(token < limits.vocab_size for token in tokens):
             raise BadRequest("its description contradicts itself")
-        prompt, output = tokens[: moving.prompt], tokens[moving.prompt :]
-        report = moving.want_cache_report
-        request = Request(moving.id, prompt, moving.params, moving.salt, moving.index, report)
-        sequence = self._core.open(request, moving.seed)
+        prompt, output = tokens[: offer.prompt], tokens[offer.prompt :]
+        request = Request(offer.id, prompt, offer.params, offer.salt, offer.index, offer.want_cache_report)
+        sequence = self._core.open(request, offer.seed)
         sequence.table.chain.tokens.extend(output)
-        sequence.max_total = moving.max_total
+        sequence.max_total = offer.max_total
         return sequence
 
-    def take(self, arriving: Arriving, destination: Destination, rest: wire.Rest, tokens: int) -> None:
-        """All of it is here: go on with it, if it is ours."""
-        sequence, core, size = arriving.sequence, self._core, self._port.layout.block_size
-        if sequence is None or core.sequence_of(arriving.moving.id) is not sequence:
+    def take(self, incoming: IncomingMigration, state: MigrationState, tokens: int) -> None:
+        """All of it is here: continue it, unless this instance cannot."""
+        sequence, destination, output = incoming.sequence, incoming.destination, unpack(state.tokens)
+        if sequence is None or self._core.sequence_of(sequence.request.id) is not sequence:
             destination.cancel(Reason.CANCELLED, "the request was ended")
             return
-        now, table, output = time.monotonic(), sequence.table, wire.unpack(rest.tokens)
-        length = len(table) + len(output)
-        if not (tokens <= arriving.moving.room and tokens < length < arriving.moving.max_total):
+        length = len(sequence.table) + len(output)
+        if not (tokens <= incoming.offer.room and tokens < length < sequence.max_total):
             destination.cancel(Reason.CONTENT, f"KV of {tokens} tokens does not belong to a text of {length}")
             return
-        if self.host.draining:  # whoever drains has looked at what is here; nobody would see to this one
+        if self._is_draining():  # the drain has listed the requests here already, and would miss this one
             destination.cancel(Reason.DRAINING, "this instance is about to stop")
             return
         if not destination.take():
             return
-        table.chain.tokens.extend(output)
-        sequence.computed = tokens
-        core.cache.publish(table, tokens // size)
-        sequence.arrived, sequence.admitted_at = now - rest.age, now
-        sequence.last_token_at = now - rest.token_age if rest.token_age >= 0 else -1.0
-        sequence.cached_tokens, sequence.shared_tokens = rest.cached_tokens, rest.shared_tokens
-        sequence.preemptions, sequence.report = rest.preemptions, rest.report
-        core.replay(sequence)
-        self.host.adopt(sequence.request, sequence.output, arriving.moving.envelope)
-        core.scheduler.resume(sequence)
+        now = time.monotonic()
+        sequence.table.chain.tokens.extend(output)
+        sequence.arrived, sequence.admitted_at = now - state.age, now
+        sequence.last_token_at = now - state.token_age if state.token_age >= 0 else -1.0
+        sequence.cached_tokens, sequence.shared_tokens = state.cached_tokens, state.shared_tokens
+        sequence.preemptions, sequence.report = state.preemptions, state.report
+        self._core.replay_output(sequence)
+        self._context.thread.add_migrated(sequence.request, sequence.output, incoming.offer.envelope)
+        incoming.kv_tokens, incoming.done = tokens, True
 
-    def settle(self, arriving: Arriving, outcome: str) -> None:
-        """The transfer is over. What was not taken is forgotten."""
-        sequence = arriving.sequence
-        if outcome != "taken" and sequence is not None and self._core.sequence_of(arriving.moving.id) is sequence:
+    def settle(self, incoming: IncomingMigration, outcome: str) -> None:
+        """The transfer is over. A request that was not taken is forgotten."""
+        sequence = incoming.sequence
+        known = sequence is not None and self._core.sequence_of(sequence.request.id) is sequence
+        if outcome != "taken" and known and sequence is not None:
             self._core.discard(sequence)
-        seconds = time.monotonic() - arriving.started
-        self.host.notify(TransferEnded("move", "destination", outcome, arriving.size, arriving.parts, seconds))
+        self._core.notify(incoming.event("move", outcome))
 
 
 def _refuse(destination: Destination, reason: Reason, message: str) -> None:
     with contextlib.suppress(TransferError):  # it ended before it was looked at
         destination.refuse(reason, message)
-
-
-# Trying again with the same instance would not help, or not now; the request itself is fine.
-_ITS_FAULT: Final = (Reason.FULL, Reason.ROLE, Reason.DRAINING, Reason.REQUEST, Reason.LAYOUT)

@@ -1,166 +1,117 @@
-"""The source's side of prefill elsewhere: prompts of other instances are computed here, and their KV leaves layer by layer.
+"""The prefill side of disaggregated prefill: prompts of other instances are computed here, and sent layer by layer.
 
-A wanted prompt is a sequence like any other (chunks, batches, prefix hits), with one token to generate. Before a step is
-computed its part of the prompt is noted; the runner tells after each layer that the step's K and V are written; that layer
-of the noted blocks is queued then, and travels while the next layers are computed. Blocks that were cached are sent with the
-first step: they may be another sequence's of the very same step.
+Such a prompt is a sequence like any other (chunks, batches, prefix hits) with one token to generate. Before a step is computed,
+the blocks that it will fill are reserved. After each layer the runner reports that the layer's K and V are written; then
+that layer of the reserved blocks is queued, and travels while the next layers are computed. Cached blocks are sent with the
+first step, not before it: another sequence of the same step may be the one that fills them.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from foreword.disaggregation import messages as wire
-from foreword.disaggregation.sender import Lanes, Outgoing, Port, Ready
+from foreword.disaggregation.context import EngineContext
+from foreword.disaggregation.kv_send import KVRange, KVSend, KVSender
+from foreword.disaggregation.messages import PrefillResult, PrefillTask, encode, unpack
 from foreword.engine.request import Request, TokenLogprob
-from foreword.engine.scheduler import Chunk, SequenceState, Step
+from foreword.engine.sequence import SequenceState, Step
 from foreword.errors import ForewordError
 from foreword.transfer.messages import Reason
 from foreword.transfer.transfers import Source
 
 
-class Export(Outgoing):
-    """One wanted prompt. `next_block` is the first whose KV was not queued yet."""
-
-    def __init__(
-        self, source: Source, port: Port, sequence: SequenceState, release: Callable[[Outgoing], None]
-    ) -> None:
-        super().__init__(source, port, release)
-        self.sequence = sequence
-        self.next_block = source.have
-        self.finished = False
-
-
 @dataclass(slots=True)
-class _Due:
-    """What of a prompt is written once the step has passed a layer."""
+class _StepSend:
+    """What the running step writes of one prompt. `kv` is None if the receiver has all of it; `last`: the prompt ends."""
 
-    export: Export
-    first: int
-    blocks: list[int]
-    tokens: int
-    keys: list[bytes]
+    send: KVSend
+    kv: KVRange | None
     last: bool
 
 
-class Exports:
-    """All prompts that are computed for others. Everything here runs on the engine's thread.
+class PrefillService:
+    """All prompts that are computed for other instances. Everything runs on the engine's thread."""
 
-    Args:
-        enter: gives the scheduler a sequence for `(request, seed)`.
-        abort: ends a request by its id.
-        released: told of each transfer that is over, with its blocks still held.
-    """
-
-    def __init__(
-        self,
-        port: Port,
-        lanes: Lanes,
-        enter: Callable[[Request, int], SequenceState],
-        abort: Callable[[str], object],
-        released: Callable[[Outgoing], None],
-        hold: Callable[[Outgoing, Sequence[int]], None],
-    ) -> None:
-        self._port = port
-        self._lanes = lanes
-        self._enter = enter
-        self._abort = abort
-        self._released = released
-        self._hold = hold
-        self._by_sequence: dict[int, Export] = {}
-        self._due: list[_Due] = []
+    def __init__(self, context: EngineContext, sender: KVSender) -> None:
+        self._core = context.core
+        self._view = context.view
+        self._sender = sender
+        self._sends: dict[SequenceState, KVSend] = {}
+        self._step: list[_StepSend] = []
 
     @property
-    def count(self) -> int:
-        """Prompts that wait or are being computed."""
-        return len(self._by_sequence)
+    def busy(self) -> bool:
+        """Prompts wait or are being computed."""
+        return bool(self._sends)
 
-    def begin(self, source: Source, task: wire.Task) -> None:
-        """Queue a wanted prompt. What is wrong with it ends the transfer with a sentence."""
+    def begin(self, source: Source, task: PrefillTask) -> None:
+        """Queue a prompt. If it is invalid, the transfer ends with the reason."""
         params = replace(task.params, n=1, max_tokens=max(task.params.max_tokens or 1, 1))
+        only_first = replace(params, max_tokens=1)
         try:
-            request = Request(f"prefill-{source.id.hex()}", wire.unpack(task.tokens), params, task.salt, task.index)
-            sequence = self._enter(replace(request, params=replace(params, max_tokens=1)), task.seed)
+            request = Request(f"prefill-{source.id.hex()}", unpack(task.tokens), only_first, task.salt, task.index)
+            sequence = self._core.open(request, task.seed)
         except ForewordError as error:
             source.cancel(Reason.REQUEST, error.message)
             return
-        sequence.request = replace(sequence.request, params=params)
-        export = Export(source, self._port, sequence, self._released)
-        self._by_sequence[id(sequence)] = export
-        source.context = export
-        if source.outcome is not None:  # it ended before anybody could be told
-            self.dropped(export)
-            export.end()
+        # One token is generated here, but it is drawn with the request's own parameters.
+        sequence.request = replace(request, params=params)
+        self._core.scheduler.add(sequence)
+        send = KVSend(self._sender, source, "prefill", sequence)
+        self._sends[sequence] = send
+        source.context = send
+        if source.outcome is not None:  # it ended before `context` was set
+            self.dropped(send)
+            send.end()
 
-    def dropped(self, export: Export) -> None:
-        """The other side does not want it any more, or is gone."""
-        if self._by_sequence.get(id(export.sequence)) is export:
-            self._abort(export.sequence.request.id)
+    def dropped(self, send: KVSend) -> None:
+        """The receiver cancelled the transfer, or its connection is lost."""
+        if self._sends.get(send.sequence) is send:
+            self._core.abort(send.sequence.request.id)
 
-    def preempted(self, sequences: Sequence[SequenceState]) -> None:
-        """A prompt that lost its blocks is given up: holding what was sent of it would take the memory that is short."""
+    def preempted(self, sequences: Iterable[SequenceState]) -> None:
+        """End prompts that lost their blocks: holding the part that was sent would take the memory that is short."""
         for sequence in sequences:
-            export = self._by_sequence.get(id(sequence))
-            if export is not None:
-                export.source.cancel(Reason.FULL, "memory ran short where the prompt was computed")
-                self._abort(sequence.request.id)
+            send = self._sends.get(sequence)
+            if send is not None:
+                send.source.cancel(Reason.FULL, "memory ran short where the prompt was computed")
+                self._core.abort(sequence.request.id)
 
-    def prepare(self, step: Step) -> None:
-        """A step is about to be computed."""
-        self._due = []
-        if not self._by_sequence:
-            return
-        for chunk in step.chunks:
-            export = self._by_sequence.get(id(chunk.sequence))
-            if export is not None and not export.over:
-                self._note(export, chunk)
+    def before_step(self, step: Step) -> None:
+        """Reserve what the step will write. Full blocks are sent; a partial one when it is the prompt's last."""
+        self._step = []
+        for chunk in step.chunks if self._sends else ():
+            send = self._sends.get(chunk.sequence)
+            if send is not None and not send.over:
+                size, end = self._view.layout.block_size, chunk.start + chunk.count
+                kv = send.reserve(end if chunk.samples else end // size * size)
+                self._step.append(_StepSend(send, kv, chunk.samples))
 
-    def _note(self, export: Export, chunk: Chunk) -> None:
-        table, size = chunk.sequence.table, self._port.layout.block_size
-        end = chunk.start + chunk.count
-        last = chunk.samples
-        first = export.next_block
-        stop = -(-end // size) if last else end // size
-        export.next_block = max(first, stop)
-        blocks = table.blocks[first:stop]
-        self._hold(export, blocks)
-        tokens = max(min(end, stop * size) - first * size, 0)
-        full = tokens // size
-        keys = table.chain.keys_to(first + full)[first : first + full] if full else []
-        self._due.append(_Due(export, first, blocks, tokens, keys, last))
-
-    def written(self, layer: int) -> None:
+    def layer_written(self, layer: int) -> None:
         """The running step has written K and V of a layer."""
-        if not self._due:
-            return
-        number, mark = self._port.position[layer], self._port.mark()
-        for due in self._due:
-            if due.blocks:
-                ready = Ready(due.first, due.blocks, due.tokens, due.keys, number, number + 1, mark)
-                self._lanes.put(due.export, ready)
-            if due.last and number == self._port.last_layer:
-                due.export.computed_at = time.monotonic()
+        for one in self._step:
+            number = self._view.position[layer]
+            if one.kv is not None:
+                one.send.put(one.kv, number, number + 1)
+            if one.last and number == self._view.last_layer:
+                one.send.computed = True
 
-    def working(self) -> None:
-        """Give a sign of life for prompts that wait or are being computed."""
-        for export in self._by_sequence.values():
-            export.source.working()
+    def keep_alive(self) -> None:
+        """Tell the receivers of prompts that wait or are being computed that this instance is alive."""
+        for send in self._sends.values():
+            send.source.working()
 
-    def is_export(self, sequence: SequenceState) -> bool:
-        return id(sequence) in self._by_sequence
+    def prompt_computed(self, sequence: SequenceState, token: int, logprob: TokenLogprob | None) -> bool:
+        """Send the token after a computed prompt behind its KV. False if the prompt is not for another instance."""
+        send = self._sends.get(sequence)
+        if send is None:
+            return False
+        result = PrefillResult(token, logprob, max(sequence.cached_tokens, 0))
+        send.finish(encode(result), sequence.num_prompt)
+        return True
 
-    def finish(self, sequence: SequenceState, token: int, logprob: TokenLogprob | None) -> None:
-        """The prompt is computed: the token after it travels behind its KV."""
-        export = self._by_sequence[id(sequence)]
-        export.finished = True
-        result = wire.encode(wire.Computed(token, logprob, max(sequence.cached_tokens, 0)))
-        tokens = sequence.num_prompt
-        self._lanes.put(export, lambda: export.source.finish(result, tokens))
-
-    def ended(self, sequence: SequenceState, error: str | None) -> None:
-        """The sequence has left the engine."""
-        export = self._by_sequence.pop(id(sequence), None)
-        if export is not None and not export.finished:
-            export.source.cancel(Reason.FAILED, error or "the prompt was ended where it was computed")
+    def sequence_ended(self, sequence: SequenceState, error: str | None) -> None:
+        send = self._sends.pop(sequence, None)
+        if send is not None and not send.finishing:
+            send.source.cancel(Reason.FAILED, error or "the prompt was ended where it was computed")

@@ -9,19 +9,19 @@ from foreword.engine.sequence import SequenceState
 from foreword.offload.manager import OffloadManager
 
 
-class Reports:
-    """Explains sequences that have just been admitted."""
+class CacheReports:
+    """Writes the cache reports of sequences that have just been admitted."""
 
     def __init__(
         self, cache: PrefixCache, history: MissHistory, offload: OffloadManager | None, *, tell_other_tenants: bool
     ) -> None:
         self._cache = cache
         self._history = history
-        self._off_device = offload
+        self._offload = offload
         self._tell_other_tenants = tell_other_tenants
 
     def report(self, sequence: SequenceState) -> CacheReport:
-        """Why did it hit, and why did the rest miss?"""
+        """Why reuse ended where it did, and where the reused KV came from."""
         cached, length = sequence.cached_tokens, sequence.num_prompt
         found = Explanation("disabled", None, "Prefix caching is switched off.")
         if self._cache.enabled:
@@ -47,23 +47,20 @@ class Reports:
         )
 
     def loaded_tokens(self, sequence: SequenceState) -> dict[str, int]:
-        """Prompt tokens that came from each tier, or had been cached by another instance. A prompt that is cached to its end
-        computes its last token again."""
+        """Cached prompt tokens by the store tier, or the other instance, that had them. A prompt that is cached to its end
+        recomputes its last token."""
         counts: dict[str, int] = {}
-        if sequence.loaded and self._off_device is not None:
-            tiers, size = self._off_device.store.tiers, self._cache.block_size
-            for number in sequence.loaded:
-                counts[tiers[number].label] = counts.get(tiers[number].label, 0) + size
-            counts[tiers[sequence.loaded[-1]].label] -= sequence.recomputed
-        if sequence.arrival is not None and sequence.cached_tokens > sequence.arrived_from:
-            counts[sequence.arrival.origin] = sequence.cached_tokens - sequence.arrived_from
+        loaded, transferred, cached = sequence.loaded, sequence.transferred, sequence.cached_tokens
+        if loaded is not None and loaded.tiers and self._offload is not None:
+            counts = self._offload.tokens_by_tier(loaded.tiers, self._cache.block_size)
+            counts[self._offload.store.tiers[loaded.tiers[-1]].label] -= max(loaded.tokens - cached, 0)
+        if transferred is not None and cached > transferred.start:
+            counts[transferred.origin] = cached - transferred.start
         return counts
 
     def transferred_tokens(self, sequence: SequenceState) -> dict[str, int]:
-        """Prompt tokens whose KV another instance has sent, cached there or not."""
-        arrival = sequence.arrival
-        if arrival is None:
+        """Prompt tokens whose KV another instance sent, whether it had them cached or computed them."""
+        arrival = sequence.transferred
+        if arrival is None or arrival.tokens == arrival.start:
             return {}
-        here = sequence.num_prompt if arrival.token is not None else arrival.blocks * self._cache.block_size
-        came = here - sequence.arrived_from
-        return {arrival.origin: came} if came else {}
+        return {arrival.origin: arrival.tokens - arrival.start}

@@ -15,11 +15,13 @@ from typing import Protocol
 
 from foreword.blocks import PrefixCache
 from foreword.blocks.miss_history import MissHistory
-from foreword.engine.cache_report import Reports
-from foreword.engine.request import Delta, Departure, FinishReason, Request, SamplingParams, TokenLogprob
+from foreword.engine.cache_report import CacheReports
+from foreword.engine.kv_source import RemoteKVSource
+from foreword.engine.request import Delta, FinishReason, MigratedTo, Request, SamplingParams, TokenLogprob
 from foreword.engine.runner import Runner, draw_of
 from foreword.engine.sampling import Sampled
-from foreword.engine.scheduler import Chunk, Pull, Scheduler, SequenceState, Step
+from foreword.engine.scheduler import Scheduler
+from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.engine.tokenizer import StopFinder, TextStream, Tokenizer
 from foreword.errors import BadRequest, PromptTooLong
 from foreword.events import (
@@ -34,10 +36,10 @@ from foreword.events import (
 )
 from foreword.offload.manager import OffloadManager
 
-# Seconds that the engine sleeps at most when it has nothing to do but to wait for a store, or for another instance.
-_NEWS_WITHIN = 0.005
-_PEERS_WITHIN = 0.05
-# Steps with fewer tokens of prompts say little about the speed of prefill.
+# Seconds that a step without work waits for a store, or for another instance.
+_STORE_WAIT = 0.005
+_PEER_WAIT = 0.05
+# Steps with fewer prompt tokens say little about the speed of prefill.
 _MEASURED_TOKENS = 64
 
 
@@ -53,32 +55,40 @@ class Limits:
 
 
 @dataclass(slots=True)
-class _Running:
-    """A sequence and the text that comes out of it."""
+class _TextState:
+    """The text that a sequence has produced."""
 
-    sequence: SequenceState
-    text: TextStream
+    stream: TextStream
     stops: StopFinder
     on_finish: Callable[[SequenceState], None] | None
 
 
-class Handoff(Protocol):
-    """What the loop does together with other instances (`engine.instance.Instance`). On the engine's thread."""
+class KVTransferHooks(Protocol):
+    """Sends KV to other instances and gets KV from them (`disaggregation.instance.Instance`). On the engine's thread."""
 
     @property
-    def expects(self) -> bool: ...
-    def pull(self, request: Request, sequence: SequenceState) -> Pull | None: ...
-    def pulled(self, sequence: SequenceState, pull: Pull) -> None: ...
-    def prepare(self, step: Step) -> None: ...
-    def is_export(self, sequence: SequenceState) -> bool: ...
-    def computed(self, sequence: SequenceState, token: int, logprob: TokenLogprob | None) -> None: ...
+    def holds_blocks(self) -> bool:
+        """Blocks are held for transfers: they come back without a step of this engine."""
+        ...
+
+    def remote_prefill(self, request: Request, sequence: SequenceState) -> RemoteKVSource | None:
+        """The source of a prompt that another instance computes; None if that is this one."""
+        ...
+
+    def remote_prefill_ended(self, sequence: SequenceState) -> None: ...
+    def before_step(self, step: Step) -> None: ...
+    def prompt_computed(self, sequence: SequenceState, token: int, logprob: TokenLogprob | None) -> bool:
+        """A prompt is computed, and the token after it sampled. True if both are for another instance."""
+        ...
+
     def sequence_ended(self, sequence: SequenceState, error: str | None) -> None: ...
-    def look(self) -> None: ...
-    def rest(self, seconds: float) -> None: ...
+    def wait(self, seconds: float) -> None:
+        """Sleep until a call for the engine's thread arrives."""
+        ...
 
 
 class EngineCore:
-    """Sequences in, deltas out, a step at a time."""
+    """Requests in, deltas out, a step at a time."""
 
     def __init__(
         self,
@@ -95,17 +105,17 @@ class EngineCore:
     ) -> None:
         self.cache = cache
         self.offload = offload
-        self.handoff: Handoff | None = None
+        self.transfers: KVTransferHooks | None = None
         self.scheduler = scheduler
         self.limits = limits
         self.steps = 0
         self._runner = runner
         self._tokenizer = tokenizer
         self._history = history or MissHistory(0)
-        self._reports = Reports(cache, self._history, offload, tell_other_tenants=limits.tell_other_tenants)
+        self._reports = CacheReports(cache, self._history, offload, tell_other_tenants=limits.tell_other_tenants)
         self._observers = tuple(observers)
         self._clock = clock
-        self._running: dict[int, _Running] = {}
+        self._texts: dict[SequenceState, _TextState] = {}
         self._by_id: dict[str, list[SequenceState]] = {}
 
     def validate(self, request: Request) -> None:
@@ -119,13 +129,12 @@ class EngineCore:
             raise PromptTooLong(
                 f"This model's longest text is {longest} tokens, but you asked for {wanted}.", param="prompt"
             )
-        bad = next((t for t in request.tokens if not 0 <= t < self.limits.vocab_size), None)
-        if bad is not None:
-            raise BadRequest(f"token {bad} is outside the vocabulary of {self.limits.vocab_size}", param="prompt")
-        for name, tokens in (
-            ("logit_bias", request.params.logit_bias),
-            ("stop_token_ids", request.params.stop_token_ids),
-        ):
+        given = {
+            "prompt": request.tokens,
+            "logit_bias": request.params.logit_bias,
+            "stop_token_ids": request.params.stop_token_ids,
+        }
+        for name, tokens in given.items():
             bad = next((t for t in tokens if not 0 <= t < self.limits.vocab_size), None)
             if bad is not None:
                 raise BadRequest(f"token {bad} is outside the vocabulary of {self.limits.vocab_size}", param=name)
@@ -138,18 +147,18 @@ class EngineCore:
         seed = params.seed if params.seed is not None else self.limits.seed
         seed = secrets.randbits(62) if seed is None else seed % 2**63
         sequences = [self._open(replace(request, index=index), seed, on_finish) for index in range(params.n)]
-        if request.prefill and self.handoff is not None and params.max_tokens != 0:
-            sequences[0].pull = self.handoff.pull(request, sequences[0])
-            for sequence in sequences[1:]:
-                sequence.leader = sequences[0]
+        if request.prefill and self.transfers is not None and params.max_tokens != 0:
+            remote = self.transfers.remote_prefill(request, sequences[0])
+            for sequence in sequences:
+                sequence.remote = remote
         for sequence in sequences:
             self.scheduler.add(sequence)
 
-    def enter(self, request: Request, seed: int) -> SequenceState:
-        """Queue one sequence of a request that began elsewhere, with the seed that it has there."""
-        sequence = self.open(request, seed)
-        self.scheduler.add(sequence)
-        return sequence
+    def open(self, request: Request, seed: int) -> SequenceState:
+        """A sequence of a request that began at another instance, with its seed there; not in any queue yet."""
+        self.validate(request)
+        self._check_id(request.id)
+        return self._open(request, seed, None)
 
     def _check_id(self, request_id: str) -> None:
         if request_id in self._by_id:
@@ -160,80 +169,71 @@ class EngineCore:
         total = longest if params.max_tokens is None else min(longest, len(request.tokens) + params.max_tokens)
         table = self.cache.open(request.tokens, salt=request.salt)
         sequence = SequenceState(request, table, seed, total, arrived=self._clock())
-        text = self._tokenizer.stream(request.tokens)
         stops = StopFinder(params.stop, include=params.include_stop)
-        self._running[id(sequence)] = _Running(sequence, text, stops, on_finish)
+        self._texts[sequence] = _TextState(self._tokenizer.stream(request.tokens), stops, on_finish)
         self._by_id.setdefault(request.id, []).append(sequence)
         return sequence
 
     def abort(self, request_id: str) -> list[Delta]:
-        """End a request wherever it is; its blocks go back. Unknown ids are ignored: the request may just have ended."""
+        """End a request in any state; its blocks go back. Unknown ids are ignored: the request may just have ended."""
         return [self._end(sequence, "abort") for sequence in list(self._by_id.get(request_id, ()))]
-
-    def recent_texts(self, salt: bytes, count: int) -> list[array[int]]:
-        """Copies of a tenant's newest prompts with what was generated after them, as far as they are remembered."""
-        return self._history.recent(salt, count)
-
-    def open(self, request: Request, seed: int) -> SequenceState:
-        """A sequence that began elsewhere, not in any queue yet. Raises BadRequest."""
-        self.validate(request)
-        self._check_id(request.id)
-        return self._open(request, seed, None)
 
     def discard(self, sequence: SequenceState) -> None:
         """Forget a sequence that never ran here; its blocks go back."""
-        self._running.pop(id(sequence), None)
+        self._texts.pop(sequence, None)
         self._by_id.pop(sequence.request.id, None)
         self.scheduler.finish(sequence)
 
-    def replay(self, sequence: SequenceState) -> None:
-        """Its text so far was sent by whoever had it before: go on after it."""
-        running = self._running[id(sequence)]
+    def replay_output(self, sequence: SequenceState) -> None:
+        """Pass over the text of a migrated sequence: the instance before this one has sent it."""
+        text = self._texts[sequence]
         for token in sequence.output:
-            running.stops.push(running.text.push(token))
+            text.stops.push(text.stream.push(token))
 
     def sequence_of(self, request_id: str) -> SequenceState | None:
         """The only sequence of a request; None if there is no such request, or it has several."""
         group = self._by_id.get(request_id, [])
         return group[0] if len(group) == 1 else None
 
-    def depart(self, sequence: SequenceState, departure: Departure) -> Delta:
-        """The sequence goes on elsewhere."""
-        return replace(self._end(sequence, "moved"), moved=departure)
+    def end_migrated(self, sequence: SequenceState, to: MigratedTo) -> Delta:
+        """End a sequence here that continues at another instance."""
+        return replace(self._end(sequence, "moved"), moved=to)
 
-    def end(self, sequence: SequenceState, error: str) -> Delta:
-        """End a sequence with an error."""
+    def end_failed(self, sequence: SequenceState, error: str) -> Delta:
         return self._end(sequence, "error", error=error)
+
+    def recent_texts(self, salt: bytes, count: int) -> list[array[int]]:
+        """Copies of a tenant's newest remembered prompts, each with its output."""
+        return self._history.recent(salt, count)
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
     def step(self) -> list[Delta]:
         """One step. A failure of the device ends the requests of the step, withdraws their blocks, and is not raised."""
-        arrived = self._arrive() if self.scheduler.pulling else []
+        arrived = self._collect_kv()
         started = self._clock()
         seen = self.offload.changes if self.offload is not None else 0
         step = self.scheduler.schedule()
         self._note_admissions(step)
-        if self.handoff is not None:
-            self.handoff.look()
-            self.handoff.prepare(step)
-        return arrived + (self._compute(step, started) if step.chunks else self._rest(step, seen))
+        if self.transfers is not None:
+            self.transfers.before_step(step)
+        return arrived + (self._compute(step, started) if step.chunks else self._idle(step, seen))
 
-    def _rest(self, step: Step, seen: int) -> list[Delta]:
-        """There is nothing to compute: wait for what is to come, or see that nothing will."""
-        if self.offload is not None and self.scheduler.expects():
-            self.offload.wait(seen, _NEWS_WITHIN)
+    def _idle(self, step: Step, seen: int) -> list[Delta]:
+        """There is nothing to compute: wait for a store or another instance, or end what can never run."""
+        if self.offload is not None and self.scheduler.expects_store():
+            self.offload.wait(seen, _STORE_WAIT)
             return []
-        if self.handoff is not None and (self.handoff.expects or self.scheduler.in_blocks):
-            self.handoff.rest(_PEERS_WITHIN)
+        if self.transfers is not None and (self.transfers.holds_blocks or self.scheduler.num_admitted):
+            self.transfers.wait(_PEER_WAIT)
             return []
         return self._end_stuck(step)
 
     def _compute(self, step: Step, started: float) -> list[Delta]:
         drawing = [c.sequence for c in step.chunks if c.samples and len(c.sequence.table) < c.sequence.max_total]
         try:
-            sampled = self._runner.run(step, {id(s): draw_of(s, self._end_tokens(s.request.params)) for s in drawing})
+            sampled = self._runner.run(step, {s: draw_of(s, self._end_tokens(s.request.params)) for s in drawing})
         except (RuntimeError, MemoryError, LookupError, ValueError) as error:
             return self._fail(step, error)
         self.scheduler.settle(step)
@@ -245,23 +245,22 @@ class EngineCore:
         self._note_step(step, now - started)
         return deltas
 
-    def _arrive(self) -> list[Delta]:
-        """Prompts that another instance was asked for: go on with what has come of them."""
-        assert self.handoff is not None
-        pulls = {id(sequence): sequence.pull for sequence in self.scheduler.pulling}
+    def _collect_kv(self) -> list[Delta]:
+        """Sequences that waited for KV run now. A prompt that another instance computed comes with its first token."""
         deltas: list[Delta] = []
-        for sequence in self.scheduler.collect_pulls():
-            pull, arrival = pulls[id(sequence)], sequence.arrival
-            assert pull is not None and arrival is not None
-            self.handoff.pulled(sequence, pull)
+        for sequence in self.scheduler.collect():
+            arrival = sequence.transferred
+            if arrival is not None and self.transfers is not None:
+                self.transfers.remote_prefill_ended(sequence)
             self._note_admitted(sequence)
-            self._save_blocks(sequence, sequence.arrived_from // self.cache.block_size, sequence.table.published)
-            if arrival.token is not None:
+            if arrival is not None:
+                self._save_blocks(sequence, arrival.start // self.cache.block_size, sequence.table.published)
+            if arrival is not None and arrival.token is not None:
                 deltas.append(self._extend(sequence, arrival.token, arrival.logprob, self._clock()))
         return deltas
 
     def _save(self, step: Step, offload: OffloadManager, seconds: float) -> None:
-        """Hand over the blocks that this step filled, of prompts and of answers (R19)."""
+        """Save the blocks that this step filled, of prompts and of outputs."""
         prefill = sum(chunk.count for chunk in step.chunks if chunk.count > 1)
         if prefill >= _MEASURED_TOKENS:
             offload.prefill_rate.note(step.num_tokens, seconds)
@@ -276,8 +275,8 @@ class EngineCore:
             self.offload.save(keys, table.chain.key_before(first), first, table.blocks[first:full])
 
     def fail_all(self, message: str) -> list[Delta]:
-        """End everything with an error (the engine's thread cannot go on)."""
-        return [self._end(running.sequence, "error", error=message) for running in list(self._running.values())]
+        """End everything with an error: the engine's thread has failed or is closing."""
+        return [self._end(sequence, "error", error=message) for sequence in list(self._texts)]
 
     def _fail(self, step: Step, error: BaseException) -> list[Delta]:
         self.scheduler.withdraw(step)
@@ -285,14 +284,14 @@ class EngineCore:
         return [self._end(chunk.sequence, "error", error=message) for chunk in step.chunks]
 
     def _end_stuck(self, step: Step) -> list[Delta]:
-        """Nothing runs, and the first in the queue finds no room: pinned blocks hold it, so waiting would not help. A text
-        that has begun ends here; a prompt that cannot be computed is an error."""
+        """Nothing runs, and pinned blocks leave no room for the first sequence in the queue, so waiting would not help. A
+        sequence with output ends here; a prompt that cannot be computed is an error."""
         scheduler, pool = self.scheduler, self.cache.pool
         if scheduler.running or step.preempted or not scheduler.waiting:
             return []
         sequence = scheduler.waiting[0]
         if sequence.num_output:
-            text, stop = self._last_text(self._running[id(sequence)])
+            text, stop = self._last_text(self._texts[sequence])
             return [self._end(sequence, "length" if stop is None else "stop", (), text, stop_match=stop)]
         message = (
             f"no room for a text of {len(sequence.table)} tokens: {pool.num_blocks - pool.num_free} of {pool.num_blocks} "
@@ -300,41 +299,40 @@ class EngineCore:
         )
         return [self._end(sequence, "error", error=message)]
 
-    def _settle(self, chunk: Chunk, sampled: dict[int, Sampled], now: float) -> list[Delta]:
+    def _settle(self, chunk: Chunk, sampled: dict[SequenceState, Sampled], now: float) -> list[Delta]:
         sequence = chunk.sequence
-        result = sampled.get(id(sequence))
-        if result is None:  # the prompt was all that was asked for
+        result = sampled.get(sequence)
+        if result is None:  # `max_tokens` is 0
             return [self._end(sequence, "length")]
-        if self.handoff is not None and self.handoff.is_export(sequence):
-            self.handoff.computed(sequence, result.token, result.logprob)
+        if self.transfers is not None and self.transfers.prompt_computed(sequence, result.token, result.logprob):
             return [self._end(sequence, "length")]
         return [self._extend(sequence, result.token, result.logprob, now)]
 
     def _extend(self, sequence: SequenceState, token: int, logprob: TokenLogprob | None, now: float) -> Delta:
         self._note_token(sequence, now)
         sequence.table.append(token)
-        return self._delta(self._running[id(sequence)], token, () if logprob is None else (logprob,))
+        return self._delta(sequence, token, () if logprob is None else (logprob,))
 
-    def _delta(self, running: _Running, token: int, logprobs: tuple[TokenLogprob, ...]) -> Delta:
+    def _delta(self, sequence: SequenceState, token: int, logprobs: tuple[TokenLogprob, ...]) -> Delta:
         """The delta of one new token, which may be the sequence's last."""
-        sequence, params = running.sequence, running.sequence.request.params
+        state, params = self._texts[sequence], sequence.request.params
         if self._ends(token, params) and sequence.num_output >= params.min_tokens:
             match = token if token in params.stop_token_ids else None
-            text = running.stops.push(running.text.flush())[0] + running.stops.flush()
+            text = state.stops.push(state.stream.flush())[0] + state.stops.flush()
             return self._end(sequence, "stop", (token,), text, logprobs, stop_match=match)
-        text, stop = running.stops.push(running.text.push(token))
+        text, stop = state.stops.push(state.stream.push(token))
         if stop is not None:
             return self._end(sequence, "stop", (token,), text, logprobs, stop_match=stop)
         if len(sequence.table) >= sequence.max_total:
-            rest, stop = self._last_text(running)
+            rest, stop = self._last_text(state)
             reason: FinishReason = "length" if stop is None else "stop"
             return self._end(sequence, reason, (token,), text + rest, logprobs, stop_match=stop)
         return self._make_delta(sequence, (token,), text, logprobs)
 
-    def _last_text(self, running: _Running) -> tuple[str, str | None]:
-        """What was held back, now that no more tokens come, and the stop string that it completes."""
-        text, stop = running.stops.push(running.text.flush())
-        return text + (running.stops.flush() if stop is None else ""), stop
+    def _last_text(self, state: _TextState) -> tuple[str, str | None]:
+        """The text held back so far, as no more tokens follow, and the stop string that it completes."""
+        text, stop = state.stops.push(state.stream.flush())
+        return text + (state.stops.flush() if stop is None else ""), stop
 
     def _end_tokens(self, params: SamplingParams) -> tuple[int, ...]:
         return params.stop_token_ids if params.ignore_eos else (*self.limits.end_tokens, *params.stop_token_ids)
@@ -371,11 +369,11 @@ class EngineCore:
         error: str | None = None,
     ) -> Delta:
         """Take a sequence out and make its last delta."""
-        running = self._running.pop(id(sequence))
-        if running.on_finish is not None and reason in ("stop", "length"):
-            running.on_finish(sequence)
-        if self.handoff is not None:
-            self.handoff.sequence_ended(sequence, error)
+        on_finish = self._texts.pop(sequence).on_finish
+        if on_finish is not None and reason in ("stop", "length"):
+            on_finish(sequence)
+        if self.transfers is not None:
+            self.transfers.sequence_ended(sequence, error)
         self.scheduler.finish(sequence)
         group = self._by_id[sequence.request.id]
         group.remove(sequence)

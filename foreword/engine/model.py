@@ -28,7 +28,8 @@ from foreword.engine.kernels import native
 from foreword.engine.kernels.build import CannotBuild
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.request import Request, SamplingParams
-from foreword.engine.scheduler import Scheduler, SequenceState
+from foreword.engine.scheduler import Scheduler
+from foreword.engine.sequence import SequenceState
 from foreword.engine.torch_runner import TorchRunner, bytes_per_block, record_layers
 from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported
 

@@ -13,7 +13,7 @@ from typing import Literal
 from foreword.blocks.miss_history import MissReason
 from foreword.errors import BadRequest
 
-# `moved`: it goes on at another instance (`Delta.moved`).
+# `moved`: it continues at another instance (`Delta.moved`).
 FinishReason = Literal["stop", "length", "abort", "error", "moved"]
 
 MAX_LOGPROBS = 20
@@ -156,8 +156,8 @@ class CacheReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
-    """Where a request goes on: at `to` under the id `request_id`, after `tokens` generated tokens."""
+class MigratedTo:
+    """Where a request continues: at `to` under the id `request_id`, after `tokens` generated tokens."""
 
     to: str
     request_id: str
@@ -190,7 +190,7 @@ class Delta:
     cached_tokens: int = 0
     cache_report: CacheReport | None = None
     error: str | None = None
-    moved: Departure | None = None
+    moved: MigratedTo | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the engine's loop asks of whoever computes: the seam between bookkeeping and tensors."""
+"""The interface between the engine's loop and the model runner, between bookkeeping and tensors."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from foreword.engine.sampling import Draw, Sampled
-from foreword.engine.scheduler import SequenceState, Step
+from foreword.engine.sequence import SequenceState, Step
 
 
 class Runner(Protocol):
     """Computes a step's KV and the next tokens.
 
     `run` carries out `step.copies` in order, writes the KV of every chunk and samples one token for each sequence in `draws`
-    (all those whose chunk `samples`). It raises whatever the device raises; then nothing of the step may be used.
+    (all those whose chunk `samples`). If the device raises, `run` raises the same, and nothing of the step may be used.
     """
 
     num_blocks: int
     bytes_per_block: int
 
-    def run(self, step: Step, draws: Mapping[int, Draw]) -> dict[int, Sampled]:
-        """Keys of both mappings are `id(sequence)`."""
-        ...
+    def run(self, step: Step, draws: Mapping[SequenceState, Draw]) -> dict[SequenceState, Sampled]: ...
 
 
 def draw_of(sequence: SequenceState, end_tokens: tuple[int, ...]) -> Draw:

@@ -16,7 +16,7 @@ from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.sampling import Draw, Sampled, sample
-from foreword.engine.scheduler import Step
+from foreword.engine.sequence import SequenceState, Step
 
 
 class TorchRunner:
@@ -56,13 +56,13 @@ class TorchRunner:
         self._cpu_layers = None if kernels is None else CpuLayers(kernels, self.layers)
 
     @torch.inference_mode()
-    def run(self, step: Step, draws: Mapping[int, Draw]) -> dict[int, Sampled]:
+    def run(self, step: Step, draws: Mapping[SequenceState, Draw]) -> dict[SequenceState, Sampled]:
         self._copy(step.copies)
         rows, wanted = self._sampled_rows(step, draws)
         logits = self._forward(step, rows)
         if not wanted:
             return {}
-        sampled = sample(logits, [draws[identity] for identity in wanted])
+        sampled = sample(logits, [draws[sequence] for sequence in wanted])
         return dict(zip(wanted, sampled, strict=True))
 
     @torch.inference_mode()
@@ -71,13 +71,15 @@ class TorchRunner:
         self._copy(step.copies)
         return self._forward(step, list(range(step.num_tokens))).float()
 
-    def _sampled_rows(self, step: Step, draws: Mapping[int, Draw]) -> tuple[list[int], list[int]]:
-        rows, wanted, end = [], [], 0
+    def _sampled_rows(self, step: Step, draws: Mapping[SequenceState, Draw]) -> tuple[list[int], list[SequenceState]]:
+        rows: list[int] = []
+        wanted: list[SequenceState] = []
+        end = 0
         for chunk in step.chunks:
             end += chunk.count
-            if id(chunk.sequence) in draws:
+            if chunk.sequence in draws:
                 rows.append(end - 1)
-                wanted.append(id(chunk.sequence))
+                wanted.append(chunk.sequence)
         return rows, wanted
 
     def _forward(self, step: Step, rows: Sequence[int]) -> Tensor:

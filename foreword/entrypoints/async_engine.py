@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from foreword.blocks.common_prefixes import CommonPrefix, common_prefixes
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig
-from foreword.disaggregation.unclaimed_outputs import Adopted, AdoptedRequests
+from foreword.disaggregation.unclaimed import UnclaimedRequest, UnclaimedRequests
 from foreword.engine.request import Delta, Request, SamplingParams
-from foreword.engine.scheduler import SequenceState
+from foreword.engine.sequence import SequenceState
 from foreword.engine.tokenizer import Tokenizer
 from foreword.entrypoints.build import Assembly, ModelInfo, assemble
 from foreword.errors import BadRequest, CannotMove, EngineFailed, NotFound, ShuttingDown, UnknownPrefix
@@ -34,7 +34,7 @@ from foreword.prefixes.service import PinnedKV, Registration
 
 if TYPE_CHECKING:
     from foreword.disaggregation.instance import Instance
-    from foreword.disaggregation.migration import Moved
+    from foreword.disaggregation.migration import MigrationResult
 
 Result = TypeVar("Result")
 
@@ -82,12 +82,11 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._listeners: dict[str, _Listener] = {}
         self._active: set[str] = set()
-        # Requests that moved here and that nobody listens to yet.
-        self.adopted = AdoptedRequests(self._give_up)
+        self.unclaimed = UnclaimedRequests(self._expired)
         self._closing = False
         self._failed: str | None = None
         # What other instances may read of this one; None unless `transfer` was given.
-        self.served = assembly.share(self._post) if assembly.share is not None else None
+        self.served = assembly.share(self.post) if assembly.share is not None else None
         # This engine among others; None unless it has a role.
         self.instance = None if transfer is None or role is None else self._join(assembly, transfer, role)
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
@@ -119,12 +118,12 @@ class AsyncEngine:
 
     def _join(self, assembly: Assembly, transfer: TransferConfig, role: str) -> Instance:
         from foreword.disaggregation.instance import Instance  # needs msgspec
-        from foreword.disaggregation.kv_view import KVPort
+        from foreword.disaggregation.kv_view import KVView
 
         assert assembly.runner is not None and self.served is not None
-        port = KVPort(assembly.runner.layers, self.served.layout)
-        instance = Instance(assembly.core, port, transfer, role, Around(self), self.served)
-        assembly.runner.on_written = instance.written
+        view = KVView(assembly.runner.layers, self.served.layout)
+        instance = Instance(assembly.core, view, transfer, role, self, self.served)
+        assembly.runner.on_written = instance.layer_written
         return instance
 
     def validate(self, request: Request) -> None:
@@ -168,19 +167,19 @@ class AsyncEngine:
                 pass
         except BaseException:
             # Behind the request in the inbox: by then it is pinned, or never will be.
-            self._post(lambda: self._core.cache.unpin([block for kv in pinned for block in kv.blocks]))
+            self.post(lambda: self._core.cache.unpin([block for kv in pinned for block in kv.blocks]))
             raise
         if not pinned:
             raise ShuttingDown(f"the engine ended before the prefix {one.prefix.name!r} was computed")
         return pinned[0]
 
     def _unpin(self, blocks: Sequence[int]) -> None:
-        self._post(lambda: self._core.cache.unpin(blocks))
+        self.post(lambda: self._core.cache.unpin(blocks))
 
     async def follow(self, request_id: str) -> AsyncGenerator[Delta, None]:
-        """Go on with a request that moved here: what it has said since, and what it says. Closing the iterator ends it.
+        """Claim a request that migrated here: its output since then, and all that follows. Closing the iterator ends it.
 
-        Raises NotFound if there is none of this id that nobody listens to.
+        Raises NotFound if no unclaimed request has this id.
         """
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         began = functools.partial(self._attach, request_id, listener)
@@ -188,9 +187,9 @@ class AsyncEngine:
             async for delta in deltas:
                 yield delta
 
-    async def unfetched(self) -> Sequence[Adopted]:
-        """Requests that moved here and that nobody listens to yet, after all that the engine's thread was told before."""
-        return await self._call(self.adopted.all)
+    async def unclaimed_requests(self) -> Sequence[UnclaimedRequest]:
+        """Unclaimed requests, once the engine's thread has done everything posted before."""
+        return await self._call(self.unclaimed.all)
 
     async def _deltas(
         self, request_id: str, listener: _Listener, begin: Callable[[], None], sequences: int
@@ -207,7 +206,7 @@ class AsyncEngine:
                 left -= delta.finish_reason is not None
         finally:
             # In this order: whoever takes the id next is behind this in the inbox.
-            if not self._post(lambda: self._forget(request_id, listener)):
+            if not self.post(lambda: self._forget(request_id, listener)):
                 self._listeners.pop(request_id, None)
             self._active.discard(request_id)
 
@@ -217,20 +216,20 @@ class AsyncEngine:
         self._listeners[request.id] = listener
 
     def _attach(self, request_id: str, listener: _Listener) -> None:
-        adopted = self.adopted.take(request_id)
-        if adopted is None:
+        unclaimed = self.unclaimed.claim(request_id)
+        if unclaimed is None:
             raise NotFound(f"no request {request_id!r} has moved here and waits to be fetched")
         self._listeners[request_id] = listener
-        self._deliver(adopted.said)
+        self.deliver(unclaimed.deltas)
 
-    def _give_up(self, request_id: str) -> None:
-        """Nobody has fetched a request that moved here."""
+    def _expired(self, request_id: str) -> None:
+        """The client of a migrated request has not come for it in time."""
 
         def work() -> None:
-            if self.adopted.take(request_id) is not None:
+            if self.unclaimed.claim(request_id) is not None:
                 self._core.abort(request_id)
 
-        self._post(work)
+        self.post(work)
 
     def _forget(self, request_id: str, listener: _Listener) -> None:
         if self._listeners.get(request_id) is listener:  # or somebody else follows it
@@ -239,7 +238,7 @@ class AsyncEngine:
 
     async def migrate(
         self, request_id: str, address: str, *, to: str = "", new_id: str = "", envelope: bytes = b""
-    ) -> Moved:
+    ) -> MigrationResult:
         """Move a running request with its KV to the instance at the transfer address `address`, and tell its listener so
         (`Delta.moved`). There it goes on as `new_id`, and waits to be followed.
 
@@ -252,13 +251,13 @@ class AsyncEngine:
         instance = self.instance
         if instance is None:
             raise CannotMove("this engine has no transfer endpoint (--role, --transfer-bind)")
-        future: Future[Moved] = Future()
+        future: Future[MigrationResult] = Future()
         name = new_id or f"{request_id.partition('~')[0]}~{secrets.token_hex(4)}"
-        await self._call(lambda: instance.moves.begin(request_id, address, to or address, name, envelope, future))
+        await self._call(lambda: instance.migrations.begin(request_id, address, to or address, name, envelope, future))
         return await asyncio.wrap_future(future)
 
     def _abort_and_tell(self, request_id: str) -> None:
-        self._deliver(self._core.abort(request_id))
+        self.deliver(self._core.abort(request_id))
 
     def status(self) -> EngineStatus:
         """From any thread; the numbers may be a step apart from each other."""
@@ -348,11 +347,11 @@ class AsyncEngine:
             with contextlib.suppress(RuntimeError):  # the caller's loop was closed meanwhile
                 loop.call_soon_threadsafe(resolve, *answer)
 
-        if not self._post(work):
+        if not self.post(work):
             raise EngineFailed(self._failed) if self._failed else ShuttingDown("the engine is closed")
         return await future
 
-    def _post(self, work: Callable[[], None]) -> bool:
+    def post(self, work: Callable[[], None]) -> bool:
         with self._wake:
             if self._closing or self._failed is not None:
                 return False
@@ -368,7 +367,7 @@ class AsyncEngine:
                 while self._inbox:
                     self._inbox.popleft()()
                 if self._core.has_work():
-                    self._deliver(self._core.step())
+                    self.deliver(self._core.step())
         except Exception as error:
             with self._wake:
                 self._failed = f"{type(error).__name__}: {error}"
@@ -379,7 +378,7 @@ class AsyncEngine:
             while self._inbox:
                 self._inbox.popleft()()
             ends = [Delta(name, 0, (), "", finish_reason="error", error=message) for name in list(self._listeners)]
-            self._deliver(ends)
+            self.deliver(ends)
             self._core.fail_all(message)
 
     def _wait(self) -> bool:
@@ -389,36 +388,27 @@ class AsyncEngine:
                 self._wake.wait()
             return not self._closing
 
-    def _rest(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         """The engine's thread has nothing to compute: sleep until there is something in the inbox."""
         with self._wake:
             self._wake.wait_for(lambda: self._inbox or self._closing, seconds)
 
-    def _deliver(self, deltas: Sequence[Delta]) -> None:
+    def add_migrated(self, request: Request, output: Sequence[int], envelope: bytes) -> None:
+        """A migrated request continues here, and its client has not come for it yet. On the engine's thread."""
+        self.unclaimed.add(UnclaimedRequest(request, output, envelope))
+
+    def deliver(self, deltas: Sequence[Delta]) -> None:
         """Hand deltas over, one wake-up of an event loop per step."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Delta], Delta]]] = {}
         for delta in deltas:
             listener = self._listeners.get(delta.request_id)
             if listener is None:
-                self.adopted.keep(delta)
+                self.unclaimed.keep(delta)
             else:
                 batches.setdefault(listener.loop, []).append((listener.queue, delta))
         for loop, batch in batches.items():
             with contextlib.suppress(RuntimeError):  # the loop was closed with requests still in flight
                 loop.call_soon_threadsafe(_put_all, batch)
-
-
-class Around:
-    """What this engine's `Instance` needs of it (`engine.instance.Around`)."""
-
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.post = engine._post
-        self.rest = engine._rest
-        self.deliver = engine._deliver
-        self._adopted = engine.adopted
-
-    def adopt(self, request: Request, output: Sequence[int], envelope: bytes) -> None:
-        self._adopted.add(Adopted(request, output, envelope))
 
 
 def _put_all(batch: Sequence[tuple[asyncio.Queue[Delta], Delta]]) -> None:

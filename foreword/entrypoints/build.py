@@ -34,7 +34,7 @@ from foreword.store.frame import HEADER_BYTES
 from foreword.store.urls import Opener, StoreUrl, loss_of, open_store, parse
 
 if TYPE_CHECKING:
-    from foreword.disaggregation.block_server import DeviceChains, Post, ServedBlocks
+    from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
 _FEWEST_SLOTS = 16
@@ -67,7 +67,7 @@ class Assembly:
     prefixes: PrefixService
     offload: OffloadManager | None = None
     flush_seconds: float = 0.0
-    share: Callable[[Post], ServedBlocks] | None = None
+    share: Callable[[Post], BlockServer] | None = None
     runner: TorchRunner | None = None
 
 
@@ -159,19 +159,21 @@ def _prefix_service(
     return PrefixService(book, functools.partial(content_tokens, tokenizer), storage)
 
 
-def _chains() -> DeviceChains:
-    from foreword.disaggregation.block_server import DeviceChains  # needs msgspec
+def _chains() -> ChainIndex:
+    from foreword.disaggregation.block_server import ChainIndex  # needs msgspec
 
-    return DeviceChains()
+    return ChainIndex()
 
 
 def _sharing(
-    layout: Layout, runner: TorchRunner, cache: PrefixCache, chains: DeviceChains, memory: Sequence[Store]
-) -> Callable[[Post], ServedBlocks]:
-    from foreword.disaggregation.block_server import ServedBlocks, slots_for
+    layout: Layout, runner: TorchRunner, cache: PrefixCache, chains: ChainIndex, memory: Sequence[Store]
+) -> Callable[[Post], BlockServer]:
+    from foreword.disaggregation.block_server import BlockServer, num_frame_slots
 
-    staging = StagingArena(tensors_of(runner.layers), min(slots_for(layout), max(2 * runner.num_blocks, _FEWEST_SLOTS)))
-    return lambda post: ServedBlocks(layout, cache.pool, chains, post, staging, memory)
+    staging = StagingArena(
+        tensors_of(runner.layers), min(num_frame_slots(layout), max(2 * runner.num_blocks, _FEWEST_SLOTS))
+    )
+    return lambda post: BlockServer(layout, cache.pool, chains, post, staging, memory)
 
 
 def _in_memory(config: StoreConfig, offload: OffloadManager | None) -> list[Store]:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, build
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
-from foreword.engine.scheduler import SequenceState
+from foreword.engine.sequence import SequenceState
 from foreword.entrypoints.build import assemble
 from foreword.errors import BadRequest, EngineFailed
 from foreword.events import Observer

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from foreword.engine.request import Delta, Departure, Request
+from foreword.engine.request import Delta, MigratedTo, Request
 from foreword.errors import CannotMove, NotFound, did_you_mean
 from foreword.server.job import Job
 
@@ -18,7 +18,7 @@ class Running:
 
     job: Job
     tokens: int = 0
-    departure: Departure | None = None
+    departure: MigratedTo | None = None
 
     @property
     def request(self) -> Request:

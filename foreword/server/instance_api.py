@@ -38,7 +38,7 @@ def describe(engine: AsyncEngine, tenant: Tenant) -> dict[str, Any]:
         "transfer": None if instance is None else instance.address,
         "model": info.name,
         "fingerprint": info.fingerprint,
-        "layout": None if instance is None else instance.port.layout.fingerprint.hex(),
+        "layout": None if instance is None else instance.view.layout.fingerprint.hex(),
         "block_size": info.block_size,
         "max_model_len": info.max_model_len,
         "tenant": digest(tenant.salt),

@@ -114,8 +114,8 @@ class Gate:
         the rest."""
         self.close()
         deadline = time.monotonic() + timeout
-        # Who fetches is inside before the request is no adopted one any more.
-        while self._engine is not None and self._engine.adopted.all() and time.monotonic() < deadline:
+        # A client that claims a request is counted before the request is claimed.
+        while self._engine is not None and self._engine.unclaimed.all() and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._empty.wait(), max(deadline - time.monotonic(), 0))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx
 
 from foreword.api.tenants import Tenant
-from foreword.disaggregation.unclaimed_outputs import Adopted
+from foreword.disaggregation.unclaimed import UnclaimedRequest
 from foreword.engine.request import Request as EngineRequest
 from foreword.errors import CannotMove, EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
 from foreword.server.active_requests import Running
@@ -117,20 +117,20 @@ async def drain(front: Front, targets: Sequence[str], seconds: float = 60.0) -> 
 
 async def _movable(front: Front, engine: AsyncEngine) -> dict[str, Callable[[str], Awaitable[object]]]:
     """What moves each request, by its id."""
-    waiting: Sequence[Adopted] = ()
+    waiting: Sequence[UnclaimedRequest] = ()
     with contextlib.suppress(EngineFailed, ShuttingDown):
         # From here on none is added: what arrives while the server drains is not taken.
-        waiting = await engine.unfetched()
-    adopted = {one.request.id: partial(_move_adopted, front, one) for one in waiting if one.goes_on}
-    # After that: whoever fetches a request is in flight before it is an adopted one no more.
+        waiting = await engine.unclaimed_requests()
+    unclaimed = {one.request.id: partial(_move_unclaimed, front, one) for one in waiting if one.is_running}
+    # After that: a client that claims a request is in flight before the request is claimed.
     running = [one for one in front.in_flight.all() if one.departure is None]
-    return adopted | {one.request.id: partial(move, front, one) for one in running}
+    return unclaimed | {one.request.id: partial(move, front, one) for one in running}
 
 
-async def _move_adopted(front: Front, adopted: Adopted, to: str) -> dict[str, Any]:
+async def _move_unclaimed(front: Front, unclaimed: UnclaimedRequest, to: str) -> dict[str, Any]:
     """Move on a request that moved here. Whoever comes to fetch it gets what it said here, and is told where it went."""
-    request = adopted.request
-    return await _move(front, request, to, front.tenants.headers_for(request.salt), adopted.envelope)
+    request = unclaimed.request
+    return await _move(front, request, to, front.tenants.headers_for(request.salt), unclaimed.envelope)
 
 
 async def _move_somewhere(

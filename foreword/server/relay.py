@@ -14,7 +14,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from foreword.engine.request import Delta, Departure
+from foreword.engine.request import Delta, MigratedTo
 from foreword.errors import EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
 from foreword.server.job import FOLLOW_HEADER, Caller
 
@@ -25,7 +25,7 @@ KEEP_ALIVE: Final = 5.0
 _SILENCE: Final = 30.0
 
 
-def moved_event(departure: Departure) -> bytes:
+def moved_event(departure: MigratedTo) -> bytes:
     """The last event of a stream whose client follows."""
     return event(MOVED, dataclasses.asdict(departure))
 
@@ -40,18 +40,18 @@ def event(name: str, data: Any) -> bytes:
     return f"event: {name}\ndata: {text}\n\n".encode("utf-8", "surrogatepass")
 
 
-async def follow(departure: Departure, caller: Caller, ended: asyncio.Event) -> AsyncGenerator[Delta, None]:
+async def follow(departure: MigratedTo, caller: Caller, ended: asyncio.Event) -> AsyncGenerator[Delta, None]:
     """The deltas of a request that moved, from wherever it goes.
 
     `ended` is set when this server stops waiting. Raises TransferUnavailable if the other server is gone, and what it said if
     it failed.
     """
-    there: Departure | None = departure
+    there: MigratedTo | None = departure
     while there is not None:
-        onward: Departure | None = None
+        onward: MigratedTo | None = None
         async with aclosing(_until(_fetch(there, caller), ended)) as found:
             async for one in found:
-                if isinstance(one, Departure):
+                if isinstance(one, MigratedTo):
                     onward = one
                     break
                 yield one
@@ -62,7 +62,7 @@ async def follow(departure: Departure, caller: Caller, ended: asyncio.Event) -> 
         there = onward
 
 
-async def _fetch(there: Departure, caller: Caller) -> AsyncGenerator[Delta | Departure, None]:
+async def _fetch(there: MigratedTo, caller: Caller) -> AsyncGenerator[Delta | MigratedTo, None]:
     url = f"{there.to.rstrip('/')}/v1/requests/{quote(there.request_id, safe='')}/stream"
     headers = {**caller.headers, FOLLOW_HEADER: "1"}
     timeout = httpx.Timeout(10, read=_SILENCE)
@@ -83,10 +83,10 @@ async def _fetch(there: Departure, caller: Caller) -> AsyncGenerator[Delta | Dep
         raise TransferUnavailable(text) from error
 
 
-def _read(name: str, text: str) -> Delta | Departure:
+def _read(name: str, text: str) -> Delta | MigratedTo:
     data = json.loads(text)
     if name == MOVED:
-        return msgspec.convert(data, Departure)
+        return msgspec.convert(data, MigratedTo)
     if name == DELTA:
         return msgspec.convert(data, Delta)
     raise EngineFailed(_sentence(text.encode()))
@@ -110,11 +110,11 @@ async def _events(lines: AsyncIterator[str]) -> AsyncGenerator[tuple[str, str], 
 
 
 async def _until(
-    items: AsyncGenerator[Delta | Departure, None], ended: asyncio.Event
-) -> AsyncGenerator[Delta | Departure, None]:
+    items: AsyncGenerator[Delta | MigratedTo, None], ended: asyncio.Event
+) -> AsyncGenerator[Delta | MigratedTo, None]:
     """The items; raises ShuttingDown as soon as `ended` is set."""
     stop = asyncio.ensure_future(ended.wait())
-    following: asyncio.Future[Delta | Departure] | None = None
+    following: asyncio.Future[Delta | MigratedTo] | None = None
     try:
         while True:
             following = asyncio.ensure_future(anext(items))

@@ -60,14 +60,14 @@ def router(front: Front, config: ServerConfig) -> APIRouter:
     async def stream(request: Request, name: str) -> Response:
         """Go on with a request that moved here, from the token after the first `from`. `format=deltas` is for servers."""
         tenant, engine = front.tenant(request), front.gate.check_loaded()
-        adopted = engine.adopted.find(name)
-        if adopted is None or adopted.request.salt != tenant.salt:
+        unclaimed = engine.unclaimed.find(name)
+        if unclaimed is None or unclaimed.request.salt != tenant.salt:
             raise NotFound(f"no request {name!r} has moved here and waits to be fetched")
         begin = _number(request.query_params.get("from", "0"))
-        if begin != len(adopted.output):
-            raise CannotMove(f"the request moved here after {len(adopted.output)} tokens, not {begin}")
+        if begin != len(unclaimed.output):
+            raise CannotMove(f"the request moved here after {len(unclaimed.output)} tokens, not {begin}")
         caller = Caller.of(request.headers)
-        job = resume(engine, adopted.request, adopted.output, adopted.envelope, caller)
+        job = resume(engine, unclaimed.request, unclaimed.output, unclaimed.envelope, caller)
         if request.query_params.get("format") == "deltas":
             # Whoever asks for deltas writes the answer itself, and follows.
             job = dataclasses.replace(job, streams=True, caller=Caller(caller.headers, follows=True))

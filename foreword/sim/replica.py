@@ -9,7 +9,8 @@ from typing import Any, Protocol, cast
 
 from foreword.blocks import BlockTable, PrefixCache
 from foreword.engine.request import Request, SamplingParams
-from foreword.engine.scheduler import Scheduler, SequenceState, Step
+from foreword.engine.scheduler import Scheduler
+from foreword.engine.sequence import SequenceState, Step
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.stores import SimStores
 from foreword.sim.trace import TraceRequest
@@ -83,7 +84,7 @@ class SimReplica:
     totals: ReplicaTotals = field(default_factory=ReplicaTotals)
     step: Step | None = None
     repeats: int = 0
-    _outcomes: dict[int, tuple[int, Outcome]] = field(default_factory=dict)
+    _outcomes: dict[SequenceState, tuple[int, Outcome]] = field(default_factory=dict)
     _answers: dict[int, array[int]] = field(default_factory=dict)
 
     @classmethod
@@ -120,7 +121,7 @@ class SimReplica:
         table = self.cache.open(tokens)
         table.chain.keys = list(keys)
         sequence = SequenceState(request, table, 0, len(tokens) + outcome.request.output_tokens)
-        self._outcomes[id(sequence)] = (number, outcome)
+        self._outcomes[sequence] = (number, outcome)
         self.scheduler.add(sequence)
 
     def begin(self, now: float, until: float) -> float | None:
@@ -133,8 +134,9 @@ class SimReplica:
             return None
         if self.stores is not None:
             self.stores.now = now
+        loaded = self.scheduler.collect()
         step = self.scheduler.schedule()
-        for sequence in step.admitted:
+        for sequence in (*loaded, *step.admitted):
             self._note_admission(sequence)
         if not step.chunks:
             return None
@@ -153,12 +155,12 @@ class SimReplica:
         """How often the step can be repeated before anything but the number of tokens changes: the last repetition may end
         sequences, or end after `left` seconds, but not begin then."""
         scheduler = self.scheduler
-        if scheduler.waiting or scheduler.loading or len(step.chunks) != len(scheduler.running):
+        if scheduler.waiting or scheduler.waiting_for_kv or len(step.chunks) != len(scheduler.running):
             return 0
         most = int(min(left / seconds, _MOST_REPEATS)) if seconds else _MOST_REPEATS
         for chunk in step.chunks:
             sequence, length = chunk.sequence, chunk.start + 1
-            if chunk.count != 1 or not chunk.samples or self._outcomes[id(sequence)][1].first_token < 0:
+            if chunk.count != 1 or not chunk.samples or self._outcomes[sequence][1].first_token < 0:
                 return 0
             most = min(most, sequence.table.next_block_at - 1 - length, sequence.max_total - 1 - length)
         growth = self.costs.decode_context * len(step.chunks)
@@ -203,14 +205,15 @@ class SimReplica:
         )
 
     def _note_admission(self, sequence: SequenceState) -> None:
-        outcome = self._outcomes[id(sequence)][1]
+        outcome = self._outcomes[sequence][1]
         outcome.cached_tokens = max(sequence.cached_tokens, 0)
-        if sequence.loaded and self.stores is not None:
+        loaded = sequence.loaded
+        if loaded is not None and loaded.tiers and self.stores is not None:
             counts = [0, 0, 0]
-            for place in sequence.loaded:
+            for place in loaded.tiers:
                 counts[self.stores.tiers[place].tier - 1] += self.cache.block_size
-            # A prompt that is cached to its end computes its last token again.
-            counts[self.stores.tiers[sequence.loaded[-1]].tier - 1] -= sequence.recomputed
+            # A prompt that is cached to its end recomputes its last token.
+            counts[self.stores.tiers[loaded.tiers[-1]].tier - 1] -= loaded.tokens - sequence.cached_tokens
             outcome.loaded = (counts[0], counts[1], counts[2])
 
     def _save(self, step: Step) -> None:
@@ -222,7 +225,7 @@ class SimReplica:
                 self.stores.save(table.chain.key_before(first), first, table.chain.keys_to(full)[first:full])
 
     def _sample(self, sequence: SequenceState, now: float) -> None:
-        number, outcome = self._outcomes[id(sequence)]
+        number, outcome = self._outcomes[sequence]
         if outcome.first_token < 0:
             outcome.first_token = now
             self.watcher.first_token(number, outcome)
@@ -231,13 +234,13 @@ class SimReplica:
             outcome.finished = now
             self.totals.preemptions += sequence.preemptions
             self.scheduler.finish(sequence)
-            del self._outcomes[id(sequence)]
+            del self._outcomes[sequence]
             self._answers.pop(number, None)
             self.watcher.finished(number, outcome)
 
     def _answer(self, sequence: SequenceState, count: int) -> array[int]:
         """The answer's next tokens; where they are not known, a token that no other answer has."""
-        number, outcome = self._outcomes[id(sequence)]
+        number, outcome = self._outcomes[sequence]
         if number not in self._answers:
             self._answers[number] = outcome.request.answer()
         done = sequence.num_output

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 
 from foreword.engine.sampling import Draw, Sampled
-from foreword.engine.scheduler import SequenceState, Step
+from foreword.engine.sequence import SequenceState, Step
 
 VOCAB = 50
 
@@ -29,10 +29,10 @@ class FakeMemory:
         self._size = block_size
         self._slots: dict[int, bytes] = {}
 
-    def run(self, step: Step, draws: Mapping[int, Draw]) -> dict[int, Sampled]:
-        return {identity: Sampled(token, None) for identity, token in self.compute(step).items() if identity in draws}
+    def run(self, step: Step, draws: Mapping[SequenceState, Draw]) -> dict[SequenceState, Sampled]:
+        return {one: Sampled(token, None) for one, token in self.compute(step).items() if one in draws}
 
-    def compute(self, step: Step) -> dict[int, int]:
+    def compute(self, step: Step) -> dict[SequenceState, int]:
         """The token that follows each chunk."""
         self.steps.append(step)
         if self.fail:
@@ -55,7 +55,7 @@ class FakeMemory:
             end = chunk.start + chunk.count
             found = [self._slots.get(self._slot(chunk.sequence, position)) for position in range(end)]
             assert found == prefixes[id(chunk)][:end], f"wrong KV at {chunk}"
-            tokens[id(chunk.sequence)] = follow(found[-1] or b"")
+            tokens[chunk.sequence] = follow(found[-1] or b"")
         return tokens
 
     def _slot(self, sequence: SequenceState, position: int) -> int:

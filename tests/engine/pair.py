@@ -120,7 +120,7 @@ class Node:
         status = self.engine.status()
         assert (status.running, status.waiting, status.failed) == (0, 0, None)
         scheduler = self.engine._core.scheduler
-        assert not (scheduler.pulling or scheduler.paused or scheduler.loading)
+        assert not (scheduler.waiting_for_kv or scheduler.paused)
         assert not self.engine.instance.busy
         await self.engine.check_integrity()
 

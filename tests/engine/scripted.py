@@ -11,7 +11,8 @@ from foreword.blocks.miss_history import MissHistory
 from foreword.engine.loop import EngineCore, Limits
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.sampling import Draw, Sampled
-from foreword.engine.scheduler import Scheduler, SequenceState, Step
+from foreword.engine.scheduler import Scheduler
+from foreword.engine.sequence import SequenceState, Step
 from foreword.engine.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(tiny.tokenizer(), (tiny.EOS,))
@@ -28,10 +29,10 @@ class ScriptedRunner:
         self.steps: list[Step] = []
         self._choose = choose
 
-    def run(self, step: Step, draws: Mapping[int, Draw]) -> dict[int, Sampled]:
+    def run(self, step: Step, draws: Mapping[SequenceState, Draw]) -> dict[SequenceState, Sampled]:
         self.steps.append(step)
-        drawing = [chunk.sequence for chunk in step.chunks if id(chunk.sequence) in draws]
-        return {id(sequence): Sampled(self._choose(sequence), None) for sequence in drawing}
+        drawing = [chunk.sequence for chunk in step.chunks if chunk.sequence in draws]
+        return {sequence: Sampled(self._choose(sequence), None) for sequence in drawing}
 
 
 def make_core(runner: ScriptedRunner, **options: int) -> EngineCore:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.disaggregation.kv_view import DeviceRows, KVPort
+from foreword.disaggregation.kv_view import DeviceRows, KVView
 from foreword.offload.staging import layout_of
 from foreword.transfer.messages import Part
 from foreword.transfer.parts import payload_bytes
@@ -39,17 +39,17 @@ def layers_on(device: str, seed: int) -> dict[int, Layer]:
     return {5 + 2 * number: Layer(tensor(8), tensor(6)) for number in range(LAYERS)}
 
 
-def by_copies(layers: Mapping[int, Any]) -> KVPort:
+def by_copies(layers: Mapping[int, Any]) -> KVView:
     """A port that copies as it does on a device, also where the tensors are on the CPU."""
-    port = KVPort(layers, layout_of(layers, b"model"))
+    port = KVView(layers, layout_of(layers, b"model"))
     if port._copies is None:
         flat = [t for number in sorted(layers) for t in (layers[number].k_blocks, layers[number].v_blocks)]
         port._copies = DeviceRows([t.flatten(0, 1).flatten(1).view(torch.uint8) for t in flat])
     return port
 
 
-def by_views(layers: Mapping[int, Any]) -> KVPort:
-    return KVPort(layers, layout_of(layers, b"model"))
+def by_views(layers: Mapping[int, Any]) -> KVView:
+    return KVView(layers, layout_of(layers, b"model"))
 
 
 @st.composite

@@ -23,7 +23,7 @@ from tiny import Reference, greedy, prompt
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.config import EngineConfig, StoreConfig, TransferConfig
-from foreword.disaggregation.block_server import DeviceChains, ServedBlocks, serve_blocks
+from foreword.disaggregation.block_server import BlockServer, ChainIndex, serve_blocks
 from foreword.engine.request import Request, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
@@ -64,7 +64,7 @@ class Giver:
         settings = TransferConfig(**(QUICK | {"beat_seconds": 5.0} | transfer))
         self.engine = AsyncEngine.from_config(config, store=StoreConfig(urls=urls), transfer=settings)
         assert self.engine.served is not None
-        self.served: ServedBlocks = self.engine.served
+        self.served: BlockServer = self.engine.served
         self.endpoint: Endpoint = serve_blocks(self.served, settings)
         self.url = f"peer://{self.endpoint.address}?beat_seconds=5"
 
@@ -120,7 +120,7 @@ def connected(llm: LLM, number: int = -1) -> None:
     until(lambda: tier.store.status().notes["connected"] == 1)
 
 
-def serve(served: ServedBlocks, names: Sequence[bytes], longest: int = 1 << 20) -> list[bytes | None]:
+def serve(served: BlockServer, names: Sequence[bytes], longest: int = 1 << 20) -> list[bytes | None]:
     """What `get` gives, copied: its memory is used again."""
     found = [
         bytes(one) if one is not None else None
@@ -528,7 +528,7 @@ def test_an_engine_that_is_busy(giver: Any) -> None:
         begun.set()
         assert go_on.wait(PATIENCE)
 
-    one.engine._post(step)
+    one.engine.post(step)
     assert begun.wait(PATIENCE)
     names = one.names(tokens)
     assert one.served.locate(names, time.monotonic() + PATIENCE) == 15
@@ -555,7 +555,7 @@ def test_what_does_not_fit_is_not_given(giver: Any) -> None:
 
 def test_places_in_chains() -> None:
     """The observer knows each block's parent and depth, over branches, repetitions and evictions, and forgets what is gone."""
-    chains = DeviceChains()
+    chains = ChainIndex()
     chains.notify(BlocksStored(b"root", (b"a", b"b")))
     chains.notify(BlocksStored(b"b", (b"c", b"d")))
     chains.notify(BlocksStored(b"b", (b"e",)))

@@ -14,7 +14,8 @@ from memory import FakeMemory, expected
 
 from foreword.blocks import PrefixCache
 from foreword.engine.request import Request, SamplingParams
-from foreword.engine.scheduler import Scheduler, SequenceState, Step
+from foreword.engine.scheduler import Scheduler
+from foreword.engine.sequence import SequenceState, Step
 
 SIZE = 4
 
@@ -51,7 +52,7 @@ class Plant:
             if not chunk.samples:
                 continue
             if len(sequence.table) < sequence.max_total:
-                sequence.table.append(following[id(sequence)])
+                sequence.table.append(following[sequence])
             if len(sequence.table) >= sequence.max_total:
                 self.finish(sequence)
         return step
@@ -387,8 +388,8 @@ def test_everyone_reads_the_right_kv(
                 assert step.num_tokens <= options["max_batch_tokens"]
                 assert len(plant.scheduler.running) <= options["max_num_seqs"]
         plant.cache.check()
-        left = {id(sequence) for sequence in (*plant.scheduler.running, *plant.scheduler.waiting)}
-        alive = [sequence for sequence in alive if id(sequence) in left]
+        left = {*plant.scheduler.running, *plant.scheduler.waiting}
+        alive = [sequence for sequence in alive if sequence in left]
     plant.run()
     for name, output in known.items():
         assert plant.finished[name] == output

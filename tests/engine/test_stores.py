@@ -339,7 +339,7 @@ def test_others_go_on_while_one_loads(llama: Path) -> None:
         slow = asyncio.create_task(collect(engine, ask("slow", 1)))
         gone = engine.generate(ask("gone", 1))
         going = asyncio.create_task(anext(gone))  # type: ignore[arg-type]
-        while not engine._core.scheduler.loading:
+        while not engine._core.scheduler.waiting_for_kv:
             await asyncio.sleep(0.001)
         await collect(engine, ask("other", 2, 3))
         going.cancel()

@@ -324,11 +324,11 @@ def test_target_dies(folder: Callable[[str], Path], nodes: tuple[Node, Node]) ->
         other = asyncio.create_task(ask(doomed.engine, prompt(5, 10), GREEDY))
         instance = doomed.engine.instance
         assert instance is not None
-        take = instance.moves.take
-        instance.moves.take = lambda *_: instance.endpoint.close()  # type: ignore[method-assign]
+        take = instance.migrations.take
+        instance.migrations.take = lambda *_: instance.endpoint.close()  # type: ignore[method-assign]
         with pytest.raises(TransferError):
             await here.engine.migrate(follower.name, doomed.address)
-        instance.moves.take = take  # type: ignore[method-assign]
+        instance.migrations.take = take  # type: ignore[method-assign]
         here.valve.pace = 0.0
         assert (await follower.end()).same(expected)
         await other
@@ -346,7 +346,7 @@ def test_target_is_told_to_stop(nodes: tuple[Node, Node]) -> None:
     here, there = nodes
     instance = there.engine.instance
     assert instance is not None
-    take = instance.moves.take
+    take = instance.migrations.take
 
     def too_late(*arguments: Any) -> None:
         instance.draining = True
@@ -358,20 +358,20 @@ def test_target_is_told_to_stop(nodes: tuple[Node, Node]) -> None:
         follower = Follower(here, tokens, GREEDY)
         here.valve.pace = 0.05
         await follower.read(5)
-        instance.moves.take = too_late  # type: ignore[method-assign]
+        instance.migrations.take = too_late  # type: ignore[method-assign]
         with pytest.raises(CannotMove) as caught:
             await here.engine.migrate(follower.name, there.address)
         assert caught.value.reason == "draining"
         here.valve.pace = 0.0
         assert (await follower.end()).same(expected)
-        assert await there.engine.unfetched() == []
+        assert await there.engine.unclaimed_requests() == []
         for each in nodes:
             await each.whole()
 
     try:
         asyncio.run(main())
     finally:
-        instance.moves.take = take  # type: ignore[method-assign]
+        instance.migrations.take = take  # type: ignore[method-assign]
         instance.draining = False
 
 
@@ -409,12 +409,12 @@ def test_nobody_fetches(nodes: tuple[Node, Node]) -> None:
 
     async def main() -> None:
         await alone(nodes, prompt(5, 1), GREEDY)
-        there.engine.adopted._within = 0.1
+        there.engine.unclaimed._within = 0.1
         follower = Follower(here, prompt(50, 13), dataclasses.replace(GREEDY, max_tokens=400))
         with at_a_walk(here):
             await follower.read(5)
             await follower.move(there)
-        await until(lambda: there.engine.adopted.find(follower.name) is None)
+        await until(lambda: there.engine.unclaimed.find(follower.name) is None)
         for each in nodes:
             await each.whole()
         with pytest.raises(NotFound):
@@ -423,7 +423,7 @@ def test_nobody_fetches(nodes: tuple[Node, Node]) -> None:
     try:
         asyncio.run(main())
     finally:
-        there.engine.adopted._within = 30.0
+        there.engine.unclaimed._within = 30.0
 
 
 def test_many_move_at_once(nodes: tuple[Node, Node]) -> None:

@@ -192,7 +192,7 @@ def test_others_go_on(nodes: tuple[Node, Node]) -> None:
         waiting = [
             asyncio.create_task(ask(decode.engine, prompt(60, 300 + i), GREEDY, prefill.address)) for i in range(3)
         ]
-        await until(lambda: len(decode.engine._core.scheduler.pulling) == 3)
+        await until(lambda: len(decode.engine._core.scheduler.waiting_for_kv) == 3)
         running = await ask(decode.engine, prompt(5, 400), dataclasses.replace(GREEDY, max_tokens=40, ignore_eos=True))
         assert len(running.tokens) == 40
         assert not any(task.done() for task in waiting)
@@ -244,7 +244,7 @@ def test_client_leaves(nodes: tuple[Node, Node], steps: int) -> None:
         prefill.valve.let(steps)
         await until(lambda: decode.received - before == 32 * steps * BYTES_PER_TOKEN)
         task.cancel()
-        await until(lambda: not decode.engine._core.scheduler.pulling)
+        await until(lambda: not decode.engine._core.scheduler.waiting_for_kv)
         prefill.valve.open()
         for each in nodes:
             await each.whole()
@@ -366,7 +366,7 @@ def test_nonsense_is_refused(nodes: tuple[Node, Node]) -> None:
     assert prefill.engine.instance is not None
     layout = prefill.engine.instance.layout
     params = SamplingParams(max_tokens=1)
-    good = wire.Task("x", wire.pack(prompt(9, 1)), params, 1)
+    good = wire.PrefillTask("x", wire.pack(prompt(9, 1)), params, 1)
     bad = {
         b"nonsense": Reason.REQUEST,
         wire.encode(dataclasses.replace(good, tokens=b"123")): Reason.REQUEST,

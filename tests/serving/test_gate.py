@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foreword.disaggregation.unclaimed_outputs import Adopted, AdoptedRequests
+from foreword.disaggregation.unclaimed import UnclaimedRequest, UnclaimedRequests
 from foreword.engine.request import Request, SamplingParams
 from foreword.errors import BadRequest, EngineFailed, NotReady, QueueFull, ShuttingDown
 from foreword.server.limits import Gate
@@ -27,7 +27,7 @@ class Engine:
 
     now: Status = field(default_factory=Status)
     drained: list[float] = field(default_factory=list)
-    adopted: AdoptedRequests = field(default_factory=lambda: AdoptedRequests(lambda name: None))
+    unclaimed: UnclaimedRequests = field(default_factory=lambda: UnclaimedRequests(lambda name: None))
 
     def status(self) -> Status:
         return self.now
@@ -104,13 +104,13 @@ def test_drain_waits_for_what_moved_here() -> None:
     async def run() -> None:
         engine = Engine()
         door = gate(engine)
-        engine.adopted.add(Adopted(Request("came", (1,), SamplingParams()), (), b""))
+        engine.unclaimed.add(UnclaimedRequest(Request("came", (1,), SamplingParams()), (), b""))
         draining = asyncio.create_task(door.drain(600))
         await asyncio.sleep(0.01)
         assert not draining.done() and engine.drained == []
-        engine.adopted.take("came")
+        engine.unclaimed.claim("came")
         await asyncio.wait_for(draining, 60)
-        engine.adopted.add(Adopted(Request("another", (1,), SamplingParams()), (), b""))
+        engine.unclaimed.add(UnclaimedRequest(Request("another", (1,), SamplingParams()), (), b""))
         await asyncio.wait_for(door.drain(0.01), 60)
         assert engine.drained == [0.0, 0.0]
 

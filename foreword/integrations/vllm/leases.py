@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
-from foreword.disaggregation.frames import Held, SharedFrames
+from foreword.disaggregation.frames import FrameServer, HeldBlock
 from foreword.integrations.vllm.step_messages import Lend, Withdraw
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
@@ -37,7 +37,7 @@ class _Lease:
     request_id: str
     number: bytes
     until: float
-    blocks: dict[bytes, Held] = field(default_factory=dict)
+    blocks: dict[bytes, HeldBlock] = field(default_factory=dict)
     readers: set[Source] = field(default_factory=set)
     read: bool = False
     finished: bool = False
@@ -50,11 +50,11 @@ class _Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lent(Held):
+class _Lent(HeldBlock):
     lease: _Lease
 
 
-class Leases(SharedFrames):
+class Leases(FrameServer):
     """See the module. The worker's thread lends, withdraws and collects; the endpoint's threads read.
 
     Args:
@@ -85,7 +85,7 @@ class Leases(SharedFrames):
             lease.mark = mark
             parents = (lend.parent, *lend.keys[:-1])
             for i, (key, parent, block) in enumerate(zip(lend.keys, parents, lend.blocks, strict=True)):
-                lease.blocks[key] = Held(0, block, self._header(key, parent, lend.depth + i))
+                lease.blocks[key] = HeldBlock(0, block, self._header(key, parent, lend.depth + i))
                 self._of_key.setdefault(key, []).append(lease)
 
     def withdraw(self, withdrawn: Withdraw) -> None:
@@ -161,7 +161,7 @@ class Leases(SharedFrames):
     def _on_device(self, keys: Sequence[bytes]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self._of_key), len(keys))
 
-    def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> Sequence[Held]:
+    def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> Sequence[HeldBlock]:
         held: list[_Lent] = []
         with self._changed:
             for number, name in wanted:
@@ -175,7 +175,7 @@ class Leases(SharedFrames):
                 mark.synchronize()
         return held
 
-    def _let_go(self, held: Sequence[Held]) -> None:
+    def _let_go(self, held: Sequence[HeldBlock]) -> None:
         with self._changed:
             for one in held:
                 assert isinstance(one, _Lent)

@@ -16,7 +16,7 @@ import torch
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.config import TransferConfig, parse_bytes
-from foreword.disaggregation.frames import found_in, slots_for
+from foreword.disaggregation.frames import found_in, num_frame_slots
 from foreword.integrations.vllm.leases import Leases
 from foreword.integrations.vllm.peers import at_rank
 from foreword.integrations.vllm.producers import Lenders, Loan
@@ -124,7 +124,7 @@ class PeersDoor:
         rank = layout.shard[0]
         self.leases: Leases | None = None
         if listens:
-            staging = StagingArena(tensors, min(slots_for(layout), max(2 * len(tensors[0]), _FEWEST_FRAMES)))
+            staging = StagingArena(tensors, min(num_frame_slots(layout), max(2 * len(tensors[0]), _FEWEST_FRAMES)))
             self.leases = Leases(layout, staging, memory, config.lease_seconds)
         self._endpoint = Endpoint(config, _Service(layout, self.leases))
         self.lenders = Lenders(self._endpoint, rank, lenders)

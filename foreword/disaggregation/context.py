@@ -1,0 +1,50 @@
+"""What remote prefill and migration use of the engine around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from foreword.engine.loop import EngineCore
+from foreword.engine.request import Delta, Request
+
+if TYPE_CHECKING:
+    from foreword.disaggregation.kv_view import KVView
+    from foreword.transfer.connection import Connection
+
+
+class EngineThread(Protocol):
+    """The thread that runs the engine's loop, and the clients of its requests (`entrypoints.async_engine.AsyncEngine`)."""
+
+    def post(self, work: Callable[[], None]) -> bool:
+        """Run `work` on the engine's thread between two steps; False if the engine has ended. From any thread."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """On the engine's thread: sleep until work is posted, at most `seconds`."""
+        ...
+
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        """On the engine's thread: hand deltas to the clients."""
+        ...
+
+    def add_migrated(self, request: Request, output: Sequence[int], envelope: bytes) -> None:
+        """On the engine's thread: a migrated request continues here, and its client has not come for it yet."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """One engine, as its remote prefills and migrations see it.
+
+    Attributes:
+        dial: opens a connection to a transfer address; may wait for the network.
+        background: runs work that may wait for the network.
+    """
+
+    core: EngineCore
+    view: KVView
+    thread: EngineThread
+    dial: Callable[[str], Connection]
+    background: Callable[[Callable[[], None]], None]

@@ -1,0 +1,276 @@
+"""KV send: blocks are held until the receiver has their KV, and one thread per connection sends them.
+
+The engine's thread only queues KV; it never copies and never waits for a peer. The KV of a position never changes once it is
+written, so a queued range is read when the link has room for it, while its blocks are held.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from foreword.engine.sequence import SequenceState
+from foreword.errors import TransferError
+from foreword.events import TransferEnded
+from foreword.transfer.connection import Connection
+from foreword.transfer.messages import Buffer, Part, Reason
+from foreword.transfer.parts import split
+from foreword.transfer.transfers import Source
+
+if TYPE_CHECKING:
+    from foreword.disaggregation.kv_view import KVView
+    from foreword.engine.loop import EngineCore
+
+log = logging.getLogger(__name__)
+
+# Seconds that a part waits for room in the link.
+SEND_WAIT: Final = 30.0
+_IDLE_SECONDS: Final = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class KVRange:
+    """KV of `tokens` tokens in `blocks`, from block `first` of the sequence on; layers `[low, high)`.
+
+    Attributes:
+        mark: the point in the engine's work after which the KV may be read (`kv_view`).
+    """
+
+    first: int
+    blocks: Sequence[int]
+    tokens: int
+    keys: Sequence[bytes]
+    low: int = 0
+    high: int = 0
+    mark: Any = None
+
+    def is_followed_by(self, other: KVRange) -> bool:
+        """Whether the other range is the next layers of the same blocks."""
+        return (other.first, other.tokens, other.low) == (self.first, self.tokens, self.high)
+
+
+class KVSend:
+    """The KV of one sequence on its way to another instance: a prompt computed for it, or a request that migrates.
+
+    The engine's thread reserves and queues; the queue's thread sends; the connection's threads report. The blocks are given
+    back when the transfer has ended *and* none of them is being read: a part read from a reused block could otherwise arrive
+    before the message that the transfer is over.
+
+    Attributes:
+        next_block: the first block that was not reserved yet.
+        computed: the prompt is computed to its end; bytes sent before count as hidden behind the computation.
+        pause: seconds in which a request that migrates was not decoded.
+    """
+
+    def __init__(self, sender: KVSender, source: Source, kind: str, sequence: SequenceState) -> None:
+        self.source = source
+        self.sequence = sequence
+        self.next_block = source.have
+        self.bytes = self.hidden_bytes = self.parts = 0
+        self.computed = self.finishing = False
+        self.pause = 0.0
+        self.held: list[int] = []
+        self._sender = sender
+        self._kind = kind
+        self._started = time.monotonic()
+        self._changed = threading.Condition()
+        self._in_flight = 0
+        self._over = False
+
+    @property
+    def over(self) -> bool:
+        """The transfer has ended."""
+        return self._over
+
+    # On the engine's thread
+
+    def reserve(self, tokens: int) -> KVRange | None:
+        """Hold those blocks of the first `tokens` tokens that were not reserved yet. None if there are none."""
+        table, size = self.sequence.table, self._sender.view.layout.block_size
+        first, stop = self.next_block, -(-tokens // size)
+        if stop <= first:
+            return None
+        self.next_block = stop
+        blocks = table.blocks[first:stop]
+        self._sender.hold(self, blocks)
+        full = tokens // size
+        return KVRange(first, blocks, tokens - first * size, table.chain.keys_to(full)[first:full])
+
+    def put(self, kv: KVRange, low: int, high: int) -> None:
+        """Queue layers `[low, high)` of a reserved range, which the engine has written by now."""
+        self._sender.put(self, replace(kv, low=low, high=high, mark=self._sender.view.mark()))
+
+    def finish(self, result: bytes, tokens: int) -> None:
+        """Queue the end of the transfer: `tokens` tokens have KV."""
+        self.finishing = True
+        self._sender.put(self, lambda: self.source.finish(result, tokens))
+
+    def event(self) -> TransferEnded:
+        """How it went. After the end."""
+        outcome = "taken" if self.source.reason is None else str(self.source.reason)
+        seconds = time.monotonic() - self._started
+        counts = (self.bytes, self.parts, seconds, self.hidden_bytes, self.pause)
+        return TransferEnded(self._kind, "source", outcome, *counts)
+
+    # From any thread
+
+    def end(self) -> None:
+        """The transfer has ended. A second call does nothing."""
+        with self._changed:
+            unused = self._in_flight == 0 and not self._over
+            self._over = True
+            self._changed.notify_all()
+        if unused:
+            self._sender.released(self)
+
+    def take_off(self) -> bool:
+        """Count a job as in flight; False if the transfer has ended."""
+        with self._changed:
+            self._in_flight += not self._over
+            return not self._over
+
+    def land(self) -> None:
+        """A job was done, or was dropped."""
+        with self._changed:
+            self._in_flight -= 1
+            self._changed.notify_all()
+            unused = self._over and self._in_flight == 0
+        if unused:
+            self._sender.released(self)
+
+    # On the queue's thread
+
+    def wait_sent(self) -> None:
+        """In a job: wait until everything queued before it has been sent. Cancels the transfer if that takes too long."""
+        with self._changed:
+            sent = self._changed.wait_for(lambda: self._in_flight <= 1 or self._over, SEND_WAIT)
+        if not sent:
+            self._cancel_late()
+
+    def send(self, kv: KVRange) -> None:
+        """Send a range. If the transfer ends meanwhile, the service is told by `ended`."""
+        view = self._sender.view
+        largest = min(self.source.connection.largest, 1 << 20)
+        layers = range(kv.low, kv.high)
+        for part in split(view.layout, kv.tokens, kv.keys, first_block=kv.first, layers=layers, target=largest):
+            if self._over:
+                return
+            start = part.first_block - kv.first
+            self._send_part(part, view.read(part, kv.blocks[start : start + part.blocks], kv.mark))
+
+    def _send_part(self, part: Part, buffers: list[Buffer]) -> None:
+        size = sum(map(len, buffers))
+
+        def sent() -> None:
+            if not self._over:
+                self.bytes += size
+                self.parts += 1
+                self.hidden_bytes += 0 if self.computed else size
+            self.land()
+
+        if not self.take_off():
+            return
+        try:
+            if not self.source.send(part, buffers, sent=sent, wait=SEND_WAIT):
+                self._cancel_late()
+        except TransferError:
+            return  # it has ended; `ended` says why
+
+    def _cancel_late(self) -> None:
+        self.source.cancel(Reason.DEADLINE, f"the peer took nothing for {SEND_WAIT:g} s")
+
+
+Job = KVRange | Callable[[], None]
+
+
+class KVSender:
+    """All KV sends of one engine, with a send queue per connection: a slow peer delays its own transfers only.
+
+    Args:
+        post: runs work on the engine's thread.
+    """
+
+    def __init__(self, core: EngineCore, view: KVView, post: Callable[[Callable[[], None]], bool]) -> None:
+        self.view = view
+        self._core = core
+        self._post = post
+        self._num_holding = 0
+        self._queues: dict[Connection, deque[tuple[KVSend, Job]]] = {}
+        self._changed = threading.Condition()
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Blocks are held for receivers."""
+        return self._num_holding > 0
+
+    def hold(self, send: KVSend, blocks: Sequence[int]) -> None:
+        """Refer to blocks until the end of a send. On the engine's thread."""
+        self._num_holding += not send.held
+        self._core.cache.pool.share(blocks)
+        send.held += blocks
+
+    def released(self, send: KVSend) -> None:
+        """A send is over, and none of its blocks is being read. From any thread."""
+        self._post(lambda: self._give_back(send))
+
+    def _give_back(self, send: KVSend) -> None:
+        if send.held:
+            self._num_holding -= 1
+            self._core.cache.unpin(send.held)
+            send.held = []
+        self._core.notify(send.event())
+
+    def put(self, send: KVSend, job: Job) -> None:
+        """Queue KV, or a call that follows everything queued before. Does nothing if the transfer is over."""
+        if not send.take_off():
+            return
+        connection = send.source.connection
+        with self._changed:
+            jobs = self._queues.get(connection)
+            if jobs is None:
+                jobs = self._queues[connection] = deque()
+                arguments = (connection, jobs)
+                threading.Thread(target=self._run, args=arguments, name="foreword-send-kv", daemon=True).start()
+            jobs.append((send, job))
+            self._changed.notify_all()
+
+    def _run(self, connection: Connection, jobs: deque[tuple[KVSend, Job]]) -> None:
+        """The thread of one connection; it ends when there was nothing to send for a while."""
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: jobs, _IDLE_SECONDS):
+                    del self._queues[connection]
+                    return
+                send, job, count = _next(jobs)
+            try:
+                if isinstance(job, KVRange):
+                    send.send(job)
+                elif not send.over:
+                    job()
+            except TransferError:
+                pass  # it ended a moment ago
+            except Exception:  # the edge of a thread that serves many transfers
+                log.exception("sending KV failed")
+                send.source.cancel(Reason.FAILED, "sending KV failed")
+            finally:
+                for _ in range(count):
+                    send.land()
+
+
+def _next(jobs: deque[tuple[KVSend, Job]]) -> tuple[KVSend, Job, int]:
+    """The next job, and how many queued jobs it stands for: consecutive layers of the same blocks are sent together."""
+    send, job = jobs.popleft()
+    count = 1
+    while jobs and isinstance(job, KVRange):
+        other, following = jobs[0]
+        if other is not send or not isinstance(following, KVRange) or not job.is_followed_by(following):
+            break
+        job = replace(job, high=following.high, mark=following.mark)
+        jobs.popleft()
+        count += 1
+    return send, job, count

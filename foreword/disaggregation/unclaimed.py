@@ -1,0 +1,64 @@
+"""Migrated requests whose client has not come for them yet: their output is kept until it does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from foreword.engine.request import Delta, Request
+
+# Seconds in which the client must claim a request that migrated here; then the request is ended.
+CLAIM_WITHIN: Final = 30.0
+
+
+@dataclass(slots=True)
+class UnclaimedRequest:
+    """A request that continues here after the tokens `output`. `deltas` are what it has produced since."""
+
+    request: Request
+    output: Sequence[int]
+    envelope: bytes
+    deltas: list[Delta] = field(default_factory=list)
+
+    @property
+    def is_running(self) -> bool:
+        """It has neither ended nor migrated again."""
+        return not self.deltas or self.deltas[-1].finish_reason is None
+
+
+class UnclaimedRequests:
+    """The engine's thread adds and claims; any thread may look.
+
+    Args:
+        expired: called, on another thread, for a request that was not claimed within `within` seconds.
+    """
+
+    def __init__(self, expired: Callable[[str], object], within: float = CLAIM_WITHIN) -> None:
+        self._expired = expired
+        self._within = within
+        self._waiting: dict[str, UnclaimedRequest] = {}
+
+    def add(self, unclaimed: UnclaimedRequest) -> None:
+        name = unclaimed.request.id
+        self._waiting[name] = unclaimed
+        timer = threading.Timer(self._within, self._expired, (name,))
+        timer.daemon = True
+        timer.start()
+
+    def find(self, request_id: str) -> UnclaimedRequest | None:
+        return self._waiting.get(request_id)
+
+    def claim(self, request_id: str) -> UnclaimedRequest | None:
+        """Take a request out: its client is here, or it has expired."""
+        return self._waiting.pop(request_id, None)
+
+    def keep(self, delta: Delta) -> None:
+        """Keep what a request that is still unclaimed produced."""
+        unclaimed = self._waiting.get(delta.request_id)
+        if unclaimed is not None:
+            unclaimed.deltas.append(delta)
+
+    def all(self) -> Sequence[UnclaimedRequest]:
+        return list(self._waiting.values())

@@ -1,0 +1,130 @@
+"""Where a sequence gets KV that this engine does not compute: the contract of a source, and loads from the stores. Pure.
+
+A sequence takes blocks and waits while its source fills them. Blocks are published when the source has closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from foreword.engine.request import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class KVArrival:
+    """What a source brought.
+
+    Attributes:
+        start: leading tokens that had KV before the source began.
+        tokens: leading tokens that have it now.
+        cached_tokens: leading tokens that were cached, here or at the sender.
+        tiers: the store tier of each block that was loaded.
+        origin: the instance that sent the KV; "" for a store.
+        token, logprob: the token after the prompt, if the sender sampled it. Then `tokens` is the whole prompt.
+    """
+
+    start: int
+    tokens: int
+    cached_tokens: int
+    tiers: Sequence[int] = ()
+    origin: str = ""
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+
+
+class KVSource(Protocol):
+    """Fills blocks that a sequence holds. The engine's thread makes these calls, and each returns at once."""
+
+    from_store: bool
+    """A load from the stores: the engine's loop keeps looking at it, because it has a deadline."""
+
+    @property
+    def done(self) -> bool:
+        """Nothing more will come."""
+        ...
+
+    def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
+        """Fill `blocks`, which follow the first `held` blocks of the sequence. `keys` are those of its full blocks."""
+        ...
+
+    def close(self) -> KVArrival:
+        """Stop writing, and say what has come. A second call returns the same."""
+        ...
+
+
+class RemoteKVSource(KVSource, Protocol):
+    """A prompt that another instance computes (`disaggregation.remote_prefill.RemotePrefill`).
+
+    Attributes:
+        min_tokens: the source is not asked for fewer tokens.
+        closed: `close` was called.
+    """
+
+    min_tokens: int
+    closed: bool
+
+
+class BlockSearch(Protocol):
+    """A search in the stores, and the load that may follow (`offload.manager.StoreLoad`)."""
+
+    @property
+    def answered(self) -> bool: ...
+    @property
+    def done(self) -> bool: ...
+    def close(self) -> list[int]: ...
+
+
+class BlockStores(Protocol):
+    """The stores that may hold blocks (`offload.manager.OffloadManager`). They get their own `BlockSearch` back."""
+
+    def find(self, keys: Sequence[bytes], /) -> BlockSearch: ...
+    def worth_loading(self, search: Any, skip: int, tokens: int, /) -> int: ...
+    def load(self, search: Any, skip: int, blocks: Sequence[int], /) -> None: ...
+
+
+class StoreSource:
+    """Blocks of one sequence in the stores: searched from block `first` on, then loaded if that is faster than computing.
+
+    Args:
+        keys: of the blocks from `first` on.
+        in_flight: keys of blocks that are being loaded for any sequence. This source adds its own.
+    """
+
+    from_store = True
+
+    def __init__(
+        self, stores: BlockStores, keys: Sequence[bytes], first: int, block_size: int, in_flight: set[bytes]
+    ) -> None:
+        self.first = first
+        self._stores = stores
+        self._block_size = block_size
+        self._in_flight = in_flight
+        self._search = stores.find(keys)
+        self._held = 0
+        self._loading: Sequence[bytes] = ()
+
+    @property
+    def answered(self) -> bool:
+        """The search has ended, or has taken too long."""
+        return self._search.answered
+
+    def worth_loading(self, held: int, tokens: int) -> int:
+        """How many blocks after the first `held` are loaded rather than computed, for a sequence of `tokens` tokens."""
+        return self._stores.worth_loading(self._search, held - self.first, tokens)
+
+    @property
+    def done(self) -> bool:
+        return self._search.done
+
+    def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
+        self._held, self._loading = held, keys[held:]
+        self._in_flight.update(self._loading)
+        self._stores.load(self._search, held - self.first, blocks)
+
+    def close(self) -> KVArrival:
+        tiers = self._search.close()
+        self._in_flight.difference_update(self._loading)
+        tokens = (self._held + len(tiers)) * self._block_size
+        return KVArrival(self._held * self._block_size, tokens, tokens, tiers)
