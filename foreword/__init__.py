@@ -1,7 +1,7 @@
-"""Foreword: the KV of every prefix is computed once and never again.
+"""Foreword: a KV-cache system for LLM serving. The KV of a shared prefix is computed once and reused.
 
-`LLM` runs offline batches, `AsyncEngine` is for servers, `PrefixCache` for those who write their own engine. The first two
-need torch and transformers (`pip install foreword[engine]`); they are imported when they are asked for.
+`LLM` runs offline batches, `AsyncEngine` serves requests, `PrefixCache` is the block bookkeeping for other engines. The first
+two need torch and transformers (`pip install foreword[engine]`) and are imported on first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngine", "EngineConfig", "ForewordError", "PrefixCache", "Request", "SamplingParams"]
 
-_HOMES = {
+_MODULES = {
     "LLM": "foreword.entrypoints.llm",
     "AsyncEngine": "foreword.entrypoints.async_engine",
     "EngineConfig": "foreword.config",
@@ -30,8 +30,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'foreword' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,7 +1,6 @@
-"""One tree of errors.
+"""Errors. Every error that a public function of Foreword raises is a `ForewordError`.
 
-Every error that leaves a public function of Foreword is a `ForewordError`. It says whose fault it is, whether the same
-call may succeed later, and which HTTP status answers it, so no caller has to keep a table of its own.
+An error knows its HTTP status, whether a retry may succeed, and whether the client, the operator or the server caused it.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ Fault = Literal["client", "operator", "server"]
 
 
 class ForewordError(Exception):
-    """Base of all errors.
+    """Base class of all errors.
 
     Attributes:
-        fault: who can mend it: the `client` that called, the `operator` who set things up, or the `server` itself.
-        status: the HTTP status that answers it.
-        retry: whether the same call may succeed later without a change.
-        code: a stable word for programs; OpenAI's own where one exists.
-        param: the name of the offending parameter, where there is one.
+        fault: who can fix the cause: the `client`, the `operator` of the server, or the `server` itself.
+        status: HTTP status of the response.
+        retry: whether the same call may succeed later.
+        code: stable identifier for programs; OpenAI's code where one exists.
+        param: name of the wrong parameter, if there is one.
     """
 
     fault: ClassVar[Fault] = "server"
@@ -44,13 +43,13 @@ class BadRequest(ForewordError):
 
 
 class PromptTooLong(BadRequest):
-    """The prompt, or the prompt and the tokens asked for, exceed the model's or the pool's length."""
+    """The prompt and the requested tokens exceed the maximum length of the model or the size of the block pool."""
 
     code = "context_length_exceeded"
 
 
 class Unauthorized(ForewordError):
-    """The server asks for an API key and got none, or one it does not know."""
+    """The API key is missing or unknown."""
 
     fault = "client"
     status = 401
@@ -58,7 +57,7 @@ class Unauthorized(ForewordError):
 
 
 class NotFound(ForewordError):
-    """The thing named does not exist."""
+    """The named object does not exist."""
 
     fault = "client"
     status = 404
@@ -66,13 +65,13 @@ class NotFound(ForewordError):
 
 
 class UnknownModel(NotFound):
-    """The request names a model that is not served here."""
+    """The request names a model that this server does not serve."""
 
     code = "model_not_found"
 
 
 class UnknownPrefix(NotFound):
-    """The request names a prefix that was never registered, or was removed (R17)."""
+    """The request names a prefix that is not registered."""
 
     code = "prefix_not_found"
 
@@ -81,7 +80,7 @@ class UnknownPrefix(NotFound):
 
 
 class PrefixBudgetExceeded(ForewordError):
-    """A named prefix does not fit into the bytes that named prefixes may pin (R18)."""
+    """A named prefix does not fit into the memory that named prefixes may pin."""
 
     fault = "client"
     status = 409
@@ -89,7 +88,7 @@ class PrefixBudgetExceeded(ForewordError):
 
 
 class QueueFull(ForewordError):
-    """More requests wait than the server was told to hold."""
+    """The server's queue is full."""
 
     status = 429
     retry = True
@@ -97,7 +96,7 @@ class QueueFull(ForewordError):
 
 
 class ShuttingDown(ForewordError):
-    """The server drains and takes no new requests."""
+    """The server is draining and accepts no new requests."""
 
     status = 503
     retry = True
@@ -105,7 +104,7 @@ class ShuttingDown(ForewordError):
 
 
 class NoReplica(ForewordError):
-    """No replica takes the request at this moment."""
+    """No replica can accept the request now."""
 
     status = 503
     retry = True
@@ -113,8 +112,7 @@ class NoReplica(ForewordError):
 
 
 class ReplicaFailed(ForewordError):
-    """The replicas that a request was sent to failed it, or the one that answered it is gone and nobody can go on exactly where
-    it was."""
+    """All replicas that were tried failed, or a replica failed during its response and no other can continue it exactly."""
 
     status = 502
     retry = True
@@ -122,7 +120,7 @@ class ReplicaFailed(ForewordError):
 
 
 class DeadlineExceeded(ForewordError):
-    """The request's time is over."""
+    """The request exceeded its time limit."""
 
     status = 504
     retry = True
@@ -130,7 +128,7 @@ class DeadlineExceeded(ForewordError):
 
 
 class Forbidden(ForewordError):
-    """The caller may not do this."""
+    """The caller is not allowed to do this."""
 
     fault = "client"
     status = 403
@@ -138,7 +136,7 @@ class Forbidden(ForewordError):
 
 
 class NotReady(ForewordError):
-    """The model is still being loaded."""
+    """The model is not loaded yet."""
 
     status = 503
     retry = True
@@ -146,7 +144,7 @@ class NotReady(ForewordError):
 
 
 class EngineFailed(ForewordError):
-    """A step of the engine failed; the requests in it were ended and their blocks withdrawn."""
+    """A step of the engine failed. Its requests were ended and their blocks retracted."""
 
     code = "engine_error"
 
@@ -159,59 +157,59 @@ class ConfigError(ForewordError):
 
 
 class ModelNotFound(ForewordError):
-    """There is no model at the given place, or it cannot be read."""
+    """There is no model with this path or name, or it cannot be read."""
 
     fault = "operator"
     code = "model_unavailable"
 
 
 class ModelUnsupported(ForewordError):
-    """The engine would not compute this model correctly, so it refuses to run it."""
+    """The engine refuses the model because it would not compute it correctly."""
 
     fault = "operator"
     code = "model_unsupported"
 
 
 class IntegrityError(ForewordError):
-    """An invariant of the block pool does not hold. This is a defect in Foreword."""
+    """An invariant of the block pool is broken. This is a bug in Foreword."""
 
     code = "integrity_error"
 
 
 class StoreError(ForewordError):
-    """A store could not do what it was asked. Never reaches a user of the engine: there it is a miss."""
+    """An operation of a store failed. For requests to the engine it counts as a cache miss."""
 
     retry = True
     code = "store_error"
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot be reached, refuses, or answers nonsense."""
+    """The store cannot be reached, refuses access, or returns an invalid response."""
 
     code = "store_unavailable"
 
 
 class StoreTimeout(StoreError):
-    """The deadline passed."""
+    """A store did not respond before the deadline."""
 
     code = "store_timeout"
 
 
 class StoreFull(StoreError):
-    """There is no room: the disk is full, or everything that could be evicted is pinned."""
+    """The store is full: no space on the disk, or all blocks are pinned."""
 
     code = "store_full"
 
 
 class StoreReadOnly(StoreError):
-    """The store takes no writes."""
+    """The store is read-only."""
 
     retry = False
     code = "store_read_only"
 
 
 class StoreConfigError(StoreError):
-    """A store's URL is wrong."""
+    """The URL of a store is wrong."""
 
     fault = "operator"
     retry = False
@@ -219,7 +217,7 @@ class StoreConfigError(StoreError):
 
 
 class BadFrame(ForewordError):
-    """Bytes that are not the frame they should be. `reason` is a stable word for counters."""
+    """Bytes are not the expected frame. `reason` is a stable word for counters."""
 
     code = "bad_frame"
 
@@ -229,7 +227,7 @@ class BadFrame(ForewordError):
 
 
 class TransferError(ForewordError):
-    """A transfer between instances did not come about. `reason` is a stable word (`transfer.messages.Reason`)."""
+    """A transfer between instances failed. `reason` is a stable word (`transfer.messages.Reason`)."""
 
     status = 503
     retry = True
@@ -241,13 +239,13 @@ class TransferError(ForewordError):
 
 
 class TransferRefused(TransferError):
-    """The peer said no, in so many words."""
+    """The peer refused the transfer."""
 
     code = "transfer_refused"
 
 
 class TransferUnavailable(TransferError):
-    """The peer cannot be reached, or the connection to it broke."""
+    """The peer cannot be reached, or the connection was lost."""
 
     code = "transfer_unavailable"
 
@@ -256,13 +254,13 @@ class TransferUnavailable(TransferError):
 
 
 class PeerGone(TransferUnavailable):
-    """Nobody listens at the peer's address: its process has ended."""
+    """The peer's address refuses connections: its process has ended."""
 
     code = "peer_gone"
 
 
 class TransferTimeout(TransferError):
-    """A deadline passed."""
+    """A transfer did not end before its deadline."""
 
     code = "transfer_timeout"
 
@@ -271,7 +269,7 @@ class TransferTimeout(TransferError):
 
 
 class PeerRejected(TransferError):
-    """The two instances do not fit: another secret, another version, another layout. Trying again changes nothing."""
+    """The two instances do not match: different secrets, versions or layouts. A retry fails again."""
 
     fault = "operator"
     retry = False
@@ -279,7 +277,7 @@ class PeerRejected(TransferError):
 
 
 class ProtocolViolation(TransferError):
-    """The peer sent what the protocol does not allow there. The connection ends."""
+    """The peer sent a message that the protocol does not allow. The connection ends."""
 
     retry = False
     code = "protocol_violation"
@@ -289,13 +287,13 @@ class ProtocolViolation(TransferError):
 
 
 class BadMessage(ProtocolViolation):
-    """Bytes that are not a message."""
+    """Received bytes are not a message."""
 
     code = "bad_message"
 
 
 class CannotMove(TransferError):
-    """A request cannot be moved to another instance, or not now. It goes on where it is."""
+    """A request cannot be migrated, or not now. It continues on its instance."""
 
     fault = "client"
     status = 409
@@ -304,7 +302,7 @@ class CannotMove(TransferError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error sentence: close names if there are any, else what is known, else nothing."""
+    """The end of an error message: similar names if there are any, else the known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:

@@ -1,6 +1,6 @@
-"""Frozen facts about what happened, and the protocol of those who want to know.
+"""Events of the engine, and the protocol of observers that receive them.
 
-Times are seconds of `time.monotonic()`. An observer is called on the engine's thread: it must be quick and must not raise.
+Observers are called on the engine's thread: they must be fast and must not raise.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks became visible to lookups, in chain order, maybe a step before they are computed.
+    """Blocks were published, in chain order, possibly one step before they are computed.
 
-    A key comes again when a second copy of its block is filled (docs/decisions/0003), in the same place of the same chain;
-    `BlocksRemoved` tells of the last copy only. So an observer keeps a set of keys, and never counts events up and down.
+    A key is reported again when a second copy of its block is filled (docs/decisions/0003). `BlocksRemoved` reports only the
+    loss of the last copy. So an observer keeps a set of keys and does not count.
 
     Attributes:
-        parent: the key before the first of them.
-        tokens: what they hold.
-        salt: the tenant's, where the chain begins with them; else None.
+        parent: key of the block before the first of these.
+        tokens: tokens of these blocks.
+        salt: the tenant's cache salt if these are the first blocks of a chain, else None.
     """
 
     parent: bytes
@@ -31,15 +31,15 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Keys that no block on the device holds any more."""
+    """Blocks with these keys are not on the device any more."""
 
     keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """A request was admitted for the first time: how many of its prompt's tokens were asked for and found, and how many of
-    the found ones came from each tier off the device."""
+    """A request was admitted for the first time: its prompt tokens, how many were cached, and how many of these came from each
+    tier off the device."""
 
     request_id: str
     queried_tokens: int
@@ -49,14 +49,14 @@ class PrefixLookup:
 
 @dataclass(frozen=True, slots=True)
 class RequestPreempted:
-    """A running request lost its blocks and waits again."""
+    """A running request lost its blocks and waits to be admitted again."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A request's first token appeared. Seconds since the request arrived; `queued` is the part spent waiting."""
+    """A request's first token was generated: time to first token, and the part of it spent in the queue."""
 
     request_id: str
     seconds: float
@@ -65,14 +65,14 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class NextTokens:
-    """Seconds between a sequence's previous token and this step's, once per sequence and step."""
+    """Inter-token latencies of one step: per sequence, seconds since its previous token."""
 
     seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A sequence ended. Seconds since it arrived; `keys` are those of the full blocks of its prompt and answer."""
+    """A sequence ended, `seconds` after its arrival. `keys` are the keys of the full blocks of its prompt and output."""
 
     request_id: str
     reason: str
@@ -85,7 +85,7 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """One step of the engine: what it computed, how long it took, and the state after it."""
+    """A step of the engine: what it computed, how long it took, and the state after it."""
 
     seconds: float
     prefill_tokens: int
@@ -97,15 +97,15 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """A transfer of KV between two instances is over.
+    """A KV transfer between two instances has ended.
 
     Attributes:
-        kind: `prefill` (a prompt computed for another instance) or `move` (a running request).
+        kind: `prefill` (a prompt computed for another instance) or `move` (migration of a running request).
         side: `source` or `destination`.
-        outcome: `taken`, or why not (`transfer.messages.Reason`).
-        seconds: from its beginning to its end.
-        hidden_bytes: of the source's `bytes`, what was sent before the last layer of the prompt was computed.
-        pause: seconds in which a request that moved was not decoded.
+        outcome: `taken`, or the reason of the failure (`transfer.messages.Reason`).
+        seconds: duration of the transfer.
+        hidden_bytes: those of the source's `bytes` that were sent before the last layer of the prompt was computed.
+        pause: seconds in which a migrated request was not decoded.
     """
 
     kind: str
@@ -132,6 +132,6 @@ Event = (
 
 
 class Observer(Protocol):
-    """Whoever wants to know."""
+    """Receives events."""
 
     def notify(self, event: Event) -> None: ...

@@ -33,7 +33,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_defaults() -> None:
-    """Without a file, a variable or a flag every room has its defaults."""
+    """Without a file, a variable or a flag every section has its defaults."""
     assert load_config(environ={}) == Config()
 
 
@@ -70,14 +70,14 @@ def test_environment_values_are_parsed() -> None:
     assert config.prefixes.budget_bytes(0) == 2**30
 
 
-@pytest.mark.parametrize("room", [room.name for room in dataclasses.fields(Config)])
-def test_unknown_key_names_close_ones(room: str) -> None:
-    """A misspelt key in any room is an error that names the key and the one that was meant."""
-    kind = type(getattr(Config(), room))
+@pytest.mark.parametrize("section", [section.name for section in dataclasses.fields(Config)])
+def test_unknown_key_names_close_ones(section: str) -> None:
+    """A misspelt key in any section is an error that names the key and the one that was meant."""
+    kind = type(getattr(Config(), section))
     right = dataclasses.fields(kind)[0].name
     with pytest.raises(ConfigError) as caught:
-        load_config(environ={}, flags={room: {right + "x": 1}})
-    assert f"{room}.{right}x" in caught.value.message
+        load_config(environ={}, flags={section: {right + "x": 1}})
+    assert f"{section}.{right}x" in caught.value.message
     assert f"Did you mean '{right}'" in caught.value.message
 
 
@@ -173,7 +173,7 @@ def test_any_value_is_taken_or_explained(kind: type[Any], data: st.DataObject) -
     key = data.draw(st.sampled_from([item.name for item in dataclasses.fields(kind)]))
     value = data.draw(json_values)
     try:
-        built = build(kind, "room", {key: value})
+        built = build(kind, "section", {key: value})
     except ConfigError as error:
         assert error.message
     else:
@@ -203,32 +203,32 @@ SECRETS = {
 
 
 def test_secrets_are_not_printed() -> None:
-    """Whoever prints a configuration, or one of its rooms, prints no key, secret, salt or URL that may hold a password."""
-    environ = {f"FOREWORD_{room}_{key}".upper(): text for (room, key), text in SECRETS.items()}
+    """Whoever prints a configuration, or one of its sections, prints no key, secret, salt or URL that may hold a password."""
+    environ = {f"FOREWORD_{section}_{key}".upper(): text for (section, key), text in SECRETS.items()}
     config = load_config(environ=environ)
-    for (room, key), text in SECRETS.items():
-        assert text in (getattr(getattr(config, room), key), ",".join(getattr(getattr(config, room), key)))
+    for (section, key), text in SECRETS.items():
+        assert text in (getattr(getattr(config, section), key), ",".join(getattr(getattr(config, section), key)))
     for one in (config, *(getattr(config, item.name) for item in dataclasses.fields(config))):
         assert "QuietPlease" not in f"{one} {one!r}"
 
 
-def test_what_is_called_a_secret_is_one() -> None:
+def test_keys_named_like_secrets_are_secret() -> None:
     """A key of the configuration that is called a secret is among those that are not printed; a file's path is printed."""
     config = Config()
-    for room in dataclasses.fields(config):
-        for item in dataclasses.fields(getattr(config, room.name)):
+    for section in dataclasses.fields(config):
+        for item in dataclasses.fields(getattr(config, section.name)):
             if re.search(r"(secret|key|keys|salt|password|token|urls)$", item.name):
-                assert (room.name, item.name) in SECRETS and not item.repr
+                assert (section.name, item.name) in SECRETS and not item.repr
 
 
-@pytest.mark.parametrize(("room", "key"), SECRETS)
+@pytest.mark.parametrize(("section", "key"), SECRETS)
 @pytest.mark.parametrize("value", [{"QuietPlease": "x"}, ["QuietPlease"], b"QuietPlease"])
-def test_an_error_does_not_repeat_a_secret(room: str, key: str, value: object) -> None:
+def test_an_error_does_not_repeat_a_secret(section: str, key: str, value: object) -> None:
     """A secret of the wrong type is an error that names the key and the type, and not what was given."""
     try:
-        build(type(getattr(Config(), room)), room, {key: value})
+        build(type(getattr(Config(), section)), section, {key: value})
     except ConfigError as error:
-        assert f"{room}.{key} must be" in error.message and f"not a {type(value).__name__}" in error.message
+        assert f"{section}.{key} must be" in error.message and f"not a {type(value).__name__}" in error.message
         assert "QuietPlease" not in error.message
     else:
         assert isinstance(value, list) and key in ("api_keys", "urls")
