@@ -6,18 +6,12 @@ Each round sends the same blocks once in each way, from one process to another, 
 has arrived; the order of the ways changes from round to round. `plain socket` is loopback TCP with `sendall` and `recv_into` of
 one block at a time into one buffer. `memcpy` copies each block once within this process, into as much memory as the ring
 has, so it is one copy, as the shared-memory link makes one. `summed` is with the checksum of every payload made on one side
-and checked on the other. `parts` is the whole room: a transfer between two endpoints, through queue, writer, reader, ledger
-and checks, into a service that lets go of each part. `nixl bare` is NIXL without us: one side has the blocks registered and
-the other one reads them, eight requests at a time. Where NIXL is installed run it in its own network, because it binds
-what it finds:
-
-    unshare --net sh -c 'ip link set lo up; exec python benchmarks/transfer_links.py'
+and checked on the other. `parts` is the whole package: a transfer between two endpoints, through queue, writer, reader, ledger
+and checks, into a service that releases each part at once.
 """
 
 import argparse
 import ctypes
-import importlib
-import importlib.util
 import json
 import mmap
 import multiprocessing
@@ -29,29 +23,26 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any
 
 from timing import machine, median, ratio, set_up, table, version_of
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.config import TransferConfig, parse_bytes
-from foreword.transfer.endpoint import Endpoint
+from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link, Payload
-from foreword.transfer.messages import Frames, Part, Reason
-from foreword.transfer.nixl_agent import missing
-from foreword.transfer.service import Idle
-from foreword.transfer.sockets import Stream, tune
-from foreword.transfer.transfers import Destination, Source
+from foreword.transfer.messages import Frames, KVPart, Reason
+from foreword.transfer.service import TransferService
+from foreword.transfer.sockets import SocketStream, tune
+from foreword.transfer.transfers import KVDestination, TransferSide
 
 SIZES = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20}
 RING = 32 << 20
 PATIENCE = 60.0
 ID = bytes([1]) * 16
-ONE = Part(0, 1, 0, 1, 1)
-NAMES = ("tcp", "shm", "nixl") if importlib.util.find_spec("nixl") else ("tcp", "shm")
-AT_A_TIME = 8
-BASES = {"plain": "plain socket", "tcp": "plain socket", "memcpy": "memcpy", "shm": "memcpy", "nixl": "nixl bare"}
+ONE = KVPart(0, 1, 0, 1, 1)
+NAMES = ("tcp", "shm")
+BASES = {"plain": "plain socket", "tcp": "plain socket", "memcpy": "memcpy", "shm": "memcpy"}
 Turn = Callable[[], object]
 
 
@@ -70,44 +61,42 @@ def links_of(name: str) -> tuple[str, ...]:
 
 def link_on(sock: socket.socket, name: str, *, client: bool) -> Link:
     identity = Identity(os.urandom(16), "", links_of(name), None, "", 2.0, RING)
-    link, _ = agree(Stream(tune(sock)), identity, client=client, deadline=soon())
+    link, _ = agree(SocketStream(tune(sock)), identity, client=client, deadline=soon())
     if link.capabilities.name != name:
         raise SystemExit(f"no {name} link comes about here")
     return link
 
 
-class Receiver(Idle):
-    """Takes parts as they come and lets go of them."""
+class Receiver(TransferService):
+    """Accepts every push and releases its parts."""
 
-    def offered(self, destination: Destination) -> None:
+    def push_requested(self, destination: KVDestination) -> None:
         destination.accept()
 
-    def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+    def part(self, destination: KVDestination, part: KVPart, payload: Payload) -> None:
         payload.release()
 
-    def finished(self, destination: Destination, result: bytes, tokens: int) -> None:
+    def finished(self, destination: KVDestination, result: bytes, tokens: int) -> None:
         destination.take()
 
 
-class Sender(Idle):
+class Sender(TransferService):
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         self.ready = threading.Event()
 
-    def accepted(self, transfer: Source | Destination) -> None:
+    def accepted(self, transfer: TransferSide) -> None:
         self.ready.set()
 
 
 def receive(pipe: Pipe, size: int, count: int, rounds: int) -> None:
     """The other process."""
-    missing()  # the first use of NIXL takes long
     server = socket.create_server(("127.0.0.1", 0))
-    endpoints = {name: Endpoint(TransferConfig(ring=str(RING), links=links_of(name)), Receiver(layout_of(size)))
+    endpoints = {name: TransferEndpoint(TransferConfig(ring=str(RING), links=links_of(name)), Receiver(layout_of(size)))
                  for name in NAMES}  # fmt: skip
     pipe.send((server.getsockname()[1], {name: one.listen() for name, one in endpoints.items()}))
     plain = server.accept()[0]
     links = {name: link_on(server.accept()[0], name, client=False) for name in NAMES}
-    bare = Bare(pipe, mmap.mmap(-1, RING, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)) if "nixl" in NAMES else None
     buffer = memoryview(bytearray(size))
     while (way := pipe.recv()) != "over":
         if way == "plain socket":
@@ -115,9 +104,6 @@ def receive(pipe: Pipe, size: int, count: int, rounds: int) -> None:
                 received = 0
                 while received < size:
                     received += plain.recv_into(buffer[received:], 0, socket.MSG_WAITALL)
-        elif way == "nixl bare":
-            assert bare is not None
-            bare.read(size, count)
         else:
             name, _, summed = way.partition(" ")
             for _ in range(count):
@@ -128,47 +114,6 @@ def receive(pipe: Pipe, size: int, count: int, rounds: int) -> None:
         pipe.send("done")
 
 
-class Bare:
-    """NIXL alone: an agent, `memory` registered once, and the other side's, which it may read."""
-
-    def __init__(self, pipe: Pipe, memory: mmap.mmap) -> None:
-        self.memory, self.pipe = memory, pipe
-        self.base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        nixl = importlib.import_module("nixl")
-        self.agent: Any = nixl.nixl_agent(
-            f"bare {os.getpid()}", nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
-        )
-        self.agent.create_backend("UCX", {"engine_config": "NET_DEVICES=lo"})
-        self.agent.register_memory([(self.base, len(memory), 0, "")], "DRAM")
-        pipe.send((self.agent.get_agent_metadata(), self.base))
-        metadata, self.theirs = pipe.recv()
-        self.peer = self.agent.add_remote_agent(metadata).decode()
-
-    def read(self, size: int, count: int) -> None:
-        under_way: list[Any] = []
-        for number in range(count + AT_A_TIME):
-            if number >= AT_A_TIME and under_way:
-                handle = under_way.pop(0)
-                while (state := self.agent.check_xfer_state(handle)) == "PROC":
-                    os.sched_yield()
-                if state != "DONE":
-                    raise SystemExit(f"a read by NIXL alone ended as {state}")
-                handle.release()
-            if number < count:
-                here = self.base + number * size % (len(self.memory) - size + 1) // size * size
-                local = self.agent.get_xfer_descs([(here, size, 0)], "DRAM")
-                remote = self.agent.get_xfer_descs([(self.theirs + number * size, size, 0)], "DRAM")
-                handle = self.agent.initialize_xfer("READ", local, remote, self.peer)
-                self.agent.transfer(handle)
-                under_way.append(handle)
-
-    def let_read(self) -> None:
-        """Make progress until the other side says that it is done."""
-        while not self.pipe.poll():
-            self.agent.get_new_notifs()
-            os.sched_yield()
-
-
 class Contest:
     """The same blocks, sent in each way."""
 
@@ -177,18 +122,17 @@ class Contest:
         self.memory = mmap.mmap(-1, size * self.count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.blocks = _fill(self.memory, size)
         self.pipe, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("spawn")  # UCX does not survive a fork
+        context = multiprocessing.get_context("spawn")
         self.process = context.Process(target=receive, args=(theirs, size, self.count, rounds), daemon=True)
         self.process.start()
-        missing()
         port, addresses = self.pipe.recv()
         self.plain = socket.create_connection(("127.0.0.1", port))
         self.plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.links = {name: link_on(socket.create_connection(("127.0.0.1", port)), name, client=True) for name in NAMES}
-        self.bare = Bare(self.pipe, self.memory) if "nixl" in NAMES else None
         self.layout = layout_of(size)
         self.endpoints = {
-            name: Endpoint(TransferConfig(ring=str(RING), links=links_of(name)), Sender(self.layout)) for name in NAMES
+            name: TransferEndpoint(TransferConfig(ring=str(RING), links=links_of(name)), Sender(self.layout))
+            for name in NAMES
         }
         self.peers = {name: one.connect(addresses[name]) for name, one in self.endpoints.items()}
         self.ring = bytearray(RING)
@@ -202,8 +146,6 @@ class Contest:
             turns[name] = lambda name=name: self._told(name, lambda: self._link(name, False))  # type: ignore[misc]
             turns[f"{name} summed"] = lambda name=name: self._told(f"{name} summed", lambda: self._link(name, True))  # type: ignore[misc]
             turns[f"{name} parts"] = lambda name=name: self._parts(name)  # type: ignore[misc]
-        if (bare := self.bare) is not None:
-            turns["nixl bare"] = lambda: self._told("nixl bare", bare.let_read)
         return turns
 
     def _told(self, way: str, send: Turn) -> None:
@@ -235,11 +177,11 @@ class Contest:
         assert isinstance(service, Sender)
         service.ready.clear()
         keys = [number.to_bytes(32, "little") for number in range(self.count)]
-        source = self.peers[name].offer(b"", keys, 16 * self.count)
+        source = self.peers[name].push(b"", keys, 16 * self.count)
         if not service.ready.wait(PATIENCE):
             raise SystemExit("the peer does not answer")
         for number, block in enumerate(self.blocks):
-            source.send(Part(0, 1, number, 1, 16, keys[number]), [block])
+            source.send(KVPart(0, 1, number, 1, 16, keys[number]), [block])
         source.finish(b"", 16 * self.count)
         if str(source.wait(PATIENCE)) != "taken":
             raise SystemExit(f"a transfer failed: {source.reason or Reason.DEADLINE}: {source.message}")
@@ -292,7 +234,6 @@ def main() -> None:
     options = parser.parse_args()
     facts = machine() | {
         "xxhash": version_of("xxhash"),
-        "nixl": version_of("nixl"),
         "work": f"{options.volume} per way and round, median of {options.rounds} rounds, in turns; rings of {RING >> 20} MiB",
     }
     print(set_up(facts), flush=True)

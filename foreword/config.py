@@ -242,10 +242,10 @@ class TransferConfig:
         advertise: address under which other instances reach this one; by default the one in bind.
         secret: secret shared by all instances, at least 16 characters; without one, only peers on this host are accepted.
         secret_file: file with the secret.
-        links: links to use for payloads, of shm, nixl and tcp: the first one that both sides support, in the order of the
-            side that connects. tcp is required and ends the list. nixl needs the package of that name.
+        links: links to use for payloads, of shm and tcp: the first one that both sides support, in the order of the side
+            that connects. tcp is required and ends the list.
         ring: receive buffer per connection and direction; also the limit for the size of a part (half of it with shared
-            memory and NIXL).
+            memory).
         queue: bytes per connection that may wait to be sent.
         connect_timeout: seconds to establish a connection.
         answer_timeout: seconds for a peer to accept or refuse a transfer.
@@ -279,8 +279,11 @@ class TransferConfig:
             raise ConfigError(
                 "transfer.secret must have at least 16 characters; create one with `openssl rand -hex 32`"
             )
-        if "tcp" not in self.links or not set(self.links) <= {"tcp", "shm", "nixl"}:
-            raise ConfigError(f"transfer.links must be tcp and optionally shm and nixl, not {', '.join(self.links)}")
+        unknown = [link for link in self.links if link not in ("shm", "tcp")]
+        if unknown:
+            raise ConfigError(f"transfer.links: unknown link {', '.join(unknown)}; the known links are shm and tcp")
+        if "tcp" not in self.links:
+            raise ConfigError(f"transfer.links must contain tcp; it is {', '.join(self.links) or 'empty'}")
         if parse_bytes(self.ring) < 1 << 16 or parse_bytes(self.queue) < 1:
             raise ConfigError("transfer.ring must be at least 64KiB and transfer.queue at least one byte")
         _check("transfer", self)

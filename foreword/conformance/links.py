@@ -24,7 +24,7 @@ import pytest
 
 from foreword.errors import TransferError, TransferTimeout, TransferUnavailable
 from foreword.transfer.link import Link, Received
-from foreword.transfer.messages import Beat, Finished, Frames, Part, Taken
+from foreword.transfer.messages import Finished, Frames, Heartbeat, KVPart, Taken
 
 ID = bytes(range(16))
 PATIENCE = 60.0
@@ -103,7 +103,7 @@ class LinkContract:
             for number, data in enumerate(payloads):
                 cut = draw.randrange(len(data) + 1)
                 if data:
-                    near.send(Part(number, 1, 0, 1, 1), ID, [data[:cut], memoryview(data)[cut:]], deadline=soon())
+                    near.send(KVPart(number, 1, 0, 1, 1), ID, [data[:cut], memoryview(data)[cut:]], deadline=soon())
                 else:
                     near.send(Finished(b"", number), ID, deadline=soon())
 
@@ -112,7 +112,7 @@ class LinkContract:
             for number, data in enumerate(payloads):
                 message, got = take(far)
                 assert got == data
-                assert message == (Part(number, 1, 0, 1, 1) if data else Finished(b"", number))
+                assert message == (KVPart(number, 1, 0, 1, 1) if data else Finished(b"", number))
             sending.result(PATIENCE)
 
     def test_the_longest_payload(self, links: tuple[Link, Link]) -> None:
@@ -141,19 +141,19 @@ class LinkContract:
 
         def send() -> None:
             for number in range(40):
-                near.send(Part(number, 1, 0, 1, 1), ID, [data], deadline=soon(), more=number % 10 != 9)
+                near.send(KVPart(number, 1, 0, 1, 1), ID, [data], deadline=soon(), more=number % 10 != 9)
                 near.send(Taken(), ID, deadline=soon(), more=number % 10 != 9)
 
         with ThreadPoolExecutor(1) as threads:
             sending = threads.submit(send)
             for number in range(40):
                 message, got = take(far)
-                assert message == Part(number, 1, 0, 1, 1) and got == data
+                assert message == KVPart(number, 1, 0, 1, 1) and got == data
                 assert take(far) == (Taken(), b"")
             sending.result(PATIENCE)
         near.send(Taken(), ID, deadline=soon(), more=True)
-        near.send(Beat(), deadline=soon())
-        assert [take(far)[0], take(far)[0]] == [Taken(), Beat()]
+        near.send(Heartbeat(), deadline=soon())
+        assert [take(far)[0], take(far)[0]] == [Taken(), Heartbeat()]
 
     def test_both_ways_at_once(self, links: tuple[Link, Link]) -> None:
         """Each side sends a lot while it receives a lot."""
@@ -161,7 +161,7 @@ class LinkContract:
 
         def send(link: Link) -> None:
             for number in range(60):
-                link.send(Part(number, 1, 0, 1, 1), ID, [data], deadline=soon())
+                link.send(KVPart(number, 1, 0, 1, 1), ID, [data], deadline=soon())
 
         def receive(link: Link) -> list[object]:
             taken = [take(link) for _ in range(60)]
@@ -174,7 +174,7 @@ class LinkContract:
             for one in sending:
                 one.result(PATIENCE)
             for other in receiving:
-                assert other.result(PATIENCE) == [Part(number, 1, 0, 1, 1) for number in range(60)]
+                assert other.result(PATIENCE) == [KVPart(number, 1, 0, 1, 1) for number in range(60)]
 
     def test_buffers_may_change_after_send(self, links: tuple[Link, Link]) -> None:
         """What the sender does with its memory after `send` has returned does not reach the receiver."""
@@ -182,7 +182,7 @@ class LinkContract:
         buffer = bytearray(20_000)
         for number in range(5):
             buffer[:] = bytes([number + 1]) * len(buffer)
-            near.send(Part(number, 1, 0, 1, 1), ID, [buffer], deadline=soon())
+            near.send(KVPart(number, 1, 0, 1, 1), ID, [buffer], deadline=soon())
             buffer[:] = bytes(len(buffer))
         for number in range(5):
             assert take(far)[1] == bytes([number + 1]) * len(buffer)
@@ -194,7 +194,7 @@ class LinkContract:
         held: list[tuple[bytes, Received]] = []
         for number in range(400):
             data = bytes([number % 256]) * draw.choice([100, 5000, 50_000])
-            near.send(Part(number, 1, 0, 1, 1), ID, [data], deadline=soon())
+            near.send(KVPart(number, 1, 0, 1, 1), ID, [data], deadline=soon())
             held.append((data, far.receive(deadline=soon())))
             if len(held) > 4:
                 expected, one = held.pop(draw.randrange(len(held)))
@@ -213,7 +213,7 @@ class LinkContract:
         def send() -> None:
             nonlocal sent
             for number in range(count):
-                near.send(Part(number, 1, 0, 1, 1), ID, [data], deadline=soon())
+                near.send(KVPart(number, 1, 0, 1, 1), ID, [data], deadline=soon())
                 sent += 1
 
         with ThreadPoolExecutor(2) as threads:
@@ -227,7 +227,7 @@ class LinkContract:
             assert not sending.done(), "a sender whom nobody listens to waits"
             for number in range(count):
                 message, got = take(far)
-                assert message == Part(number, 1, 0, 1, 1) and got == data
+                assert message == KVPart(number, 1, 0, 1, 1) and got == data
             sending.result(PATIENCE)
 
     def test_a_sender_gives_up_at_its_deadline(self, links: tuple[Link, Link]) -> None:
@@ -236,7 +236,7 @@ class LinkContract:
         data = bytes(min(near.capabilities.largest, 1 << 20))
         with pytest.raises(TransferTimeout):  # noqa: PT012 - how many fit is the kernel's affair
             for _ in range(1000):
-                near.send(Part(0, 1, 0, 1, 1), ID, [data], deadline=soon(0.3))
+                near.send(KVPart(0, 1, 0, 1, 1), ID, [data], deadline=soon(0.3))
 
     def test_receiving_in_time_slices_loses_nothing(self, links: tuple[Link, Link]) -> None:
         """A TransferTimeout of `receive` is no more than that: the next call gets what comes."""
@@ -244,8 +244,8 @@ class LinkContract:
         for number in range(3):
             with pytest.raises(TransferTimeout):
                 far.receive(deadline=time.monotonic() - 1)
-            near.send(Part(number, 1, 0, 1, 1), ID, [b"x" * 100], deadline=soon())
-            assert take(far) == (Part(number, 1, 0, 1, 1), b"x" * 100)
+            near.send(KVPart(number, 1, 0, 1, 1), ID, [b"x" * 100], deadline=soon())
+            assert take(far) == (KVPart(number, 1, 0, 1, 1), b"x" * 100)
 
     def test_close_wakes_the_receiver(self, links: tuple[Link, Link]) -> None:
         """Closing ends a `receive` that waits on another thread, and whatever is called later; twice is fine."""
@@ -259,12 +259,12 @@ class LinkContract:
         with pytest.raises(TransferUnavailable):
             near.receive(deadline=soon())
         with pytest.raises(TransferUnavailable):
-            near.send(Beat(), deadline=soon())
+            near.send(Heartbeat(), deadline=soon())
 
     def test_what_was_sent_before_the_end_arrives(self, links: tuple[Link, Link]) -> None:
         """After the peer has closed, its last messages still come, then TransferUnavailable; held payloads stay readable."""
         near, far = links
-        near.send(Part(0, 1, 0, 1, 1), ID, [b"last words"], deadline=soon())
+        near.send(KVPart(0, 1, 0, 1, 1), ID, [b"last words"], deadline=soon())
         near.send(Taken(), ID, deadline=soon())
         near.close()
         received = far.receive(deadline=soon())
@@ -289,12 +289,12 @@ class LinkContract:
             link = meeting.dial()
             data = bytes(min(link.capabilities.largest // 4, 1 << 20))
             for _ in range(3):
-                link.send(Part(0, 1, 0, 1, 1), ID, [data], deadline=soon())
+                link.send(KVPart(0, 1, 0, 1, 1), ID, [data], deadline=soon())
             assert select.select([ready], [], [], PATIENCE)[0]
             os.kill(number, signal.SIGKILL)
             with pytest.raises(TransferError):  # noqa: PT012 - how many still fit is the kernel's affair
                 while True:
-                    link.send(Part(0, 1, 0, 1, 1), ID, [data], deadline=soon(1))
+                    link.send(KVPart(0, 1, 0, 1, 1), ID, [data], deadline=soon(1))
             with pytest.raises(TransferUnavailable):
                 link.receive(deadline=soon())
             link.close()
@@ -309,7 +309,7 @@ class LinkContract:
             number = 0
             while True:
                 number += 1
-                link.send(Part(number, 1, 0, 1, 1), ID, [bytes([number % 256]) * 100_000], deadline=soon())
+                link.send(KVPart(number, 1, 0, 1, 1), ID, [bytes([number % 256]) * 100_000], deadline=soon())
 
         with child(work) as number:
             link = meeting.dial()
@@ -319,7 +319,7 @@ class LinkContract:
                 nonlocal seen
                 message, data = take(link)
                 seen += 1
-                assert message == Part(seen, 1, 0, 1, 1) and data == bytes([seen % 256]) * 100_000
+                assert message == KVPart(seen, 1, 0, 1, 1) and data == bytes([seen % 256]) * 100_000
 
             for _ in range(20):
                 receive()

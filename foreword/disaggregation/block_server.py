@@ -22,8 +22,8 @@ from foreword.config import TransferConfig
 from foreword.disaggregation.frames import FrameServer, HeldBlock, ServedStatus, num_frame_slots
 from foreword.events import BlocksRemoved, BlocksStored, Event
 from foreword.store.base import Name, Store
-from foreword.transfer.endpoint import Endpoint
-from foreword.transfer.service import Idle
+from foreword.transfer.endpoint import TransferEndpoint
+from foreword.transfer.service import TransferService
 
 if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena
@@ -182,7 +182,7 @@ class BlockServer(FrameServer):
         self._tidying = False
 
 
-class Library(Idle):
+class Library(TransferService):
     """A transfer service that gives blocks and does nothing else."""
 
     def __init__(self, served: BlockServer) -> None:
@@ -191,8 +191,12 @@ class Library(Idle):
         self.get = served.get  # type: ignore[method-assign]
 
 
+<<<<<<< HEAD
 def serve_blocks(served: BlockServer, config: TransferConfig) -> Endpoint:
+=======
+def serve_blocks(served: ServedBlocks, config: TransferConfig) -> TransferEndpoint:
+>>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
     """Listen at `config.bind` for instances that read blocks; close the endpoint in the end. Raises ConfigError."""
-    endpoint = Endpoint(config, Library(served))
+    endpoint = TransferEndpoint(config, Library(served))
     endpoint.listen()
     return endpoint

@@ -24,11 +24,16 @@ from foreword.engine.loop import EngineCore
 from foreword.engine.request import Request, TokenLogprob
 from foreword.engine.sequence import SequenceState, Step
 from foreword.errors import BadRequest
+<<<<<<< HEAD
 from foreword.transfer.endpoint import Endpoint
+=======
+from foreword.events import TransferEnded
+from foreword.transfer.endpoint import TransferEndpoint
+>>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 from foreword.transfer.link import Payload
-from foreword.transfer.messages import Buffer, Part, Reason
-from foreword.transfer.service import Idle
-from foreword.transfer.transfers import Destination, Source
+from foreword.transfer.messages import Buffer, KVPart, Reason
+from foreword.transfer.service import TransferService
+from foreword.transfer.transfers import KVDestination, KVSource, TransferSide
 
 if TYPE_CHECKING:
     from foreword.disaggregation.block_server import BlockServer
@@ -43,8 +48,13 @@ _KEEP_ALIVE: Final = 1.0
 MessageT = TypeVar("MessageT")
 
 
+<<<<<<< HEAD
 class Instance(Idle):
     """The service of an engine's transfer endpoint, and the loop's `KVTransferHooks`.
+=======
+class Instance(TransferService):
+    """The service of an engine's endpoint, and the loop's `Handoff`.
+>>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 
     Args:
         role: `prefill`, `decode` or `both`.
@@ -66,8 +76,14 @@ class Instance(Idle):
         super().__init__(view.layout)
         self.role = role
         self.draining = False
+<<<<<<< HEAD
         self.view = view
         self.endpoint = Endpoint(config, self)
+=======
+        self.endpoint = TransferEndpoint(config, self)
+        self.lanes = Lanes()
+        self.port = port
+>>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
         self._core = core
         self._thread = thread
         self._served = served
@@ -106,13 +122,28 @@ class Instance(Idle):
 
     # The service, on connections' threads
 
+<<<<<<< HEAD
     def wanted(self, source: Source) -> None:
         why = "this instance decodes; it computes no prompts for others"
         task = self._read(source, PrefillTask, "decode", why)
         if task is not None:
+=======
+    def pull_requested(self, source: KVSource) -> None:
+        if self.role == "decode":
+            source.refuse(Reason.ROLE, "this instance decodes; it computes no prompts for others")
+        elif self.draining:
+            source.refuse(Reason.DRAINING, "this instance is about to stop")
+        else:
+            try:
+                task = wire.decode(wire.Task, source.request)
+            except BadRequest as error:
+                source.refuse(Reason.REQUEST, error.message)
+                return
+>>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
             source.accept()
             self._thread.post(lambda: self._prefills.begin(source, task))
 
+<<<<<<< HEAD
     def offered(self, destination: Destination) -> None:
         why = "this instance computes prompts; it takes no requests over"
         offer = self._read(destination, MigrationOffer, "prefill", why)
@@ -123,6 +154,11 @@ class Instance(Idle):
         """The description with which a transfer begins. None if it was refused, `why` for the role `unsuited`."""
         if self.role == unsuited:
             transfer.refuse(Reason.ROLE, why)
+=======
+    def push_requested(self, destination: KVDestination) -> None:
+        if self.role == "prefill":
+            destination.refuse(Reason.ROLE, "this instance computes prompts; it takes no requests over")
+>>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
         elif self.draining:
             transfer.refuse(Reason.DRAINING, "this instance is about to stop")
         else:
@@ -132,16 +168,23 @@ class Instance(Idle):
                 transfer.refuse(Reason.REQUEST, error.message)
         return None
 
+<<<<<<< HEAD
     def accepted(self, transfer: Source | Destination) -> None:
         if isinstance(transfer, Source):
             self.migrations.accepted(transfer)
+=======
+    def accepted(self, transfer: TransferSide) -> None:
+        if isinstance(transfer, KVSource):
+            self.moves.accepted(transfer)
+>>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 
-    def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+    def part(self, destination: KVDestination, part: KVPart, payload: Payload) -> None:
         destination.context.part(part, payload)
 
-    def finished(self, destination: Destination, result: bytes, tokens: int) -> None:
+    def finished(self, destination: KVDestination, result: bytes, tokens: int) -> None:
         destination.context.finished(destination, result, tokens)
 
+<<<<<<< HEAD
     def ended(self, transfer: Source | Destination) -> None:
         context = transfer.context
         if isinstance(context, KVSend):
@@ -152,6 +195,18 @@ class Instance(Idle):
             self.migrations.source_ended(context, transfer)
         elif context is not None:
             context.ended(transfer)
+=======
+    def ended(self, transfer: TransferSide) -> None:
+        kept = transfer.context
+        if isinstance(kept, Export):
+            self.post(lambda: self._exports.dropped(kept))
+            kept.end()
+        elif isinstance(kept, Plan | Move):
+            assert isinstance(transfer, KVSource)
+            self.moves.source_ended(transfer)
+        elif kept is not None:
+            kept.ended(transfer)
+>>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 
     def locate(self, names: Sequence[bytes], deadline: float) -> int:
         return 0 if self._served is None else self._served.locate(names, deadline)
@@ -200,5 +255,21 @@ class Instance(Idle):
             remote.close()
             self._core.notify(remote.ended_event())
 
+<<<<<<< HEAD
     def wait(self, seconds: float) -> None:
         self._thread.wait(seconds)
+=======
+    def look(self) -> None:
+        """At every step: what has to be done now and then."""
+        now = time.monotonic()
+        if now - self._looked >= _WORKING:
+            self._looked = now
+            self._exports.working()
+
+    def rest(self, seconds: float) -> None:
+        self._around.rest(seconds)
+
+
+def _outcome(transfer: TransferSide) -> str:
+    return "taken" if transfer.reason is None else str(transfer.reason)
+>>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)

@@ -20,7 +20,7 @@ from torch import Tensor
 from foreword.blocks.layout import Layout
 from foreword.blocks.runs import consecutive_runs
 from foreword.offload.staging import Paged, tensors_of
-from foreword.transfer.messages import Buffer, Part
+from foreword.transfer.messages import Buffer, KVPart
 
 
 class KVView:
@@ -53,7 +53,7 @@ class KVView:
         thread, whose stream is meant."""
         return None if self._copies is None else self._copies.mark()
 
-    def read(self, part: Part, blocks: Sequence[int], mark: Any = None) -> list[Buffer]:
+    def read(self, part: KVPart, blocks: Sequence[int], mark: Any = None) -> list[Buffer]:
         """A part's payload, of `blocks` from `part.first_block` on. On a CPU these are views: the blocks must not change until
         they were sent. What was written before `mark` is in it; without one, what the device has been told by now."""
         runs = _slot_runs(blocks, part.tokens, self._size)
@@ -65,7 +65,7 @@ class KVView:
             buffers += [view[slot * width : (slot + count) * width] for slot, count in runs]
         return buffers
 
-    def write(self, part: Part, blocks: Sequence[int], payload: memoryview, mark: Any = None) -> None:
+    def write(self, part: KVPart, blocks: Sequence[int], payload: memoryview, mark: Any = None) -> None:
         """Copy a part's payload into `blocks`, after what the device was told before `mark`. When it returns, they hold it, and
         the payload may go."""
         data = np.frombuffer(payload, np.uint8)
@@ -80,7 +80,7 @@ class KVView:
                 self._host[number][slot : slot + count] = data[at : at + count * width].reshape(count, width)
                 at += count * width
 
-    def _tensors(self, part: Part) -> range:
+    def _tensors(self, part: KVPart) -> range:
         return range(2 * part.first_layer, 2 * (part.first_layer + part.layers))
 
 

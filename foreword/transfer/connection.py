@@ -1,328 +1,218 @@
-"""One connection: a link, a thread that reads, a thread that writes, and many transfers between two instances.
+"""One connection to a peer: it carries any number of transfers and fetches, in both directions.
 
-Whatever goes wrong with the link ends the connection, once: both threads stop, every payload that waited is let go of, and
-every transfer hears that the connection broke.
+A channel's thread writes; another thread reads and dispatches. Any failure of the link ends the connection once: both threads
+stop, queued payloads are released, and every transfer is notified.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
-from foreword.blocks.layout import Layout
 from foreword.errors import ProtocolViolation, TransferError, TransferTimeout, TransferUnavailable
-from foreword.transfer.fetch import Fetches, locate, read_frames
-from foreword.transfer.link import Link, Received
+from foreword.transfer.channel import Channel, LinkTraffic
+from foreword.transfer.fetch import FetchClient, FetchServer
+from foreword.transfer.link import Received
 from foreword.transfer.messages import (
     ID_BYTES,
-    Agent,
-    Answer,
-    Beat,
-    Buffer,
-    Bye,
-    Chosen,
+    NO_TRANSFER,
     Frames,
     Get,
-    Introduce,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    LinkResult,
     Locate,
     Located,
-    Message,
-    Offer,
-    Part,
-    Query,
+    OwnershipAnswer,
+    OwnershipQuery,
+    PullRequest,
+    PushRequest,
     Reason,
     Refuse,
-    Segment,
-    Want,
+    SharedSegment,
     join_keys,
 )
-from foreword.transfer.outbox import Item, Outbox
-from foreword.transfer.protocol import Event, Role, Timings
-from foreword.transfer.service import Service
-from foreword.transfer.transfers import Destination, Source
+from foreword.transfer.protocol import Role, TransferEvent
+from foreword.transfer.registry import TransferRegistry
+from foreword.transfer.service import TransferService
+from foreword.transfer.transfers import KVDestination, KVSource, TransferSide
 
-if TYPE_CHECKING:
-    from foreword.transfer.endpoint import Traffic
-
-log = logging.getLogger("foreword.transfer")
-Side = Source | Destination
-Begun = TypeVar("Begun", Source, Destination)
-SILENT_BEATS: Final = 5
-
-
-class Host(Protocol):
-    """What a connection needs of its endpoint."""
-
-    service: Service
-    timings: Timings
-
-    def add(self, side: Side) -> bool: ...
-    def find(self, transfer: bytes) -> Side | None: ...
-    def forget(self, side: Side) -> None: ...
-    def remember(self, side: Side) -> None: ...
-    def was_taken(self, transfer: bytes) -> bool: ...
-    def ask(self, side: Side) -> None: ...
-    def count(self, word: str) -> None: ...
-    def serve(self, connection: Connection, transfer: bytes, message: Locate | Get) -> bool: ...
-    def closed(self, connection: Connection, sides: Sequence[Side]) -> None: ...
-    def sides_of(self, connection: Connection) -> list[Side]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Who is at the other end.
-
-    Attributes:
-        instance: of the endpoint; another one at the same address means that the process was started again.
-        address: where it listens, "" if nowhere.
-        layout: fingerprint of its blocks' layout, b"" if it has none.
-        beat: seconds between its signs of life.
-        largest: bytes of a payload that it receives.
-    """
-
-    instance: bytes
-    address: str
-    layout: bytes
-    beat: float
-    largest: int
-    name: str = field(default="")
+MISSED_HEARTBEATS: Final = 5
+Side = TypeVar("Side", KVSource, KVDestination)
 
 
 class Connection:
-    """Made by an endpoint. Threads may call at once.
+    """Made by an endpoint. Thread-safe.
+
+    Args:
+        on_closed: called once, when the connection has ended.
 
     Attributes:
-        peer: the other end.
-        known_as: the addresses under which it was reached or says that it listens.
-        largest: the longest payload of a part.
+        channel: its sending half.
+        known_as: the addresses at which the peer was reached or says that it listens.
     """
 
     def __init__(
-        self, host: Host, link: Link, peer: Peer, layout: Layout | None, traffic: Traffic, *, beat: float, queue: int
+        self,
+        channel: Channel,
+        service: TransferService,
+        registry: TransferRegistry,
+        server: FetchServer,
+        traffic: LinkTraffic,
+        on_closed: Callable[[Connection], None],
     ) -> None:
-        self.host = host
-        self.peer = peer
-        self.link = link
-        self.known_as: set[str] = set()
-        self.largest = min(link.capabilities.largest, peer.largest)
-        self._layout = layout
+        self.channel = channel
+        self.peer = channel.peer
+        self.link = channel.link
+        self.known_as = {channel.peer.address} - {""}
+        self._service = service
+        self._registry = registry
+        self._server = server
         self._traffic = traffic
-        self._beat = beat
-        self._outbox = Outbox(queue)
-        self._fetches = Fetches()
-        self._lock = threading.Lock()
-        self._error: TransferError | None = None
-        self._over = threading.Event()
-        self._writer = threading.Thread(target=self._write, name=f"foreword-send-{peer.name}", daemon=True)
-
-    @property
-    def layout(self) -> Layout:
-        """Of both sides. Raises TransferError if one of them has no blocks."""
-        if self._layout is None or not self.peer.layout:
-            raise TransferError("one of the two instances has no blocks of its own", reason=Reason.LAYOUT)
-        return self._layout
+        self._on_closed = on_closed
+        self._fetches = FetchClient(channel)
 
     @property
     def alive(self) -> bool:
-        return self._error is None
-
-    @property
-    def queued(self) -> int:
-        """Bytes of payload that wait to be sent."""
-        return self._outbox.waiting
+        return self.channel.alive
 
     # Transfers that begin here
 
-    def want(self, request: bytes, keys: Sequence[bytes] = (), *, have: int = 0, context: object = None) -> Destination:
-        """Ask the peer to compute KV and to send it (pull).
+    def pull(
+        self, request: bytes, keys: Sequence[bytes] = (), *, have: int = 0, context: object = None
+    ) -> KVDestination:
+        """Request that the peer computes KV and sends it.
 
         Args:
-            request: its description, as the peer's service understands it.
+            request: a description that the peer's service understands.
             keys: of the prompt's full blocks.
             have: leading blocks that are here already.
-            context: kept in the transfer from the start, for the service.
+            context: set on the transfer from the start, for the service.
 
-        Raises TransferUnavailable, and TransferError where there are too many transfers or no layout in common.
+        Raises TransferUnavailable, and TransferError if there are too many transfers or no common layout.
         """
-        opening = Want(request, join_keys(keys), have, self.host.timings.progress)
-        side = Destination(self, secrets.token_bytes(ID_BYTES), Role.PULL_DESTINATION, opening, self.host.timings)
-        return self._begin(side, opening, context)
+        opening = PullRequest(request, join_keys(keys), have, self._registry.hooks.timings.progress)
+        return self._begin(KVDestination, Role.PULL_DESTINATION, opening, context)
 
-    def offer(self, request: bytes, keys: Sequence[bytes], tokens: int, *, context: object = None) -> Source:
-        """Offer a running request to the peer (push). `tokens` have KV so far, `keys` name its full blocks."""
-        opening = Offer(request, join_keys(keys), tokens, self.host.timings.lease)
-        assert self.layout is not None  # or it raises
-        side = Source(self, secrets.token_bytes(ID_BYTES), Role.PUSH_SOURCE, opening, self.host.timings)
-        return self._begin(side, opening, context)
+    def push(self, request: bytes, keys: Sequence[bytes], tokens: int, *, context: object = None) -> KVSource:
+        """Migrate a running request to the peer. `tokens` have KV so far; `keys` are those of its full blocks."""
+        opening = PushRequest(request, join_keys(keys), tokens, self._registry.hooks.timings.lease)
+        return self._begin(KVSource, Role.PUSH_SOURCE, opening, context)
 
-    def _begin(self, side: Begun, opening: Message, context: object) -> Begun:
+    def _begin(self, kind: type[Side], role: Role, opening: PullRequest | PushRequest, context: object) -> Side:
+        assert self.channel.layout is not None  # raises TransferError if there is no common layout
+        side = kind(self.channel, secrets.token_bytes(ID_BYTES), role, opening, self._registry.hooks)
         side.context = context
-        if not self.host.add(side):
-            raise TransferError("this instance has as many transfers as it may", reason=Reason.FULL)
-        self.post(opening, side.id)
-        self._notice(side)
+        if not self._registry.add(side):
+            raise TransferError("this instance has too many transfers", reason=Reason.FULL)
+        self.channel.post(opening, side.id)
+        self._end_if_broken(side)
         return side
 
     # Fetching
 
     def locate(self, names: Sequence[bytes], *, deadline: float) -> int:
-        """How many of these blocks, from the first on, the peer could give. Raises TransferError."""
-        return locate(self, self._fetches, names, deadline)
+        """How many of these blocks, from the first on, the peer can send. Raises TransferError."""
+        return self._fetches.locate(names, deadline)
 
     def get(self, names: Sequence[bytes], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
-        """Read the frame of each name into the buffer beside it; returns the length of each, 0 for a missing one. Frames are
-        not checked here. Raises TransferError; then nothing is written to the buffers any more."""
-        return read_frames(self, self._fetches, names, buffers, deadline)
+        """Read the frame of each name into the buffer beside it; returns the length of each, 0 for a missing one.
 
-    # Sending
-
-    def post(self, message: Message, transfer: bytes) -> None:
-        """Queue a message without a payload; nothing if the connection is closed."""
-        self._outbox.post(Item(message, transfer))
-
-    def put(
-        self,
-        message: Part | Frames,
-        transfer: bytes,
-        buffers: Sequence[Buffer],
-        sent: Callable[[], None] | None,
-        wait: float,
-        dropped: Callable[[], bool],
-    ) -> bool:
-        """Queue a message with a payload; see `Source.send`."""
-        summed = isinstance(message, Part)
-        item = Item(message, transfer, buffers, sum(map(len, buffers)), summed, sent, dropped)
-        try:
-            queued = self._outbox.put(item, wait)
-        except TransferUnavailable:
-            item.done()
-            raise
-        if not queued:
-            item.done()
-        return queued
-
-    def nudge(self) -> None:
-        """A transfer ended: whoever waits to send a part of it need not."""
-        self._outbox.nudge()
-
-    def _write(self) -> None:
-        try:
-            while not self._outbox.closed:
-                items = self._outbox.take(self._beat)
-                if items:
-                    self._send(items)
-                elif not self._outbox.closed:
-                    self._deliver(Item(Beat(), bytes(ID_BYTES)), more=False)
-        except TransferError as error:
-            self.fail(error)
-
-    def _send(self, items: Sequence[Item]) -> None:
-        """Each is let go of once, whatever becomes of it."""
-        left = deque(items)
-        try:
-            while left:
-                self._deliver(left[0], more=len(left) > 1)
-                self._outbox.release(left.popleft())
-        finally:
-            for item in left:
-                self._outbox.release(item)
-
-    def _deliver(self, item: Item, *, more: bool) -> None:
-        started = time.monotonic()
-        deadline = started + self.host.timings.progress
-        self.link.send(item.message, item.transfer, item.buffers, deadline=deadline, checksum=item.checksum, more=more)
-        self._traffic.note_sent(item.size, time.monotonic() - started)
+        The frames are not checked here. Raises TransferError; after that nothing is written to the buffers.
+        """
+        return self._fetches.get(names, buffers, deadline)
 
     # Receiving
 
     def start(self) -> None:
-        """Begin to write; whoever calls `read` reads."""
-        self._writer.start()
+        """Start the writer's thread. The caller runs `read` on a thread."""
+        self.channel.start(self.fail)
 
     def read(self) -> None:
-        """The reader's thread: until the connection ends."""
+        """Receive and dispatch messages until the connection ends."""
         try:
-            while self._error is None:
+            while self.alive:
                 self._dispatch(self._next())
         except TransferError as error:
             self.fail(error)
 
     def _next(self) -> Received:
-        silence = SILENT_BEATS * self.peer.beat
+        silence = MISSED_HEARTBEATS * self.peer.heartbeat
         began = time.monotonic()
         while True:
             try:
-                return self.link.receive(deadline=max(self.link.heard, began) + silence)
+                return self.link.receive(deadline=max(self.link.last_received, began) + silence)
             except TransferTimeout:
-                if time.monotonic() - max(self.link.heard, began) >= silence:
-                    raise TransferUnavailable(f"the peer gave no sign of life for {silence:g} s") from None
+                if time.monotonic() - max(self.link.last_received, began) >= silence:
+                    raise TransferUnavailable(f"no heartbeat of the peer for {silence:g} s") from None
 
     def _dispatch(self, received: Received) -> None:
         message, transfer = received.message, received.head.transfer
         self._traffic.note_received(received.head.payload)
         match message:
-            case Beat():
+            case Heartbeat():
                 return
-            case Bye():
+            case Goodbye():
                 raise TransferUnavailable(message.message or "the peer has closed the connection")
-            case Want() | Offer():
-                self._incoming(message, transfer)
+            case PullRequest() | PushRequest():
+                self._got_request(message, transfer)
             case Locate() | Get():
-                if not self.host.serve(self, transfer, message):
-                    self.post(Refuse(Reason.FULL, "too many requests at once"), transfer)
+                self._server.serve(self.channel, transfer, message)
             case Located() | Frames():
                 self._fetches.got(received)
-            case Introduce() | Segment() | Agent() | Chosen():
-                raise ProtocolViolation(f"a {type(message).__name__} after the connection was agreed upon")
+            case Hello() | SharedSegment() | LinkResult():
+                raise ProtocolViolation(f"a {type(message).__name__} after the handshake")
+            case OwnershipQuery():
+                self._got_query(received, transfer)
             case _:
-                self._about(received, transfer)
+                self._got_other(received, transfer)
 
-    def _incoming(self, message: Want | Offer, transfer: bytes) -> None:
-        if self.host.find(transfer) is not None:
+    def _got_request(self, message: PullRequest | PushRequest, transfer: bytes) -> None:
+        if self._registry.find(transfer) is not None:
             raise ProtocolViolation("a transfer began twice")
-        service, timings = self.host.service, self.host.timings
-        if self._layout is None or not self.peer.layout:
-            self.post(Refuse(Reason.LAYOUT, "one of the two instances has no blocks of its own"), transfer)
+        if not self.channel.has_layout:
+            self.channel.post(Refuse(Reason.LAYOUT, "one of the two instances has no blocks"), transfer)
             return
-        side: Side
-        if isinstance(message, Want):
-            side = Source(self, transfer, Role.PULL_SOURCE, message, timings)
+        service, hooks = self._service, self._registry.hooks
+        if isinstance(message, PullRequest):
+            source = KVSource(self.channel, transfer, Role.PULL_SOURCE, message, hooks)
+            self._admit(source, lambda: service.pull_requested(source))
         else:
-            side = Destination(self, transfer, Role.PUSH_DESTINATION, message, timings)
-        if not self.host.add(side):
-            self.post(Refuse(Reason.FULL, "this instance has as many transfers as it may"), transfer)
-        elif isinstance(side, Source):
-            side.begin(lambda: service.wanted(side))
+            destination = KVDestination(self.channel, transfer, Role.PUSH_DESTINATION, message, hooks)
+            self._admit(destination, lambda: service.push_requested(destination))
+
+    def _admit(self, side: TransferSide, notify: Callable[[], None]) -> None:
+        if self._registry.add(side):
+            side.begin(notify)
         else:
-            side.begin(lambda: service.offered(side))
-        self._notice(side)
+            self.channel.post(Refuse(Reason.FULL, "this instance has too many transfers"), side.id)
+        self._end_if_broken(side)
 
-    def _notice(self, side: Side) -> None:
-        """A transfer that began while the connection ended was not among those that were told."""
-        if self._error is not None:
-            side.world(Event.BROKEN, self._error.message)
+    def _end_if_broken(self, side: TransferSide) -> None:
+        """End a transfer that began while the connection ended: `fail` may not have seen it."""
+        if self.error is not None:
+            side.handle(TransferEvent.BROKEN, Reason.LOST, self.error.message)
 
-    def _about(self, received: Received, transfer: bytes) -> None:
-        """A message of a transfer that has begun. One that nobody knows has ended here and crossed its end."""
+    def _got_query(self, received: Received, transfer: bytes) -> None:
+        side, taken = self._registry.find(transfer), self._registry.was_taken(transfer)
+        if side is not None and not taken:
+            side.got(received)
+        else:
+            self.channel.post(OwnershipAnswer(taken), transfer)
+
+    def _got_other(self, received: Received, transfer: bytes) -> None:
+        """A message about a transfer or a fetch. An unknown transfer has ended here while the message was on its way."""
         if self._fetches.got(received):
             return
-        side = self.host.find(transfer)
-        if isinstance(received.message, Query):
-            if side is not None and not self.host.was_taken(transfer):
-                side.got(received)
-            else:
-                self.post(Answer(self.host.was_taken(transfer)), transfer)
-        elif side is None:
+        side = self._registry.find(transfer)
+        if side is None:
             received.payload.release()
-            self.host.count("ignored_messages")
-        elif side.connection is not self and not isinstance(received.message, Answer):
+            self._registry.count("ignored_messages")
+        elif side.channel is not self.channel and not isinstance(received.message, OwnershipAnswer):
             raise ProtocolViolation("a message about a transfer of another connection")
         else:
             side.got(received)
@@ -330,32 +220,23 @@ class Connection:
     # The end
 
     def fail(self, error: TransferError) -> None:
-        """End the connection because of this; the first reason counts."""
-        with self._lock:
-            if self._error is not None:
-                return
-            self._error = error
-        self.link.close()
-        self._outbox.close()
+        """End the connection because of this error; later errors are ignored."""
+        if not self.channel.close(error):
+            return
         self._fetches.fail(error)
-        self.host.closed(self, self.host.sides_of(self))
-        self._over.set()
+        self._on_closed(self)
+        for side in self._registry.of_channel(self.channel):
+            side.handle(TransferEvent.BROKEN, Reason.LOST, error.message)
 
     def close(self, message: str = "") -> None:
-        """Say good-bye, if the peer listens, and end. Transfers under way hear that the connection broke."""
-        if self._error is None and not self._outbox.waiting:
-            said = threading.Event()
-            self._outbox.post(Item(Bye(message), bytes(ID_BYTES), sent=said.set))
-            said.wait(1.0)
+        """Say goodbye if the peer can receive it, and end. Transfers in progress are notified that the connection broke."""
+        if self.alive and not self.channel.queued_bytes:
+            sent = threading.Event()
+            self.channel.post(Goodbye(message), NO_TRANSFER, sent.set)
+            sent.wait(1.0)
         self.fail(TransferUnavailable(message or "this side has closed the connection"))
 
     @property
     def error(self) -> TransferError | None:
-        """Why it ended; None while it lives."""
-        return self._error
-
-    def join(self, timeout: float) -> None:
-        """Wait for the writer's thread."""
-        self._over.wait(timeout)
-        with contextlib.suppress(RuntimeError):
-            self._writer.join(timeout)
+        """Why it ended; None while it is alive."""
+        return self.channel.error

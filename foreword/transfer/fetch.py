@@ -1,4 +1,4 @@
-"""Another instance as a store: questions that wait for an answer, and the thread that gives one."""
+"""Reading another instance like a store: the client's requests that wait for an answer, and the server that answers them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import ProtocolViolation, TransferError, TransferRefused, TransferTimeout
+from foreword.transfer.channel import Channel
 from foreword.transfer.link import Received
 from foreword.transfer.messages import (
     ID_BYTES,
@@ -24,19 +26,17 @@ from foreword.transfer.messages import (
     join_keys,
     split_keys,
 )
-from foreword.transfer.service import Service
-
-if TYPE_CHECKING:
-    from foreword.transfer.connection import Connection
+from foreword.transfer.service import TransferService
 
 log = logging.getLogger("foreword.transfer")
 _GROUP: Final = 64
+_MAX_REQUESTS: Final = 64
 
 
 class _Fetch:
-    """One question. Buffers are written under `lock`, and only while nobody has given up."""
+    """One request. Buffers are written under `lock`, and only before the request is done."""
 
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
+    def __init__(self, buffers: Sequence[memoryview] = ()) -> None:
         self.buffers = buffers
         self.lengths = [0] * len(buffers)
         self.answered = 0
@@ -52,12 +52,12 @@ class _Fetch:
                 self.done.set()
 
     def copy(self, message: Frames, view: memoryview) -> None:
-        """Frames that came, into the buffers beside their names. Raises ProtocolViolation."""
+        """Copy received frames into the buffers of their names. Raises ProtocolViolation."""
         with self.lock:
             if self.done.is_set():
                 return
             if message.first != self.answered or message.first + len(message.lengths) > len(self.buffers):
-                raise ProtocolViolation("frames for other names than were asked for")
+                raise ProtocolViolation("frames for other names than were requested")
             if sum(message.lengths) != len(view):
                 raise ProtocolViolation("frames of other lengths than were announced")
             start = 0
@@ -71,32 +71,54 @@ class _Fetch:
                 self.done.set()
 
 
-class Fetches:
-    """The questions of one connection that wait for an answer."""
+class FetchClient:
+    """Sends requests on one connection and waits for their answers. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._open: dict[bytes, _Fetch] = {}
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._waiting: dict[bytes, _Fetch] = {}
         self._lock = threading.Lock()
         self._error: TransferError | None = None
 
-    def begin(self, number: bytes, fetch: _Fetch) -> None:
+    def locate(self, names: Sequence[bytes], deadline: float) -> int:
+        if not names:
+            return 0
+        fetch = _Fetch()
+        self._request(Locate(join_keys(names)), fetch, deadline)
+        return min(fetch.count, len(names))
+
+    def get(self, names: Sequence[bytes], buffers: Sequence[memoryview], deadline: float) -> list[int]:
+        if not names:
+            return []
+        fetch = _Fetch(buffers)
+        seconds = max(deadline - time.monotonic(), 0)
+        self._request(Get(join_keys(names), max(map(len, buffers)), seconds), fetch, deadline)
+        return fetch.lengths
+
+    def _request(self, message: Locate | Get, fetch: _Fetch, deadline: float) -> None:
+        number = secrets.token_bytes(ID_BYTES)
         with self._lock:
             if self._error is not None:
                 raise self._error
-            self._open[number] = fetch
-
-    def end(self, number: bytes) -> None:
-        with self._lock:
-            self._open.pop(number, None)
+            self._waiting[number] = fetch
+        try:
+            self._channel.post(message, number)
+            fetch.done.wait(max(deadline - time.monotonic(), 0))
+            fetch.finish(TransferTimeout("the peer did not answer in time"))
+            if fetch.error is not None:
+                raise fetch.error
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
 
     def got(self, received: Received) -> bool:
-        """Take an answer; False if it is none of these questions'. Raises ProtocolViolation."""
+        """Handle an answer; False if it belongs to none of these requests. Raises ProtocolViolation."""
         with self._lock:
-            fetch = self._open.get(received.head.transfer)
+            fetch = self._waiting.get(received.head.transfer)
         message = received.message
         if fetch is None:
             if isinstance(message, Located | Frames):
-                received.payload.release()  # the question was given up
+                received.payload.release()  # the client stopped waiting
             return False
         with received.payload as view:
             if isinstance(message, Frames):
@@ -107,82 +129,70 @@ class Fetches:
             elif isinstance(message, Refuse):
                 fetch.finish(TransferRefused(message.message or "the peer refused", reason=message.reason))
             else:
-                raise ProtocolViolation(f"a {type(message).__name__} in answer to a question")
+                raise ProtocolViolation(f"a {type(message).__name__} in answer to a fetch")
         return True
 
     def fail(self, error: TransferError) -> None:
-        """The connection ended."""
+        """The connection ended: every request fails."""
         with self._lock:
             self._error = error
-            fetches = list(self._open.values())
-        for fetch in fetches:
+            waiting = list(self._waiting.values())
+        for fetch in waiting:
             fetch.finish(error)
 
 
-def _ask(connection: Connection, fetches: Fetches, message: Locate | Get, fetch: _Fetch, deadline: float) -> None:
-    number = secrets.token_bytes(ID_BYTES)
-    fetches.begin(number, fetch)
-    try:
-        connection.post(message, number)
-        fetch.done.wait(max(deadline - time.monotonic(), 0))
-        fetch.finish(TransferTimeout("the peer did not answer in time"))
-        if fetch.error is not None:
-            raise fetch.error
-    finally:
-        fetches.end(number)
+class FetchServer:
+    """Answers the requests of all peers, on threads that may wait.
 
+    Args:
+        patience: seconds that one request may take.
+    """
 
-def locate(connection: Connection, fetches: Fetches, names: Sequence[bytes], deadline: float) -> int:
-    if not names:
-        return 0
-    fetch = _Fetch(())
-    _ask(connection, fetches, Locate(join_keys(names)), fetch, deadline)
-    return min(fetch.count, len(names))
+    def __init__(self, service: TransferService, workers: ThreadPoolExecutor, patience: float) -> None:
+        self._service = service
+        self._workers = workers
+        self._patience = patience
+        self._places = threading.BoundedSemaphore(_MAX_REQUESTS)
 
+    def serve(self, channel: Channel, transfer: bytes, message: Locate | Get) -> None:
+        """Answer a request on another thread, or refuse it at once if there are too many."""
+        if not self._places.acquire(blocking=False):
+            channel.post(Refuse(Reason.FULL, "too many requests at once"), transfer)
+            return
+        try:
+            self._workers.submit(self._work, channel, transfer, message)
+        except RuntimeError:  # the endpoint is closed
+            self._places.release()
+            channel.post(Refuse(Reason.DRAINING, "the instance stops"), transfer)
 
-def read_frames(
-    connection: Connection, fetches: Fetches, names: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
-) -> list[int]:
-    if not names:
-        return []
-    fetch = _Fetch(buffers)
-    message = Get(join_keys(names), max(map(len, buffers)), max(deadline - time.monotonic(), 0))
-    _ask(connection, fetches, message, fetch, deadline)
-    return fetch.lengths
+    def _work(self, channel: Channel, transfer: bytes, message: Locate | Get) -> None:
+        try:
+            self._answer(channel, transfer, message)
+        except TransferError as error:
+            channel.post(Refuse(Reason.FAILED, error.message[:2000]), transfer)
+        except Exception as error:  # the edge of this package: a service may raise anything
+            log.exception("the service failed to answer a peer")
+            channel.post(Refuse(Reason.FAILED, f"the service failed: {type(error).__name__}"), transfer)
+        finally:
+            self._places.release()
 
-
-def answer(connection: Connection, service: Service, transfer: bytes, message: Locate | Get, patience: float) -> None:
-    """Answer a question; on a thread that may wait. Whatever the service raises is a refusal."""
-    try:
+    def _answer(self, channel: Channel, transfer: bytes, message: Locate | Get) -> None:
         names = split_keys(message.names, NAME_BYTES)
         if isinstance(message, Locate):
-            count = service.locate(names, time.monotonic() + patience)
-            connection.post(Located(count), transfer)
-        else:
-            _send_frames(connection, service, transfer, names, message, min(message.seconds, patience))
-    except TransferError as error:
-        connection.post(Refuse(Reason.FAILED, error.message[:2000]), transfer)
-    except Exception as error:  # the edge of this room: whatever a service raises is a refusal
-        log.exception("the service failed to answer a peer")
-        connection.post(Refuse(Reason.FAILED, f"the service failed: {type(error).__name__}"), transfer)
-
-
-def _send_frames(
-    connection: Connection, service: Service, transfer: bytes, names: list[bytes], message: Get, patience: float
-) -> None:
-    deadline = time.monotonic() + patience
-    done = 0
-    for batch in service.get(names, message.longest, deadline):
-        for group in _groups(batch, connection.largest):
-            _send_group(connection, transfer, done, group, deadline)
-            done += len(group)
-    if done < len(names):
-        missing: list[Buffer | None] = [None] * (len(names) - done)
-        _send_group(connection, transfer, done, missing, deadline)
+            channel.post(Located(self._service.locate(names, time.monotonic() + self._patience)), transfer)
+            return
+        deadline = time.monotonic() + min(message.seconds, self._patience)
+        done = 0
+        for batch in self._service.get(names, message.longest, deadline):
+            for group in _groups(batch, channel.largest):
+                _send_group(channel, transfer, done, group, deadline)
+                done += len(group)
+        if done < len(names):
+            _send_group(channel, transfer, done, [None] * (len(names) - done), deadline)
 
 
 def _groups(batch: Sequence[Buffer | None], largest: int) -> list[list[Buffer | None]]:
-    """The batch in pieces that fit into one message each; a frame that never does counts as missing."""
+    """Split a batch into groups that fit into one message each; a frame that fits into none counts as missing."""
     groups: list[list[Buffer | None]] = [[]]
     size = 0
     for frame in batch:
@@ -197,18 +207,16 @@ def _groups(batch: Sequence[Buffer | None], largest: int) -> list[list[Buffer | 
     return groups
 
 
-def _send_group(
-    connection: Connection, transfer: bytes, first: int, group: Sequence[Buffer | None], deadline: float
-) -> None:
-    """Send frames and wait until they left: their memory is used again."""
+def _send_group(channel: Channel, transfer: bytes, first: int, group: Sequence[Buffer | None], deadline: float) -> None:
+    """Send frames and wait until they have left: their memory is reused."""
     message = Frames(first, tuple(0 if frame is None else len(frame) for frame in group))
     buffers = [frame for frame in group if frame is not None]
     if not buffers:
-        connection.post(message, transfer)
+        channel.post(message, transfer)
         return
     sent = threading.Event()
     left = max(deadline - time.monotonic(), 0)
-    if not connection.put(message, transfer, buffers, sent.set, left, lambda: time.monotonic() >= deadline):
+    if not channel.put(message, transfer, buffers, sent.set, left, lambda: time.monotonic() >= deadline):
         raise TransferTimeout("the peer takes no frames")
-    # It comes: the writer sends it, drops it, or the connection ends; all of them within the link's time limit.
+    # This ends within the link's timeout: the writer sends or drops the message, or the connection ends.
     sent.wait()

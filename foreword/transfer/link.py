@@ -1,19 +1,34 @@
-"""What carries messages between two processes: the contract of every link (`foreword.conformance.links.LinkContract`).
+"""How messages move between two processes: the base class of every link.
 
-A link is one connection that has been opened, authenticated and agreed upon. Messages arrive in the order in which they were
-sent, whole or not at all. One thread sends, another one receives; `close` may be called by any.
+A link is one connection that is open, authenticated, and agreed upon by both sides. It delivers messages in order, whole or
+not at all. One thread sends, another one receives; any thread may call `close`. `foreword.conformance.links.LinkContract` has
+the tests that every link must pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
-from foreword.transfer.messages import NO_TRANSFER, Buffer, Head, Message, payload_checksum
+from foreword.errors import TransferError, TransferTimeout, TransferUnavailable
+from foreword.transfer.messages import (
+    HEAD_BYTES,
+    NO_TRANSFER,
+    Buffer,
+    Head,
+    TransferMessage,
+    decode,
+    encode,
+    payload_checksum,
+    read_head,
+)
+from foreword.transfer.sockets import SocketStream
 
-# Payloads up to about this length together are worth one wake-up of the peer.
-TOGETHER: Final = 2 << 20
+# Messages whose payloads have up to about this many bytes together are sent as one batch.
+BATCH_BYTES: Final = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,24 +36,25 @@ class Capabilities:
     """What a link can do.
 
     Attributes:
-        name: `tcp`, `shm`, ...; the word in configuration and counters.
+        name: `tcp` or `shm`; the name in configuration and counters.
         same_host: both ends are on one machine.
         largest: the longest payload of one message, in bytes.
-        copies: how often a payload is copied between the sender's buffer and what the receiver sees, the kernel's copies
+        copies: how often a payload is copied between the sender's buffer and the receiver's view, copies by the kernel
             included.
-        device: payloads may lie in a device's memory.
     """
 
     name: str
     same_host: bool
     largest: int
     copies: int
-    device: bool = False
 
 
 class Payload:
-    """The bytes that came with a message, in memory of the link's. Whoever gets it calls `release`, once, on any thread; then
-    the bytes may change. The link receives no more than a bounded number of bytes that nobody released."""
+    """The bytes that came with a message, in the link's memory.
+
+    The receiver calls `release` once, on any thread; after that the bytes may change. The link bounds the bytes that are
+    received and not released.
+    """
 
     __slots__ = ("_release", "view")
 
@@ -47,7 +63,7 @@ class Payload:
         self._release = release
 
     def release(self) -> None:
-        """More calls do nothing."""
+        """Give the memory back. Further calls do nothing."""
         release, self._release = self._release, None
         self.view = memoryview(b"")
         if release is not None:
@@ -63,39 +79,43 @@ class Payload:
         self.release()
 
 
-EMPTY = Payload(memoryview(b""))
+EMPTY: Final = Payload(memoryview(b""))
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message as it came. Its payload has not been checked: `sound` says whether it fits its checksum."""
+    """A message as it arrived. Its payload has not been checked: `sound` compares it with its checksum."""
 
     head: Head
-    message: Message
+    message: TransferMessage
     payload: Payload
 
     def sound(self) -> bool:
-        """Reads every byte. True also where the message has no checksum."""
+        """Whether the payload matches its checksum. Reads every byte. True also if the message has no checksum."""
         return self.head.payload_sum is None or payload_checksum([self.payload.view]) == self.head.payload_sum
 
 
-class Link(Protocol):
-    """Deadlines are times of `time.monotonic()`.
+class Link(ABC):
+    """One stream socket for messages, and a way to move payloads that each kind of link defines.
 
-    Raises TransferTimeout when a deadline passes, TransferUnavailable once the peer or this side has closed, BadMessage for
-    bytes that are no message. After any of them, except a TransferTimeout of `receive`, the link is of no use.
+    Deadlines are times of `time.monotonic()`. Methods raise TransferTimeout when a deadline passes, TransferUnavailable after
+    the peer or this side has closed, and BadMessage for bytes that are not a message. After any of them, except a
+    TransferTimeout of `receive`, the link cannot be used any more.
     """
 
-    capabilities: Capabilities
+    def __init__(self, capabilities: Capabilities, stream: SocketStream) -> None:
+        self.capabilities = capabilities
+        self._stream = stream
+        self._reader = MessageReader(stream, self._receive_payload)
 
     @property
-    def heard(self) -> float:
-        """When the last bytes came, whole message or not; before the first ones, when the link was made."""
-        ...
+    def last_received(self) -> float:
+        """When the last bytes arrived, whether or not they were a whole message; initially when the link was made."""
+        return self._stream.last_received
 
     def send(
         self,
-        message: Message,
+        message: TransferMessage,
         transfer: bytes = NO_TRANSFER,
         buffers: Sequence[Buffer] = (),
         *,
@@ -103,20 +123,83 @@ class Link(Protocol):
         checksum: bool = True,
         more: bool = False,
     ) -> None:
-        """Send a message and, as its payload, the bytes of `buffers` (contiguous, in units of a byte) in a row. When it
-        returns, they may change.
+        """Send a message; its payload is the concatenated bytes of `buffers` (contiguous, item size 1).
+
+        The buffers may change when this returns.
 
         Args:
-            more: another call follows at once, so this message may wait for it; the peer is then woken for both together.
-
-        The deadline is for the next sign that bytes move: a long payload on a slow link does not fail while it goes on.
+            deadline: for the next progress of the transmission: a long payload on a slow link does not fail while bytes move.
+            checksum: send a checksum of the payload with the message.
+            more: another call follows at once, so the link may delay this message and send both together.
         """
-        ...
+        size = sum(map(len, buffers))
+        if size > self.capabilities.largest:
+            raise TransferError(f"a payload of {size} bytes is longer than this link carries")
+        payload_sum, position = self._prepare(buffers, size, checksum, deadline) if size else (None, 0)
+        head = encode(message, transfer, payload=size, payload_sum=payload_sum, position=position)
+        self._write(head, buffers, size, deadline, more)
+
+    @abstractmethod
+    def _prepare(self, buffers: Sequence[Buffer], size: int, checksum: bool, deadline: float) -> tuple[int | None, int]:
+        """Prepare a payload of `size` bytes; returns its checksum, if asked for, and its position in a shared ring, or 0."""
+
+    @abstractmethod
+    def _write(self, head: bytes, buffers: Sequence[Buffer], size: int, deadline: float, more: bool) -> None:
+        """Send an encoded message whose payload is prepared."""
 
     def receive(self, *, deadline: float) -> Received:
         """The next message. A TransferTimeout loses nothing: call again."""
-        ...
+        return self._reader.receive(deadline)
+
+    @abstractmethod
+    def _receive_payload(self, head: Head) -> Generator[None, None, Payload]:
+        """Receive the payload that a head announces; yields while it can only wait."""
 
     def close(self) -> None:
-        """Wakes both threads; may be called twice. Payloads that nobody has released stay readable until they are."""
-        ...
+        """Close both directions and wake both threads. May be called twice. Unreleased payloads stay readable."""
+        self._stream.close()
+
+
+class MessageReader:
+    """Reads messages from a stream. A timeout in the middle of a message loses nothing: the next call continues it.
+
+    Args:
+        receive_payload: receives the payload that a head announces; yields while it can only wait.
+    """
+
+    def __init__(self, stream: SocketStream, receive_payload: Callable[[Head], Generator[None, None, Payload]]) -> None:
+        self._stream = stream
+        self._receive_payload = receive_payload
+        self._head = bytearray(HEAD_BYTES)
+        self._steps: Generator[None, None, Received] | None = None
+
+    def receive(self, deadline: float) -> Received:
+        if self._steps is None:
+            self._steps = self._read_message()
+        while True:
+            try:
+                next(self._steps)
+            except StopIteration as end:
+                self._steps = None
+                received: Received = end.value
+                return received
+            except TransferError:
+                self._steps = _ended()
+                raise
+            if time.monotonic() >= deadline:
+                raise TransferTimeout("no message came")
+
+    def _read_message(self) -> Generator[None, None, Received]:
+        yield from self._stream.fill(memoryview(self._head))
+        head = read_head(self._head)
+        metadata = bytearray(head.metadata)
+        yield from self._stream.fill(memoryview(metadata))
+        _, message = decode(self._head, metadata, head)
+        payload = (yield from self._receive_payload(head)) if head.payload else EMPTY
+        return Received(head, message, payload)
+
+
+def _ended() -> Generator[None, None, Received]:
+    """Replaces the reader's steps after an error: the position of the next message in the stream is unknown."""
+    yield from ()
+    raise TransferUnavailable("the connection has ended")

@@ -5,17 +5,17 @@ Offset  Bytes  Field, integers little-endian
 4       2      version of the protocol, 1
 6       1      kind of message
 7       1      flags: 1 = the payload has a checksum
-8       16     id of the transfer, zeros for what concerns the connection
+8       16     id of the transfer, zeros for messages about the connection
 24      4      length of the metadata
 28      4      reserved, 0
 32      8      length of the payload
 40      8      XXH3-64 of the payload, 0 without the flag
-48      8      place of the payload in a shared segment, 0 elsewhere
+48      8      position of the payload in the sender's ring (shared memory), else 0
 56      8      XXH3-64 of bytes 0..55 and the metadata
 
-Lengths are bounded before anything is allocated. Whatever is wrong with a message is a `BadMessage`: its bytes cannot be
-trusted to say where the next one begins, so the connection ends with it. A payload that does not fit its checksum is another
-matter: it fails one transfer, the connection goes on.
+Lengths are checked before anything is allocated. Anything wrong with head or metadata is a `BadMessage` and ends the
+connection, because the position of the next message is then unknown. A payload that does not match its checksum fails one
+transfer; the connection continues.
 """
 
 from __future__ import annotations
@@ -40,46 +40,50 @@ ID_BYTES: Final = 16
 NO_TRANSFER: Final = bytes(ID_BYTES)
 MAX_METADATA: Final = 16 << 20
 MAX_PAYLOAD: Final = 256 << 20
-_SUMMED: Final = 1
+_CHECKSUM_FLAG: Final = 1
 _HEAD = struct.Struct(f"<4sHBB{ID_BYTES}sIIQQQ")
-_SUM = struct.Struct("<Q")
-assert _HEAD.size + _SUM.size == HEAD_BYTES
+_CHECKSUM = struct.Struct("<Q")
+assert _HEAD.size + _CHECKSUM.size == HEAD_BYTES
 
 Small = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Large = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
-Word = Annotated[str, msgspec.Meta(max_length=100)]
 Document = Annotated[str, msgspec.Meta(max_length=1 << 20)]
-Blob = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Buffer = bytes | bytearray | memoryview
 
 
 class Reason(StrEnum):
-    """Why a transfer was refused or ended early. Stable words, for counters and for the peer's decision to try elsewhere."""
+    """Why a transfer was refused or ended early. The values are on the wire and in metrics; the peer decides by them."""
 
-    FULL = "full"  # no memory or no place in the queue now; later there may be
+    FULL = "full"  # no memory or no place in the queue now; there may be later
     LAYOUT = "layout"  # other model, block size, dtype or order of the KV
-    ROLE = "role"  # this instance does not do that (not a prefill instance, takes no requests ...)
+    ROLE = "role"  # this instance does not do that (not a prefill instance, accepts no migrated requests ...)
     DRAINING = "draining"  # the instance is about to stop
     REQUEST = "request"  # the request's description is not understood
-    CANCELLED = "cancelled"  # whoever wanted it does not want it any more
-    FAILED = "failed"  # computing it failed
-    CONTENT = "content"  # what arrived is not what it should be: checksum, key, length, place
+    CANCELLED = "cancelled"  # the requester does not need it any more
+    FAILED = "failed"  # the computation failed
+    CONTENT = "content"  # wrong content arrived: checksum, key, length, position
     GAPS = "gaps"  # finished, but parts are missing
     DEADLINE = "deadline"  # lease, progress or answer took too long
     LOST = "lost"  # the connection broke
-    UNKNOWN = "unknown"  # nobody can say whether the peer has it
+    UNKNOWN = "unknown"  # it cannot be found out whether the peer took it
+
+
+class TransferMessage:
+    """Base of all messages. The names of a message's fields are part of the wire format."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """Destination to source: compute this and send me the KV.
+class PullRequest(TransferMessage):
+    """Destination to source: compute this and send the KV.
 
     Attributes:
-        request: opaque to this room (JSON of the engine: tokens, sampling, salt).
-        keys: of the prompt's full blocks in order, 32 bytes each; empty where there are none.
-        have: leading blocks that the destination has and does not want.
+        request: opaque to this package (JSON of the engine: tokens, sampling, salt).
+        keys: of the prompt's full blocks in order, 32 bytes each; empty if there are none.
+        have: leading blocks that the destination has and does not need.
         seconds: how long the destination waits between two signs of progress.
     """
 
@@ -89,12 +93,12 @@ class Want:
     seconds: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        _whole(self.keys, KEY_BYTES)
+        _check_whole(self.keys, KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """Source to destination: take this request over. `tokens` have KV so far; `keys` name its full blocks."""
+class PushRequest(TransferMessage):
+    """Source to destination: take over this running request. `tokens` have KV so far; `keys` are those of its full blocks."""
 
     request: bytes
     keys: bytes = b""
@@ -102,18 +106,18 @@ class Offer:
     seconds: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        _whole(self.keys, KEY_BYTES)
+        _check_whole(self.keys, KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Accept:
-    """Yes. `have`: after an Offer, leading blocks that need not travel; after a Want, leading blocks that were cached there."""
+class Accept(TransferMessage):
+    """Yes. `have`: leading blocks that need not be sent (answer to a push), or that were cached at the source (to a pull)."""
 
     have: Small = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(TransferMessage):
     """No, and why."""
 
     reason: Reason
@@ -121,12 +125,13 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """KV of `blocks` blocks from `first_block` on, in `layers` layers from `first_layer` on; the payload is described in
-    `parts.payload_bytes`.
+class KVPart(TransferMessage):
+    """KV of `blocks` blocks from `first_block` on, in `layers` layers from `first_layer` on.
+
+    `parts.payload_bytes` describes the payload.
 
     Attributes:
-        tokens: how many of these blocks' tokens have KV: all, or fewer where the last block is not full.
+        tokens: how many of these blocks' tokens have KV: all, or fewer if the last block is partial.
         keys: of the full blocks among them, in order.
     """
 
@@ -138,29 +143,29 @@ class Part:
     keys: bytes = b""
 
     def __post_init__(self) -> None:
-        _whole(self.keys, KEY_BYTES)
+        _check_whole(self.keys, KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Working:
-    """Source to destination: nothing to send yet, but it is being worked on."""
+class KeepAlive(TransferMessage):
+    """Source to destination: nothing to send yet, but the computation continues."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """Source to destination: everything was sent; `tokens` tokens have KV. `result` is opaque to this room."""
+class Finished(TransferMessage):
+    """Source to destination: everything was sent; `tokens` tokens have KV. `result` is opaque to this package."""
 
     result: bytes
     tokens: Small
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """Destination to source: it is mine now."""
+class Taken(TransferMessage):
+    """Destination to source: the destination owns it now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(TransferMessage):
     """Either way: this transfer is over, nothing was taken."""
 
     reason: Reason
@@ -168,34 +173,36 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
-    """Source to destination: was this transfer taken? After the answer "no" it never will be."""
+class OwnershipQuery(TransferMessage):
+    """Source to destination: did you take this? After the answer "no" the destination never takes it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to a Query."""
+class OwnershipAnswer(TransferMessage):
+    """The answer to an OwnershipQuery."""
 
     taken: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Locate:
-    """How many of these blocks (names of 48 bytes), from the first on, are there?"""
+class Locate(TransferMessage):
+    """How many of these blocks (names of 48 bytes), from the first on, do you have?"""
 
     names: bytes
 
     def __post_init__(self) -> None:
-        _whole(self.names, NAME_BYTES)
+        _check_whole(self.names, NAME_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class Located(TransferMessage):
+    """The answer to a Locate."""
+
     count: Small
 
 
 @dataclass(frozen=True, slots=True)
-class Get:
+class Get(TransferMessage):
     """Send the frames of these names, none longer than `longest` bytes, within `seconds`."""
 
     names: bytes
@@ -203,27 +210,29 @@ class Get:
     seconds: Seconds
 
     def __post_init__(self) -> None:
-        _whole(self.names, NAME_BYTES)
+        _check_whole(self.names, NAME_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Frames:
-    """Whole sealed frames, one after the other, for the names from number `first` on; length 0 for a missing one. They carry
-    their own checksums (store/frame.py), so the message has none."""
+class Frames(TransferMessage):
+    """Whole sealed frames in a row, for the names from number `first` on; length 0 for a missing one.
+
+    Frames carry their own checksums (store/frame.py), so the message has none.
+    """
 
     first: Small
     lengths: tuple[Large, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Introduce:
-    """The first message each way once the peers have proved themselves.
+class Hello(TransferMessage):
+    """The first message each way after the peers have authenticated.
 
     Attributes:
-        instance: 16 random bytes of this process's endpoint: another one means that it was started again.
-        layout: canonical JSON of `Layout.describe`, "" for whoever has no blocks of its own (it can only fetch).
+        instance: 16 random bytes of this process's endpoint; other bytes mean that the process was restarted.
+        layout: canonical JSON of `Layout.describe`, "" for an instance without blocks (it can only fetch).
         address: where this instance listens, "" if nowhere.
-        beat: a sign of life comes at least this often, in seconds.
+        beat: a heartbeat comes at least this often, in seconds.
         largest: the longest payload that it receives.
     """
 
@@ -235,8 +244,8 @@ class Introduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Shared memory that the sender of this message has opened: its place, size, and what stands at its beginning."""
+class SharedSegment(TransferMessage):
+    """Shared memory that the sender has made: its place, its size, and the token at its start."""
 
     place: Text
     size: Large
@@ -244,161 +253,126 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
-    """A NIXL agent of the sender's: its name, its metadata (opaque here, read by NIXL), where its memory begins in its process,
-    how long its ring is, and what stands at the beginning."""
-
-    name: Word
-    metadata: Blob
-    base: Large
-    size: Large
-    token: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class LinkResult(TransferMessage):
     """Whether the proposed link works on this side."""
 
     works: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """A sign of life."""
+class Heartbeat(TransferMessage):
+    """The sender is alive."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bye:
+class Goodbye(TransferMessage):
     """The connection ends, and why."""
 
     message: Text = ""
 
 
-Message = (
-    Want
-    | Offer
-    | Accept
-    | Refuse
-    | Part
-    | Working
-    | Finished
-    | Taken
-    | Cancel
-    | Query
-    | Answer
-    | Locate
-    | Located
-    | Get
-    | Frames
-    | Introduce
-    | Segment
-    | Agent
-    | Chosen
-    | Beat
-    | Bye
-)
-
-# A number never changes its meaning; new kinds get new numbers.
-_KINDS: Final[dict[int, type[Message]]] = {
-    1: Want,
-    2: Offer,
+# A number never changes its meaning; new kinds get new numbers. 45 was used by a link that has been removed.
+_KINDS: Final[dict[int, type[TransferMessage]]] = {
+    1: PullRequest,
+    2: PushRequest,
     3: Accept,
     4: Refuse,
-    5: Part,
-    6: Working,
+    5: KVPart,
+    6: KeepAlive,
     7: Finished,
     8: Taken,
     9: Cancel,
-    10: Query,
-    11: Answer,
+    10: OwnershipQuery,
+    11: OwnershipAnswer,
     20: Locate,
     21: Located,
     22: Get,
     23: Frames,
-    40: Introduce,
-    41: Segment,
-    42: Chosen,
-    43: Beat,
-    44: Bye,
-    45: Agent,
+    40: Hello,
+    41: SharedSegment,
+    42: LinkResult,
+    43: Heartbeat,
+    44: Goodbye,
 }
 _NUMBERS: Final = {kind: number for number, kind in _KINDS.items()}
 _DECODERS: Final = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
 _ENCODER: Final = msgspec.msgpack.Encoder()
-# Only these may be followed by a payload, only these belong to no transfer.
-_WITH_PAYLOAD: Final = (Part, Frames)
-_OF_CONNECTION: Final = (Introduce, Segment, Agent, Chosen, Beat, Bye)
+# Only these may be followed by a payload; only these belong to no transfer.
+_WITH_PAYLOAD: Final = (KVPart, Frames)
+_OF_CONNECTION: Final = (Hello, SharedSegment, LinkResult, Heartbeat, Goodbye)
 
 
 class Head(NamedTuple):
-    """What the first 64 bytes say. Lengths are bounded; the checksum has not been looked at."""
+    """The fields of a message's first 64 bytes. Lengths are within bounds; the checksum has not been checked."""
 
     kind: int
     transfer: bytes
     metadata: int
     payload: int
     payload_sum: int | None
-    place: int
+    position: int
 
 
 def encode(
-    message: Message,
+    message: TransferMessage,
     transfer: bytes = NO_TRANSFER,
     *,
     payload: int = 0,
     payload_sum: int | None = None,
-    place: int = 0,
+    position: int = 0,
 ) -> bytes:
     """Head and metadata of a message whose payload of `payload` bytes follows. Raises BadMessage if it is too long."""
     metadata = _ENCODER.encode(message)
     if len(metadata) > MAX_METADATA or payload > MAX_PAYLOAD:
         raise BadMessage(f"a message of {len(metadata)} + {payload} bytes is longer than the protocol allows")
-    flags = 0 if payload_sum is None else _SUMMED
+    flags = 0 if payload_sum is None else _CHECKSUM_FLAG
     number = _NUMBERS[type(message)]
-    head = _HEAD.pack(MAGIC, VERSION, number, flags, transfer, len(metadata), 0, payload, payload_sum or 0, place)
-    return b"".join((head, _SUM.pack(xxhash.xxh3_64_intdigest(head + metadata)), metadata))
+    head = _HEAD.pack(MAGIC, VERSION, number, flags, transfer, len(metadata), 0, payload, payload_sum or 0, position)
+    return b"".join((head, _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head + metadata)), metadata))
 
 
 def read_head(data: Buffer) -> Head:
     """The head of a message. Raises BadMessage."""
     if len(data) < HEAD_BYTES:
-        raise BadMessage(f"{len(data)} bytes are less than a message's head")
-    magic, version, kind, flags, transfer, metadata, reserved, payload, payload_sum, place = _HEAD.unpack_from(data)
+        raise BadMessage(f"{len(data)} bytes are fewer than a message's head")
+    magic, version, kind, flags, transfer, metadata, reserved, payload, payload_sum, position = _HEAD.unpack_from(data)
     if magic != MAGIC:
-        raise BadMessage("this is not a message of Foreword's")
+        raise BadMessage("this is not a message of Foreword")
     if version != VERSION:
-        raise BadMessage(f"version {version} of the protocol is not {VERSION}, which this program speaks")
-    if kind not in _KINDS or flags & ~_SUMMED or reserved:
+        raise BadMessage(f"version {version} of the protocol is not {VERSION}, the version of this program")
+    if kind not in _KINDS or flags & ~_CHECKSUM_FLAG or reserved:
         raise BadMessage(f"there is no message of kind {kind} with flags {flags}")
     if metadata > MAX_METADATA or payload > MAX_PAYLOAD:
         raise BadMessage(f"a message of {metadata} + {payload} bytes is longer than the protocol allows")
-    return Head(kind, transfer, metadata, payload, payload_sum if flags & _SUMMED else None, place)
+    return Head(kind, transfer, metadata, payload, payload_sum if flags & _CHECKSUM_FLAG else None, position)
 
 
-def decode(head_bytes: Buffer, metadata: Buffer, head: Head | None = None) -> tuple[Head, Message]:
-    """The message that a head and its metadata are; `head` if it has been read already. Raises BadMessage, and nothing else,
-    whatever the bytes."""
+def decode(head_bytes: Buffer, metadata: Buffer, head: Head | None = None) -> tuple[Head, TransferMessage]:
+    """Decode a message from its head and metadata; pass `head` if it has been read already.
+
+    Raises BadMessage, and no other exception, for any bytes.
+    """
     head = head or read_head(head_bytes)
     if len(metadata) != head.metadata:
-        raise BadMessage(f"{len(metadata)} bytes of metadata are there, the head says {head.metadata}")
-    summed = xxhash.xxh3_64_intdigest(b"".join((head_bytes[: _HEAD.size], metadata)))
-    if summed != _SUM.unpack_from(head_bytes, _HEAD.size)[0]:
-        raise BadMessage("the checksum of a message's head does not fit")
+        raise BadMessage(f"{len(metadata)} bytes of metadata, the head says {head.metadata}")
+    checksum = xxhash.xxh3_64_intdigest(b"".join((head_bytes[: _HEAD.size], metadata)))
+    if checksum != _CHECKSUM.unpack_from(head_bytes, _HEAD.size)[0]:
+        raise BadMessage("the checksum of a message's head does not match")
     try:
-        message: Message = _DECODERS[head.kind].decode(metadata)
+        message: TransferMessage = _DECODERS[head.kind].decode(metadata)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(f"a message of kind {head.kind} is malformed: {error}") from error
     if head.payload and not isinstance(message, _WITH_PAYLOAD):
         raise BadMessage(f"a {type(message).__name__} has no payload")
-    if isinstance(message, Part) and head.payload_sum is None:
-        raise BadMessage("a Part without a checksum")
+    if isinstance(message, KVPart) and head.payload_sum is None:
+        raise BadMessage("a KVPart without a checksum")
     if isinstance(message, _OF_CONNECTION) != (head.transfer == NO_TRANSFER):
         raise BadMessage(f"a {type(message).__name__} with the transfer {head.transfer.hex()}")
     return head, message
 
 
 def payload_checksum(buffers: Sequence[Buffer]) -> int:
-    """XXH3-64 of the buffers' bytes in a row."""
+    """XXH3-64 of the concatenated buffers."""
     if len(buffers) == 1:
         return xxhash.xxh3_64_intdigest(buffers[0])
     state = xxhash.xxh3_64()
@@ -408,15 +382,15 @@ def payload_checksum(buffers: Sequence[Buffer]) -> int:
 
 
 def join_keys(keys: Sequence[bytes]) -> bytes:
-    """Keys (or names) as one field of a message."""
+    """Concatenate keys or names into one field of a message."""
     return b"".join(keys)
 
 
 def split_keys(keys: bytes, size: int = KEY_BYTES) -> list[bytes]:
-    """The other way."""
+    """Split a field of a message into keys or names."""
     return [keys[start : start + size] for start in range(0, len(keys), size)]
 
 
-def _whole(field: bytes, size: int) -> None:
+def _check_whole(field: bytes, size: int) -> None:
     if len(field) % size:
         raise ValueError(f"{len(field)} bytes are not whole names of {size} bytes")

@@ -1,8 +1,8 @@
-"""Which bytes a part has, how a sequence's KV is cut into parts, and what of it has arrived. No I/O.
+"""The parts of a sequence's KV: their payloads, how KV is split into them, and which of them have arrived. No I/O.
 
-The payload of a part, for layouts of order `tokens`: layer after layer, K `[tokens, kv_heads, key_dim]`, then V
-`[tokens, kv_heads, value_dim]`, of the part's valid tokens only: a last block that is not full takes no more bytes than it has
-tokens. In any other order a block's inside is its engine's affair: layer after layer, each block's bytes of that layer, whole.
+Payload of a part for layouts of order `tokens`: layer after layer, K `[tokens, kv_heads, key_dim]`, then V
+`[tokens, kv_heads, value_dim]`, of the part's valid tokens only: a partial block takes no more bytes than its tokens. For any
+other order the inside of a block is known to its engine only: layer after layer, the whole bytes of each block in that layer.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Final
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.errors import TransferError
-from foreword.transfer.messages import Part, join_keys, split_keys
+from foreword.transfer.messages import KVPart, join_keys, split_keys
 
 TARGET_BYTES: Final = 1 << 20
 _TOKENS: Final = "tokens"
 
 
-def payload_bytes(layout: Layout, part: Part) -> int:
+def payload_bytes(layout: Layout, part: KVPart) -> int:
     """Length of a part's payload. The part's layers must be the layout's."""
     units = part.tokens if layout.order == _TOKENS else part.blocks * layout.block_size
     return units * layout.item_bytes * sum(layer.elements for layer in _layers(layout, part))
 
 
-def shapes(layout: Layout, part: Part) -> Iterator[tuple[int, tuple[int, int, int], tuple[int, int, int]]]:
+def shapes(layout: Layout, part: KVPart) -> Iterator[tuple[int, tuple[int, int, int], tuple[int, int, int]]]:
     """`(layer, shape of K, shape of V)` of a part's payload, in its order; order `tokens` only."""
     for number, layer in enumerate(_layers(layout, part), start=part.first_layer):
         yield number, (part.tokens, layer.kv_heads, layer.key_dim), (part.tokens, layer.kv_heads, layer.value_dim)
 
 
-def _layers(layout: Layout, part: Part) -> Sequence[LayerLayout]:
+def _layers(layout: Layout, part: KVPart) -> Sequence[LayerLayout]:
     return layout.layers[part.first_layer : part.first_layer + part.layers]
 
 
@@ -43,11 +43,11 @@ def split(
     first_block: int = 0,
     layers: range | None = None,
     target: int = TARGET_BYTES,
-) -> Iterator[Part]:
-    """Parts of about `target` bytes that bring the KV of `tokens` tokens, layer by layer.
+) -> Iterator[KVPart]:
+    """Split the KV of `tokens` tokens into parts of about `target` bytes, layer by layer.
 
     Args:
-        tokens: with KV, counted from the beginning of block `first_block`; the last block may be partly filled.
+        tokens: with KV, counted from the start of block `first_block`; the last block may be partial.
         keys: of the full blocks from `first_block` on.
         layers: which layers; None for all.
 
@@ -65,9 +65,9 @@ def split(
         step = blocks if count > 1 or one * blocks <= target else max(target // one, 1)
         for low in range(0, blocks, step):
             some = min(step, blocks - low)
-            inside = min(tokens - low * size, some * size)
-            named = join_keys(keys[low : low + inside // size])
-            yield Part(layer, count, first_block + low, some, inside, named)
+            valid = min(tokens - low * size, some * size)
+            named = join_keys(keys[low : low + valid // size])
+            yield KVPart(layer, count, first_block + low, some, valid, named)
         layer += count
 
 
@@ -82,11 +82,11 @@ def _layers_within(layout: Layout, layer: int, stop: int, blocks: int, target: i
     return max(count, 1)
 
 
-class Ledger:
-    """What of a sequence's KV has arrived, and what each block is called.
+class ReceivedParts:
+    """Which KV of a sequence has arrived, and the key of each block.
 
     Args:
-        keys: of the full blocks that were named before anything travelled.
+        keys: of the full blocks that the transfer's opening named.
         have: leading blocks that the destination has already.
     """
 
@@ -96,8 +96,8 @@ class Ledger:
         self.have = have
         self._tokens: list[dict[int, int]] = [{} for _ in layout.layers]
 
-    def fault(self, part: Part, payload: int) -> str | None:
-        """What is wrong with a part of `payload` bytes; None if it fits."""
+    def find_fault(self, part: KVPart, payload: int) -> str | None:
+        """What is wrong with a part of `payload` bytes, in words; None if it is right."""
         size = self.layout.block_size
         if not part.layers or part.first_layer + part.layers > len(self.layout.layers):
             return f"layers {part.first_layer} to {part.first_layer + part.layers - 1} are not in the layout"
@@ -110,11 +110,11 @@ class Ledger:
             return f"{len(part.keys) // KEY_BYTES} keys for {part.tokens // size} full blocks"
         for number, key in enumerate(split_keys(part.keys), start=part.first_block):
             if self.keys.get(number, key) != key:
-                return f"block {number} is another one than was agreed"
+                return f"block {number} has another key than announced"
         return None
 
-    def note(self, part: Part) -> None:
-        """A part without fault has arrived."""
+    def add(self, part: KVPart) -> None:
+        """Note a part that has arrived and has no fault."""
         size = self.layout.block_size
         self.keys.update(enumerate(split_keys(part.keys), start=part.first_block))
         arrived = dict.fromkeys(range(part.first_block, part.first_block + part.blocks), size)
@@ -123,8 +123,8 @@ class Ledger:
         for layer in range(part.first_layer, part.first_layer + part.layers):
             self._tokens[layer].update(arrived)
 
-    def gap(self, tokens: int) -> str | None:
-        """What is missing of the KV of `tokens` tokens, of which the first `have` blocks need not come; None if nothing is."""
+    def find_gap(self, tokens: int) -> str | None:
+        """What is missing of the KV of `tokens` tokens, in words; None if all blocks after the first `have` have arrived."""
         size = self.layout.block_size
         full, rest = divmod(tokens, size)
         for layer, arrived in enumerate(self._tokens):
@@ -134,4 +134,4 @@ class Ledger:
             if rest and full >= self.have and arrived.get(full, 0) < rest:
                 return f"layer {layer} of block {full}, the last one, is missing"
         unnamed = next((block for block in range(full) if block not in self.keys), None)
-        return None if unnamed is None else f"nobody named block {unnamed}"
+        return None if unnamed is None else f"no key was sent for block {unnamed}"

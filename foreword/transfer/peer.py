@@ -1,9 +1,9 @@
-"""Another instance as a store: what it has on its device or in its memory tier, read over a transfer connection.
+"""Another instance as a read-only store: the blocks on its device and in its memory tier.
 
     peer://10.0.0.7:9100?secret_env=FOREWORD_TRANSFER_SECRET
 
-It is only read. Nothing is written, pinned or removed there, and there is no listing of it. A thread of its own keeps the
-connection: whoever asks while there is none gets an error at once, or as soon as the attempt that is under way has failed.
+Nothing is written, pinned or removed there, and its blocks cannot be listed. A background thread keeps the connection. A call
+without a connection fails at once, or as soon as the current attempt to connect has failed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from typing import Final, TypeVar
 
 from foreword.blocks.layout import Layout
 from foreword.config import TransferConfig
-from foreword.errors import ConfigError, PeerRejected, StoreConfigError, StoreTimeout, StoreUnavailable, TransferError
-from foreword.errors import TransferTimeout as NoAnswer
+from foreword.errors import (
+    ConfigError,
+    PeerRejected,
+    StoreConfigError,
+    StoreTimeout,
+    StoreUnavailable,
+    TransferError,
+    TransferTimeout,
+)
 from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
 from foreword.store.frame import Frame
 from foreword.store.urls import Opener, StoreUrl, UrlOptions
 from foreword.transfer.connection import Connection
-from foreword.transfer.endpoint import Endpoint
-from foreword.transfer.service import Idle
+from foreword.transfer.endpoint import TransferEndpoint
+from foreword.transfer.service import TransferService
 from foreword.transfer.sockets import parse_address
 
 log = logging.getLogger("foreword.transfer")
@@ -33,22 +40,22 @@ Result = TypeVar("Result")
 
 _FIRST_PAUSE: Final = 0.25
 _LONGEST_PAUSE: Final = 5.0
-# Seconds between two looks at a connection that is there: so soon is it noticed that it broke.
-_LOOK: Final = 0.5
+# Seconds between two checks whether the connection is still alive.
+_CHECK_INTERVAL: Final = 0.5
 
 
 class PeerStore(Store):
-    """Implements `Store` over an instance that listens at `address`. Nobody need be there yet.
+    """Implements `Store` over an instance that listens at `address`; it need not be running yet.
 
-    `put`, `delete` and `pin` do nothing and say 0, `scan` is empty. Records stay in this process: they are not the peer's to
-    keep.
+    `put`, `delete` and `pin` do nothing and return 0, `scan` is empty. Records stay in this process; the peer does not store
+    them.
 
     Args:
         address: `host:port`, `[v6 host]:port` or `unix:/path`.
-        layout: of this instance's blocks; a peer with another layout is refused. None: names alone decide.
-        config: secret, links and time limits of the connection; it is not listened at `bind`.
+        layout: of this instance's blocks; a peer with another layout is refused. None: block names alone decide.
+        config: secret, links and time limits of the connection. This store does not listen at `bind`.
 
-    Raises StoreConfigError for what is no address, or an address of another host without a secret.
+    Raises StoreConfigError for an invalid address, or an address of another host without a secret.
     """
 
     def __init__(
@@ -59,12 +66,12 @@ class PeerStore(Store):
         self.address = address
         config = config or TransferConfig()
         _check_address(address, config)
-        self._endpoint = Endpoint(config, Idle(layout))
+        self._endpoint = TransferEndpoint(config, TransferService(layout))
         self._records: dict[str, bytes] = {}
         self._counts: Counter[str] = Counter()
         self._connection: Connection | None = None
-        self._why = "nothing has been tried yet"
-        self._dialling = True
+        self._last_failure = "no attempt has been made yet"
+        self._dialing = True
         self._closed = False
         self._changed = threading.Condition()
         threading.Thread(target=self._keep_connected, name=f"foreword-{label}", daemon=True).start()
@@ -72,53 +79,53 @@ class PeerStore(Store):
     # Blocks
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
-        return self._ask(lambda peer: peer.locate(names, deadline=deadline), deadline)
+        return self._call(lambda peer: peer.locate(names, deadline=deadline), deadline)
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
-        return self._ask(lambda peer: peer.get(names, buffers, deadline=deadline), deadline)
+        return self._call(lambda peer: peer.get(names, buffers, deadline=deadline), deadline)
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        return self._nothing(deadline)
+        return self._check_open(deadline)
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
-        return self._nothing(deadline)
+        return self._check_open(deadline)
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
-        return self._nothing(deadline)
+        return self._check_open(deadline)
 
     def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
-        self._nothing(deadline)
+        self._check_open(deadline)
         return iter(())
 
-    def _nothing(self, deadline: float) -> int:
+    def _check_open(self, deadline: float) -> int:
+        """The result of a write, which does nothing. Raises StoreTimeout, StoreUnavailable."""
         time_left(deadline)
-        self._open()
+        self._raise_if_closed()
         return 0
 
     # Records
 
     def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
-        self._nothing(deadline)
+        self._check_open(deadline)
         self._records[check_record_key(word)] = bytes(check_record(data))
 
     def get_record(self, word: str, *, deadline: float) -> bytes | None:
-        self._nothing(deadline)
+        self._check_open(deadline)
         return self._records.get(word)
 
     def delete_record(self, word: str, *, deadline: float) -> bool:
-        self._nothing(deadline)
+        self._check_open(deadline)
         return self._records.pop(word, None) is not None
 
     def records(self, start: str, *, deadline: float) -> list[str]:
-        self._nothing(deadline)
+        self._check_open(deadline)
         return sorted(word for word in list(self._records) if word.startswith(start))
 
-    # All of it
+    # Status and end
 
     def status(self) -> StoreStatus:
-        """`notes`: connected (0 or 1), connections made so far, attempts that failed, and attempts that failed because the two
-        instances do not fit (rejected)."""
-        counts = {word: self._counts[word] for word in ("connections", "failed", "rejected")}
+        """`notes`: connected (0 or 1), connections made, attempts that failed, and attempts that were rejected."""
+        counts = {name: self._counts[name] for name in ("connections", "failed", "rejected")}
         return StoreStatus(notes={"connected": int(self._live() is not None), **counts})
 
     def close(self) -> None:
@@ -131,7 +138,7 @@ class PeerStore(Store):
 
     # The connection
 
-    def _open(self) -> None:
+    def _raise_if_closed(self) -> None:
         if self._closed:
             raise StoreUnavailable(f"the store {self.label!r} is closed")
 
@@ -139,37 +146,37 @@ class PeerStore(Store):
         connection = self._connection
         return connection if connection is not None and connection.alive else None
 
-    def _ask(self, question: Callable[[Connection], Result], deadline: float) -> Result:
+    def _call(self, read: Callable[[Connection], Result], deadline: float) -> Result:
         """Raises StoreTimeout, StoreUnavailable."""
         time_left(deadline)
         try:
-            return question(self._connected(deadline))
-        except NoAnswer as error:
+            return read(self._connected(deadline))
+        except TransferTimeout as error:
             raise StoreTimeout(f"{self.address}: {error.message}") from error
         except TransferError as error:
-            self._open()  # or it was closed meanwhile
+            self._raise_if_closed()  # it may have been closed meanwhile
             raise StoreUnavailable(f"{self.address}: {error.message}") from error
 
     def _connected(self, deadline: float) -> Connection:
-        """The connection, which is waited for only while an attempt is under way."""
+        """The connection. Waits for it only while an attempt to connect is in progress."""
         with self._changed:
             if self._live() is None:
-                self._changed.wait_for(lambda: not self._dialling or self._closed, time_left(deadline))
-            self._open()
+                self._changed.wait_for(lambda: not self._dialing or self._closed, time_left(deadline))
+            self._raise_if_closed()
             connection = self._live()
             if connection is None:
-                self._changed.notify_all()  # the thread may not have noticed yet that it broke
+                self._changed.notify_all()  # wake the thread: it may not have noticed that the connection broke
                 time_left(deadline)
-                raise StoreUnavailable(f"no connection to {self.address}: {self._why}")
+                raise StoreUnavailable(f"no connection to {self.address}: {self._last_failure}")
             return connection
 
     def _keep_connected(self) -> None:
-        """A thread's life: dial, watch the connection, dial again; longer and longer pauses while that fails."""
+        """The background thread: connect, check the connection, reconnect; the pauses grow while that fails."""
         pause = _FIRST_PAUSE
         while not self._closed:
             if self._live() is not None:
                 pause = _FIRST_PAUSE
-                self._sleep(_LOOK, until=lambda: self._live() is None)
+                self._sleep(_CHECK_INTERVAL, until=lambda: self._live() is None)
             elif not self._dial():
                 self._sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
@@ -180,39 +187,39 @@ class PeerStore(Store):
 
     def _dial(self) -> bool:
         with self._changed:
-            self._dialling = True
+            self._dialing = True
         connection: Connection | None = None
         try:
             connection = self._endpoint.connect(self.address)
         except (TransferError, ConfigError) as error:
-            self._failed(error)
+            self._note_failure(error)
         with self._changed:
-            self._dialling = False
+            self._dialing = False
             self._connection = connection
             self._counts["failed" if connection is None else "connections"] += 1
             self._changed.notify_all()
         if connection is not None:
-            self._why = "the connection broke"
+            self._last_failure = "the connection broke"
             log.info("%s: connected to %s", self.label, self.address)
         return connection is not None
 
-    def _failed(self, error: TransferError | ConfigError) -> None:
+    def _note_failure(self, error: TransferError | ConfigError) -> None:
         if isinstance(error, PeerRejected):
             self._counts["rejected"] += 1
-        if error.message != self._why and not self._closed:
+        if error.message != self._last_failure and not self._closed:
             level = logging.WARNING if error.fault == "operator" else logging.INFO
-            log.log(level, "%s: %s is not read from: %s", self.label, self.address, error.message)
-        self._why = error.message
+            log.log(level, "%s: cannot read from %s: %s", self.label, self.address, error.message)
+        self._last_failure = error.message
 
 
 def opener(config: TransferConfig) -> Opener:
-    """What opens `peer://` URLs for `foreword.store.urls.open_store`; where a URL names no secret, `config.secret` is used."""
+    """The opener of `peer://` URLs for `foreword.store.urls.open_store`. A URL without a secret uses `config.secret`."""
 
     def open_peer(place: StoreUrl, layout: Layout | None) -> PeerStore:
         given = UrlOptions(place)
         if "secret" in place.options or "@" in place.shown:
             raise StoreConfigError(
-                "a secret does not belong into a URL: name a variable or file of it: secret_env=, secret_file="
+                "do not write a secret into a URL; name a variable or a file that has it: secret_env=, secret_file="
             )
         secret = _secret(place, given.text("secret_env", ""), given.text("secret_file", ""), config.secret)
         connect_timeout = given.number("connect_timeout", config.connect_timeout)
@@ -222,7 +229,7 @@ def opener(config: TransferConfig) -> Opener:
         ring = given.text("ring", config.ring)
         given.done()
         if place.codec != "raw":
-            raise StoreConfigError(f"{place.url}: blocks of a peer come as they are; leave codec= out")
+            raise StoreConfigError(f"{place.url}: blocks of a peer are read as they are; remove codec=")
         try:
             own = TransferConfig(
                 secret=secret,
@@ -251,7 +258,7 @@ def _check_address(address: str, config: TransferConfig) -> None:
         where.host.encode("idna")
     except (ConfigError, UnicodeError):
         raise StoreConfigError(
-            f"{address!r} is no instance's address: write peer://host:port or peer:///path"
+            f"{address!r} is not the address of an instance; write peer://host:port or peer:///path"
         ) from None
     if not config.secret and not where.is_local:
         raise StoreConfigError(
@@ -260,7 +267,7 @@ def _check_address(address: str, config: TransferConfig) -> None:
         )
 
 
-def _secret(place: StoreUrl, variable: str, file: str, otherwise: str | None) -> str | None:
+def _secret(place: StoreUrl, variable: str, file: str, default: str | None) -> str | None:
     if variable and file:
         raise StoreConfigError(f"{place.url}: give secret_env or secret_file, not both")
     if variable:
@@ -268,7 +275,7 @@ def _secret(place: StoreUrl, variable: str, file: str, otherwise: str | None) ->
             raise StoreConfigError(f"{place.url}: there is no environment variable {variable}")
         return os.environ[variable]
     if not file:
-        return otherwise
+        return default
     try:
         return Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,11 +1,12 @@
-"""The states of a transfer, without I/O: a table from (role, state, event) to what follows.
+"""The states of a transfer, without I/O: a table from (role, state, event) to a transition.
 
-Time comes from outside: every method gets `now`, seconds of any clock that goes forward. Each state but the last has a
-deadline; `tick` must be called when it passes. docs/concepts/transfer.md shows the table as diagrams (`diagram`).
+The caller passes the time: every method gets `now`, in seconds of any clock that never goes back. Each state except the last
+has a deadline; `tick` must be called when it passes. docs/concepts/transfer.md shows the table as diagrams (`diagram`).
 
-Who owns a request that moves (push). The source owns it until its transfer ends with TAKEN; from FINISHED on it rests, so that
-no two sides go on with it. The destination owns it from the moment in which its `TAKE` is accepted here, before the message is
-sent. If the source cannot see which of the two it was, it asks (DOUBT); whoever answers "no" has made sure that it stays so.
+Ownership of a migrated request (push). The source owns the request until its transfer ends with TAKEN. From FINISHED on it does
+not decode, so the two sides never decode at the same time. The destination owns the request from the moment its `TAKE` is
+accepted here, before the message is sent. If the source cannot tell which of the two happened, it asks (DOUBT). A destination
+that answers "no" never takes the request after that.
 """
 
 from __future__ import annotations
@@ -20,76 +21,77 @@ from foreword.transfer.messages import Reason
 
 
 class Role(StrEnum):
-    PULL_SOURCE = "pull source"  # was asked to compute KV and to send it
-    PULL_DESTINATION = "pull destination"  # asked for it
-    PUSH_SOURCE = "push source"  # gives a running request away
-    PUSH_DESTINATION = "push destination"  # takes it over
+    PULL_SOURCE = "pull source"  # computes KV on request and sends it
+    PULL_DESTINATION = "pull destination"  # requested the KV
+    PUSH_SOURCE = "push source"  # migrates a running request to the peer
+    PUSH_DESTINATION = "push destination"  # takes the request over
 
 
 class State(StrEnum):
-    ASKED = "asked"  # a Want arrived; the service decides
-    OFFERED = "offered"  # an Offer was sent
+    ASKED = "asked"  # a PullRequest arrived; the service decides
+    OFFERED = "offered"  # a PushRequest was sent
     SENDING = "sending"
-    DELIVERED = "delivered"  # everything was sent; rests until the other side has taken it
-    DOUBT = "doubt"  # delivered, but no word whether it was taken: ask
-    WANTED = "wanted"  # a Want was sent
-    CONSIDERED = "considered"  # an Offer arrived; the service decides
+    DELIVERED = "delivered"  # everything was sent; wait until the destination has taken it
+    DOUBT = "doubt"  # delivered, but unknown whether the destination took it: ask
+    WANTED = "wanted"  # a PullRequest was sent
+    CONSIDERED = "considered"  # a PushRequest arrived; the service decides
     RECEIVING = "receiving"
-    COMPLETE = "complete"  # everything arrived and was checked; the service takes it or does not
+    COMPLETE = "complete"  # everything arrived and was checked; the service takes it or cancels
     ENDED = "ended"
 
 
-class Event(StrEnum):
-    # Ours: commands of the service
+class TransferEvent(StrEnum):
+    # Commands of this side's service
     ACCEPT = "accept"
     REFUSE = "refuse"
     SEND = "send"
     FINISH = "finish"
     TAKE = "take"
     CANCEL = "cancel"
-    # The peer's: messages, the good and the bad ones told apart
+    # Messages of the peer; those with wrong content are separate events
     GOT_ACCEPT = "got Accept"
     GOT_REFUSE = "got Refuse"
-    GOT_PART = "got Part"
-    GOT_BAD_PART = "got Part that does not fit"
-    GOT_WORKING = "got Working"
+    GOT_PART = "got KVPart"
+    GOT_BAD_PART = "got bad KVPart"
+    GOT_KEEP_ALIVE = "got KeepAlive"
     GOT_FINISHED = "got Finished"
     GOT_GAPS = "got Finished with gaps"
     GOT_TAKEN = "got Taken"
     GOT_CANCEL = "got Cancel"
-    GOT_QUERY = "got Query"
-    GOT_YES = "got Answer yes"
-    GOT_NO = "got Answer no"
-    # The world's
+    GOT_QUERY = "got OwnershipQuery"
+    GOT_YES = "got OwnershipAnswer yes"
+    GOT_NO = "got OwnershipAnswer no"
+    # Events of the connection and the clock
     BROKEN = "connection broke"
     GONE = "peer's process ended"
     DEADLINE = "deadline"
 
 
-COMMANDS: Final = frozenset({Event.ACCEPT, Event.REFUSE, Event.SEND, Event.FINISH, Event.TAKE, Event.CANCEL})
-WORLD: Final = frozenset({Event.BROKEN, Event.GONE, Event.DEADLINE})
+_Event = TransferEvent
+COMMANDS: Final = frozenset({_Event.ACCEPT, _Event.REFUSE, _Event.SEND, _Event.FINISH, _Event.TAKE, _Event.CANCEL})
+EXTERNAL: Final = frozenset({_Event.BROKEN, _Event.GONE, _Event.DEADLINE})
 
 
 class Action(StrEnum):
-    """What whoever does the I/O must do, in this order."""
+    """What the caller must do after an event, in this order."""
 
     SEND_ACCEPT = "send Accept"
     SEND_REFUSE = "send Refuse"
-    SEND_PART = "send Part"
+    SEND_PART = "send KVPart"
     SEND_FINISHED = "send Finished"
     SEND_TAKEN = "send Taken"
     SEND_CANCEL = "send Cancel"
-    SEND_NO = "send Answer no"
-    ASK = "send Query, on a new connection if need be, until answered"
-    TELL_ACCEPTED = "tell accepted"
-    TELL_PART = "tell part"
-    TELL_FINISHED = "tell finished"
-    TELL_ENDED = "tell ended"
-    REMEMBER = "remember that it was taken"
+    SEND_NO = "send OwnershipAnswer no"
+    ASK = "send OwnershipQuery until answered, reconnecting if needed"
+    NOTIFY_ACCEPTED = "notify accepted"
+    NOTIFY_PART = "notify part"
+    NOTIFY_FINISHED = "notify finished"
+    NOTIFY_ENDED = "notify ended"
+    REMEMBER = "remember as taken"
 
 
-class Outcome(StrEnum):
-    """How a transfer ended: the destination has it, or never will, or (push) nobody can say."""
+class TransferOutcome(StrEnum):
+    """How a transfer ended: the destination took it, it did not and never will, or (push) this cannot be found out."""
 
     TAKEN = "taken"
     NOT_TAKEN = "not taken"
@@ -97,7 +99,7 @@ class Outcome(StrEnum):
 
 
 class Limit(StrEnum):
-    """Which of the configured times bounds a state. A state that is entered again starts anew."""
+    """Which configured time bounds a state. Entering a state again restarts its time."""
 
     ANSWER = "answer"
     PROGRESS = "progress"
@@ -115,14 +117,19 @@ LIMITS: Final = {
     State.RECEIVING: Limit.PROGRESS,
     State.COMPLETE: Limit.LEASE,
 }
-# Events that do not start the state's time anew although it stays the same.
-_NO_PROGRESS: Final = frozenset({Event.BROKEN, Event.GOT_CANCEL})
+# Events that do not restart the time of a state that stays the same.
+_NO_PROGRESS: Final = frozenset({_Event.BROKEN, _Event.GOT_CANCEL})
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds. `answer`: for yes or no. `progress`: between two signs of progress. `lease`: how long blocks are kept for the
-    other side without one."""
+    """Time limits in seconds.
+
+    Attributes:
+        answer: until a request is accepted or refused.
+        progress: between two signs of progress.
+        lease: how long blocks are kept for the peer without a sign of progress.
+    """
 
     answer: float = 10.0
     progress: float = 30.0
@@ -133,101 +140,103 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """What follows: the next state, what to do, and at the end how it ended and why (None: the event says why)."""
+class Transition:
+    """The next state and the actions; for the last state also how it ended and why (None: the event says why)."""
 
     state: State
     actions: tuple[Action, ...] = ()
-    outcome: Outcome | None = None
+    outcome: TransferOutcome | None = None
     reason: Reason | None = None
 
 
-Rules = Mapping[tuple[State, Event], Rule]
+Transitions = Mapping[tuple[State, TransferEvent], Transition]
 
 
-def _stay(state: State, *actions: Action) -> Rule:
-    return Rule(state, actions)
+def _stay(state: State, *actions: Action) -> Transition:
+    return Transition(state, actions)
 
 
-def _end(*actions: Action, reason: Reason | None = None, outcome: Outcome = Outcome.NOT_TAKEN) -> Rule:
-    return Rule(State.ENDED, (*actions, Action.TELL_ENDED), outcome, reason)
+def _end(
+    *actions: Action, reason: Reason | None = None, outcome: TransferOutcome = TransferOutcome.NOT_TAKEN
+) -> Transition:
+    return Transition(State.ENDED, (*actions, Action.NOTIFY_ENDED), outcome, reason)
 
 
-_TAKEN: Final = _end(outcome=Outcome.TAKEN)
+_TAKEN: Final = _end(outcome=TransferOutcome.TAKEN)
 _LOST: Final = _end(reason=Reason.LOST)
 _EXPIRED: Final = _end(Action.SEND_CANCEL, reason=Reason.DEADLINE)
 
 
-def _open(*states: State) -> dict[tuple[State, Event], Rule]:
-    """What holds in every state in which nothing is decided yet: either side may cancel, deadlines and breaks end it."""
-    rules: dict[tuple[State, Event], Rule] = {}
+def _open(*states: State) -> dict[tuple[State, TransferEvent], Transition]:
+    """Transitions of every undecided state: either side may cancel; a deadline or a broken connection ends the transfer."""
+    transitions: dict[tuple[State, TransferEvent], Transition] = {}
     for state in states:
-        rules[state, Event.CANCEL] = _end(Action.SEND_CANCEL)
-        rules[state, Event.GOT_CANCEL] = _end()
-        rules[state, Event.BROKEN] = _LOST
-        rules[state, Event.DEADLINE] = _EXPIRED
-    return rules
+        transitions[state, _Event.CANCEL] = _end(Action.SEND_CANCEL)
+        transitions[state, _Event.GOT_CANCEL] = _end()
+        transitions[state, _Event.BROKEN] = _LOST
+        transitions[state, _Event.DEADLINE] = _EXPIRED
+    return transitions
 
 
-_SENDING: Final[Rules] = {
-    (State.SENDING, Event.SEND): _stay(State.SENDING, Action.SEND_PART),
-    (State.SENDING, Event.FINISH): _stay(State.DELIVERED, Action.SEND_FINISHED),
+_SENDING: Final[Transitions] = {
+    (State.SENDING, _Event.SEND): _stay(State.SENDING, Action.SEND_PART),
+    (State.SENDING, _Event.FINISH): _stay(State.DELIVERED, Action.SEND_FINISHED),
 }
-_RECEIVING: Final[Rules] = {
-    (State.RECEIVING, Event.GOT_PART): _stay(State.RECEIVING, Action.TELL_PART),
-    (State.RECEIVING, Event.GOT_BAD_PART): _end(Action.SEND_CANCEL, reason=Reason.CONTENT),
-    (State.RECEIVING, Event.GOT_WORKING): _stay(State.RECEIVING),
-    (State.RECEIVING, Event.GOT_FINISHED): _stay(State.COMPLETE, Action.TELL_FINISHED),
-    (State.RECEIVING, Event.GOT_GAPS): _end(Action.SEND_CANCEL, reason=Reason.GAPS),
+_RECEIVING: Final[Transitions] = {
+    (State.RECEIVING, _Event.GOT_PART): _stay(State.RECEIVING, Action.NOTIFY_PART),
+    (State.RECEIVING, _Event.GOT_BAD_PART): _end(Action.SEND_CANCEL, reason=Reason.CONTENT),
+    (State.RECEIVING, _Event.GOT_KEEP_ALIVE): _stay(State.RECEIVING),
+    (State.RECEIVING, _Event.GOT_FINISHED): _stay(State.COMPLETE, Action.NOTIFY_FINISHED),
+    (State.RECEIVING, _Event.GOT_GAPS): _end(Action.SEND_CANCEL, reason=Reason.GAPS),
 }
 
-TABLE: Final[Mapping[Role, Rules]] = {
+TABLE: Final[Mapping[Role, Transitions]] = {
     Role.PULL_SOURCE: {
         **_open(State.ASKED, State.SENDING, State.DELIVERED),
-        (State.ASKED, Event.ACCEPT): _stay(State.SENDING, Action.SEND_ACCEPT),
-        (State.ASKED, Event.REFUSE): _end(Action.SEND_REFUSE),
+        (State.ASKED, _Event.ACCEPT): _stay(State.SENDING, Action.SEND_ACCEPT),
+        (State.ASKED, _Event.REFUSE): _end(Action.SEND_REFUSE),
         **_SENDING,
-        (State.DELIVERED, Event.GOT_TAKEN): _TAKEN,
+        (State.DELIVERED, _Event.GOT_TAKEN): _TAKEN,
     },
     Role.PULL_DESTINATION: {
         **_open(State.WANTED, State.RECEIVING),
-        (State.WANTED, Event.GOT_ACCEPT): _stay(State.RECEIVING, Action.TELL_ACCEPTED),
-        (State.WANTED, Event.GOT_REFUSE): _end(),
+        (State.WANTED, _Event.GOT_ACCEPT): _stay(State.RECEIVING, Action.NOTIFY_ACCEPTED),
+        (State.WANTED, _Event.GOT_REFUSE): _end(),
         **_RECEIVING,
-        (State.COMPLETE, Event.TAKE): _end(Action.SEND_TAKEN, outcome=Outcome.TAKEN),
-        (State.COMPLETE, Event.CANCEL): _end(Action.SEND_CANCEL),
-        # All of it is here, and the request was this side's from the start: the source's fate changes nothing.
-        (State.COMPLETE, Event.GOT_CANCEL): _stay(State.COMPLETE),
-        (State.COMPLETE, Event.BROKEN): _stay(State.COMPLETE),
-        (State.COMPLETE, Event.DEADLINE): _EXPIRED,
+        (State.COMPLETE, _Event.TAKE): _end(Action.SEND_TAKEN, outcome=TransferOutcome.TAKEN),
+        (State.COMPLETE, _Event.CANCEL): _end(Action.SEND_CANCEL),
+        # Everything has arrived, and this side owned the request from the start: the source is not needed any more.
+        (State.COMPLETE, _Event.GOT_CANCEL): _stay(State.COMPLETE),
+        (State.COMPLETE, _Event.BROKEN): _stay(State.COMPLETE),
+        (State.COMPLETE, _Event.DEADLINE): _EXPIRED,
     },
     Role.PUSH_SOURCE: {
         **_open(State.OFFERED, State.SENDING),
-        (State.OFFERED, Event.GOT_ACCEPT): _stay(State.SENDING, Action.TELL_ACCEPTED),
-        (State.OFFERED, Event.GOT_REFUSE): _end(),
+        (State.OFFERED, _Event.GOT_ACCEPT): _stay(State.SENDING, Action.NOTIFY_ACCEPTED),
+        (State.OFFERED, _Event.GOT_REFUSE): _end(),
         **_SENDING,
-        # No CANCEL in DELIVERED or DOUBT: the destination may have taken it a moment ago.
-        (State.DELIVERED, Event.GOT_TAKEN): _TAKEN,
-        (State.DELIVERED, Event.GOT_CANCEL): _end(),
-        (State.DELIVERED, Event.BROKEN): _stay(State.DOUBT, Action.ASK),
-        (State.DELIVERED, Event.DEADLINE): _stay(State.DOUBT, Action.ASK),
-        (State.DOUBT, Event.GOT_YES): _TAKEN,
-        (State.DOUBT, Event.GOT_NO): _end(reason=Reason.LOST),
-        (State.DOUBT, Event.GOT_TAKEN): _TAKEN,
-        (State.DOUBT, Event.GOT_CANCEL): _end(),
-        (State.DOUBT, Event.GONE): _end(reason=Reason.LOST),
-        (State.DOUBT, Event.BROKEN): _stay(State.DOUBT),
-        (State.DOUBT, Event.DEADLINE): _end(reason=Reason.UNKNOWN, outcome=Outcome.UNKNOWN),
+        # No CANCEL in DELIVERED or DOUBT: the destination may already have taken it.
+        (State.DELIVERED, _Event.GOT_TAKEN): _TAKEN,
+        (State.DELIVERED, _Event.GOT_CANCEL): _end(),
+        (State.DELIVERED, _Event.BROKEN): _stay(State.DOUBT, Action.ASK),
+        (State.DELIVERED, _Event.DEADLINE): _stay(State.DOUBT, Action.ASK),
+        (State.DOUBT, _Event.GOT_YES): _TAKEN,
+        (State.DOUBT, _Event.GOT_NO): _end(reason=Reason.LOST),
+        (State.DOUBT, _Event.GOT_TAKEN): _TAKEN,
+        (State.DOUBT, _Event.GOT_CANCEL): _end(),
+        (State.DOUBT, _Event.GONE): _end(reason=Reason.LOST),
+        (State.DOUBT, _Event.BROKEN): _stay(State.DOUBT),
+        (State.DOUBT, _Event.DEADLINE): _end(reason=Reason.UNKNOWN, outcome=TransferOutcome.UNKNOWN),
     },
     Role.PUSH_DESTINATION: {
         **_open(State.CONSIDERED, State.RECEIVING, State.COMPLETE),
-        (State.CONSIDERED, Event.ACCEPT): _stay(State.RECEIVING, Action.SEND_ACCEPT),
-        (State.CONSIDERED, Event.REFUSE): _end(Action.SEND_REFUSE),
+        (State.CONSIDERED, _Event.ACCEPT): _stay(State.RECEIVING, Action.SEND_ACCEPT),
+        (State.CONSIDERED, _Event.REFUSE): _end(Action.SEND_REFUSE),
         **_RECEIVING,
-        (State.COMPLETE, Event.TAKE): _end(Action.REMEMBER, Action.SEND_TAKEN, outcome=Outcome.TAKEN),
-        # The question comes on a new connection before this side has seen that the old one broke, or after the source's lease.
-        (State.RECEIVING, Event.GOT_QUERY): _end(Action.SEND_NO, reason=Reason.LOST),
-        (State.COMPLETE, Event.GOT_QUERY): _end(Action.SEND_NO, reason=Reason.LOST),
+        (State.COMPLETE, _Event.TAKE): _end(Action.REMEMBER, Action.SEND_TAKEN, outcome=TransferOutcome.TAKEN),
+        # The query may arrive on a new connection before this side notices that the old one broke, or after the source's lease.
+        (State.RECEIVING, _Event.GOT_QUERY): _end(Action.SEND_NO, reason=Reason.LOST),
+        (State.COMPLETE, _Event.GOT_QUERY): _end(Action.SEND_NO, reason=Reason.LOST),
     },
 }
 FIRST: Final = {
@@ -236,14 +245,16 @@ FIRST: Final = {
     Role.PUSH_SOURCE: State.OFFERED,
     Role.PUSH_DESTINATION: State.CONSIDERED,
 }
-assert all((State.COMPLETE, Event.GOT_CANCEL) in rules for role, rules in TABLE.items() if "destination" in role)
+assert all(
+    (State.COMPLETE, _Event.GOT_CANCEL) in transitions for role, transitions in TABLE.items() if "destination" in role
+)
 
 
 class Transfer:
-    """One side of one transfer. Not thread-safe: whoever holds it calls one method at a time.
+    """The state of one side of one transfer. Not thread-safe: the caller serializes all calls.
 
     Attributes:
-        state, deadline: of now; no deadline once it has ended.
+        state, deadline: the current ones; no deadline after the end.
         outcome, reason, message: how and why it ended; the reason is None for a transfer that was taken.
     """
 
@@ -254,7 +265,7 @@ class Transfer:
         self.timings = timings
         self.state = FIRST[role]
         self.deadline: float | None = now + timings.of(self.state)
-        self.outcome: Outcome | None = None
+        self.outcome: TransferOutcome | None = None
         self.reason: Reason | None = None
         self.message = ""
 
@@ -262,54 +273,49 @@ class Transfer:
     def ended(self) -> bool:
         return self.state is State.ENDED
 
-    @property
-    def owner(self) -> bool:
-        """Whether this side owns the request: it may go on with it, or will when it hears that the other side did not."""
-        if self.role is Role.PUSH_SOURCE:
-            return self.outcome in (None, Outcome.NOT_TAKEN)
-        if self.role is Role.PUSH_DESTINATION:
-            return self.outcome is Outcome.TAKEN
-        return self.role is Role.PULL_DESTINATION
+    def handle(
+        self, event: TransferEvent, now: float, reason: Reason | None = None, message: str = ""
+    ) -> tuple[Action, ...]:
+        """Change the state by an event; returns the actions. `reason` and `message` say why an event ends the transfer.
 
-    def handle(self, event: Event, now: float, reason: Reason | None = None, message: str = "") -> tuple[Action, ...]:
-        """What follows from an event. `reason` and `message` say why, where the event ends the transfer.
-
-        Messages that arrive after the end crossed it on the way and mean nothing; so do cancels.
-        Raises ProtocolViolation for a message that the peer may not send now; TransferError for a command that cannot be
-        followed now, with the transfer's reason if it has ended.
+        Messages and cancels that arrive after the end are ignored: they may have crossed it on the way.
+        Raises ProtocolViolation for a message that the peer may not send now, and TransferError for a command that is not
+        possible now, with the transfer's reason if it has ended.
         """
-        rule = TABLE[self.role].get((self.state, event))
-        if rule is None:
-            return self._no_rule(event)
-        if rule.state is State.ENDED:
-            self.outcome = rule.outcome
-            self.reason = None if rule.outcome is Outcome.TAKEN else rule.reason or reason or Reason.CANCELLED
+        transition = TABLE[self.role].get((self.state, event))
+        if transition is None:
+            return self._no_transition(event)
+        if transition.state is State.ENDED:
+            self.outcome = transition.outcome
+            self.reason = (
+                None if transition.outcome is TransferOutcome.TAKEN else transition.reason or reason or Reason.CANCELLED
+            )
             self.message = message or str(event)
             self.deadline = None
-        elif rule.state is not self.state or event not in _NO_PROGRESS:
-            self.deadline = now + self.timings.of(rule.state)
-        self.state = rule.state
-        return rule.actions
+        elif transition.state is not self.state or event not in _NO_PROGRESS:
+            self.deadline = now + self.timings.of(transition.state)
+        self.state = transition.state
+        return transition.actions
 
-    def _no_rule(self, event: Event) -> tuple[Action, ...]:
-        if event in WORLD or (self.ended and event not in COMMANDS) or event is Event.CANCEL:
+    def _no_transition(self, event: TransferEvent) -> tuple[Action, ...]:
+        if event in EXTERNAL or (self.ended and event not in COMMANDS) or event is _Event.CANCEL:
             return ()
         if event in COMMANDS:
             why = f" ({self.reason}: {self.message})" if self.reason else ""
             text = f"cannot {event}: this {self.role}'s transfer is {self.state}{why}"
             raise TransferError(text, reason=str(self.reason or Reason.FAILED))
-        raise ProtocolViolation(f"the peer of a {self.role} sent what it may not: {event} while {self.state}")
+        raise ProtocolViolation(f"the peer of a {self.role} broke the protocol: {event} in the state {self.state}")
 
     def tick(self, now: float) -> tuple[Action, ...]:
-        """To be called when `deadline` may have passed."""
+        """End the state if its deadline has passed; returns the actions."""
         if self.deadline is None or now < self.deadline:
             return ()
         limit = LIMITS[self.state]
         text = f"{self.state} for longer than {self.timings.of(self.state):g} s ({limit})"
-        return self.handle(Event.DEADLINE, now, Reason.DEADLINE, text)
+        return self.handle(_Event.DEADLINE, now, Reason.DEADLINE, text)
 
     def progress(self, now: float) -> None:
-        """The service is at work on it: the state's time starts anew."""
+        """Restart the state's time: the service is working on the transfer."""
         if self.deadline is not None:
             self.deadline = now + self.timings.of(self.state)
 
@@ -320,12 +326,12 @@ def diagram(role: Role) -> str:
 
 
 def _arrows(role: Role) -> Iterator[str]:
-    """One arrow per pair of states, with every event that leads along it."""
+    """One arrow per pair of states, labeled with all events that cause this transition."""
     labels: dict[tuple[State, State], list[str]] = {}
-    for (state, event), rule in TABLE[role].items():
-        done = ", ".join(action for action in rule.actions if action.startswith(("send", "tell p", "remember")))
+    for (state, event), transition in TABLE[role].items():
+        done = ", ".join(action for action in transition.actions if action.startswith(("send", "remember")))
         how = f" → {done}" if done else ""
-        labels.setdefault((state, rule.state), []).append(f"{event}{how}")
+        labels.setdefault((state, transition.state), []).append(f"{event}{how}")
     for (before, after), events in labels.items():
         yield f"    {before} --> {after}: {'<br/>'.join(events)}"
 

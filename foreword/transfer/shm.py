@@ -1,17 +1,17 @@
 """A link between processes on one host: messages go over a socket, payloads through memory that both have mapped.
 
-Each side has a segment of its own, which only it writes: a page of control, then a ring. A payload is copied once, into the
-sender's ring; the receiver reads it there and releases it. How far a side has read the *other's* ring stands in its own
-control page, so releasing is one store and nobody can block on it.
+Each side has a segment that only it writes: a control page, then a ring. The sender copies a payload once, into its ring; the
+receiver reads it there and releases it. The control page of a side says how far it has released the ring of the *other* side,
+so a release is one store, and no process can block on it.
 
-    offset 0    32 bytes  token: random, proves that what was opened is what the peer made
-    offset 64    8 bytes  everything of the peer's ring before this place has been released
+    offset 0    32 bytes  token: random, proves that the peer opened the segment that was announced
+    offset 64    8 bytes  position up to which everything in the peer's ring has been released
     offset 4096           the ring
 
-Places count bytes since the beginning and never wrap; a payload lies at `place % size`, in one piece.
+A position counts bytes since the start and never wraps; the payload lies at `position % size`, in one piece.
 
-A segment is a memfd, sealed against a change of its size, where the peer is reached over a Unix socket; else a file in /dev/shm
-with a random name that is removed as soon as the peer has opened it. Both belong to the user alone (0600).
+Over a Unix socket a segment is a memfd, sealed against a change of its size. Otherwise it is a file in /dev/shm with a random
+name, removed as soon as the peer has opened it. Only the same user can open it (mode 0600).
 """
 
 from __future__ import annotations
@@ -24,44 +24,42 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from foreword.errors import BadMessage, TransferError, TransferTimeout, TransferUnavailable
-from foreword.transfer.link import Capabilities, Payload, Received
-from foreword.transfer.messages import MAX_PAYLOAD, Head
-from foreword.transfer.ring import Order, RingLink
-from foreword.transfer.sockets import Stream
-from foreword.transfer.tcp import SocketReader
+from foreword.transfer.link import BATCH_BYTES, Capabilities, Link, Payload
+from foreword.transfer.messages import MAX_PAYLOAD, Buffer, Head
+from foreword.transfer.ring import ReleaseOrder, RingAllocator, copy_in
+from foreword.transfer.sockets import SocketStream
 
 FOLDER: Final = Path("/dev/shm")
 TOKEN_BYTES: Final = 32
 CONTROL_BYTES: Final = 4096
-_READ_AT: Final = 64
+_RELEASED_AT: Final = 64
 _NAME: Final = re.compile(r"foreword-[0-9a-f]{32}")
-_STALE: Final = 300.0
-_FIRST_NAP: Final = 50e-6
-_LONGEST_NAP: Final = 2e-3
+_STALE_SECONDS: Final = 300.0
+_FIRST_PAUSE: Final = 50e-6
+_LONGEST_PAUSE: Final = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """A mapped segment. Read-only by agreement on the side that did not make it: its mapping is private to the process."""
+class MappedSegment:
+    """A mapped segment. The mapping of the peer's segment is private: an accidental write stays in this process."""
 
     memory: mmap.mmap
     size: int
 
     @property
-    def view(self) -> memoryview:
-        """The ring."""
+    def ring(self) -> memoryview:
         return memoryview(self.memory)[CONTROL_BYTES : CONTROL_BYTES + self.size]
 
     @property
-    def read_place(self) -> memoryview:
-        """One uint64, written and read as a whole."""
-        return memoryview(self.memory)[_READ_AT : _READ_AT + 8].cast("Q")
+    def released(self) -> memoryview:
+        """One uint64, written and read as a whole: how far the segment's owner has released the peer's ring."""
+        return memoryview(self.memory)[_RELEASED_AT : _RELEASED_AT + 8].cast("Q")
 
 
 class OwnSegment:
@@ -69,9 +67,9 @@ class OwnSegment:
 
     Args:
         size: bytes of the ring. They are reserved at once: running out of memory later would be a SIGBUS.
-        named: a file that can be opened by its name, for peers that no file descriptor can be passed to.
+        named: make a file that can be opened by name, for a peer that no file descriptor can be passed to.
 
-    Raises TransferError where the system has no room for it or no shared memory.
+    Raises TransferError if there is not enough memory or no shared memory.
     """
 
     def __init__(self, size: int, *, named: bool) -> None:
@@ -83,7 +81,7 @@ class OwnSegment:
             try:
                 self._memory = self._reserve()
             except BaseException:
-                self.forget()
+                self.unlink()
                 raise
         except OSError as error:
             raise TransferError(f"no shared memory of {size} bytes: {error.strerror or error}") from error
@@ -102,11 +100,11 @@ class OwnSegment:
         return mmap.mmap(self.fd, length)
 
     @property
-    def segment(self) -> Segment:
-        return Segment(self._memory, self.size)
+    def mapped(self) -> MappedSegment:
+        return MappedSegment(self._memory, self.size)
 
-    def forget(self) -> None:
-        """Remove its name and close its descriptor; what is mapped stays. May be called twice."""
+    def unlink(self) -> None:
+        """Remove the file and close the descriptor; mappings stay valid. May be called twice."""
         if self.place:
             with contextlib.suppress(OSError):
                 os.unlink(FOLDER / self.place)
@@ -115,17 +113,16 @@ class OwnSegment:
             os.close(fd)
 
 
-def open_peers(place: str, fd: int | None, size: int, token: bytes) -> Segment:
-    """Map the segment that a peer made, by name or descriptor. Raises TransferError if it is not here, or not what it said."""
+def open_peers(place: str, fd: int | None, size: int, token: bytes) -> MappedSegment:
+    """Map the peer's segment, by name or descriptor. Raises TransferError if it is not visible here or not as announced."""
     if fd is None and not _NAME.fullmatch(place):
-        raise TransferError(f"{place!r} is no name of a shared segment")
+        raise TransferError(f"{place!r} is not the name of a shared segment")
     try:
         opened = os.open(FOLDER / place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW) if fd is None else fd
         try:
             length = os.fstat(opened).st_size
             if size <= 0 or length != CONTROL_BYTES + size:
                 raise TransferError(f"the shared segment has {length} bytes, not {CONTROL_BYTES + size}")
-            # A private mapping sees what the peer writes, and an accidental write here does not reach the peer.
             memory = mmap.mmap(opened, length, access=mmap.ACCESS_COPY)
         finally:
             if fd is None:
@@ -134,74 +131,88 @@ def open_peers(place: str, fd: int | None, size: int, token: bytes) -> Segment:
         raise TransferError(f"cannot open the peer's shared segment: {error.strerror or error}") from error
     if not secrets.compare_digest(memory[:TOKEN_BYTES], token):
         raise TransferError("the shared segment is not the peer's")
-    return Segment(memory, size)
+    return MappedSegment(memory, size)
 
 
 def remove_stale() -> None:
-    """Remove files that processes left behind which were killed while they connected; nobody opens one that is so old."""
+    """Remove old segment files, which processes leave behind if they are killed while they connect."""
     with contextlib.suppress(OSError):
         for path in FOLDER.iterdir():
             if _NAME.fullmatch(path.name):
                 with contextlib.suppress(OSError):
-                    about = path.stat()
-                    if about.st_uid == os.getuid() and time.time() - about.st_mtime > _STALE:
+                    stat = path.stat()
+                    if stat.st_uid == os.getuid() and time.time() - stat.st_mtime > _STALE_SECONDS:
                         path.unlink()
 
 
-class ShmLink(RingLink):
-    """See `link.Link`. The rings bound what is unreleased: a sender waits until its ring has room."""
+class ShmLink(Link):
+    """See `link.Link`. The rings bound unreleased payloads: a sender waits until its ring has room.
 
-    def __init__(self, stream: Stream, own: Segment, peers: Segment) -> None:
+    Messages of a batch are sent with one system call, which wakes the peer once.
+    """
+
+    def __init__(self, stream: SocketStream, own: OwnSegment, peers: MappedSegment) -> None:
         # Half of the ring, so that one payload can be written while another one is read.
-        super().__init__(Capabilities("shm", True, min(own.size // 2, MAX_PAYLOAD), 1), stream, own.view)
-        self._in = peers.view
-        self._we_read, self._peer_read = own.read_place, peers.read_place
-        self._order = Order()
+        super().__init__(Capabilities("shm", True, min(own.size // 2, MAX_PAYLOAD), 1), stream)
+        self._out, self._allocator = own.mapped.ring, RingAllocator(own.size)
+        self._in, self._order = peers.ring, ReleaseOrder()
+        self._released_here, self._released_by_peer = own.mapped.released, peers.released
         self._lock = threading.Lock()
-        self._expected = 0
+        self._batch: list[bytes] = []
+        self._batch_bytes = 0
+        self._next_position = 0
         self._closed = False
-        self._reader = SocketReader(stream, self._payload)
 
-    def _room(self, size: int, deadline: float) -> int:
-        nap = _FIRST_NAP
+    def _prepare(self, buffers: Sequence[Buffer], size: int, checksum: bool, deadline: float) -> tuple[int | None, int]:
+        position = self._allocate(size, deadline)
+        return copy_in(self._out, position % self._allocator.size, buffers, checksum=checksum), position
+
+    def _allocate(self, size: int, deadline: float) -> int:
+        """The position of `size` free bytes. Waits for them; the batch is sent first, so that the peer can release it."""
+        pause = _FIRST_PAUSE
         while True:
-            before = self._ring.released
-            self._ring.release(self._peer_read[0])
-            if (place := self._ring.take(size)) is not None:
-                return place
-            self._say(deadline)
-            if self._ring.released != before:
+            before = self._allocator.released
+            self._allocator.release(self._released_by_peer[0])
+            if (position := self._allocator.allocate(size)) is not None:
+                return position
+            self._flush(deadline)
+            if self._allocator.released != before:
                 continue
             if self._closed:
                 raise TransferUnavailable("the connection is closed")
             if time.monotonic() >= deadline:
                 raise TransferTimeout("the peer releases nothing")
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _filled(self, place: int, size: int) -> None:
-        """Nothing to note: the peer's control page says how far it has released."""
+    def _write(self, head: bytes, buffers: Sequence[Buffer], size: int, deadline: float, more: bool) -> None:
+        self._batch.append(head)
+        self._batch_bytes += size
+        if not more or self._batch_bytes >= BATCH_BYTES:
+            self._flush(deadline)
 
-    def receive(self, *, deadline: float) -> Received:
-        return self._reader.receive(deadline)
+    def _flush(self, deadline: float) -> None:
+        heads, self._batch, self._batch_bytes = self._batch, [], 0
+        if heads:
+            self._stream.send([b"".join(heads)], deadline)
 
-    def _payload(self, head: Head) -> Generator[None, None, Payload]:
+    def _receive_payload(self, head: Head) -> Generator[None, None, Payload]:
         yield from ()
         size = len(self._in)
-        start = head.place % size
-        if head.place < self._expected or start + head.payload > size or head.payload > size // 2:
-            raise BadMessage(f"{head.payload} bytes at {head.place} are not in the shared ring")
-        self._expected = head.place + head.payload
+        start = head.position % size
+        if head.position < self._next_position or start + head.payload > size or head.payload > size // 2:
+            raise BadMessage(f"{head.payload} bytes at {head.position} are not in the shared ring")
+        self._next_position = head.position + head.payload
         with self._lock:
-            item = self._order.add(head.place, head.payload)
+            item = self._order.add(head.position, head.payload)
         return Payload(self._in[start : start + head.payload], lambda: self._release(item))
 
     def _release(self, item: list[int]) -> None:
         with self._lock:
             upto = self._order.release(item)
             if upto is not None:
-                self._we_read[0] = upto
+                self._released_here[0] = upto
 
     def close(self) -> None:
         self._closed = True
-        self._stream.close()
+        super().close()

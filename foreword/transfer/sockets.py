@@ -1,17 +1,15 @@
-"""Sockets: addresses, options, and a stream that sends from and receives into memory where it lies.
+"""Sockets: addresses, options, and a stream that sends from and receives into the caller's memory.
 
-Every system call gives up after a quarter of a second and the caller looks at its deadline: no call hangs, and none needs its
-time limit set anew.
+Every system call returns after a quarter of a second at most, and the caller then checks its deadline. So no call hangs, and
+no timeout has to be set for a single call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import ipaddress
 import os
-import select
 import socket
 import stat
 import struct
@@ -23,14 +21,13 @@ from typing import Final
 from foreword.errors import ConfigError, PeerGone, TransferTimeout, TransferUnavailable
 from foreword.transfer.messages import Buffer
 
-_TICK: Final = 0.25
-_TIMEVAL: Final = struct.pack("ll", 0, int(_TICK * 1e6))
-_MOST_BUFFERS: Final = 256
-_AHEAD: Final = 4096
-_ONE_PIECE: Final = 256 << 10
+POLL_SECONDS: Final = 0.25
+_TIMEVAL: Final = struct.pack("ll", 0, int(POLL_SECONDS * 1e6))
+_MAX_BUFFERS: Final = 256
+_READ_AHEAD: Final = 4096
+_LARGE: Final = 256 << 10
 _BACKLOG: Final = 64
 _UNIX: Final = "unix:"
-_SIOCGIFADDR: Final = 0x8915
 _GONE: Final = frozenset({errno.ECONNREFUSED, errno.ENOENT})
 
 
@@ -49,7 +46,7 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """A Unix socket, or a name or number of the loopback interface."""
+        """A Unix socket, or a name or address of the loopback interface."""
         if self.path or self.host == "localhost":
             return True
         try:
@@ -73,7 +70,7 @@ def parse_address(text: str) -> Address:
 
 
 def connect(address: Address, *, deadline: float) -> socket.socket:
-    """Raises PeerGone where nobody listens, TransferUnavailable, TransferTimeout."""
+    """A connected, tuned socket. Raises PeerGone if no process listens there, TransferUnavailable, TransferTimeout."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TransferTimeout(f"no time left to connect to {address}")
@@ -91,14 +88,14 @@ def connect(address: Address, *, deadline: float) -> socket.socket:
         kind = PeerGone if error.errno in _GONE else TransferUnavailable
         raise kind(f"cannot connect to {address}: {error.strerror or error}") from error
     if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
-        # TCP may connect a port of the free range to itself when nobody listens there.
+        # TCP may connect an ephemeral port to itself if no process listens there.
         sock.close()
-        raise PeerGone(f"cannot connect to {address}: nobody listens")
+        raise PeerGone(f"cannot connect to {address}: no process listens there")
     return tune(sock)
 
 
 def listen(address: Address) -> tuple[socket.socket, Address]:
-    """A listening socket, and its address with the port that was taken. Raises ConfigError."""
+    """A listening socket, and its address with the port that the system chose. Raises ConfigError."""
     try:
         if address.path:
             return _listen_unix(address), address
@@ -110,7 +107,7 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
 
 
 def _listen_unix(address: Address) -> socket.socket:
-    """A socket file is left behind by a killed process; one at which nobody listens is taken over."""
+    """A killed process leaves its socket file behind: replace a file at which no process listens."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.lstat(address.path).st_mode):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -137,7 +134,7 @@ def _closed_on_error(sock: socket.socket) -> Iterator[None]:
 
 
 def peer_is_local(sock: socket.socket) -> bool:
-    """Whether the other end of a connected socket is on this host, as far as its address tells."""
+    """Whether the address of the peer says that it is on this host."""
     if sock.family == socket.AF_UNIX:
         return True
     try:
@@ -149,31 +146,8 @@ def peer_is_local(sock: socket.socket) -> bool:
     return bool((mapped or found).is_loopback)
 
 
-def interface_of(sock: socket.socket) -> str:
-    """The network interface that a connected socket's packets go through, by its own address; "" if that cannot be said."""
-    if peer_is_local(sock):
-        return "lo"
-    try:
-        host = str(sock.getsockname()[0])
-        return next((name for _, name in socket.if_nameindex() if _has(name, host, sock.family)), "")
-    except OSError:
-        return ""
-
-
-def _has(name: str, host: str, family: int) -> bool:
-    if family == socket.AF_INET6:
-        wanted = ipaddress.ip_address(host.partition("%")[0]).packed.hex()
-        with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:
-            return any(line.split()[0] == wanted and line.split()[-1] == name for line in lines)
-        return False
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(name[:15])))
-        return socket.inet_ntoa(found[20:24]) == host
-    return False
-
-
 def tune(sock: socket.socket) -> socket.socket:
-    """No delay, keep-alive, and system calls that return within a quarter of a second."""
+    """Set no delay, keep-alive, and system calls that return within a quarter of a second."""
     sock.settimeout(None)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL)
@@ -186,26 +160,26 @@ def tune(sock: socket.socket) -> socket.socket:
     return sock
 
 
-class Stream:
-    """A connected, tuned socket. One thread sends, one receives, any may close.
+class SocketStream:
+    """A connected, tuned socket. One thread sends, one receives, any thread may close.
 
     Attributes:
-        heard: time of the last byte that came.
+        last_received: when the last byte arrived.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         self._closed = False
-        self._ahead = memoryview(bytearray(_AHEAD))
+        self._ahead = memoryview(bytearray(_READ_AHEAD))
         self._spare = self._ahead[:0]
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
-        """All bytes of all buffers. The deadline is for the next byte to go. Raises TransferTimeout, TransferUnavailable."""
+        """Send all bytes of all buffers. The deadline is for the next progress. Raises TransferTimeout, TransferUnavailable."""
         patience = deadline - time.monotonic()
         total = sum(map(len, buffers))
         sent = self._send(buffers)
-        if sent == total:  # nearly always
+        if sent == total:  # the common case
             return
         left = [memoryview(buffer) for buffer in buffers]
         while _advance(left, sent):
@@ -216,18 +190,18 @@ class Stream:
             sent = self._send(left)
 
     def _send(self, buffers: Sequence[Buffer]) -> int:
-        """As many bytes as go within a quarter of a second."""
+        """Send as many bytes as possible within a quarter of a second."""
         try:
-            return self.sock.sendmsg(buffers[:_MOST_BUFFERS])
+            return self.sock.sendmsg(buffers[:_MAX_BUFFERS])
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
             raise self._unavailable(error) from error
 
     def fill(self, view: memoryview) -> Iterator[None]:
-        """Receive until the view is full; yields whenever a quarter of a second brought nothing. Raises TransferUnavailable.
+        """Receive until the view is full; yields when no byte came for a quarter of a second. Raises TransferUnavailable.
 
-        A call that ends a message also takes what is there of the next one, so a small message costs one call and not three.
+        A call also reads ahead into the next message, so a small message costs one system call and not three.
         """
         size = len(view)
         done = min(size, len(self._spare))
@@ -247,22 +221,15 @@ class Stream:
             if count > size - done:
                 self._spare = self._ahead[: count - (size - done)]
             done += count
-            self.heard = time.monotonic()
+            self.last_received = time.monotonic()
 
     def _receive(self, view: memoryview) -> int:
-        if len(view) > _ONE_PIECE:
+        if len(view) > _LARGE:
             return self.sock.recv_into(view, 0, socket.MSG_WAITALL)
         return self.sock.recvmsg_into([view, self._ahead])[0]
 
-    def ready(self) -> bool:
-        """Whether bytes, or the end, are there already."""
-        try:
-            return bool(self._spare) or bool(select.select([self.sock], [], [], 0)[0])
-        except (OSError, ValueError):
-            return True  # closed: the next call says so
-
     def read(self, size: int, deadline: float) -> bytes:
-        """Exactly `size` bytes, and nothing of what comes after them. Raises TransferTimeout, TransferUnavailable."""
+        """Receive exactly `size` bytes, without reading ahead. Raises TransferTimeout, TransferUnavailable."""
         data = b""
         while len(data) < size:
             try:
@@ -280,7 +247,7 @@ class Stream:
 
     def close(self) -> None:
         self._closed = True
-        # Wakes whoever is inside a system call on it; closing alone does not.
+        # Wakes a thread that is inside a system call on the socket; closing alone does not.
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
@@ -292,7 +259,7 @@ class Stream:
 
 
 def _advance(left: list[memoryview], sent: int) -> bool:
-    """Take what was sent off the front; whether anything is left."""
+    """Remove the sent bytes from the front; returns whether any are left."""
     while left and sent >= len(left[0]):
         sent -= len(left.pop(0))
     if left:

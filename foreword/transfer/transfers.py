@@ -1,7 +1,7 @@
-"""One side of one transfer, as a service holds it: `Source` has the KV, `Destination` gets it.
+"""The two sides of a transfer as a service uses them: `KVSource` has the KV, `KVDestination` receives it.
 
-Any thread may call. Two locks, taken in this order: `_telling` is held while the service is told something, `_lock` guards the
-state. What goes to the peer is queued under `_lock`, so messages leave in the order of the states.
+Any thread may call. There are two locks, taken in this order: `_notifying` is held while the service is notified, `_lock`
+guards the state. Messages to the peer are queued under `_lock`, so they leave in the order of the states.
 """
 
 from __future__ import annotations
@@ -10,73 +10,120 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from foreword.errors import TransferError
-from foreword.transfer.link import Received
+from foreword.transfer.channel import Channel
+from foreword.transfer.link import Payload, Received
 from foreword.transfer.messages import (
     Accept,
-    Answer,
     Buffer,
     Cancel,
     Finished,
-    Message,
-    Offer,
-    Part,
-    Query,
+    KeepAlive,
+    KVPart,
+    OwnershipAnswer,
+    OwnershipQuery,
+    PullRequest,
+    PushRequest,
     Reason,
     Refuse,
     Taken,
-    Want,
-    Working,
+    TransferMessage,
     split_keys,
 )
-from foreword.transfer.parts import Ledger, payload_bytes
-from foreword.transfer.protocol import Action, Event, Outcome, Role, State, Timings, Transfer
-
-if TYPE_CHECKING:
-    from foreword.transfer.connection import Connection
+from foreword.transfer.parts import ReceivedParts, payload_bytes
+from foreword.transfer.protocol import Action, Role, State, Timings, Transfer, TransferEvent, TransferOutcome
 
 log = logging.getLogger("foreword.transfer")
 
-_EVENTS = {
-    Accept: Event.GOT_ACCEPT,
-    Refuse: Event.GOT_REFUSE,
-    Working: Event.GOT_WORKING,
-    Taken: Event.GOT_TAKEN,
-    Cancel: Event.GOT_CANCEL,
-    Query: Event.GOT_QUERY,
+_EVENTS: dict[type[TransferMessage], TransferEvent] = {
+    Accept: TransferEvent.GOT_ACCEPT,
+    Refuse: TransferEvent.GOT_REFUSE,
+    KeepAlive: TransferEvent.GOT_KEEP_ALIVE,
+    Taken: TransferEvent.GOT_TAKEN,
+    Cancel: TransferEvent.GOT_CANCEL,
+    OwnershipQuery: TransferEvent.GOT_QUERY,
 }
 
 
-class _Side:
+class TransferListener:
+    """What a service is notified of about a transfer in progress; `service.TransferService` extends it.
+
+    Calls come on a connection's reader thread or on the clock's. An exception is logged and ends the transfer with the reason
+    `failed`.
+    """
+
+    def accepted(self, transfer: TransferSide) -> None:
+        """The peer accepted a transfer that began here; `transfer.have` is what it answered."""
+
+    def part(self, destination: KVDestination, part: KVPart, payload: Payload) -> None:
+        """KV arrived, and its checksum matches.
+
+        `payload.release()` must be called, now or later, when its bytes are not read any more; do not write to it. Unreleased
+        payloads occupy the link's memory, so keep few.
+        """
+        payload.release()
+
+    def finished(self, destination: KVDestination, result: bytes, tokens: int) -> None:
+        """All parts arrived. Call `destination.take()` to take the request over, or `cancel`."""
+        destination.cancel(Reason.ROLE, "this instance takes no KV")
+
+    def ended(self, transfer: TransferSide) -> None:
+        """Called exactly once for every transfer, however it ended (`transfer.outcome`, `reason`, `message`).
+
+        Also called from within this side's own `refuse`, `take` and `cancel`. The peer needs nothing of the transfer any more.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointHooks:
+    """What a transfer needs of its endpoint.
+
+    Attributes:
+        listener: is notified of the transfer.
+        perform: performs an action that concerns the endpoint: `ASK`, `REMEMBER`, `NOTIFY_ENDED`.
+        count: counts a rare event by name.
+    """
+
+    listener: TransferListener
+    timings: Timings
+    perform: Callable[[TransferSide, Action], None]
+    count: Callable[[str], None]
+
+
+class TransferSide:
     """What both sides have in common.
 
     Attributes:
+        channel: sends to the peer.
         id: 16 random bytes, the same on both sides.
-        request: the opaque description with which it began.
-        have: leading blocks that the destination has (source of a pull: from the start; of a push: once accepted) or that
+        opening: the message that began the transfer.
+        request: its opaque description.
+        have: leading blocks that the destination has (source of a pull: from the start; of a push: once accepted), or that
             were cached at the source (destination of a pull, once accepted).
-        context: for the service, which may keep here what it likes.
+        context: free for the service.
     """
 
     def __init__(
-        self, connection: Connection, number: bytes, role: Role, opening: Want | Offer, timings: Timings
+        self, channel: Channel, number: bytes, role: Role, opening: PullRequest | PushRequest, endpoint: EndpointHooks
     ) -> None:
-        self.connection = connection
+        self.channel = channel
         self.id = number
-        self.request = opening.request
         self.opening = opening
-        self.have = opening.have if isinstance(opening, Want) else 0
+        self.request = opening.request
+        self.have = opening.have if isinstance(opening, PullRequest) else 0
         self.context: Any = None
+        self._endpoint = endpoint
         self._lock = threading.RLock()
-        self._telling = threading.RLock()
+        self._notifying = threading.RLock()
         self._ended = threading.Event()
-        self._transfer = Transfer(role, timings, time.monotonic())
+        self._transfer = Transfer(role, endpoint.timings, time.monotonic())
 
     @property
     def keys(self) -> list[bytes]:
-        """Of the full blocks that were named when it began."""
+        """Of the full blocks that the opening named."""
         return split_keys(self.opening.keys)
 
     @property
@@ -88,8 +135,8 @@ class _Side:
         return self._transfer.state
 
     @property
-    def outcome(self) -> Outcome | None:
-        """How it ended; None before."""
+    def outcome(self) -> TransferOutcome | None:
+        """How it ended; None before the end."""
         return self._transfer.outcome
 
     @property
@@ -99,255 +146,233 @@ class _Side:
 
     @property
     def message(self) -> str:
+        """The reason in words."""
         return self._transfer.message
 
-    @property
-    def deadline(self) -> float | None:
-        """When it ends by itself (`time.monotonic()`), unless something happens; None once it has ended."""
-        return self._transfer.deadline
-
-    def wait(self, timeout: float) -> Outcome | None:
+    def wait(self, timeout: float) -> TransferOutcome | None:
         """Wait for the end; None if it does not come within `timeout` seconds."""
         self._ended.wait(timeout)
         return self.outcome
 
-    def begin(self, tell: Callable[[], object]) -> None:
-        """Tell the service of a transfer that the peer began."""
-        with self._telling:
-            self._guarded(tell)
+    def begin(self, notify: Callable[[], object]) -> None:
+        """Notify the service of a transfer that the peer began."""
+        with self._notifying:
+            self._guarded(notify)
 
     def refuse(self, reason: Reason, message: str = "") -> None:
-        """Say no to what the peer began. Raises TransferError if it has been answered or has ended."""
-        self._command(Event.REFUSE, Refuse(reason, message[:2000]), reason, message)
+        """Refuse what the peer began. Raises TransferError if it has been answered or has ended."""
+        self.handle(TransferEvent.REFUSE, reason, message, Refuse(reason, message[:2000]))
 
     def cancel(self, reason: Reason = Reason.CANCELLED, message: str = "") -> bool:
-        """End it. Returns whether it has ended, also if before; False where only the peer can say what becomes of it (a
-        request that was handed over a moment ago). When it returns, no call of the service about it is under way."""
-        self._command(Event.CANCEL, Cancel(reason, message[:2000]), reason, message)
+        """End the transfer. When this returns, no call of the service about it is in progress.
+
+        Returns whether the transfer has ended, also if it ended before. False if only the peer knows the outcome: a request
+        that has just been handed over.
+        """
+        self.handle(TransferEvent.CANCEL, reason, message)
         return self._transfer.ended
 
-    def _command(
-        self, event: Event, message: Message | None, reason: Reason | None = None, text: str = ""
+    def handle(
+        self, event: TransferEvent, reason: Reason | None = None, text: str = "", message: TransferMessage | None = None
     ) -> tuple[Action, ...]:
-        with self._telling:
+        """Change the state by an event and do what follows; returns the actions.
+
+        `message` is what a command sends. Raises ProtocolViolation, TransferError; see `Transfer.handle`.
+        """
+        with self._notifying:
             with self._lock:
                 actions = self._transfer.handle(event, time.monotonic(), reason, text)
                 self._send(actions, message)
-            self._tell(actions)
+            self._notify(actions)
             return actions
 
-    def world(self, event: Event, message: str = "") -> None:
-        """Something happened that concerns it: the connection broke, the peer is gone."""
-        self._follow(event, Reason.LOST, message)
-
     def tick(self, now: float, patience: float = 0.0) -> None:
-        """End it if its deadline has passed. While the service is being told something this waits for `patience` seconds only:
-        one slow service must not stop everybody's clock, and the next tick comes soon."""
-        deadline = self.deadline
-        if deadline is None or now < deadline or not self._telling.acquire(timeout=patience):
+        """End the transfer if its deadline has passed.
+
+        If the service is being notified, this waits for `patience` seconds only: one slow service must not stop the clock of
+        all transfers, and the next tick comes soon.
+        """
+        deadline = self._transfer.deadline
+        if deadline is None or now < deadline or not self._notifying.acquire(timeout=patience):
             return
         try:
             with self._lock:
                 actions = self._transfer.tick(now)
-                self._send(actions, None)
-            self._tell(actions)
+                self._send(actions)
+            self._notify(actions)
         finally:
-            self._telling.release()
-
-    def _follow(self, event: Event, reason: Reason | None = None, text: str = "") -> None:
-        with self._telling:
-            with self._lock:
-                actions = self._transfer.handle(event, time.monotonic(), reason, text)
-                self._send(actions, None)
-            self._tell(actions)
+            self._notifying.release()
 
     def got(self, received: Received) -> None:
-        """A message of the peer's. Raises ProtocolViolation."""
-        message = received.message
-        if isinstance(message, Answer):
-            event = Event.GOT_YES if message.taken else Event.GOT_NO
-        elif type(message) in _EVENTS:
-            event = _EVENTS[type(message)]
-        else:
-            received.payload.release()
-            self._strange(message)
-            return
-        if isinstance(message, Accept):
-            self._note_accept(message)
-        why = message if isinstance(message, Refuse | Cancel) else None
-        self._follow(event, why.reason if why else None, why.message if why else "")
+        """Handle a message of the peer. Raises ProtocolViolation."""
+        match received.message:
+            case OwnershipAnswer(taken):
+                self.handle(TransferEvent.GOT_YES if taken else TransferEvent.GOT_NO)
+            case Accept(have):
+                with self._lock:
+                    if self.state in (State.OFFERED, State.WANTED):
+                        self.have = have
+                self.handle(TransferEvent.GOT_ACCEPT)
+            case Refuse(reason, text) | Cancel(reason, text):
+                self.handle(_EVENTS[type(received.message)], reason, text)
+            case KVPart():  # a source has no transition for it: a ProtocolViolation
+                received.payload.release()
+                self.handle(TransferEvent.GOT_PART)
+            case message:
+                self.handle(_EVENTS.get(type(message), TransferEvent.GOT_FINISHED))
 
-    def _strange(self, message: Message) -> None:
-        """A message that this side never gets; a table without a rule for it says so."""
-        self._follow(Event.GOT_PART if isinstance(message, Part) else Event.GOT_FINISHED)
-
-    def _note_accept(self, message: Accept) -> None:
-        with self._lock:
-            if self.state in (State.OFFERED, State.WANTED):
-                self.have = message.have
-
-    def _send(self, actions: Sequence[Action], message: Message | None) -> None:
-        """Queue what an event asks for; under `_lock`."""
+    def _send(self, actions: Sequence[Action], message: TransferMessage | None = None) -> None:
+        """Queue the messages that an event requires; under `_lock`."""
         for action in actions:
-            if action is Action.SEND_CANCEL and not isinstance(message, Cancel):
-                reason = self._transfer.reason or Reason.FAILED
-                self.connection.post(Cancel(reason, self._transfer.message[:2000]), self.id)
-            elif action is Action.SEND_NO:
-                self.connection.post(Answer(False), self.id)
-            elif action is Action.REMEMBER:
-                self.connection.host.remember(self)  # type: ignore[arg-type]
-            elif action is Action.ASK:
-                self.connection.host.ask(self)  # type: ignore[arg-type]
-            elif action.startswith("send") and message is not None and action is not Action.SEND_PART:
-                self.connection.post(message, self.id)
+            match action:
+                case Action.SEND_ACCEPT | Action.SEND_REFUSE | Action.SEND_FINISHED | Action.SEND_TAKEN:
+                    assert message is not None
+                    self.channel.post(message, self.id)
+                case Action.SEND_CANCEL:
+                    reason = self._transfer.reason or Reason.FAILED
+                    self.channel.post(Cancel(reason, self._transfer.message[:2000]), self.id)
+                case Action.SEND_NO:
+                    self.channel.post(OwnershipAnswer(False), self.id)
+                case Action.ASK | Action.REMEMBER:
+                    self._endpoint.perform(self, action)
 
-    def _tell(self, actions: Sequence[Action]) -> None:
-        """Tell the service; under `_telling`."""
-        service = self.connection.host.service
-        if Action.TELL_ACCEPTED in actions:
-            self._guarded(lambda: service.accepted(self))  # type: ignore[arg-type]
-        if Action.TELL_ENDED in actions:
-            self.connection.nudge()
-            self.connection.host.forget(self)  # type: ignore[arg-type]
-            self._guarded(lambda: service.ended(self))  # type: ignore[arg-type]
+    def _notify(self, actions: Sequence[Action]) -> None:
+        """Notify the service; under `_notifying`."""
+        listener = self._endpoint.listener
+        if Action.NOTIFY_ACCEPTED in actions:
+            self._guarded(lambda: listener.accepted(self))
+        if Action.NOTIFY_ENDED in actions:
+            self.channel.wake_senders()
+            self._endpoint.perform(self, Action.NOTIFY_ENDED)
+            self._guarded(lambda: listener.ended(self))
             self._ended.set()
 
     def _guarded(self, call: Callable[[], object]) -> None:
-        """A service's defect ends one transfer, not the connection's thread."""
+        """Call the service. An exception ends this transfer, not the connection's thread."""
         try:
             call()
         except TransferError as error:
-            # It ended while the service was about to answer; `ended` tells it so.
+            # The transfer may have ended while the service was about to answer; `ended` says so.
             if not self._transfer.ended:
                 self.cancel(Reason.FAILED, error.message)
-        except Exception as error:  # the edge of this room: whatever a service raises ends one transfer
+        except Exception as error:  # the edge of this package: a service may raise anything
             log.exception("the service failed in a transfer")
-            self.connection.host.count("service_errors")
+            self._endpoint.count("service_errors")
             self.cancel(Reason.FAILED, f"the service failed: {type(error).__name__}")
 
 
-class Source(_Side):
+class KVSource(TransferSide):
     """The side that has the KV."""
 
     def accept(self, cached: int = 0) -> None:
-        """Say yes to a `wanted`; `cached` leading blocks need not be computed. Raises TransferError if it has ended."""
-        self._command(Event.ACCEPT, Accept(cached))
+        """Accept a `pull_requested`; `cached` leading blocks need not be computed. Raises TransferError if it has ended."""
+        self.handle(TransferEvent.ACCEPT, message=Accept(cached))
 
-    def working(self) -> None:
-        """There is nothing to send yet, but it is being worked on; to be called at least every few seconds meanwhile. Cheap:
-        what is called too often is not sent. Ignored once it has ended."""
+    def keep_alive(self) -> None:
+        """Tell the peer that the computation continues although there is nothing to send yet.
+
+        Call it at least every few seconds. It is cheap: calls that come too often send nothing. Ignored after the end.
+        """
         with self._lock:
-            if self.state is not State.SENDING or self.deadline is None:
+            deadline = self._transfer.deadline
+            if self.state is not State.SENDING or deadline is None:
                 return
-            now = time.monotonic()
-            timings = self._transfer.timings
-            if self.deadline - now < timings.lease - min(timings.lease, timings.progress) / 5:
+            now, timings = time.monotonic(), self._endpoint.timings
+            if deadline - now < timings.lease - min(timings.lease, timings.progress) / 5:
                 self._transfer.progress(now)
-                self.connection.post(Working(), self.id)
+                self.channel.post(KeepAlive(), self.id)
 
     def send(
-        self, part: Part, buffers: Sequence[Buffer], *, sent: Callable[[], None] | None = None, wait: float = 30.0
+        self, part: KVPart, buffers: Sequence[Buffer], *, sent: Callable[[], None] | None = None, wait: float = 30.0
     ) -> bool:
-        """Queue a part; its payload is the bytes of `buffers` (contiguous, in units of a byte) in a row.
+        """Queue a part; its payload is the concatenated bytes of `buffers` (contiguous, item size 1).
 
         Args:
-            sent: called exactly once, from another thread or from within, as soon as the buffers may change: the part went out,
-                was dropped because the transfer ended, or was not queued at all.
+            sent: called exactly once, from another thread or from within, as soon as the buffers may change: the part was
+                sent, was dropped because the transfer ended, or was not queued at all.
             wait: seconds to wait for room in the queue.
 
-        Returns False if there was no room within that time. Raises TransferError if the transfer has ended, is not at this
-        stage, or the part has another size than its layout says.
+        Returns False if there was no room within that time. Raises TransferError if the transfer has ended or is not in the
+        right state, or if the part's size does not match its layout.
         """
         try:
             size = sum(map(len, buffers))
-            expected = payload_bytes(self.connection.layout, part)
+            expected = payload_bytes(self.channel.layout, part)
             if size != expected:
                 raise TransferError(f"a part of {part.tokens} tokens has {expected} bytes, not {size}")
-            if size > self.connection.largest:
-                raise TransferError(f"a part of {size} bytes is longer than the {self.connection.largest} of this link")
+            if size > self.channel.largest:
+                raise TransferError(f"a part of {size} bytes is longer than the {self.channel.largest} of this link")
             with self._lock:
-                self._transfer.handle(Event.SEND, time.monotonic())
+                self._transfer.handle(TransferEvent.SEND, time.monotonic())
         except TransferError:
             if sent is not None:
                 sent()
             raise
-        return self.connection.put(part, self.id, buffers, sent, wait, lambda: self._transfer.ended)
+        return self.channel.put(part, self.id, buffers, sent, wait, lambda: self._transfer.ended)
 
     def finish(self, result: bytes, tokens: int) -> None:
         """Everything was sent; `tokens` tokens have KV. The peer answers. Raises TransferError if it has ended."""
-        self._command(Event.FINISH, Finished(result, tokens))
+        self.handle(TransferEvent.FINISH, message=Finished(result, tokens))
 
 
-class Destination(_Side):
-    """The side that gets the KV."""
+class KVDestination(TransferSide):
+    """The side that receives the KV."""
 
     def __init__(
-        self, connection: Connection, number: bytes, role: Role, opening: Want | Offer, timings: Timings
+        self, channel: Channel, number: bytes, role: Role, opening: PullRequest | PushRequest, endpoint: EndpointHooks
     ) -> None:
-        super().__init__(connection, number, role, opening, timings)
-        self._ledger = Ledger(connection.layout, opening.keys, self.have)
+        super().__init__(channel, number, role, opening, endpoint)
+        self._received = ReceivedParts(channel.layout, opening.keys, self.have)
 
     def accept(self, have: int = 0) -> None:
-        """Say yes to an `offered`; the first `have` blocks are here already. Raises TransferError if it has ended."""
-        self.have = self._ledger.have = have
-        self._command(Event.ACCEPT, Accept(have))
+        """Accept a `push_requested`; the first `have` blocks are here already. Raises TransferError if it has ended."""
+        self.have = self._received.have = have
+        self.handle(TransferEvent.ACCEPT, message=Accept(have))
 
     def take(self) -> bool:
-        """Take what is complete. True: it is this side's from now on. False: it has ended, and must not be gone on with."""
-        with self._telling:
+        """Take a complete request over. True: this side owns it now. False: the transfer has ended; do not continue it."""
+        with self._notifying:
             if self._transfer.ended:
                 return False
-            self._command(Event.TAKE, Taken())
+            self.handle(TransferEvent.TAKE, message=Taken())
             return True
 
     def got(self, received: Received) -> None:
-        message = received.message
-        if isinstance(message, Part):
-            self._got_part(message, received)
-        elif isinstance(message, Finished):
-            self._got_finished(message)
-        else:
-            super().got(received)
+        match received.message:
+            case KVPart() as part:
+                self._got_part(part, received)
+            case Finished() as finished:
+                self._got_finished(finished)
+            case _:
+                super().got(received)
 
-    def _got_part(self, part: Part, received: Received) -> None:
-        """Nothing is looked at, let alone handed over, before all of it has been checked."""
+    def _got_part(self, part: KVPart, received: Received) -> None:
+        """Check a part completely before the service sees it."""
         payload = received.payload
         if self._transfer.ended:
             payload.release()
             return
-        fault = self._ledger.fault(part, len(payload))
+        fault = self._received.find_fault(part, len(payload))
         if fault is None and not received.sound():
-            fault = "the checksum of a part does not fit"
-        with self._telling:
+            fault = "the checksum of a part does not match"
+        event = TransferEvent.GOT_PART if fault is None else TransferEvent.GOT_BAD_PART
+        with self._notifying:
             try:
-                with self._lock:
-                    event = Event.GOT_PART if fault is None else Event.GOT_BAD_PART
-                    actions = self._transfer.handle(event, time.monotonic(), Reason.CONTENT, fault or "")
-                    self._send(actions, None)
+                actions = self.handle(event, Reason.CONTENT, fault or "")
             except BaseException:
                 payload.release()
                 raise
-            if Action.TELL_PART not in actions:
+            if Action.NOTIFY_PART in actions:
+                self._received.add(part)
+                self._guarded(lambda: self._endpoint.listener.part(self, part, payload))
+            else:
                 payload.release()
-                self._tell(actions)
-                return
-            self._ledger.note(part)
-            self._guarded(lambda: self.connection.host.service.part(self, part, payload))
 
     def _got_finished(self, message: Finished) -> None:
         if self._transfer.ended:
             return
-        gap = self._ledger.gap(message.tokens)
-        with self._telling:
-            with self._lock:
-                event = Event.GOT_FINISHED if gap is None else Event.GOT_GAPS
-                actions = self._transfer.handle(event, time.monotonic(), Reason.GAPS, gap or "")
-                self._send(actions, None)
-            self._tell(actions)
-            if Action.TELL_FINISHED in actions:
-                self._guarded(lambda: self.connection.host.service.finished(self, message.result, message.tokens))
-
-    @property
-    def received_keys(self) -> dict[int, bytes]:
-        """The key of each full block that was named so far, by the block's number."""
-        return dict(self._ledger.keys)
+        gap = self._received.find_gap(message.tokens)
+        event = TransferEvent.GOT_FINISHED if gap is None else TransferEvent.GOT_GAPS
+        with self._notifying:
+            if Action.NOTIFY_FINISHED in self.handle(event, Reason.GAPS, gap or ""):
+                self._guarded(lambda: self._endpoint.listener.finished(self, message.result, message.tokens))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foreword.disaggregation.kv_view import DeviceRows, KVView
 from foreword.offload.staging import layout_of
-from foreword.transfer.messages import Part
+from foreword.transfer.messages import KVPart
 from foreword.transfer.parts import payload_bytes
 
 BLOCKS, SIZE, LAYERS = 12, 4, 3
@@ -53,13 +53,13 @@ def by_views(layers: Mapping[int, Any]) -> KVView:
 
 
 @st.composite
-def parts(draw: st.DrawFn) -> tuple[Part, list[int]]:
+def parts(draw: st.DrawFn) -> tuple[KVPart, list[int]]:
     """A part and the blocks that it is of, in any order, the last one perhaps not full."""
     blocks = draw(st.lists(st.integers(0, BLOCKS - 1), min_size=1, unique=True))
     first = draw(st.integers(0, LAYERS - 1))
     count = draw(st.integers(1, LAYERS - first))
     tokens = (len(blocks) - 1) * SIZE + draw(st.integers(1, SIZE))
-    return Part(first, count, draw(st.integers(0, 50)), len(blocks), tokens, b""), blocks
+    return KVPart(first, count, draw(st.integers(0, 50)), len(blocks), tokens, b""), blocks
 
 
 def joined(buffers: list[Any]) -> bytes:
@@ -68,7 +68,7 @@ def joined(buffers: list[Any]) -> bytes:
 
 @pytest.mark.parametrize("device", DEVICES)
 @given(parts(), st.integers(0, 100))
-def test_copies_are_what_views_are(device: str, case: tuple[Part, list[int]], seed: int) -> None:
+def test_copies_are_what_views_are(device: str, case: tuple[KVPart, list[int]], seed: int) -> None:
     """Read by a copy, a part has the bytes that its view has; written by a copy, it changes the slots of its tokens in its
     layers and nothing else, from memory that may not be written to."""
     part, blocks = case
@@ -91,7 +91,7 @@ def test_copies_are_what_views_are(device: str, case: tuple[Part, list[int]], se
 def test_what_was_read_stays(device: str) -> None:
     """Bytes that were copied out do not change when their blocks do, nor when more is read."""
     port = by_copies(layers_on(device, 1))
-    part = Part(0, LAYERS, 0, 3, 3 * SIZE, b"")
+    part = KVPart(0, LAYERS, 0, 3, 3 * SIZE, b"")
     buffers = port.read(part, [3, 1, 2], port.mark())
     before = joined(buffers)
     port.write(part, [3, 1, 2], memoryview(bytes(len(before))), port.mark())
@@ -106,7 +106,7 @@ def test_the_order_on_a_gpu() -> None:
     device = f"cuda:{torch.cuda.device_count() - 1}"
     layers = layers_on(device, 2)
     port = by_copies(layers)
-    part = Part(0, LAYERS, 0, BLOCKS, BLOCKS * SIZE, b"")
+    part = KVPart(0, LAYERS, 0, BLOCKS, BLOCKS * SIZE, b"")
     blocks = list(range(BLOCKS))
     size = payload_bytes(port.layout, part)
     big = torch.ones(4096, 4096, device=device)

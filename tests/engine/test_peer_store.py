@@ -30,7 +30,7 @@ from foreword.entrypoints.llm import LLM
 from foreword.events import BlocksRemoved, BlocksStored
 from foreword.observability.metrics import PrometheusObserver
 from foreword.store.frame import HEADER_BYTES, check, read_header
-from foreword.transfer.endpoint import Endpoint
+from foreword.transfer.endpoint import TransferEndpoint
 
 Make = Callable[..., LLM]
 Find = Callable[[str], Reference]
@@ -65,7 +65,7 @@ class Giver:
         self.engine = AsyncEngine.from_config(config, store=StoreConfig(urls=urls), transfer=settings)
         assert self.engine.served is not None
         self.served: BlockServer = self.engine.served
-        self.endpoint: Endpoint = serve_blocks(self.served, settings)
+        self.endpoint: TransferEndpoint = serve_blocks(self.served, settings)
         self.url = f"peer://{self.endpoint.address}?beat_seconds=5"
 
     def generate(self, tokens: Sequence[int], count: int = 8, salt: bytes = b"") -> tuple[int, ...]:
@@ -255,7 +255,7 @@ def test_another_model(folder: Find_folder, engine: Make, reference: Find, giver
             [output] = llm.generate(tokens, greedy(4))
             reference("llama").check(tokens, output.outputs[0], 4)
             assert output.cached_tokens == 0 and tier.counters.errors["store_unavailable"] == 1
-    assert "another weights of the model" in caplog.text and "block size" in caplog.text
+    assert "different weights of the model" in caplog.text and "block size" in caplog.text
 
 
 def test_a_wrong_secret(engine: Make, reference: Find, giver: Any, monkeypatch: Any) -> None:

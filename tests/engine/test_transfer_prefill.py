@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from networks import over_each_link, private_network
+from networks import over_each_link
 from pair import PATIENCE, Answer, Node, ask, node, request, until
 from patience import patient
 from tiny import prompt
@@ -18,9 +18,9 @@ from foreword.config import EngineConfig, TransferConfig
 from foreword.disaggregation import messages as wire
 from foreword.engine.request import SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.transfer.endpoint import Endpoint
+from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.messages import Reason
-from foreword.transfer.service import Idle
+from foreword.transfer.service import TransferService
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=3)
 SEEDED = SamplingParams(max_tokens=8, seed=7, logprobs=1, top_p=0.9)
@@ -318,17 +318,7 @@ def test_refusals(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> No
         same.engine.close()
 
 
-@pytest.fixture
-def network(links: tuple[str, ...]) -> Iterator[None]:
-    """NIXL binds in a network of its own."""
-    if "nixl" in links:
-        yield from private_network()
-    else:
-        yield
-
-
 @over_each_link
-@pytest.mark.usefixtures("network")
 def test_secret_and_links(
     folder: Callable[[str], Path], nodes: tuple[Node, Node], links: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -375,15 +365,15 @@ def test_nonsense_is_refused(nodes: tuple[Node, Node]) -> None:
         wire.encode(dataclasses.replace(good, version=99)): Reason.REQUEST,
         wire.encode({**dataclasses.asdict(good), "seed": 2**63}): Reason.REQUEST,
     }
-    endpoint = Endpoint(TransferConfig(), Idle(layout))
+    endpoint = TransferEndpoint(TransferConfig(), TransferService(layout))
     try:
         connection = endpoint.connect(prefill.address)
         for request_bytes, reason in bad.items():
-            destination = connection.want(request_bytes)
+            destination = connection.pull(request_bytes)
             assert destination.wait(PATIENCE) is not None
             assert destination.reason == reason
         # A claim to have more blocks than the prompt has: nothing is sent, and nothing breaks.
-        assert connection.want(wire.encode(good), have=1000).wait(PATIENCE) is not None
+        assert connection.pull(wire.encode(good), have=1000).wait(PATIENCE) is not None
     finally:
         endpoint.close()
 

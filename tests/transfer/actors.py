@@ -11,10 +11,10 @@ from foreword.blocks.pool import BlockPool
 from foreword.config import TransferConfig
 from foreword.errors import TransferError
 from foreword.transfer.link import Payload
-from foreword.transfer.messages import Buffer, Part, Reason
+from foreword.transfer.messages import Buffer, KVPart, Reason, split_keys
 from foreword.transfer.parts import payload_bytes, split
-from foreword.transfer.service import Idle
-from foreword.transfer.transfers import Destination, Source
+from foreword.transfer.service import TransferService
+from foreword.transfer.transfers import KVDestination, KVSource, TransferSide
 
 PATIENCE = 60.0
 LAYOUT = Layout(b"model", 16, (LayerLayout(2, 16, 16),) * 3, "bfloat16")
@@ -39,7 +39,7 @@ def keys_of(seed: int, tokens: int) -> list[bytes]:
     return [sha256(f"{seed}/{number}".encode()).digest() for number in range(tokens // LAYOUT.block_size)]
 
 
-def content(seed: int, part: Part) -> bytes:
+def content(seed: int, part: KVPart) -> bytes:
     """The KV of a part: the same for the same block and layer, whichever part it comes in."""
     pieces = []
     per_token = LAYOUT.item_bytes * LAYOUT.layers[0].elements
@@ -54,33 +54,33 @@ def content(seed: int, part: Part) -> bytes:
     return data
 
 
-def parts_of(seed: int, tokens: int, first: int = 0, target: int = 20_000) -> Iterator[tuple[Part, bytes]]:
+def parts_of(seed: int, tokens: int, first: int = 0, target: int = 20_000) -> Iterator[tuple[KVPart, bytes]]:
     for part in split(
         LAYOUT, tokens - first * LAYOUT.block_size, keys_of(seed, tokens)[first:], first_block=first, target=target
     ):
         yield part, content(seed, part)
 
 
-class Recorder(Idle):
+class Recorder(TransferService):
     """Keeps what it is told in queues that can be waited for."""
 
     def __init__(self, layout: Layout | None = LAYOUT) -> None:
         super().__init__(layout)
-        self.heard: queue.Queue[tuple[str, Source | Destination]] = queue.Queue()
+        self.heard: queue.Queue[tuple[str, TransferSide]] = queue.Queue()
         self.ends: dict[bytes, int] = {}
         self.lock = threading.Lock()
 
-    def await_(self, what: str) -> Source | Destination:
+    def await_(self, what: str) -> TransferSide:
         """The transfer about which the next thing of this kind is told; other things on the way are passed over."""
         while True:
             said, transfer = self.heard.get(timeout=PATIENCE)
             if said == what:
                 return transfer
 
-    def accepted(self, transfer: Source | Destination) -> None:
+    def accepted(self, transfer: TransferSide) -> None:
         self.heard.put(("accepted", transfer))
 
-    def ended(self, transfer: Source | Destination) -> None:
+    def ended(self, transfer: TransferSide) -> None:
         with self.lock:
             self.ends[transfer.id] = self.ends.get(transfer.id, 0) + 1
         self.heard.put(("ended", transfer))
@@ -98,13 +98,13 @@ class Prefill(Recorder):
         super().__init__()
         self.stop = stop
         self.tell = tell
-        self.cut_off: list[Source] = []
+        self.cut_off: list[KVSource] = []
 
-    def wanted(self, source: Source) -> None:
+    def pull_requested(self, source: KVSource) -> None:
         self.heard.put(("wanted", source))
         threading.Thread(target=self.compute, args=(source,), daemon=True).start()
 
-    def compute(self, source: Source) -> None:
+    def compute(self, source: KVSource) -> None:
         """On a thread of its own, where the end of the transfer is an event like any other; an error while it lives is one."""
         try:
             self._compute(source)
@@ -114,7 +114,7 @@ class Prefill(Recorder):
             with self.lock:
                 self.cut_off.append(source)
 
-    def _compute(self, source: Source) -> None:
+    def _compute(self, source: KVSource) -> None:
         seed, tokens = map(int, source.request.split())
         if self.stop == "asked":
             return self.tell("asked")
@@ -123,7 +123,7 @@ class Prefill(Recorder):
         source.accept()
         return self.send(source, seed, tokens, source.have)
 
-    def send(self, source: Source, seed: int, tokens: int, first: int) -> None:
+    def send(self, source: KVSource, seed: int, tokens: int, first: int) -> None:
         for number, (part, data) in enumerate(parts_of(seed, tokens, first)):
             if self.stop == "sending" and number == 2:
                 return self.tell("sending")
@@ -137,7 +137,8 @@ class Decode(Recorder):
 
     Attributes:
         stop: `considered`, `receiving` or `complete`: goes no further than that.
-        wrong: what was handed over and is not what it should be.
+        wrong: parts whose content is wrong.
+        keys: the key of each full block that has arrived.
     """
 
     def __init__(self, blocks: int = 256, stop: str = "", tell: Callable[[str], None] = lambda what: None) -> None:
@@ -148,6 +149,7 @@ class Decode(Recorder):
         self.wrong: list[str] = []
         self.results: list[bytes] = []
         self.taken_bytes = 0
+        self.keys: dict[int, bytes] = {}
 
     def hold(self, tokens: int) -> dict[str, list[int]] | None:
         """Blocks for so many tokens, as a transfer's context; None if there are too few."""
@@ -156,7 +158,7 @@ class Decode(Recorder):
             blocks = self.pool.allocate(count)
         return None if blocks is None else {"blocks": blocks}
 
-    def offered(self, destination: Destination) -> None:
+    def push_requested(self, destination: KVDestination) -> None:
         self.heard.put(("offered", destination))
         if self.stop == "considered":
             return self.tell("considered")
@@ -166,17 +168,18 @@ class Decode(Recorder):
             return destination.refuse(Reason.FULL, "no blocks are free")
         return destination.accept(0)
 
-    def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+    def part(self, destination: KVDestination, part: KVPart, payload: Payload) -> None:
         seed = int(destination.request.split()[0])
         with payload as view:
             if view != content(seed, part):
                 self.wrong.append(f"{part}")
             self.taken_bytes += len(view)
+        self.keys.update(enumerate(split_keys(part.keys), start=part.first_block))
         self.heard.put(("part", destination))
         if self.stop == "receiving":
             self.tell("receiving")
 
-    def finished(self, destination: Destination, result: bytes, tokens: int) -> None:
+    def finished(self, destination: KVDestination, result: bytes, tokens: int) -> None:
         self.results.append(result)
         self.heard.put(("finished", destination))
         if self.stop == "complete":
@@ -184,7 +187,7 @@ class Decode(Recorder):
         else:
             destination.take()
 
-    def ended(self, transfer: Source | Destination) -> None:
+    def ended(self, transfer: TransferSide) -> None:
         if transfer.context:
             with self.lock:
                 self.pool.release(transfer.context["blocks"])

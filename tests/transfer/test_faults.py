@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 
 import pytest
 from actors import LAYOUT, PATIENCE, QUICK, Decode, Prefill, Recorder, config, keys_of, parts_of
@@ -19,15 +18,13 @@ from foreword.blocks.layout import LayerLayout, Layout
 from foreword.config import TransferConfig
 from foreword.conformance.links import child
 from foreword.errors import ConfigError, PeerRejected, TransferError
-from foreword.transfer import endpoint as endpoints
 from foreword.transfer import handshake
 from foreword.transfer.connection import Connection
-from foreword.transfer.endpoint import Endpoint
+from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.messages import Reason
-from foreword.transfer.nixl_agent import NixlAgent
-from foreword.transfer.protocol import Outcome, State
-from foreword.transfer.service import Idle
-from foreword.transfer.transfers import Destination
+from foreword.transfer.protocol import State, TransferOutcome
+from foreword.transfer.service import TransferService
+from foreword.transfer.transfers import KVDestination
 
 SECRET = "a shared secret of the tests"
 
@@ -105,15 +102,15 @@ def test_a_wire_that_misbehaves(fault: str) -> None:
     for at in [draw.randrange(600, 90_000) for _ in range(3 if fault == "stall" else 12)]:
         prefill, decode = Prefill(), Decode()
         with ExitStack() as stack:
-            listening = Endpoint(config(links=("tcp",), **QUICK), prefill)
+            listening = TransferEndpoint(config(links=("tcp",), **QUICK), prefill)
             stack.callback(listening.close)
-            calling = Endpoint(config(links=("tcp",), **QUICK), decode)
+            calling = TransferEndpoint(config(links=("tcp",), **QUICK), decode)
             stack.callback(calling.close)
             proxy = Proxy(listening.listen(), fault, at)
             stack.callback(proxy.close)
             connection = calling.connect(proxy.address)
-            destination = connection.want(request(1, 400), keys_of(1, 400), context=decode.hold(400))
-            assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN, f"{fault} at {at} of {proxy.passed}"
+            destination = connection.pull(request(1, 400), keys_of(1, 400), context=decode.hold(400))
+            assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN, f"{fault} at {at} of {proxy.passed}"
             assert destination.reason in (Reason.LOST, Reason.CONTENT, Reason.DEADLINE, Reason.GAPS)
             until(lambda listening=listening: not listening.status().transfers)
             decode.check()
@@ -124,19 +121,19 @@ def test_a_flipped_payload_fails_one_transfer() -> None:
     """A payload that does not fit its checksum ends its transfer with that reason; the connection goes on."""
     prefill, decode = Prefill(), Decode()
     with ExitStack() as stack:
-        listening = Endpoint(config(links=("tcp",)), prefill)
+        listening = TransferEndpoint(config(links=("tcp",)), prefill)
         stack.callback(listening.close)
-        calling = Endpoint(config(links=("tcp",)), decode)
+        calling = TransferEndpoint(config(links=("tcp",)), decode)
         stack.callback(calling.close)
         # The first payload is some 16 kB long and begins in the first 2 kB.
         proxy = Proxy(listening.listen(), "flip", 9000)
         stack.callback(proxy.close)
         connection = calling.connect(proxy.address)
-        destination = connection.want(request(1, 400), keys_of(1, 400), context=decode.hold(400))
-        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN and destination.reason is Reason.CONTENT
+        destination = connection.pull(request(1, 400), keys_of(1, 400), context=decode.hold(400))
+        assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN and destination.reason is Reason.CONTENT
         assert prefill.await_("ended").reason is Reason.CONTENT
-        again = connection.want(request(2, 400), keys_of(2, 400), context=decode.hold(400))
-        assert again.wait(PATIENCE) is Outcome.TAKEN
+        again = connection.pull(request(2, 400), keys_of(2, 400), context=decode.hold(400))
+        assert again.wait(PATIENCE) is TransferOutcome.TAKEN
         decode.check()
 
 
@@ -146,9 +143,9 @@ def test_a_flipped_payload_fails_one_transfer() -> None:
 def refused(theirs: TransferConfig, ours: TransferConfig, layouts: tuple[Layout | None, Layout | None]) -> str:
     """Why a connection does not come about; both sides must see it and be none the worse."""
     with ExitStack() as stack:
-        listening = Endpoint(theirs, Idle(layouts[0]))
+        listening = TransferEndpoint(theirs, TransferService(layouts[0]))
         stack.callback(listening.close)
-        calling = Endpoint(ours, Idle(layouts[1]))
+        calling = TransferEndpoint(ours, TransferService(layouts[1]))
         stack.callback(calling.close)
         address = listening.listen()
         with pytest.raises(PeerRejected) as raised:
@@ -173,9 +170,9 @@ def test_the_wrong_secret(theirs: str | None, ours: str | None) -> None:
 def test_the_right_secret() -> None:
     """The same secret on both sides lets them talk."""
     with ExitStack() as stack:
-        listening = Endpoint(config(secret=SECRET), Idle(LAYOUT))
+        listening = TransferEndpoint(config(secret=SECRET), TransferService(LAYOUT))
         stack.callback(listening.close)
-        calling = Endpoint(config(secret=SECRET), Idle(LAYOUT))
+        calling = TransferEndpoint(config(secret=SECRET), TransferService(LAYOUT))
         stack.callback(calling.close)
         assert calling.connect(listening.listen()).alive
 
@@ -199,7 +196,7 @@ def test_another_layout(other: Layout, says: str) -> None:
 
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer of another version is refused with both numbers."""
-    listening = Endpoint(config(), Idle(LAYOUT))
+    listening = TransferEndpoint(config(), TransferService(LAYOUT))
     address = listening.listen()
     with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as peer:
         opening = handshake._OPENING.pack(b"FWTH", 7, 1, 0, bytes(range(32)))
@@ -212,7 +209,7 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     until(lambda: listening.status().counts.get("peers_rejected") == 1)
 
     server = socket.create_server(("127.0.0.1", 0))
-    calling = Endpoint(config(), Idle(LAYOUT))
+    calling = TransferEndpoint(config(), TransferService(LAYOUT))
 
     def answer_as_another() -> None:
         peer, _ = server.accept()
@@ -236,9 +233,9 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_strangers(sends: bytes | str) -> None:
     """Whoever says nothing, something else, or repeats what it is sent is let go of in time; others are served meanwhile."""
-    listening = Endpoint(config(connect_timeout=5.0, secret=SECRET), Idle(LAYOUT))
+    listening = TransferEndpoint(config(connect_timeout=5.0, secret=SECRET), TransferService(LAYOUT))
     address = listening.listen()
-    calling = Endpoint(config(secret=SECRET), Idle(LAYOUT))
+    calling = TransferEndpoint(config(secret=SECRET), TransferService(LAYOUT))
     with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as stranger:
         stranger.settimeout(PATIENCE)
         if isinstance(sends, bytes):
@@ -261,7 +258,7 @@ def test_strangers(sends: bytes | str) -> None:
 
 def test_a_wrong_proof() -> None:
     """A client that does not know the secret gets one byte, no, and nothing that it could learn from, whatever it says."""
-    listening = Endpoint(config(secret=SECRET), Idle(LAYOUT))
+    listening = TransferEndpoint(config(secret=SECRET), TransferService(LAYOUT))
     address = listening.listen()
     with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as stranger:
         stranger.settimeout(PATIENCE)
@@ -278,8 +275,8 @@ def test_a_wrong_proof() -> None:
 def test_no_open_door_without_a_secret(bind: str) -> None:
     """An address that others can reach is not bound without a secret; the error says what to do."""
     with pytest.raises(ConfigError, match=r"transfer\.secret"):
-        Endpoint(TransferConfig(bind=bind))
-    endpoint = Endpoint(config(), Idle())
+        TransferEndpoint(TransferConfig(bind=bind))
+    endpoint = TransferEndpoint(config(), TransferService())
     with pytest.raises(ConfigError, match=r"transfer\.secret"):
         endpoint.connect("10.1.2.3:9000")
     endpoint.close()
@@ -312,46 +309,15 @@ def test_shared_memory_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(handshake, "open_peers", sometimes)
         prefill, decode = Prefill(), Decode()
-        listening, calling = Endpoint(config(), prefill), Endpoint(config(), decode)
+        listening, calling = TransferEndpoint(config(), prefill), TransferEndpoint(config(), decode)
         connection = calling.connect(listening.listen())
         assert connection.link.capabilities.name == "tcp"
-        destination = connection.want(request(1, 100), keys_of(1, 100), context=decode.hold(100))
-        assert destination.wait(PATIENCE) is Outcome.TAKEN
+        destination = connection.pull(request(1, 100), keys_of(1, 100), context=decode.hold(100))
+        assert destination.wait(PATIENCE) is TransferOutcome.TAKEN
         decode.check()
         calling.close()
         listening.close()
         monkeypatch.setattr(handshake, "open_peers", real)
-
-
-def test_nixl_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Where it is configured and missing, a warning says so and the next link is used."""
-    monkeypatch.setattr(endpoints, "missing", lambda: "it is not there")
-    listening, calling = Endpoint(config(links=("nixl", "shm", "tcp"))), Endpoint(config(links=("nixl", "shm", "tcp")))
-    assert "it is not there" in caplog.text
-    assert calling.connect(listening.listen()).link.capabilities.name == "shm"
-    calling.close()
-    listening.close()
-
-
-@pytest.mark.parametrize("links", [("nixl", "tcp")], ids=["nixl"])
-@pytest.mark.parametrize(
-    "wrong", [{"metadata": b"noise"}, {"base": 4096}, {"token": bytes(32)}], ids=lambda one: next(iter(one))
-)
-def test_an_agent_that_is_not_what_it_says(
-    links: tuple[str, ...], wrong: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Metadata that NIXL does not take, memory that is not registered, another token: the two go on over TCP."""
-    real = NixlAgent.announce
-    monkeypatch.setattr(NixlAgent, "announce", lambda self: replace(real(self), **wrong))  # type: ignore[arg-type]
-    prefill, decode = Prefill(), Decode()
-    listening, calling = Endpoint(config(links=links), prefill), Endpoint(config(links=links), decode)
-    connection = calling.connect(listening.listen())
-    assert connection.link.capabilities.name == "tcp"
-    destination = connection.want(request(1, 100), keys_of(1, 100), context=decode.hold(100))
-    assert destination.wait(PATIENCE) is Outcome.TAKEN
-    decode.check()
-    calling.close()
-    listening.close()
 
 
 # kill -9
@@ -393,14 +359,14 @@ def listen_with(
     service: Callable[[Line], Recorder], links: tuple[str, ...], **settings: object
 ) -> Callable[[Line], None]:
     def work(line: Line) -> None:
-        endpoint = Endpoint(config(links=links, **settings), service(line))
+        endpoint = TransferEndpoint(config(links=links, **settings), service(line))
         line.tell(endpoint.listen())
         time.sleep(PATIENCE)
 
     return work
 
 
-def settled(endpoint: Endpoint) -> bool:
+def settled(endpoint: TransferEndpoint) -> bool:
     status = endpoint.status()
     return not status.transfers and not status.connections and not status.queued_bytes
 
@@ -411,9 +377,9 @@ def test_a_killed_source_of_a_pull(state: str, links: tuple[str, ...]) -> None:
     """Killed in any state, the source leaves a destination that ends, gives its blocks back, or has everything already."""
     with other_process(listen_with(lambda line: Prefill(stop=state, tell=line.tell), links)) as (number, line):
         decode = Decode(stop="complete" if state == "delivered" else "")
-        calling = Endpoint(config(links=links), decode)
+        calling = TransferEndpoint(config(links=links), decode)
         connection = calling.connect(line.hear())
-        destination = connection.want(request(1, 500), keys_of(1, 500), context=decode.hold(500))
+        destination = connection.pull(request(1, 500), keys_of(1, 500), context=decode.hold(500))
         assert line.hear() == state
         if state == "delivered":
             decode.await_("finished")
@@ -422,7 +388,7 @@ def test_a_killed_source_of_a_pull(state: str, links: tuple[str, ...]) -> None:
             until(lambda: not connection.alive)
             assert destination.state is State.COMPLETE and destination.take()
         outcome = destination.wait(PATIENCE)
-        assert outcome is (Outcome.TAKEN if state == "delivered" else Outcome.NOT_TAKEN)
+        assert outcome is (TransferOutcome.TAKEN if state == "delivered" else TransferOutcome.NOT_TAKEN)
         assert destination.reason is (None if state == "delivered" else Reason.LOST)
         until(lambda: settled(calling))
         decode.check()
@@ -435,9 +401,9 @@ def test_a_killed_destination_of_a_push(state: str, links: tuple[str, ...]) -> N
     """Killed in any state before it took the request, the destination leaves a source that has it again, with every buffer."""
     with other_process(listen_with(lambda line: Decode(stop=state, tell=line.tell), links)) as (number, line):
         giving = Recorder()
-        calling = Endpoint(config(links=links), giving)
+        calling = TransferEndpoint(config(links=links), giving)
         connection = calling.connect(line.hear())
-        source = connection.offer(request(2, 500), keys_of(2, 500), 500)
+        source = connection.push(request(2, 500), keys_of(2, 500), 500)
         freed = threading.Semaphore(0)
         count = 0
         if state != "considered":
@@ -450,7 +416,7 @@ def test_a_killed_destination_of_a_push(state: str, links: tuple[str, ...]) -> N
         while line.hear() != state:
             pass
         os.kill(number, signal.SIGKILL)
-        assert source.wait(PATIENCE) is Outcome.NOT_TAKEN and source.reason is Reason.LOST
+        assert source.wait(PATIENCE) is TransferOutcome.NOT_TAKEN and source.reason is Reason.LOST
         for _ in range(count):
             assert freed.acquire(timeout=PATIENCE)
         until(lambda: settled(calling))
@@ -461,9 +427,9 @@ def test_a_killed_destination_of_a_push(state: str, links: tuple[str, ...]) -> N
 def ask_from(address: str, line: Line, stop: str, links: tuple[str, ...]) -> None:
     """A child that wants something and goes no further than `stop`."""
     decode = Decode(stop=stop, tell=line.tell)
-    endpoint = Endpoint(config(links=links), decode)
+    endpoint = TransferEndpoint(config(links=links), decode)
     connection = endpoint.connect(address)
-    connection.want(request(3, 500), keys_of(3, 500), context=decode.hold(500))
+    connection.pull(request(3, 500), keys_of(3, 500), context=decode.hold(500))
     line.tell("wanted")
     time.sleep(PATIENCE)
 
@@ -471,8 +437,8 @@ def ask_from(address: str, line: Line, stop: str, links: tuple[str, ...]) -> Non
 def offer_from(address: str, line: Line, stop: str, links: tuple[str, ...]) -> None:
     """A child that offers a request and goes no further than `stop`."""
     giving = Recorder()
-    endpoint = Endpoint(config(links=links), giving)
-    source = endpoint.connect(address).offer(request(4, 500), keys_of(4, 500), 500)
+    endpoint = TransferEndpoint(config(links=links), giving)
+    source = endpoint.connect(address).push(request(4, 500), keys_of(4, 500), 500)
     if stop != "offered":
         giving.await_("accepted")
         for number, (part, data) in enumerate(parts_of(4, 500)):
@@ -496,12 +462,12 @@ def caller(
 @contextmanager
 def calling_process(
     run: Callable[[Line, int], None], service: Recorder, links: tuple[str, ...]
-) -> Iterator[tuple[int, Line, Endpoint]]:
+) -> Iterator[tuple[int, Line, TransferEndpoint]]:
     """A child that is forked before this process has threads, then told where to call."""
     told, tell = os.pipe()
     line = Line()
     with child(lambda: run(line, told)) as number:
-        listening = Endpoint(config(links=links), service)
+        listening = TransferEndpoint(config(links=links), service)
         os.write(tell, listening.listen().encode())
         yield number, line, listening
         listening.close()
@@ -521,7 +487,7 @@ def test_a_killed_destination_of_a_pull(stop: str, until_word: str, links: tuple
             pass
         source = prefill.await_("wanted")
         os.kill(number, signal.SIGKILL)
-        assert source.wait(PATIENCE) is Outcome.NOT_TAKEN and source.reason is Reason.LOST
+        assert source.wait(PATIENCE) is TransferOutcome.NOT_TAKEN and source.reason is Reason.LOST
         until(lambda: settled(listening))
         assert prefill.ends == {source.id: 1}
 
@@ -535,8 +501,8 @@ def test_a_killed_source_of_a_push(state: str, links: tuple[str, ...]) -> None:
         assert line.hear() == state
         destination = decode.await_("finished" if state == "delivered" else "offered")
         os.kill(number, signal.SIGKILL)
-        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN
-        assert isinstance(destination, Destination) and not destination.take()
+        assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN
+        assert isinstance(destination, KVDestination) and not destination.take()
         until(lambda: settled(listening))
         decode.check()
 
@@ -545,7 +511,7 @@ def test_a_killed_source_of_a_push(state: str, links: tuple[str, ...]) -> None:
 
 
 def delivered(giving: Recorder, connection: Connection, seed: int = 5) -> object:
-    source = connection.offer(request(seed, 100), keys_of(seed, 100), 100)
+    source = connection.push(request(seed, 100), keys_of(seed, 100), 100)
     giving.await_("accepted")
     for part, data in parts_of(seed, 100):
         source.send(part, [data])
@@ -557,19 +523,19 @@ def test_a_word_that_was_lost() -> None:
     """The connection breaks after the destination took a request and before its word arrives: the source asks and learns it."""
     decode, giving = Decode(stop="complete"), Recorder()
     with ExitStack() as stack:
-        listening, calling = Endpoint(config(), decode), Endpoint(config(), giving)
+        listening, calling = TransferEndpoint(config(), decode), TransferEndpoint(config(), giving)
         stack.callback(listening.close)
         stack.callback(calling.close)
         connection = calling.connect(listening.listen())
         source = delivered(giving, connection)
         destination = decode.await_("finished")
-        assert isinstance(destination, Destination)
+        assert isinstance(destination, KVDestination)
         # Taken says so into a connection that breaks before it is sent.
-        destination.connection._outbox.close()
+        destination.channel._queue.close()
         assert destination.take()
         connection.close()
-        assert source.wait(PATIENCE) is Outcome.TAKEN  # type: ignore[attr-defined]
-        assert destination.outcome is Outcome.TAKEN
+        assert source.wait(PATIENCE) is TransferOutcome.TAKEN  # type: ignore[attr-defined]
+        assert destination.outcome is TransferOutcome.TAKEN
         assert len(calling._connections) == 1, "it asked over a new connection"
         decode.check()
 
@@ -579,15 +545,15 @@ def test_a_question_decides() -> None:
     it any more, even if it has not noticed."""
     decode, giving = Decode(stop="complete"), Recorder()
     with ExitStack() as stack:
-        listening, calling = Endpoint(config(), decode), Endpoint(config(), giving)
+        listening, calling = TransferEndpoint(config(), decode), TransferEndpoint(config(), giving)
         stack.callback(listening.close)
         stack.callback(calling.close)
         connection = calling.connect(listening.listen())
         source = delivered(giving, connection)
         destination = decode.await_("finished")
         connection.close()
-        assert source.wait(PATIENCE) is Outcome.NOT_TAKEN  # type: ignore[attr-defined]
-        assert isinstance(destination, Destination) and not destination.take()
+        assert source.wait(PATIENCE) is TransferOutcome.NOT_TAKEN  # type: ignore[attr-defined]
+        assert isinstance(destination, KVDestination) and not destination.take()
         decode.check()
 
 
@@ -595,15 +561,15 @@ def test_a_destination_that_takes_too_long() -> None:
     """After its lease the source asks over the connection that there is, and the answer settles it."""
     decode, giving = Decode(stop="complete"), Recorder()
     with ExitStack() as stack:
-        listening = Endpoint(config(lease_seconds=60.0), decode)
-        calling = Endpoint(config(lease_seconds=3.0), giving)
+        listening = TransferEndpoint(config(lease_seconds=60.0), decode)
+        calling = TransferEndpoint(config(lease_seconds=3.0), giving)
         stack.callback(listening.close)
         stack.callback(calling.close)
         connection = calling.connect(listening.listen())
         source = delivered(giving, connection)
         destination = decode.await_("finished")
-        assert source.wait(PATIENCE) is Outcome.NOT_TAKEN  # type: ignore[attr-defined]
-        assert isinstance(destination, Destination) and not destination.take()
+        assert source.wait(PATIENCE) is TransferOutcome.NOT_TAKEN  # type: ignore[attr-defined]
+        assert isinstance(destination, KVDestination) and not destination.take()
         assert connection.alive
         decode.check()
 
@@ -613,12 +579,12 @@ def test_nobody_can_be_asked() -> None:
     stuck = listen_with(lambda line: Decode(stop="complete", tell=line.tell), ("tcp",), beat_seconds=1.0)
     with other_process(stuck) as (number, line):
         giving = Recorder()
-        calling = Endpoint(config(links=("tcp",), lease_seconds=4.0, connect_timeout=4.0), giving)
+        calling = TransferEndpoint(config(links=("tcp",), lease_seconds=4.0, connect_timeout=4.0), giving)
         connection = calling.connect(line.hear())
         source = delivered(giving, connection)
         assert line.hear() == "complete"
         os.kill(number, signal.SIGSTOP)
-        assert source.wait(PATIENCE) is Outcome.UNKNOWN  # type: ignore[attr-defined]
+        assert source.wait(PATIENCE) is TransferOutcome.UNKNOWN  # type: ignore[attr-defined]
         assert source.reason is Reason.UNKNOWN  # type: ignore[attr-defined]
         calling.close()
 
@@ -628,13 +594,13 @@ def test_a_peer_that_is_stopped() -> None:
     stuck = listen_with(lambda line: Prefill(stop="sending", tell=line.tell), ("shm", "tcp"), beat_seconds=1.0)
     with other_process(stuck) as (number, line):
         decode = Decode()
-        calling = Endpoint(config(), decode)
+        calling = TransferEndpoint(config(), decode)
         connection = calling.connect(line.hear())
-        destination = connection.want(request(6, 500), keys_of(6, 500), context=decode.hold(500))
+        destination = connection.pull(request(6, 500), keys_of(6, 500), context=decode.hold(500))
         assert line.hear() == "sending"
         os.kill(number, signal.SIGSTOP)
-        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN and destination.reason is Reason.LOST
-        assert "sign of life" in destination.message
+        assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN and destination.reason is Reason.LOST
+        assert "heartbeat" in destination.message
         until(lambda: settled(calling))
         decode.check()
         calling.close()

@@ -23,8 +23,8 @@ from test_faults import Line
 
 from foreword.conformance.links import child
 from foreword.errors import PeerGone
-from foreword.transfer.endpoint import Endpoint
-from foreword.transfer.protocol import Outcome
+from foreword.transfer.endpoint import TransferEndpoint
+from foreword.transfer.protocol import TransferOutcome
 
 SECRET = "a shared secret of the tests"
 CLONE_NEWNET = 0x40000000
@@ -131,7 +131,9 @@ def wire() -> Iterator[Wire]:
 def serve(wire: Wire, service: Recorder, links: tuple[str, ...], line: Line, **settings: object) -> None:
     """A child: the first host."""
     enter(wire.names[0])
-    endpoint = Endpoint(config(bind=f"{wire.addresses[0]}:{PORT}", secret=SECRET, links=links, **settings), service)
+    endpoint = TransferEndpoint(
+        config(bind=f"{wire.addresses[0]}:{PORT}", secret=SECRET, links=links, **settings), service
+    )
     endpoint.listen()
     line.tell("listening")
     if isinstance(service, Decode):
@@ -145,23 +147,23 @@ def call(
     wire: Wire,
     links: tuple[str, ...],
     line: Line,
-    work: Callable[[Endpoint, Line], None],
+    work: Callable[[TransferEndpoint, Line], None],
     service: Recorder,
     **settings: object,
 ) -> None:
     """A child: the second host."""
     enter(wire.names[1])
-    endpoint = Endpoint(config(secret=SECRET, links=links, **settings), service)
+    endpoint = TransferEndpoint(config(secret=SECRET, links=links, **settings), service)
     work(endpoint, line)
 
 
-def pull(endpoint: Endpoint, line: Line) -> None:
+def pull(endpoint: TransferEndpoint, line: Line) -> None:
     decode = endpoint.service
     assert isinstance(decode, Decode)
     connection = endpoint.connect(f"10.231.0.1:{PORT}")
     line.tell(connection.link.capabilities.name)
     wanted = [
-        connection.want(f"{seed} 600".encode(), keys_of(seed, 600), context=decode.hold(600)) for seed in range(5)
+        connection.pull(f"{seed} 600".encode(), keys_of(seed, 600), context=decode.hold(600)) for seed in range(5)
     ]
     for destination in wanted:
         line.tell(str(destination.wait(PATIENCE)))
@@ -169,11 +171,11 @@ def pull(endpoint: Endpoint, line: Line) -> None:
     line.tell("clean")
 
 
-def push(endpoint: Endpoint, line: Line) -> None:
+def push(endpoint: TransferEndpoint, line: Line) -> None:
     giving = endpoint.service
     assert isinstance(giving, Recorder)
     connection = endpoint.connect(f"10.231.0.1:{PORT}")
-    source = connection.offer(b"7 600", keys_of(7, 600), 600)
+    source = connection.push(b"7 600", keys_of(7, 600), 600)
     giving.await_("accepted")
     for part, data in parts_of(7, 600):
         source.send(part, [data])
@@ -190,7 +192,7 @@ def test_delay_and_loss(wire: Wire, links: tuple[str, ...]) -> None:
         assert here.hear() == "listening"
         with child(lambda: call(wire, links, there, pull, Decode())):
             assert there.hear() == links[0]
-            assert [there.hear() for _ in range(5)] == [str(Outcome.TAKEN)] * 5
+            assert [there.hear() for _ in range(5)] == [str(TransferOutcome.TAKEN)] * 5
             assert there.hear() == "clean"
     assert wire.carried and (wire.lost or links[0] == "shm")
     here.close()
@@ -203,7 +205,7 @@ def test_push_over_a_bad_wire(wire: Wire) -> None:
     with child(lambda: serve(wire, Decode(), ("tcp",), here)):
         assert here.hear() == "listening"
         with child(lambda: call(wire, ("tcp",), there, push, Recorder())):
-            assert there.hear() == str(Outcome.TAKEN)
+            assert there.hear() == str(TransferOutcome.TAKEN)
             assert here.hear() == "clean"
     here.close()
     there.close()
@@ -214,10 +216,10 @@ def test_a_wire_that_is_cut(wire: Wire) -> None:
     here, there = Line(), Line()
     quick = {**QUICK, "answer_timeout": 20.0}
 
-    def cut_off(endpoint: Endpoint, line: Line) -> None:
+    def cut_off(endpoint: TransferEndpoint, line: Line) -> None:
         giving = endpoint.service
         assert isinstance(giving, Recorder)
-        source = endpoint.connect(f"10.231.0.1:{PORT}").offer(b"8 600", keys_of(8, 600), 600)
+        source = endpoint.connect(f"10.231.0.1:{PORT}").push(b"8 600", keys_of(8, 600), 600)
         giving.await_("accepted")
         line.tell("accepted")
         line.tell(str(source.wait(PATIENCE)))
@@ -227,7 +229,7 @@ def test_a_wire_that_is_cut(wire: Wire) -> None:
         with child(lambda: call(wire, ("tcp",), there, cut_off, Recorder(), **quick)):
             assert there.hear() == "accepted"
             wire.loss = 1.0
-            assert there.hear() == str(Outcome.NOT_TAKEN)
+            assert there.hear() == str(TransferOutcome.NOT_TAKEN)
             assert here.hear() == "clean"
     here.close()
     there.close()
@@ -239,10 +241,10 @@ def test_loopback_is_not_for_others(wire: Wire) -> None:
 
     def listen(line: Line) -> None:
         enter(wire.names[0])
-        line.tell(Endpoint(config(bind=f"127.0.0.1:{PORT}", secret=SECRET), Recorder()).listen())
+        line.tell(TransferEndpoint(config(bind=f"127.0.0.1:{PORT}", secret=SECRET), Recorder()).listen())
         time.sleep(PATIENCE)
 
-    def ask(endpoint: Endpoint, line: Line) -> None:
+    def ask(endpoint: TransferEndpoint, line: Line) -> None:
         with pytest.raises(PeerGone):
             endpoint.connect(f"10.231.0.1:{PORT}")
         line.tell("nobody")

@@ -4,9 +4,7 @@ import os
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,11 @@ from foreword.conformance.links import ID, LinkContract, pair, soon
 from foreword.errors import BadMessage, ConfigError, PeerGone, TransferError
 from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link
-from foreword.transfer.messages import Beat, Part, encode
-from foreword.transfer.ring import Order, Ring
+from foreword.transfer.messages import Heartbeat, KVPart, encode
+from foreword.transfer.ring import ReleaseOrder, RingAllocator
 from foreword.transfer.shm import FOLDER, OwnSegment, open_peers, remove_stale
-from foreword.transfer.sockets import Address, Stream, connect, listen, parse_address, tune
-from foreword.transfer.tcp import Arena, TcpLink
+from foreword.transfer.sockets import Address, SocketStream, connect, listen, parse_address, tune
+from foreword.transfer.tcp import ReceiveBuffers, TcpLink
 
 RING = 1 << 20
 
@@ -37,11 +35,11 @@ class Place:
         return Identity(secrets.token_bytes(16), "", self.links, None, "", 1.0, RING)
 
     def dial(self) -> Link:
-        stream = Stream(connect(self.address, deadline=soon()))
+        stream = SocketStream(connect(self.address, deadline=soon()))
         return agree(stream, self.identity(), client=True, deadline=soon())[0]
 
     def answer(self) -> Link:
-        stream = Stream(tune(self.listener.accept()[0]))
+        stream = SocketStream(tune(self.listener.accept()[0]))
         return agree(stream, self.identity(), client=False, deadline=soon())[0]
 
 
@@ -77,37 +75,6 @@ class TestShmOverUnix(_Contract):
     links_of = ("shm", "tcp")
 
 
-class TestNixl(_Contract):
-    """In a private network (conftest.py)."""
-
-    links_of = ("nixl", "tcp")
-
-    def test_an_agent_ends_with_its_link(self, meeting: Place) -> None:
-        """What NIXL opened is closed with the link: at once if nothing is left to read, whatever was under way."""
-
-        def descriptors() -> int:
-            return len(os.listdir("/proc/self/fd"))
-
-        def ended(count: int) -> bool:
-            return any(time.sleep(0.01) or descriptors() <= count for _ in range(6000))
-
-        with pair(meeting):
-            pass
-        before = descriptors()
-        for closes_first in (0, 1):
-            with pair(meeting) as links:
-                near, far = links
-                near.send(Part(0, 1, 0, 1, 1), ID, [b"x" * 100_000], deadline=soon())
-                links[closes_first].close()
-                with suppress(TransferError):
-                    far.receive(deadline=soon()).payload.release()
-            assert ended(before)
-
-
-class TestNixlOverUnix(TestNixl):
-    where = "unix:{}/s"
-
-
 class TestTcp6(_Contract):
     where = "[::1]:0"
 
@@ -129,7 +96,7 @@ def test_no_segment_stays_behind(tmp_path: Path) -> None:
         assert not {name for name in set(os.listdir(FOLDER)) - before if name.startswith("foreword-")}
     own = OwnSegment(RING, named=True)
     assert (FOLDER / own.place).stat().st_mode & 0o777 == 0o600
-    own.forget()
+    own.unlink()
     place.listener.close()
 
 
@@ -147,7 +114,7 @@ def test_only_the_peers_segment_is_opened(tmp_path: Path) -> None:
             open_peers("../etc/passwd", None, own.size, own.token)
         assert open_peers(own.place, None, own.size, own.token).size == own.size
     finally:
-        own.forget()
+        own.unlink()
 
 
 def test_old_files_are_removed() -> None:
@@ -156,8 +123,8 @@ def test_old_files_are_removed() -> None:
     os.utime(FOLDER / old.place, (1, 1))
     remove_stale()
     assert not (FOLDER / old.place).exists() and (FOLDER / fresh.place).exists()
-    fresh.forget()
-    old.forget()
+    fresh.unlink()
+    old.unlink()
 
 
 def test_no_room_for_a_segment() -> None:
@@ -170,7 +137,7 @@ def test_no_room_for_a_segment() -> None:
 def test_a_ring_never_gives_what_is_taken(data: st.DataObject) -> None:
     """Pieces lie within the ring, in one piece each, and do not overlap as long as they are not released."""
     size = 4096
-    ring, order = Ring(size), Order()
+    ring, order = RingAllocator(size), ReleaseOrder()
     out: list[tuple[int, int, list[int]]] = []
     for _ in range(60):
         if out and data.draw(st.booleans()):
@@ -180,7 +147,7 @@ def test_a_ring_never_gives_what_is_taken(data: st.DataObject) -> None:
                 ring.release(upto)
         else:
             length = data.draw(st.integers(1, size // 2))
-            place = ring.take(length)
+            place = ring.allocate(length)
             if place is None:
                 assert out, "an empty ring has room for half its size"
                 continue
@@ -194,10 +161,10 @@ def test_a_ring_never_gives_what_is_taken(data: st.DataObject) -> None:
 
 def test_a_ring_that_is_kept_up_with_stays_small() -> None:
     """While no more than three pieces are out, a ring uses its first megabytes only; all of it when more are."""
-    ring, order = Ring(64 << 20), Order()
+    ring, order = RingAllocator(64 << 20), ReleaseOrder()
     out: list[list[int]] = []
     for number in range(400):
-        place = ring.take(700_000)
+        place = ring.allocate(700_000)
         assert place is not None
         assert place % ring.size < 3 << 20, f"piece {number}"
         out.append(order.add(place, 700_000))
@@ -205,15 +172,15 @@ def test_a_ring_that_is_kept_up_with_stays_small() -> None:
             upto = order.release(out.pop(0))
             assert upto is not None
             ring.release(upto)
-    while ring.take(1 << 20) is not None:
+    while ring.allocate(1 << 20) is not None:
         out.append([])
     assert len(out) > 55
 
 
 def test_a_ring_believes_no_nonsense() -> None:
     """A peer that releases more than there is, or takes back what it released, is not believed."""
-    ring = Ring(4096)
-    ring.take(100)
+    ring = RingAllocator(4096)
+    ring.allocate(100)
     for upto in (129, 1 << 60):
         with pytest.raises(BadMessage):
             ring.release(upto)
@@ -224,21 +191,21 @@ def test_a_ring_believes_no_nonsense() -> None:
 
 def test_an_arena_is_bounded_and_used_again() -> None:
     """No more than the limit is out at a time, one payload always is, and memory that was released is used again."""
-    arena = Arena(1 << 20)
-    first = arena.take(1 << 19, 0)
-    second = arena.take(1 << 19, 0)
+    buffers = ReceiveBuffers(1 << 20)
+    first = buffers.take(1 << 19, 0)
+    second = buffers.take(1 << 19, 0)
     assert first is not None and second is not None
-    assert arena.take(1, 0.01) is None
+    assert buffers.take(1, 0.01) is None
     first.view[:3] = b"abc"
     first.release()
     first.release()
-    again = arena.take(1 << 19, 0)
+    again = buffers.take(1 << 19, 0)
     assert again is not None and again.view[:3] == b"abc"
     again.release()
     second.release()
-    big = arena.take(5 << 20, 0)
+    big = buffers.take(5 << 20, 0)
     assert big is not None and len(big) == 5 << 20
-    assert arena.take(1, 0.01) is None
+    assert buffers.take(1, 0.01) is None
 
 
 @pytest.mark.parametrize("place", [100, RING - 10, 1 << 40], ids=["before", "across", "far"])
@@ -246,10 +213,10 @@ def test_payloads_outside_of_the_ring(place: int) -> None:
     """A message that says that its payload lies where none can lie ends the link, and nothing is read there."""
     spot = Place("127.0.0.1:0", ("shm", "tcp"))
     with pair(spot) as (near, far):
-        far.send(Part(0, 1, 0, 1, 1), ID, [b"x" * 500], deadline=soon())
+        far.send(KVPart(0, 1, 0, 1, 1), ID, [b"x" * 500], deadline=soon())
         near.receive(deadline=soon())
         size = (RING // 2) + 1 if place == 1 << 40 else 200
-        far._stream.send([encode(Part(0, 1, 0, 1, 1), ID, payload=size, payload_sum=1, place=place)], soon())  # type: ignore[attr-defined]
+        far._stream.send([encode(KVPart(0, 1, 0, 1, 1), ID, payload=size, payload_sum=1, position=place)], soon())  # type: ignore[attr-defined]
         with pytest.raises(BadMessage):
             near.receive(deadline=soon())
     spot.listener.close()
@@ -257,9 +224,9 @@ def test_payloads_outside_of_the_ring(place: int) -> None:
 
 def test_bytes_that_are_no_message() -> None:
     """Noise instead of a message, and a message that is cut off, end the link with an error."""
-    for noise in (b"GET / HTTP/1.1\r\n" * 10, encode(Beat())[:40], struct.pack("<4sH", b"FWTX", 9) + bytes(100)):
+    for noise in (b"GET / HTTP/1.1\r\n" * 10, encode(Heartbeat())[:40], struct.pack("<4sH", b"FWTX", 9) + bytes(100)):
         ours, theirs = socket.socketpair()
-        link = TcpLink(Stream(tune(ours)), arena=RING)
+        link = TcpLink(SocketStream(tune(ours)), ring=RING)
         theirs.sendall(noise)
         theirs.close()
         with pytest.raises(TransferError):

@@ -4,7 +4,7 @@ import struct
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, find, given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import BadMessage, TransferError
@@ -14,28 +14,27 @@ from foreword.transfer.messages import (
     MAX_METADATA,
     MAX_PAYLOAD,
     Accept,
-    Agent,
-    Answer,
-    Beat,
-    Bye,
     Cancel,
-    Chosen,
     Finished,
     Frames,
     Get,
-    Introduce,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    KeepAlive,
+    KVPart,
+    LinkResult,
     Locate,
     Located,
-    Message,
-    Offer,
-    Part,
-    Query,
+    OwnershipAnswer,
+    OwnershipQuery,
+    PullRequest,
+    PushRequest,
     Reason,
     Refuse,
-    Segment,
+    SharedSegment,
     Taken,
-    Want,
-    Working,
+    TransferMessage,
     decode,
     encode,
     join_keys,
@@ -51,76 +50,75 @@ text = st.text(max_size=200)
 keys = st.lists(st.binary(min_size=32, max_size=32), max_size=5).map(b"".join)
 names = st.lists(st.binary(min_size=48, max_size=48), max_size=5).map(b"".join)
 reasons = st.sampled_from(Reason)
-OF_TRANSFER = st.one_of(
-    st.builds(Want, st.binary(), keys, small, seconds),
-    st.builds(Offer, st.binary(), keys, small, seconds),
+_OF_TRANSFER = (
+    st.builds(PullRequest, st.binary(), keys, small, seconds),
+    st.builds(PushRequest, st.binary(), keys, small, seconds),
     st.builds(Accept, small),
     st.builds(Refuse, reasons, text),
-    st.builds(Part, small, small, small, small, small, keys),
-    st.just(Working()),
+    st.builds(KVPart, small, small, small, small, small, keys),
+    st.just(KeepAlive()),
     st.builds(Finished, st.binary(), small),
     st.just(Taken()),
     st.builds(Cancel, reasons, text),
-    st.just(Query()),
-    st.builds(Answer, st.booleans()),
+    st.just(OwnershipQuery()),
+    st.builds(OwnershipAnswer, st.booleans()),
     st.builds(Locate, names),
     st.builds(Located, small),
     st.builds(Get, names, large, seconds),
     st.builds(Frames, small, st.lists(large, max_size=5).map(tuple)),
 )
-OF_CONNECTION = st.one_of(
-    st.builds(Introduce, st.binary(), text, text, seconds, large),
-    st.builds(Segment, text, large, st.binary()),
-    st.builds(Agent, st.text(max_size=100), st.binary(), large, large, st.binary()),
-    st.builds(Chosen, st.booleans()),
-    st.just(Beat()),
-    st.builds(Bye, text),
+_OF_CONNECTION = (
+    st.builds(Hello, st.binary(), text, text, seconds, large),
+    st.builds(SharedSegment, text, large, st.binary()),
+    st.builds(LinkResult, st.booleans()),
+    st.just(Heartbeat()),
+    st.builds(Goodbye, text),
 )
+OF_TRANSFER, OF_CONNECTION = st.one_of(*_OF_TRANSFER), st.one_of(*_OF_CONNECTION)
 
 
-def read(data: bytes) -> tuple[messages.Head, Message]:
+def read(data: bytes) -> tuple[messages.Head, TransferMessage]:
     return decode(data[:HEAD_BYTES], data[HEAD_BYTES:])
 
 
 @given(OF_TRANSFER, st.integers(0, MAX_PAYLOAD), st.integers(0, (1 << 64) - 1), large)
-def test_messages_of_transfers_come_back(message: Message, size: int, summed: int, place: int) -> None:
+def test_messages_of_transfers_come_back(message: TransferMessage, size: int, summed: int, position: int) -> None:
     """Decoding gives what was encoded: the message, its transfer, and all that is said of its payload."""
-    size = size if isinstance(message, Part | Frames) else 0
-    head, found = read(encode(message, ID, payload=size, payload_sum=summed, place=place))
+    size = size if isinstance(message, KVPart | Frames) else 0
+    head, found = read(encode(message, ID, payload=size, payload_sum=summed, position=position))
     assert found == message and type(found) is type(message)
-    assert (head.transfer, head.payload, head.payload_sum, head.place) == (ID, size, summed, place)
+    assert (head.transfer, head.payload, head.payload_sum, head.position) == (ID, size, summed, position)
 
 
 @given(OF_CONNECTION)
-def test_messages_of_connections_come_back(message: Message) -> None:
+def test_messages_of_connections_come_back(message: TransferMessage) -> None:
     """The same for messages that belong to no transfer."""
     head, found = read(encode(message))
     assert found == message and head.transfer == bytes(16)
 
 
 def test_every_kind_is_tried() -> None:
-    """The strategies above leave no kind of message out."""
-    kinds = {Want, Offer, Accept, Refuse, Part, Working, Finished, Taken, Cancel, Query, Answer, Locate, Located, Get}
-    kinds |= {Frames, Introduce, Segment, Agent, Chosen, Beat, Bye}
-    assert kinds == set(messages._NUMBERS)
-    assert all(dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen for kind in kinds)
+    """The strategies above produce every kind of message, and every kind is frozen."""
+    tried = {type(find(strategy, lambda _: True)) for strategy in (*_OF_TRANSFER, *_OF_CONNECTION)}
+    assert tried == set(messages._NUMBERS)
+    assert all(dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen for kind in tried)
 
 
 def test_the_written_form() -> None:
     """The bytes of two messages are fixed: other versions and machines must read them."""
-    part = encode(Part(1, 2, 3, 4, 50, bytes(range(96))), ID, payload=100, payload_sum=7, place=9)
+    part = encode(KVPart(1, 2, 3, 4, 50, bytes(range(96))), ID, payload=100, payload_sum=7, position=9)
     assert part[:56].hex() == (
         "46575458" "0100" "05" "01" "000102030405060708090a0b0c0d0e0f" "9a000000" "00000000"
         "6400000000000000" "0700000000000000" "0900000000000000"
     )  # fmt: skip
     assert part[HEAD_BYTES:].startswith(b"\x86\xabfirst_layer\x01\xa6layers\x02\xabfirst_block\x03\xa6blocks\x04")
-    assert encode(Beat()).hex() == (
+    assert encode(Heartbeat()).hex() == (
         "46575458" "0100" "2b" "00" + 16 * "00" + "01000000" "00000000" + 24 * "00" + "d2b86630b8b9ad5b" "80"
     )  # fmt: skip
 
 
 @given(OF_TRANSFER | OF_CONNECTION, st.data())
-def test_cut_messages_are_refused(message: Message, data: st.DataObject) -> None:
+def test_cut_messages_are_refused(message: TransferMessage, data: st.DataObject) -> None:
     """Every true prefix of a message, and a message with something behind it, is a TransferError and nothing else."""
     whole = _encoded(message)
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
@@ -131,7 +129,7 @@ def test_cut_messages_are_refused(message: Message, data: st.DataObject) -> None
 
 @given(OF_TRANSFER | OF_CONNECTION, st.data())
 @settings(max_examples=300)
-def test_flipped_bits_are_noticed(message: Message, data: st.DataObject) -> None:
+def test_flipped_bits_are_noticed(message: TransferMessage, data: st.DataObject) -> None:
     """One flipped bit anywhere in head or metadata is a TransferError."""
     whole = bytearray(_encoded(message))
     bit = data.draw(st.integers(0, 8 * len(whole) - 1))
@@ -191,9 +189,9 @@ def test_values_out_of_bounds_are_refused(kind: int, values: dict[str, object]) 
 def test_lengths_are_bounded() -> None:
     """Nobody is made to allocate more than the protocol allows, or to send it."""
     with pytest.raises(BadMessage):
-        encode(Part(0, 1, 0, 1, 1), ID, payload=MAX_PAYLOAD + 1)
+        encode(KVPart(0, 1, 0, 1, 1), ID, payload=MAX_PAYLOAD + 1)
     with pytest.raises(BadMessage):
-        encode(Want(bytes(MAX_METADATA)), ID)
+        encode(PullRequest(bytes(MAX_METADATA)), ID)
     head = messages._HEAD.pack(b"FWTX", 1, 5, 1, ID, MAX_METADATA + 1, 0, 0, 0, 0) + bytes(8)
     with pytest.raises(BadMessage):
         messages.read_head(head)
@@ -204,10 +202,10 @@ def test_lengths_are_bounded() -> None:
 
 @pytest.mark.parametrize(
     ("message", "transfer", "payload"),
-    [(Taken(), ID, 5), (Taken(), bytes(16), 0), (Beat(), ID, 0)],
+    [(Taken(), ID, 5), (Taken(), bytes(16), 0), (Heartbeat(), ID, 0)],
     ids=["payload", "no-transfer", "transfer"],
 )
-def test_messages_in_the_wrong_place(message: Message, transfer: bytes, payload: int) -> None:
+def test_messages_in_the_wrong_place(message: TransferMessage, transfer: bytes, payload: int) -> None:
     """A payload only after messages that have one; a transfer's id with all of its messages, and no others."""
     with pytest.raises(BadMessage):
         read(encode(message, transfer, payload=payload, payload_sum=1))
@@ -216,7 +214,7 @@ def test_messages_in_the_wrong_place(message: Message, transfer: bytes, payload:
 def test_a_part_has_a_checksum() -> None:
     """KV without a checksum is not even looked at."""
     with pytest.raises(BadMessage):
-        read(encode(Part(0, 1, 0, 1, 1), ID, payload=10))
+        read(encode(KVPart(0, 1, 0, 1, 1), ID, payload=10))
 
 
 @given(st.lists(st.binary(max_size=50), max_size=5))
@@ -231,7 +229,7 @@ def test_keys_come_back(some: list[bytes]) -> None:
     assert split_keys(join_keys(some)) == some
 
 
-def _encoded(message: Message) -> bytes:
-    size = 10 if isinstance(message, Part | Frames) else 0
+def _encoded(message: TransferMessage) -> bytes:
+    size = 10 if isinstance(message, KVPart | Frames) else 0
     transfer = bytes(16) if isinstance(message, messages._OF_CONNECTION) else ID
     return encode(message, transfer, payload=size, payload_sum=1)

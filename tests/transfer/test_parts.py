@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.errors import TransferError
-from foreword.transfer.messages import Part, join_keys, split_keys
-from foreword.transfer.parts import Ledger, payload_bytes, shapes, split
+from foreword.transfer.messages import KVPart, join_keys, split_keys
+from foreword.transfer.parts import ReceivedParts, payload_bytes, shapes, split
 
 LAYERS = (LayerLayout(2, 8, 4), LayerLayout(1, 16, 16), LayerLayout(4, 2, 2))
 layouts = st.builds(
@@ -24,9 +24,9 @@ def keys_of(count: int) -> list[bytes]:
     return [sha256(bytes([number])).digest() for number in range(count)]
 
 
-def whole(layout: Layout, tokens: int) -> Part:
+def whole(layout: Layout, tokens: int) -> KVPart:
     full = tokens // layout.block_size
-    return Part(0, len(layout.layers), 0, -(-tokens // layout.block_size), tokens, join_keys(keys_of(full)))
+    return KVPart(0, len(layout.layers), 0, -(-tokens // layout.block_size), tokens, join_keys(keys_of(full)))
 
 
 @given(layouts, st.integers(0, 100), st.integers(1, 5000), st.integers(0, 9))
@@ -45,7 +45,7 @@ def test_parts_cover_everything_once(layout: Layout, tokens: int, target: int, f
             assert left == 0
         low = part.first_block - first
         assert split_keys(part.keys) == keys[low : low + part.tokens // size]
-        one = payload_bytes(layout, Part(part.first_layer, 1, 0, 1, size))
+        one = payload_bytes(layout, KVPart(part.first_layer, 1, 0, 1, size))
         assert part.blocks == 1 or part.layers > 1 or payload_bytes(layout, part) <= max(target, one)
     blocks = -(-tokens // size)
     expected = {
@@ -73,57 +73,57 @@ def test_a_missing_part_is_a_gap(layout: Layout, tokens: int, target: int, data:
     keys = keys_of(tokens // layout.block_size)
     parts = list(split(layout, tokens, keys, target=target))
     left_out = data.draw(st.integers(-1, len(parts) - 1))
-    ledger = Ledger(layout, b"", 0)
+    received = ReceivedParts(layout, b"", 0)
     for number, part in enumerate(data.draw(st.permutations(parts))):
-        assert ledger.fault(part, payload_bytes(layout, part)) is None
+        assert received.find_fault(part, payload_bytes(layout, part)) is None
         if left_out < 0 or part is not parts[left_out]:
-            ledger.note(part)
+            received.add(part)
         assert number >= 0
-    assert (ledger.gap(tokens) is None) == (left_out < 0)
+    assert (received.find_gap(tokens) is None) == (left_out < 0)
 
 
 def test_blocks_that_are_there_need_not_come() -> None:
     """A destination that has the first blocks gets the rest; they must have been named."""
     layout = Layout(b"m", 4, LAYERS, "float32")
     keys = keys_of(5)
-    ledger = Ledger(layout, join_keys(keys), have=3)
+    received = ReceivedParts(layout, join_keys(keys), have=3)
     for part in split(layout, 10, keys[3:], first_block=3):
-        ledger.note(part)
-    assert ledger.gap(22) is None
-    assert ledger.gap(23) is not None, "a token more than has come"
-    assert ledger.gap(12) is None
-    unnamed = Ledger(layout, b"", have=3)
-    assert "named" in str(unnamed.gap(12))
+        received.add(part)
+    assert received.find_gap(22) is None
+    assert received.find_gap(23) is not None, "a token more than has come"
+    assert received.find_gap(12) is None
+    unnamed = ReceivedParts(layout, b"", have=3)
+    assert "no key" in str(unnamed.find_gap(12))
 
 
 def test_a_block_that_grew() -> None:
     """A block that came partly filled may come again with more tokens, then full and with its key."""
     layout = Layout(b"m", 4, LAYERS, "float32")
-    ledger = Ledger(layout, b"", 0)
+    received = ReceivedParts(layout, b"", 0)
     for tokens in (1, 3, 4):
-        ledger.note(whole(layout, tokens))
-        assert ledger.gap(tokens) is None
-    assert ledger.keys == {0: keys_of(1)[0]}
+        received.add(whole(layout, tokens))
+        assert received.find_gap(tokens) is None
+    assert received.keys == {0: keys_of(1)[0]}
 
 
 @pytest.mark.parametrize(
     ("part", "size", "says"),
     [
-        (Part(3, 1, 0, 1, 4, keys_of(1)[0]), 0, "layers"),
-        (Part(0, 0, 0, 1, 4, keys_of(1)[0]), 0, "layers"),
-        (Part(0, 1, 0, 0, 0), 0, "tokens"),
-        (Part(0, 1, 0, 2, 4, keys_of(1)[0]), 0, "tokens"),
-        (Part(0, 1, 0, 1, 5, keys_of(1)[0]), 0, "tokens"),
-        (Part(0, 1, 0, 1, 4, keys_of(1)[0]), -1, "bytes"),
-        (Part(0, 1, 0, 1, 4), 0, "keys"),
-        (Part(0, 1, 1, 1, 4, keys_of(1)[0]), 0, "another"),
+        (KVPart(3, 1, 0, 1, 4, keys_of(1)[0]), 0, "layers"),
+        (KVPart(0, 0, 0, 1, 4, keys_of(1)[0]), 0, "layers"),
+        (KVPart(0, 1, 0, 0, 0), 0, "tokens"),
+        (KVPart(0, 1, 0, 2, 4, keys_of(1)[0]), 0, "tokens"),
+        (KVPart(0, 1, 0, 1, 5, keys_of(1)[0]), 0, "tokens"),
+        (KVPart(0, 1, 0, 1, 4, keys_of(1)[0]), -1, "bytes"),
+        (KVPart(0, 1, 0, 1, 4), 0, "keys"),
+        (KVPart(0, 1, 1, 1, 4, keys_of(1)[0]), 0, "another key"),
     ],
 )
-def test_parts_that_do_not_fit(part: Part, size: int, says: str) -> None:
+def test_parts_that_do_not_fit(part: KVPart, size: int, says: str) -> None:
     """Each way in which a part can be wrong is found, and said."""
     layout = Layout(b"m", 4, LAYERS, "float32")
-    ledger = Ledger(layout, join_keys(keys_of(2)), 0)
-    assert says in str(ledger.fault(part, payload_bytes(layout, part) + size))
+    received = ReceivedParts(layout, join_keys(keys_of(2)), 0)
+    assert says in str(received.find_fault(part, payload_bytes(layout, part) + size))
 
 
 def test_keys_must_fit_the_tokens() -> None:

@@ -23,7 +23,7 @@ from foreword.store.frame import Frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
-from foreword.transfer.endpoint import Endpoint
+from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.messages import Buffer
 from foreword.transfer.peer import PeerStore, opener
 
@@ -40,7 +40,7 @@ class Place:
     def __init__(self, frames: Sequence[Frame] = (), layout: Layout | None = LAYOUT, **settings: object) -> None:
         self.library = Library(shelf(frames))
         self.library._layout = layout
-        self.endpoint = Endpoint(config(**settings), self.library)
+        self.endpoint = TransferEndpoint(config(**settings), self.library)
         self.address = self.endpoint.listen()
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ def test_a_wrong_secret(serve: Serve, reader: Open, caplog: pytest.LogCaptureFix
                 with pytest.raises(StoreUnavailable, match="secret"):
                     store.get(names_of(frames), [memoryview(bytearray(1000))] * 3, deadline=soon())
             until(lambda store=store: store.status().notes["rejected"] >= 2)  # type: ignore[misc]
-        said = [one for one in caplog.records if "secret" in one.getMessage() and "not read from" in one.getMessage()]
+        said = [one for one in caplog.records if "secret" in one.getMessage() and "cannot read from" in one.getMessage()]
         assert len(said) == 1 and "transfer.secret" in said[0].getMessage()
     store = reader(place.address, secret=SECRET)
     assert read(store, frames) == whole(frames)
@@ -197,7 +197,7 @@ def test_a_peer_that_stalls(stack: ExitStack, reader: Open) -> None:
     that; and when it answers again it is read again."""
     frames = make_frames(1, 6, 500)
     slow = Slow(frames)
-    endpoint = Endpoint(config(progress_timeout=PATIENCE), slow)
+    endpoint = TransferEndpoint(config(progress_timeout=PATIENCE), slow)
     stack.callback(endpoint.close)
     stack.callback(slow.go_on.set)
     store = reader(endpoint.listen(), progress_timeout=PATIENCE)
@@ -215,7 +215,7 @@ def test_a_peer_that_ends_in_the_middle(stack: ExitStack, reader: Open) -> None:
     """A peer that goes away in the middle of a batch is an error, at once; what had come is not counted."""
     frames = make_frames(1, 6, 500)
     slow = Slow(frames)
-    endpoint = Endpoint(config(), slow)
+    endpoint = TransferEndpoint(config(), slow)
     stack.callback(endpoint.close)
     store = reader(endpoint.listen())
 

@@ -12,16 +12,16 @@ from foreword.errors import ProtocolViolation, TransferError
 from foreword.transfer.messages import Reason
 from foreword.transfer.protocol import (
     COMMANDS,
+    EXTERNAL,
     FIRST,
     TABLE,
-    WORLD,
     Action,
-    Event,
-    Outcome,
     Role,
     State,
     Timings,
     Transfer,
+    TransferEvent,
+    TransferOutcome,
     diagram,
 )
 
@@ -30,14 +30,23 @@ TIMES = Timings(answer=10, progress=30, lease=60)
 # More than any path of deadlines takes, in steps of two seconds.
 LONGEST = 10 + 30 + 4 * 60
 SENT = {
-    Action.SEND_ACCEPT: Event.GOT_ACCEPT,
-    Action.SEND_REFUSE: Event.GOT_REFUSE,
-    Action.SEND_PART: Event.GOT_PART,
-    Action.SEND_FINISHED: Event.GOT_FINISHED,
-    Action.SEND_TAKEN: Event.GOT_TAKEN,
-    Action.SEND_CANCEL: Event.GOT_CANCEL,
-    Action.SEND_NO: Event.GOT_NO,
+    Action.SEND_ACCEPT: TransferEvent.GOT_ACCEPT,
+    Action.SEND_REFUSE: TransferEvent.GOT_REFUSE,
+    Action.SEND_PART: TransferEvent.GOT_PART,
+    Action.SEND_FINISHED: TransferEvent.GOT_FINISHED,
+    Action.SEND_TAKEN: TransferEvent.GOT_TAKEN,
+    Action.SEND_CANCEL: TransferEvent.GOT_CANCEL,
+    Action.SEND_NO: TransferEvent.GOT_NO,
 }
+
+
+def owns(side: Transfer) -> bool:
+    """Whether this side owns the request, or will own it when it learns that the other side did not take it."""
+    if side.role is Role.PUSH_SOURCE:
+        return side.outcome in (None, TransferOutcome.NOT_TAKEN)
+    if side.role is Role.PUSH_DESTINATION:
+        return side.outcome is TransferOutcome.TAKEN
+    return side.role is Role.PULL_DESTINATION
 
 
 @pytest.mark.parametrize("role", Role)
@@ -54,7 +63,7 @@ def test_every_state_has_a_way_out(role: Role) -> None:
     for state in reached - {State.ENDED}:
         seen = {state}
         while state is not State.ENDED:
-            state = TABLE[role][state, Event.DEADLINE].state
+            state = TABLE[role][state, TransferEvent.DEADLINE].state
             assert state not in seen, "deadlines lead to the end"
             seen.add(state)
 
@@ -63,18 +72,18 @@ def test_every_state_has_a_way_out(role: Role) -> None:
 def test_the_end_is_told_once(role: Role) -> None:
     """Whatever leads to the end tells the service, and says how it ended; nothing else does."""
     for ways in TABLE[role].values():
-        assert (Action.TELL_ENDED in ways.actions) == (ways.state is State.ENDED) == (ways.outcome is not None)
-        assert ways.actions.count(Action.TELL_ENDED) <= 1
+        assert (Action.NOTIFY_ENDED in ways.actions) == (ways.state is State.ENDED) == (ways.outcome is not None)
+        assert ways.actions.count(Action.NOTIFY_ENDED) <= 1
 
 
 @pytest.mark.parametrize("role", Role)
 def test_messages_that_may_not_come(role: Role) -> None:
     """Every message without a rule is a ProtocolViolation before the end, nothing after it; a command is a TransferError."""
     for state in {state for state, _ in TABLE[role]} | {State.ENDED}:
-        for event in Event:
+        for event in TransferEvent:
             side = Transfer(role, TIMES, 0.0)
             side.state = state
-            if (state, event) in TABLE[role] or event in WORLD or event is Event.CANCEL:
+            if (state, event) in TABLE[role] or event in EXTERNAL or event is TransferEvent.CANCEL:
                 continue
             if event in COMMANDS:
                 with pytest.raises(TransferError):
@@ -95,10 +104,14 @@ def test_the_docs_show_the_table(role: Role) -> None:
 def test_reasons_survive() -> None:
     """Why a transfer ended is kept, and a command that comes too late says it."""
     side = Transfer(Role.PUSH_SOURCE, TIMES, 0.0)
-    side.handle(Event.GOT_REFUSE, 1.0, Reason.FULL, "no room for 12 blocks")
-    assert (side.outcome, side.reason, side.message) == (Outcome.NOT_TAKEN, Reason.FULL, "no room for 12 blocks")
+    side.handle(TransferEvent.GOT_REFUSE, 1.0, Reason.FULL, "no room for 12 blocks")
+    assert (side.outcome, side.reason, side.message) == (
+        TransferOutcome.NOT_TAKEN,
+        Reason.FULL,
+        "no room for 12 blocks",
+    )
     with pytest.raises(TransferError, match="no room for 12 blocks") as raised:
-        side.handle(Event.SEND, 2.0)
+        side.handle(TransferEvent.SEND, 2.0)
     assert raised.value.reason == "full"
 
 
@@ -107,10 +120,10 @@ def test_no_is_binding(state: State) -> None:
     """A destination that answers that it has not taken a request cannot take it any more."""
     side = Transfer(Role.PUSH_DESTINATION, TIMES, 0.0)
     side.state = state
-    assert Action.SEND_NO in side.handle(Event.GOT_QUERY, 1.0)
+    assert Action.SEND_NO in side.handle(TransferEvent.GOT_QUERY, 1.0)
     with pytest.raises(TransferError):
-        side.handle(Event.TAKE, 2.0)
-    assert not side.owner
+        side.handle(TransferEvent.TAKE, 2.0)
+    assert not owns(side)
 
 
 class TwoSides(RuleBasedStateMachine):
@@ -133,7 +146,7 @@ class TwoSides(RuleBasedStateMachine):
         self.now = 0.0
         self.source = Transfer(Role.PUSH_SOURCE if push else Role.PULL_SOURCE, TIMES, 0.0)
         self.destination = Transfer(Role.PUSH_DESTINATION if push else Role.PULL_DESTINATION, TIMES, 0.0)
-        self.to: dict[str, deque[Event]] = {"source": deque(), "destination": deque()}
+        self.to: dict[str, deque[TransferEvent]] = {"source": deque(), "destination": deque()}
         self.questions: deque[str] = deque()
         self.crashed: set[str] = set()
         self.broken = False
@@ -144,12 +157,12 @@ class TwoSides(RuleBasedStateMachine):
         self.asking = False
         self.opening = "destination" if push else "source"
         way = [
-            (self.opening, Event.ACCEPT),
+            (self.opening, TransferEvent.ACCEPT),
             None,
-            ("source", Event.SEND),
-            ("source", Event.FINISH),
+            ("source", TransferEvent.SEND),
+            ("source", TransferEvent.FINISH),
             None,
-            ("destination", Event.TAKE),
+            ("destination", TransferEvent.TAKE),
             None,
         ]
         for step in way[:ahead]:
@@ -166,7 +179,7 @@ class TwoSides(RuleBasedStateMachine):
     def side(self, name: str) -> Transfer:
         return self.source if name == "source" else self.destination
 
-    def handle(self, name: str, event: Event) -> None:
+    def handle(self, name: str, event: TransferEvent) -> None:
         if name not in self.crashed:
             self.follow(name, self.side(name).handle(event, self.now))
 
@@ -177,7 +190,7 @@ class TwoSides(RuleBasedStateMachine):
                 self.questions.append("no")
             elif action in SENT and not self.broken:
                 self.to[other].append(SENT[action])
-            self.told[name] += action is Action.TELL_ENDED
+            self.told[name] += action is Action.NOTIFY_ENDED
             self.asking |= action is Action.ASK
             self.remembered |= action is Action.REMEMBER
 
@@ -193,7 +206,7 @@ class TwoSides(RuleBasedStateMachine):
         if able:
             self.command(*data.draw(st.sampled_from(able)))
 
-    def command(self, name: str, event: Event) -> None:
+    def command(self, name: str, event: TransferEvent) -> None:
         if (self.side(name).state, event) in TABLE[self.side(name).role]:
             self.handle(name, event)
 
@@ -207,10 +220,10 @@ class TwoSides(RuleBasedStateMachine):
         for _ in range(min(count, len(self.to[name]))):
             self.handle(name, self.to[name].popleft())
 
-    @rule(spoiled=st.sampled_from([Event.GOT_BAD_PART, Event.GOT_GAPS]))
-    def spoil(self, spoiled: Event) -> None:
+    @rule(spoiled=st.sampled_from([TransferEvent.GOT_BAD_PART, TransferEvent.GOT_GAPS]))
+    def spoil(self, spoiled: TransferEvent) -> None:
         """A part arrives that does not fit, or parts are missing at the end."""
-        wanted = Event.GOT_PART if spoiled is Event.GOT_BAD_PART else Event.GOT_FINISHED
+        wanted = TransferEvent.GOT_PART if spoiled is TransferEvent.GOT_BAD_PART else TransferEvent.GOT_FINISHED
         queue = self.to["destination"]
         if queue and queue[0] is wanted:
             queue[0] = spoiled
@@ -223,7 +236,7 @@ class TwoSides(RuleBasedStateMachine):
         for queue, count in ((self.to["source"], lost), (self.to["destination"], other)):
             for _ in range(min(count, len(queue))):
                 queue.pop()
-            queue.append(Event.BROKEN)
+            queue.append(TransferEvent.BROKEN)
 
     @precondition(lambda self: not self.crashed)
     @rule(name=st.sampled_from(["source", "destination"]), seldom=st.integers(0, 5))
@@ -235,7 +248,7 @@ class TwoSides(RuleBasedStateMachine):
         other = "destination" if name == "source" else "source"
         if not self.broken:
             self.broken = True
-            self.to[other].append(Event.BROKEN)
+            self.to[other].append(TransferEvent.BROKEN)
 
     @rule(reachable=st.booleans())
     def partition(self, reachable: bool) -> None:
@@ -249,20 +262,20 @@ class TwoSides(RuleBasedStateMachine):
         if not self.reachable or "source" in self.crashed:
             return
         if "destination" in self.crashed:
-            self.handle("source", Event.GONE)
+            self.handle("source", TransferEvent.GONE)
         elif self.remembered:
             self.questions.append("yes")
         elif self.destination.ended:
             self.questions.append("no")
         else:
-            self.handle("destination", Event.GOT_QUERY)
+            self.handle("destination", TransferEvent.GOT_QUERY)
 
     @rule(lost=st.booleans())
     def answer(self, lost: bool) -> None:
         if self.questions:
             answer = self.questions.popleft()
             if not lost:
-                self.handle("source", Event.GOT_YES if answer == "yes" else Event.GOT_NO)
+                self.handle("source", TransferEvent.GOT_YES if answer == "yes" else TransferEvent.GOT_NO)
 
     @rule(seconds=st.floats(0.1, 40))
     def pass_time(self, seconds: float) -> None:
@@ -286,12 +299,12 @@ class TwoSides(RuleBasedStateMachine):
         if not hasattr(self, "push") or not self.push:
             return
         source_goes_on = "source" not in self.crashed and (
-            self.source.outcome is Outcome.NOT_TAKEN or self.source.state in (State.OFFERED, State.SENDING)
+            self.source.outcome is TransferOutcome.NOT_TAKEN or self.source.state in (State.OFFERED, State.SENDING)
         )
-        destination_goes_on = "destination" not in self.crashed and self.destination.outcome is Outcome.TAKEN
+        destination_goes_on = "destination" not in self.crashed and self.destination.outcome is TransferOutcome.TAKEN
         assert not (source_goes_on and destination_goes_on)
         if not self.crashed:
-            assert self.source.owner or self.destination.owner or self.source.outcome is Outcome.UNKNOWN
+            assert owns(self.source) or owns(self.destination) or self.source.outcome is TransferOutcome.UNKNOWN
 
     @invariant()
     def no_lease_outlives_its_deadline(self) -> None:
@@ -320,10 +333,10 @@ class TwoSides(RuleBasedStateMachine):
             assert name in self.crashed or self.side(name).ended
         if self.crashed:
             return
-        if self.source.outcome is Outcome.UNKNOWN:
+        if self.source.outcome is TransferOutcome.UNKNOWN:
             assert self.push and self.cut_off
         elif self.push:
-            assert (self.source.outcome is Outcome.TAKEN) == (self.destination.outcome is Outcome.TAKEN)
+            assert (self.source.outcome is TransferOutcome.TAKEN) == (self.destination.outcome is TransferOutcome.TAKEN)
 
 
 TestTwoSides = TwoSides.TestCase

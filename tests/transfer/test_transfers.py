@@ -19,23 +19,35 @@ from foreword.errors import (
     TransferUnavailable,
 )
 from foreword.transfer.connection import Connection
-from foreword.transfer.endpoint import Endpoint
+from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.link import Payload
-from foreword.transfer.messages import Buffer, Part, Reason, Taken
-from foreword.transfer.protocol import Outcome, Role, State
-from foreword.transfer.service import Idle, Service
-from foreword.transfer.transfers import Destination, Source
+from foreword.transfer.messages import Buffer, KVPart, Reason, Taken
+from foreword.transfer.protocol import Role, State, TransferOutcome
+from foreword.transfer.service import TransferService
+from foreword.transfer.transfers import KVDestination, KVSource
 
 
 @contextmanager
-def two(theirs: Service, ours: Service, link: str = "shm", **settings: object) -> Iterator[tuple[Connection, Endpoint]]:
-    """Their endpoint listens, ours connects to it."""
+def endpoints(
+    theirs: TransferService, ours: TransferService, link: str = "shm", **settings: object
+) -> Iterator[tuple[TransferEndpoint, TransferEndpoint]]:
+    """Their endpoint listens; ours does not yet."""
     with ExitStack() as stack:
-        listening = Endpoint(config(links=LINKS[link], **settings), theirs)
+        listening = TransferEndpoint(config(links=LINKS[link], **settings), theirs)
         stack.callback(listening.close)
-        calling = Endpoint(config(links=LINKS[link], **settings), ours)
+        calling = TransferEndpoint(config(links=LINKS[link], **settings), ours)
         stack.callback(calling.close)
-        connection = calling.connect(listening.listen())
+        listening.listen()
+        yield calling, listening
+
+
+@contextmanager
+def two(
+    theirs: TransferService, ours: TransferService, link: str = "shm", **settings: object
+) -> Iterator[tuple[Connection, TransferEndpoint]]:
+    """Their endpoint listens, ours connects to it."""
+    with endpoints(theirs, ours, link, **settings) as (calling, listening):
+        connection = calling.connect(listening.address)
         assert connection.link.capabilities.name == link
         yield connection, listening
 
@@ -44,8 +56,8 @@ def request(seed: int, tokens: int) -> bytes:
     return f"{seed} {tokens}".encode()
 
 
-def pull(connection: Connection, decode: Decode, seed: int, tokens: int, have: int = 0) -> Destination:
-    return connection.want(request(seed, tokens), keys_of(seed, tokens), have=have, context=decode.hold(tokens))
+def pull(connection: Connection, decode: Decode, seed: int, tokens: int, have: int = 0) -> KVDestination:
+    return connection.pull(request(seed, tokens), keys_of(seed, tokens), have=have, context=decode.hold(tokens))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -63,8 +75,8 @@ def test_pull(link: str, tokens: int) -> None:
     prefill, decode = Prefill(), Decode()
     with two(prefill, decode, link) as (connection, listening):
         destination = pull(connection, decode, 1, tokens)
-        assert destination.wait(PATIENCE) is Outcome.TAKEN
-        assert prefill.await_("ended").outcome is Outcome.TAKEN
+        assert destination.wait(PATIENCE) is TransferOutcome.TAKEN
+        assert prefill.await_("ended").outcome is TransferOutcome.TAKEN
         assert decode.results == [b"result 1"]
         assert decode.taken_bytes == tokens * LAYOUT.block_bytes // LAYOUT.block_size
         assert listening.status().transfers == {} and listening.status().ended == {"taken": 1}
@@ -77,7 +89,7 @@ def test_only_what_is_missing_travels(link: str) -> None:
     """Of 4,000 tokens of which 3,504 are there, the KV of 496 travels."""
     prefill, decode = Prefill(), Decode()
     with two(prefill, decode, link) as (connection, _):
-        assert pull(connection, decode, 2, 4000, have=219).wait(PATIENCE) is Outcome.TAKEN
+        assert pull(connection, decode, 2, 4000, have=219).wait(PATIENCE) is TransferOutcome.TAKEN
         assert decode.taken_bytes == 496 * LAYOUT.block_bytes // LAYOUT.block_size
         decode.check()
 
@@ -87,7 +99,7 @@ def test_push_in_rounds(link: str) -> None:
     """A request that goes on while its KV is copied: full blocks first, what is new after that, then the end and its owner."""
     decode, giving = Decode(), Recorder()
     with two(decode, giving, link) as (connection, _):
-        source = connection.offer(request(3, 330), keys_of(3, 160), 160)
+        source = connection.push(request(3, 330), keys_of(3, 160), 160)
         assert giving.await_("accepted") is source and source.have == 0
         for part, data in parts_of(3, 160):
             source.send(part, [data])
@@ -95,11 +107,10 @@ def test_push_in_rounds(link: str) -> None:
             for part, data in parts_of(3, tokens, first=10 if tokens == 250 else 15):
                 source.send(part, [data[:100], data[100:]])
         source.finish(b"state", 330)
-        assert source.wait(PATIENCE) is Outcome.TAKEN
+        assert source.wait(PATIENCE) is TransferOutcome.TAKEN
         until(lambda: decode.ends != {})
         assert decode.results == [b"state"]
-        taken = decode.await_("finished")
-        assert isinstance(taken, Destination) and taken.received_keys == dict(enumerate(keys_of(3, 330)))
+        assert decode.keys == dict(enumerate(keys_of(3, 330)))
         decode.check()
 
 
@@ -108,21 +119,21 @@ def test_a_refusal_is_heard() -> None:
     prefill, decode = Prefill(stop="refused"), Decode()
     with two(prefill, decode) as (connection, _):
         destination = pull(connection, decode, 4, 100)
-        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN
+        assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN
         assert (destination.reason, destination.message) == (Reason.FULL, "no room for it here")
         decode.check()
-    with two(Idle(LAYOUT), Recorder()) as (connection, _):
-        for side in (connection.want(b"", []), connection.offer(b"", [], 0)):
-            assert side.wait(PATIENCE) is Outcome.NOT_TAKEN and side.reason is Reason.ROLE
+    with two(TransferService(LAYOUT), Recorder()) as (connection, _):
+        for side in (connection.pull(b"", []), connection.push(b"", [], 0)):
+            assert side.wait(PATIENCE) is TransferOutcome.NOT_TAKEN and side.reason is Reason.ROLE
 
 
 def test_a_destination_without_memory() -> None:
     """A push to a side whose pool is full is refused, and the source keeps its request."""
     decode, giving = Decode(blocks=4), Recorder()
     with two(decode, giving) as (connection, _):
-        source = connection.offer(request(5, 100), keys_of(5, 96), 96)
-        assert source.wait(PATIENCE) is Outcome.NOT_TAKEN
-        assert source.reason is Reason.FULL and source._transfer.owner
+        source = connection.push(request(5, 100), keys_of(5, 96), 96)
+        assert source.wait(PATIENCE) is TransferOutcome.NOT_TAKEN
+        assert source.reason is Reason.FULL
         decode.check()
 
 
@@ -136,7 +147,7 @@ def test_a_hundred_at_once(link: str) -> None:
         for destination in wanted[::10]:
             destination.cancel()
         outcomes = [destination.wait(PATIENCE) for destination in wanted]
-        others = [wanted[n] for n, outcome in enumerate(outcomes) if n % 10 and outcome is not Outcome.TAKEN]
+        others = [wanted[n] for n, outcome in enumerate(outcomes) if n % 10 and outcome is not TransferOutcome.TAKEN]
         assert not others, [(one.reason, one.message) for one in others]
         assert {f"result {n}".encode() for n in range(100) if n % 10} <= set(decode.results)
         until(lambda: listening.status().transfers == {})
@@ -151,7 +162,7 @@ def test_more_than_allowed() -> None:
     with two(prefill, decode, max_transfers=3) as (connection, _):
         held = [pull(connection, decode, seed, 10) for seed in range(3)]
         with pytest.raises(TransferError) as raised:
-            connection.want(b"")
+            connection.pull(b"")
         assert raised.value.reason == Reason.FULL
         assert [one.state for one in held] == [State.WANTED] * 3
         for one in held:
@@ -166,21 +177,21 @@ def test_a_slow_service_holds_the_sender_up(link: str) -> None:
     hold = threading.Event()
 
     class Slow(Decode):
-        def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+        def part(self, destination: KVDestination, part: KVPart, payload: Payload) -> None:
             hold.wait(PATIENCE)
             super().part(destination, part, payload)
 
     decode, giving = Slow(blocks=4000), Recorder()
     freed = threading.Semaphore(0)
     with two(decode, giving, link) as (connection, _):
-        source = connection.offer(request(7, 60_000), [], 0)
+        source = connection.push(request(7, 60_000), [], 0)
         giving.await_("accepted")
         queued = refused = 0
         pieces = list(parts_of(7, 60_000, target=100_000))
         for part, data in pieces:
             if source.send(part, [data], sent=freed.release, wait=0.05 if refused < 2 else 0.0):
                 queued += len(data)
-                assert connection.queued <= 1 << 20
+                assert connection.channel.queued_bytes <= 1 << 20
             else:
                 refused += 1
         assert refused and queued < 16 << 20
@@ -200,7 +211,7 @@ def test_an_end_frees_a_sender_that_waits() -> None:
     class Stuck(Decode):
         """Says in its first part, when it is told to, that it wants no more, and then reads no further for a while."""
 
-        def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+        def part(self, destination: KVDestination, part: KVPart, payload: Payload) -> None:
             payload.release()
             end.wait(PATIENCE)
             destination.cancel()
@@ -208,7 +219,7 @@ def test_an_end_frees_a_sender_that_waits() -> None:
 
     decode, giving = Stuck(blocks=4000), Recorder()
     with two(decode, giving, progress_timeout=600.0, lease_seconds=600.0) as (connection, _):
-        source = connection.offer(request(7, 60_000), [], 0)
+        source = connection.push(request(7, 60_000), [], 0)
         giving.await_("accepted")
         pieces = list(parts_of(7, 60_000, target=100_000))
         while source.send(pieces[0][0], [pieces[0][1]], wait=0.1):
@@ -229,14 +240,14 @@ def test_deadlines_end_what_nobody_ends() -> None:
         prefill, decode = Prefill(stop=stop), Decode()
         with two(prefill, decode, answer_timeout=0.3, progress_timeout=0.3) as (connection, listening):
             destination = pull(connection, decode, 8, 500)
-            assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN
+            assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN
             assert destination.reason is Reason.DEADLINE and "0.3 s" in destination.message
             until(lambda listening=listening: listening.status().transfers == {})
             decode.check()
     prefill, decode = Prefill(), Decode(stop="complete")
     with two(prefill, decode, lease_seconds=0.3) as (connection, _):
         destination = pull(connection, decode, 8, 500)
-        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN
+        assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN
         decode.check()
         assert not destination.take(), "it is too late"
 
@@ -245,16 +256,16 @@ def test_working_keeps_a_transfer_alive() -> None:
     """A source that computes for longer than the time limits, and says so, is waited for."""
 
     class Busy(Prefill):
-        def send(self, source: Source, seed: int, tokens: int, first: int) -> None:
+        def send(self, source: KVSource, seed: int, tokens: int, first: int) -> None:
             ends = time.monotonic() + 8.0
             while time.monotonic() < ends:
-                source.working()
+                source.keep_alive()
                 time.sleep(0.01)
             super().send(source, seed, tokens, first)
 
     prefill, decode = Busy(), Decode()
     with two(prefill, decode, progress_timeout=5.0, lease_seconds=5.0) as (connection, _):
-        assert pull(connection, decode, 9, 100).wait(PATIENCE) is Outcome.TAKEN
+        assert pull(connection, decode, 9, 100).wait(PATIENCE) is TransferOutcome.TAKEN
         decode.check()
 
 
@@ -262,10 +273,10 @@ def test_a_part_that_is_not_what_it_should_be() -> None:
     """A part with another block's key fails the transfer with a reason, on both sides; the service never sees it."""
 
     class Wrong(Prefill):
-        def send(self, source: Source, seed: int, tokens: int, first: int) -> None:
+        def send(self, source: KVSource, seed: int, tokens: int, first: int) -> None:
             for number, (part, data) in enumerate(parts_of(seed, tokens)):
                 if number == 1:
-                    wrong = Part(
+                    wrong = KVPart(
                         part.first_layer,
                         part.layers,
                         part.first_block,
@@ -280,9 +291,9 @@ def test_a_part_that_is_not_what_it_should_be() -> None:
     prefill, decode = Wrong(), Decode()
     with two(prefill, decode) as (connection, _):
         destination = pull(connection, decode, 10, 800)
-        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN and destination.reason is Reason.CONTENT
+        assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN and destination.reason is Reason.CONTENT
         source = prefill.await_("ended")
-        assert source.reason is Reason.CONTENT and "another one" in source.message
+        assert source.reason is Reason.CONTENT and "another key" in source.message
         decode.check()
 
 
@@ -290,7 +301,7 @@ def test_an_end_with_gaps() -> None:
     """A source that says it has finished while a part is missing is not believed."""
 
     class Hasty(Prefill):
-        def send(self, source: Source, seed: int, tokens: int, first: int) -> None:
+        def send(self, source: KVSource, seed: int, tokens: int, first: int) -> None:
             for part, data in list(parts_of(seed, tokens))[1:]:
                 source.send(part, [data])
             source.finish(b"", tokens)
@@ -298,7 +309,7 @@ def test_an_end_with_gaps() -> None:
     prefill, decode = Hasty(), Decode()
     with two(prefill, decode) as (connection, _):
         destination = pull(connection, decode, 11, 300)
-        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN and destination.reason is Reason.GAPS
+        assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN and destination.reason is Reason.GAPS
         assert decode.results == []
         decode.check()
 
@@ -307,7 +318,7 @@ def test_a_service_that_fails() -> None:
     """An exception in a service ends its transfer on both sides with a reason; the connection and other transfers go on."""
 
     class Broken(Decode):
-        def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+        def part(self, destination: KVDestination, part: KVPart, payload: Payload) -> None:
             payload.release()
             raise RuntimeError("a defect")
 
@@ -315,7 +326,7 @@ def test_a_service_that_fails() -> None:
     with two(prefill, decode) as (connection, _):
         for seed in (1, 2):
             destination = pull(connection, decode, seed, 300)
-            assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN and destination.reason is Reason.FAILED
+            assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN and destination.reason is Reason.FAILED
             assert "RuntimeError" in prefill.await_("ended").message
         assert connection.alive
         decode.check()
@@ -326,7 +337,7 @@ def test_cancel_waits_for_the_part_under_way() -> None:
     inside, go, left = threading.Event(), threading.Event(), threading.Event()
 
     class Slow(Decode):
-        def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+        def part(self, destination: KVDestination, part: KVPart, payload: Payload) -> None:
             inside.set()
             go.wait(PATIENCE)
             left.set()
@@ -348,7 +359,7 @@ def test_commands_at_the_wrong_moment() -> None:
     with two(prefill, decode) as (connection, _):
         destination = pull(connection, decode, 13, 100)
         source = prefill.await_("wanted")
-        assert isinstance(source, Source) and source.role is Role.PULL_SOURCE
+        assert isinstance(source, KVSource) and source.role is Role.PULL_SOURCE
         part, data = next(iter(parts_of(13, 100)))
         freed: list[int] = []
         with pytest.raises(TransferError, match="asked"):
@@ -362,7 +373,7 @@ def test_commands_at_the_wrong_moment() -> None:
         with pytest.raises(TransferError):
             destination.take()
         source.cancel(Reason.DRAINING, "going down")
-        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN
+        assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN
         assert (destination.reason, destination.message) == (Reason.DRAINING, "going down")
         with pytest.raises(TransferError, match="draining"):
             source.send(part, [data])
@@ -376,8 +387,8 @@ def test_messages_that_the_protocol_does_not_allow() -> None:
     with two(prefill, decode) as (connection, listening):
         destination = pull(connection, decode, 14, 100)
         prefill.await_("wanted")
-        connection.post(Taken(), destination.id)
-        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN and destination.reason is Reason.LOST
+        connection.channel.post(Taken(), destination.id)
+        assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN and destination.reason is Reason.LOST
         assert prefill.await_("ended").reason is Reason.LOST
         assert not connection.alive
         until(lambda: listening.status().connections == {})
@@ -395,7 +406,7 @@ def test_fetch(link: str) -> None:
     kept = frames(50, 30_000)
     names = [*kept]
     asked = [*names[:20], bytes(48), *names[20:], bytes([1]) * 48]
-    with two(Library(kept), Idle(), link) as (connection, _):
+    with two(Library(kept), TransferService(), link) as (connection, _):
         deadline = time.monotonic() + PATIENCE
         assert connection.locate(asked, deadline=deadline) == 20
         assert connection.locate(names, deadline=deadline) == 50
@@ -439,7 +450,7 @@ def test_fetching_from_several_threads() -> None:
         for thread in threads:
             thread.join(PATIENCE)
         assert not failures
-        assert destination.wait(PATIENCE) is Outcome.TAKEN
+        assert destination.wait(PATIENCE) is TransferOutcome.TAKEN
         decode.check()
 
 
@@ -456,7 +467,7 @@ def test_a_library_that_fails_or_hangs() -> None:
             return super().get(names, longest, deadline)
 
     kept = frames(3, 100)
-    with two(Bad(kept), Idle()) as (connection, _):
+    with two(Bad(kept), TransferService()) as (connection, _):
         with pytest.raises(TransferRefused, match="RuntimeError"):
             connection.locate([*kept], deadline=time.monotonic() + PATIENCE)
         buffers = [memoryview(bytearray(100)) for _ in kept]
@@ -471,19 +482,18 @@ def test_a_library_that_fails_or_hangs() -> None:
 
 def test_a_tool_without_blocks_can_only_fetch() -> None:
     """An instance without a layout may ask for frames; it can neither want nor be wanted from."""
-    with two(Library(frames(1, 10)), Idle()) as (connection, _):
+    with two(Library(frames(1, 10)), TransferService()) as (connection, _):
         with pytest.raises(TransferError):
-            connection.want(b"")
+            connection.pull(b"")
         with pytest.raises(TransferError):
-            connection.offer(b"", [], 0)
+            connection.push(b"", [], 0)
         assert connection.locate([bytes(48)], deadline=time.monotonic() + PATIENCE) == 0
 
 
 def test_one_connection_per_peer() -> None:
     """Connecting again gives the connection that there is, from either side; a broken one is replaced."""
-    with two(Idle(LAYOUT), Idle(LAYOUT)) as (connection, listening):
-        calling = connection.host
-        assert isinstance(calling, Endpoint)
+    with endpoints(TransferService(LAYOUT), TransferService(LAYOUT)) as (calling, listening):
+        connection = calling.connect(listening.address)
         assert calling.connect(listening.address) is connection
         address = calling.listen()
         connection.close()
@@ -497,16 +507,15 @@ def test_one_connection_per_peer() -> None:
 def test_close_ends_everything() -> None:
     """Closing an endpoint ends its transfers on both sides, and nobody listens any more."""
     prefill, decode = Prefill(stop="sending"), Decode()
-    with two(prefill, decode) as (connection, listening):
+    with endpoints(prefill, decode) as (calling, listening):
+        connection = calling.connect(listening.address)
         destination = pull(connection, decode, 16, 500)
         decode.await_("part")
         listening.close()
-        assert destination.wait(PATIENCE) is Outcome.NOT_TAKEN and destination.reason is Reason.LOST
-        assert prefill.await_("ended").outcome is Outcome.NOT_TAKEN
+        assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN and destination.reason is Reason.LOST
+        assert prefill.await_("ended").outcome is TransferOutcome.NOT_TAKEN
         with pytest.raises(TransferUnavailable):
             connection.locate([bytes(48)], deadline=time.monotonic() + PATIENCE)
-        calling = connection.host
-        assert isinstance(calling, Endpoint)
         with pytest.raises(PeerGone):
             calling.connect(listening.address)
         decode.check()
@@ -518,23 +527,23 @@ def test_an_order_of_its_own() -> None:
     got: list[int] = []
 
     class Take(Recorder):
-        def offered(self, destination: Destination) -> None:
+        def push_requested(self, destination: KVDestination) -> None:
             destination.accept()
 
-        def part(self, destination: Destination, part: Part, payload: Payload) -> None:
+        def part(self, destination: KVDestination, part: KVPart, payload: Payload) -> None:
             got.append(len(payload))
             payload.release()
 
-        def finished(self, destination: Destination, result: bytes, tokens: int) -> None:
+        def finished(self, destination: KVDestination, result: bytes, tokens: int) -> None:
             destination.take()
 
     giving = Recorder(packed)
     with two(Take(packed), giving) as (connection, _):
-        source = connection.offer(b"", keys_of(1, 32), 40)
+        source = connection.push(b"", keys_of(1, 32), 40)
         giving.await_("accepted")
-        part = Part(0, 3, 0, 3, 40, b"".join(keys_of(1, 32)))
+        part = KVPart(0, 3, 0, 3, 40, b"".join(keys_of(1, 32)))
         source.send(part, [bytes(3 * packed.block_bytes)])
         source.finish(b"", 40)
-        assert source.wait(PATIENCE) is Outcome.TAKEN
+        assert source.wait(PATIENCE) is TransferOutcome.TAKEN
         assert got == [3 * packed.block_bytes]
-    assert len(content(1, Part(0, 1, 0, 1, 5))) == 5 * LAYOUT.block_bytes // 16 // 3
+    assert len(content(1, KVPart(0, 1, 0, 1, 5))) == 5 * LAYOUT.block_bytes // 16 // 3

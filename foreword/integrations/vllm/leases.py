@@ -20,7 +20,7 @@ from foreword.integrations.vllm.step_messages import Lend, Withdraw
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
 from foreword.transfer.messages import Reason
-from foreword.transfer.transfers import Source
+from foreword.transfer.transfers import KVSource
 
 
 @dataclass(eq=False, slots=True)
@@ -37,8 +37,13 @@ class _Lease:
     request_id: str
     number: bytes
     until: float
+<<<<<<< HEAD
     blocks: dict[bytes, HeldBlock] = field(default_factory=dict)
     readers: set[Source] = field(default_factory=set)
+=======
+    blocks: dict[bytes, Held] = field(default_factory=dict)
+    readers: set[KVSource] = field(default_factory=set)
+>>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
     read: bool = False
     finished: bool = False
     copying: int = 0
@@ -123,7 +128,7 @@ class Leases(FrameServer):
                 one for lease in self._leases.values() if now < lease.until + self._seconds for one in lease.readers
             ]
         for reader in waiting:
-            reader.working()
+            reader.keep_alive()
         return {lease.request_id for lease in ended}
 
     def _forget(self, lease: _Lease, keys: Collection[bytes]) -> None:
@@ -138,7 +143,7 @@ class Leases(FrameServer):
 
     # The endpoint's threads
 
-    def begin(self, source: Source) -> None:
+    def begin(self, source: KVSource) -> None:
         """Somebody wants to read the lease that is named `source.request`."""
         with self._changed:
             lease = self._numbers.get(source.request)
@@ -151,7 +156,7 @@ class Leases(FrameServer):
         else:
             source.accept()
 
-    def end(self, source: Source) -> None:
+    def end(self, source: KVSource) -> None:
         """That reader needs nothing any more, or is gone."""
         lease = source.context
         if lease is not None:

@@ -21,9 +21,9 @@ from foreword.store.background import use_background_cores
 from foreword.store.base import Name
 from foreword.store.tiered import StoreTier
 from foreword.transfer.connection import Connection
-from foreword.transfer.endpoint import Endpoint
+from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.messages import Reason
-from foreword.transfer.transfers import Destination
+from foreword.transfer.transfers import KVDestination
 
 log = logging.getLogger("foreword.integrations.vllm")
 
@@ -39,7 +39,7 @@ class Loan:
         self.lease = lease
         self.names = names
         self.connection: Connection | None = None
-        self.transfer: Destination | None = None
+        self.transfer: KVDestination | None = None
         self.accepted = False
         self.closed = False
         self._answered = threading.Event()
@@ -62,7 +62,7 @@ class Lenders(Unwritten):
         rank: of this worker; it reads from the same rank.
     """
 
-    def __init__(self, endpoint: Endpoint, rank: int, label: str) -> None:
+    def __init__(self, endpoint: TransferEndpoint, rank: int, label: str) -> None:
         super().__init__(label)
         self._endpoint = endpoint
         self._rank = rank
@@ -109,7 +109,7 @@ class Lenders(Unwritten):
         seconds = self._endpoint.config.connect_timeout
         try:
             loan.connection = self._endpoint.connect(loan.address, deadline=time.monotonic() + seconds)
-            loan.transfer = loan.connection.want(loan.lease, context=loan)
+            loan.transfer = loan.connection.pull(loan.lease, context=loan)
             if not loan.wait(seconds):
                 loan.transfer.cancel(Reason.DEADLINE, "no answer in time")
                 raise TransferTimeout("it does not answer")

@@ -24,11 +24,11 @@ from foreword.integrations.vllm.step_messages import WorkerAddress
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES
-from foreword.transfer.endpoint import Endpoint
+from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.messages import Buffer
-from foreword.transfer.service import Idle
+from foreword.transfer.service import TransferService
 from foreword.transfer.sockets import Address, parse_address
-from foreword.transfer.transfers import Destination, Source
+from foreword.transfer.transfers import KVSource, TransferSide
 
 _PREFIX = "foreword-vllm-"
 _LONGEST_FOLDER = 80
@@ -38,7 +38,7 @@ _FEWEST_FRAMES = 4
 _EVERYWHERE = ("0.0.0.0", "::")
 
 
-class _Memory(Idle):
+class _Memory(TransferService):
     """Says what this worker's memory tiers have."""
 
     def __init__(self, layout: Layout, memory: Sequence[Store]) -> None:
@@ -59,7 +59,7 @@ class SchedulersDoor:
         word = "".join(letter for letter in engine if letter.isalnum())[:16]
         self._folder = _private_folder(f"{_PREFIX}{word}-{rank}-")
         config = TransferConfig(bind=f"unix:{self._folder}/socket", links=("tcp",), ring="64KiB", queue="64KiB")
-        self._endpoint = Endpoint(config, _Memory(layout, memory))
+        self._endpoint = TransferEndpoint(config, _Memory(layout, memory))
         self.address = self._endpoint.listen()
 
     def close(self) -> None:
@@ -67,27 +67,27 @@ class SchedulersDoor:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class _Service(Idle):
+class _Service(TransferService):
     """Gives blocks, keeps leases, and passes on to loans how their lenders answer."""
 
     def __init__(self, layout: Layout, leases: Leases | None) -> None:
         super().__init__(layout)
         self._leases = leases
 
-    def wanted(self, source: Source) -> None:
+    def pull_requested(self, source: KVSource) -> None:
         if self._leases is None:
-            super().wanted(source)
+            super().pull_requested(source)
         else:
             self._leases.begin(source)
 
-    def accepted(self, transfer: Source | Destination) -> None:
+    def accepted(self, transfer: TransferSide) -> None:
         if isinstance(transfer.context, Loan):
             transfer.context.answer(True)
 
-    def ended(self, transfer: Source | Destination) -> None:
+    def ended(self, transfer: TransferSide) -> None:
         if isinstance(transfer.context, Loan):
             transfer.context.answer(False)
-        elif isinstance(transfer, Source) and self._leases is not None:
+        elif isinstance(transfer, KVSource) and self._leases is not None:
             self._leases.end(transfer)
 
     def locate(self, names: Sequence[bytes], deadline: float) -> int:
@@ -126,7 +126,7 @@ class PeersDoor:
         if listens:
             staging = StagingArena(tensors, min(num_frame_slots(layout), max(2 * len(tensors[0]), _FEWEST_FRAMES)))
             self.leases = Leases(layout, staging, memory, config.lease_seconds)
-        self._endpoint = Endpoint(config, _Service(layout, self.leases))
+        self._endpoint = TransferEndpoint(config, _Service(layout, self.leases))
         self.lenders = Lenders(self._endpoint, rank, lenders)
         self.address = ""
         if listens:
