@@ -145,7 +145,9 @@ def test_a_wrong_secret(serve: Serve, reader: Open, caplog: pytest.LogCaptureFix
                 with pytest.raises(StoreUnavailable, match="secret"):
                     store.get(names_of(frames), [memoryview(bytearray(1000))] * 3, deadline=soon())
             until(lambda store=store: store.status().notes["rejected"] >= 2)  # type: ignore[misc]
-        said = [one for one in caplog.records if "secret" in one.getMessage() and "cannot read from" in one.getMessage()]
+        said = [
+            one for one in caplog.records if "secret" in one.getMessage() and "cannot read from" in one.getMessage()
+        ]
         assert len(said) == 1 and "transfer.secret" in said[0].getMessage()
     store = reader(place.address, secret=SECRET)
     assert read(store, frames) == whole(frames)
