@@ -192,7 +192,7 @@ class Library(TransferService):
 
 
 <<<<<<< HEAD
-def serve_blocks(served: BlockServer, config: TransferConfig) -> Endpoint:
+def serve_blocks(served: BlockServer, config: TransferConfig) -> TransferEndpoint:
 =======
 def serve_blocks(served: ServedBlocks, config: TransferConfig) -> TransferEndpoint:
 >>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)

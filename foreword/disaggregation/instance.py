@@ -25,7 +25,7 @@ from foreword.engine.request import Request, TokenLogprob
 from foreword.engine.sequence import SequenceState, Step
 from foreword.errors import BadRequest
 <<<<<<< HEAD
-from foreword.transfer.endpoint import Endpoint
+from foreword.transfer.endpoint import TransferEndpoint
 =======
 from foreword.events import TransferEnded
 from foreword.transfer.endpoint import TransferEndpoint
@@ -49,7 +49,7 @@ MessageT = TypeVar("MessageT")
 
 
 <<<<<<< HEAD
-class Instance(Idle):
+class Instance(TransferService):
     """The service of an engine's transfer endpoint, and the loop's `KVTransferHooks`.
 =======
 class Instance(TransferService):
@@ -78,7 +78,7 @@ class Instance(TransferService):
         self.draining = False
 <<<<<<< HEAD
         self.view = view
-        self.endpoint = Endpoint(config, self)
+        self.endpoint = TransferEndpoint(config, self)
 =======
         self.endpoint = TransferEndpoint(config, self)
         self.lanes = Lanes()
@@ -123,7 +123,7 @@ class Instance(TransferService):
     # The service, on connections' threads
 
 <<<<<<< HEAD
-    def wanted(self, source: Source) -> None:
+    def pull_requested(self, source: KVSource) -> None:
         why = "this instance decodes; it computes no prompts for others"
         task = self._read(source, PrefillTask, "decode", why)
         if task is not None:
@@ -144,13 +144,13 @@ class Instance(TransferService):
             self._thread.post(lambda: self._prefills.begin(source, task))
 
 <<<<<<< HEAD
-    def offered(self, destination: Destination) -> None:
+    def push_requested(self, destination: KVDestination) -> None:
         why = "this instance computes prompts; it takes no requests over"
         offer = self._read(destination, MigrationOffer, "prefill", why)
         if offer is not None:
             self.migrations.offered(destination, offer)
 
-    def _read(self, transfer: Source | Destination, kind: type[MessageT], unsuited: str, why: str) -> MessageT | None:
+    def _read(self, transfer: TransferSide, kind: type[MessageT], unsuited: str, why: str) -> MessageT | None:
         """The description with which a transfer begins. None if it was refused, `why` for the role `unsuited`."""
         if self.role == unsuited:
             transfer.refuse(Reason.ROLE, why)
@@ -169,8 +169,8 @@ class Instance(TransferService):
         return None
 
 <<<<<<< HEAD
-    def accepted(self, transfer: Source | Destination) -> None:
-        if isinstance(transfer, Source):
+    def accepted(self, transfer: TransferSide) -> None:
+        if isinstance(transfer, KVSource):
             self.migrations.accepted(transfer)
 =======
     def accepted(self, transfer: TransferSide) -> None:
@@ -185,13 +185,13 @@ class Instance(TransferService):
         destination.context.finished(destination, result, tokens)
 
 <<<<<<< HEAD
-    def ended(self, transfer: Source | Destination) -> None:
+    def ended(self, transfer: TransferSide) -> None:
         context = transfer.context
         if isinstance(context, KVSend):
             self._thread.post(lambda: self._prefills.dropped(context))
             context.end()
         elif isinstance(context, OutgoingMigration):
-            assert isinstance(transfer, Source)
+            assert isinstance(transfer, KVSource)
             self.migrations.source_ended(context, transfer)
         elif context is not None:
             context.ended(transfer)

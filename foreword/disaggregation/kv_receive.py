@@ -1,7 +1,7 @@
 """KV receive: KV from another instance arrives in blocks that a sequence holds already.
 
 The engine's thread begins and closes it, the connection's reader thread writes what comes. No part is being written any more
-once `Destination.cancel` has returned (`transfer.service`), so `close` ends the writing.
+once `KVDestination.cancel` has returned (`transfer.service`), so `close` ends the writing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from foreword.errors import TransferError
 from foreword.events import TransferEnded
 from foreword.transfer.link import Payload
-from foreword.transfer.messages import Part, Reason
-from foreword.transfer.transfers import Destination
+from foreword.transfer.messages import KVPart, Reason
+from foreword.transfer.transfers import KVDestination
 
 if TYPE_CHECKING:
     from foreword.disaggregation.kv_view import KVView
@@ -52,7 +52,7 @@ class KVReceive:
         # The engine may still compute with the former content of these blocks.
         self._mark = self._view.mark()
 
-    def part(self, part: Part, payload: Payload) -> None:
+    def part(self, part: KVPart, payload: Payload) -> None:
         """Write a part. On the connection's thread, never after `close`."""
         first = part.first_block - self._held
         with payload as kv:
@@ -65,11 +65,11 @@ class KVReceive:
         for block in range(first, first + part.tokens // self._view.layout.block_size):
             self._layers[block] |= layers
 
-    def finished(self, destination: Destination, result: bytes, tokens: int) -> None:
+    def finished(self, destination: KVDestination, result: bytes, tokens: int) -> None:
         """Everything has come. On the connection's thread; the KV may be taken now or later."""
         raise NotImplementedError
 
-    def ended(self, destination: Destination) -> None:
+    def ended(self, destination: KVDestination) -> None:
         """The transfer is over. From any thread."""
         raise NotImplementedError
 

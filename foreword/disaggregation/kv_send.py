@@ -18,9 +18,9 @@ from foreword.engine.sequence import SequenceState
 from foreword.errors import TransferError
 from foreword.events import TransferEnded
 from foreword.transfer.connection import Connection
-from foreword.transfer.messages import Buffer, Part, Reason
+from foreword.transfer.messages import Buffer, KVPart, Reason
 from foreword.transfer.parts import split
-from foreword.transfer.transfers import Source
+from foreword.transfer.transfers import KVSource
 
 if TYPE_CHECKING:
     from foreword.disaggregation.kv_view import KVView
@@ -67,7 +67,7 @@ class KVSend:
         pause: seconds in which a request that migrates was not decoded.
     """
 
-    def __init__(self, sender: KVSender, source: Source, kind: str, sequence: SequenceState) -> None:
+    def __init__(self, sender: KVSender, source: KVSource, kind: str, sequence: SequenceState) -> None:
         self.source = source
         self.sequence = sequence
         self.next_block = source.have
@@ -155,7 +155,7 @@ class KVSend:
     def send(self, kv: KVRange) -> None:
         """Send a range. If the transfer ends meanwhile, the service is told by `ended`."""
         view = self._sender.view
-        largest = min(self.source.connection.largest, 1 << 20)
+        largest = min(self.source.channel.largest, 1 << 20)
         layers = range(kv.low, kv.high)
         for part in split(view.layout, kv.tokens, kv.keys, first_block=kv.first, layers=layers, target=largest):
             if self._over:
@@ -163,7 +163,7 @@ class KVSend:
             start = part.first_block - kv.first
             self._send_part(part, view.read(part, kv.blocks[start : start + part.blocks], kv.mark))
 
-    def _send_part(self, part: Part, buffers: list[Buffer]) -> None:
+    def _send_part(self, part: KVPart, buffers: list[Buffer]) -> None:
         size = sum(map(len, buffers))
 
         def sent() -> None:
@@ -229,7 +229,7 @@ class KVSender:
         """Queue KV, or a call that follows everything queued before. Does nothing if the transfer is over."""
         if not send.take_off():
             return
-        connection = send.source.connection
+        connection = send.source.channel
         with self._changed:
             jobs = self._queues.get(connection)
             if jobs is None:

@@ -28,9 +28,9 @@ from foreword.engine.sequence import SequenceState
 from foreword.errors import BadRequest, CannotMove, ForewordError, TransferError, TransferUnavailable
 <<<<<<< HEAD
 from foreword.events import TransferEnded
-from foreword.transfer.messages import Offer, Reason
-from foreword.transfer.protocol import Outcome
-from foreword.transfer.transfers import Destination, Source
+from foreword.transfer.messages import PushRequest, Reason
+from foreword.transfer.protocol import TransferOutcome
+from foreword.transfer.transfers import KVDestination, KVSource
 =======
 from foreword.events import Event, TransferEnded
 from foreword.transfer.link import Payload
@@ -119,7 +119,7 @@ class IncomingMigration(KVReceive):
 
 <<<<<<< HEAD
     def __init__(
-        self, migrations: Migrations, context: EngineContext, destination: Destination, offer: MigrationOffer
+        self, migrations: Migrations, context: EngineContext, destination: KVDestination, offer: MigrationOffer
     ) -> None:
         super().__init__(context.view)
         self.destination = destination
@@ -134,12 +134,12 @@ class IncomingMigration(KVReceive):
         with contextlib.suppress(TransferError):  # it ended before; `ended` discards the sequence
             self.destination.accept(held)
 
-    def finished(self, destination: Destination, result: bytes, tokens: int) -> None:
+    def finished(self, destination: KVDestination, result: bytes, tokens: int) -> None:
         state = decode(MigrationState, result)
         self._post(lambda: self._migrations.take(self, state, tokens))
 
-    def ended(self, destination: Destination) -> None:
-        outcome = "taken" if destination.outcome is Outcome.TAKEN else str(destination.reason)
+    def ended(self, destination: KVDestination) -> None:
+        outcome = "taken" if destination.outcome is TransferOutcome.TAKEN else str(destination.reason)
         self._post(lambda: self._migrations.settle(self, outcome))
 
     def close(self) -> KVArrival:
@@ -233,7 +233,7 @@ class Migrations:
         try:
 <<<<<<< HEAD
             connection = self._context.dial(migration.address)
-            connection.offer(encode(migration.offer), keys, kv, context=migration)
+            connection.push(encode(migration.offer), keys, kv, context=migration)
 =======
             connection = self._dial(plan.address)
             connection.push(wire.encode(plan.moving), keys, kv, context=plan)
@@ -243,7 +243,7 @@ class Migrations:
             self._context.thread.post(lambda: self._fail(migration, failed))
 
 <<<<<<< HEAD
-    def accepted(self, source: Source) -> None:
+    def accepted(self, source: KVSource) -> None:
         """The destination has blocks for it. On the connection's thread."""
         migration: OutgoingMigration = source.context
         send = migration.send = KVSend(self._sender, source, "move", migration.sequence)
@@ -308,7 +308,7 @@ class Migrations:
             send.put(kv, 0, self._context.view.last_layer + 1)
 
 <<<<<<< HEAD
-    def source_ended(self, migration: OutgoingMigration, source: Source) -> None:
+    def source_ended(self, migration: OutgoingMigration, source: KVSource) -> None:
 =======
     def source_ended(self, source: KVSource) -> None:
 >>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
@@ -318,10 +318,10 @@ class Migrations:
             migration.send.end()
 
 <<<<<<< HEAD
-    def _settle_source(self, migration: OutgoingMigration, source: Source) -> None:
-        if source.outcome is Outcome.TAKEN and migration.send is not None:
+    def _settle_source(self, migration: OutgoingMigration, source: KVSource) -> None:
+        if source.outcome is TransferOutcome.TAKEN and migration.send is not None:
             self._end_taken(migration, migration.send)
-        elif source.outcome is Outcome.UNKNOWN:
+        elif source.outcome is TransferOutcome.UNKNOWN:
             error = TransferUnavailable("it is unknown whether the request has moved", reason=str(Reason.UNKNOWN))
             if not migration.ended:
                 self._context.thread.deliver([self._core.end_failed(migration.sequence, error.message)])
@@ -400,7 +400,7 @@ class Migrations:
     # The destination
 
 <<<<<<< HEAD
-    def offered(self, destination: Destination, offer: MigrationOffer) -> None:
+    def push_requested(self, destination: KVDestination, offer: MigrationOffer) -> None:
         """On the connection's thread."""
         destination.context = incoming = IncomingMigration(self, self._context, destination, offer)
         self._context.thread.post(lambda: self._consider(incoming))

@@ -61,7 +61,7 @@ class PrefillService:
         return bool(self._sends)
 
 <<<<<<< HEAD
-    def begin(self, source: Source, task: PrefillTask) -> None:
+    def begin(self, source: KVSource, task: PrefillTask) -> None:
         """Queue a prompt. If it is invalid, the transfer ends with the reason."""
 =======
     def begin(self, source: KVSource, task: wire.Task) -> None:
@@ -121,7 +121,7 @@ class PrefillService:
     def keep_alive(self) -> None:
         """Tell the receivers of prompts that wait or are being computed that this instance is alive."""
         for send in self._sends.values():
-            send.source.working()
+            send.source.keep_alive()
 =======
     def working(self) -> None:
         """Give a sign of life for prompts that wait or are being computed."""

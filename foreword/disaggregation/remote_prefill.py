@@ -13,7 +13,7 @@ from foreword.errors import ForewordError, TransferError
 <<<<<<< HEAD
 from foreword.events import TransferEnded
 from foreword.transfer.messages import Reason
-from foreword.transfer.transfers import Destination
+from foreword.transfer.transfers import KVDestination
 =======
 from foreword.transfer.link import Payload
 from foreword.transfer.messages import KVPart, Reason
@@ -48,7 +48,7 @@ class RemotePrefill(KVReceive):
         self._length = len(task.tokens) // 4
         self._lock = threading.Lock()
 <<<<<<< HEAD
-        self._destination: Destination | None = None
+        self._destination: KVDestination | None = None
 =======
         self._destination: KVDestination | None = None
         self._closed = self._done = False
@@ -87,13 +87,13 @@ class RemotePrefill(KVReceive):
 <<<<<<< HEAD
                 if not self.closed:
                     task = encode(self._task)
-                    self._destination = connection.want(task, keys, have=self._held, context=self)
+                    self._destination = connection.pull(task, keys, have=self._held, context=self)
         except ForewordError as error:
             self.message = error.message
             self.reason = error.reason if isinstance(error, TransferError) else str(Reason.FAILED)
             self._finish()
 
-    def finished(self, destination: Destination, result: bytes, tokens: int) -> None:
+    def finished(self, destination: KVDestination, result: bytes, tokens: int) -> None:
 =======
                 if self._closed:
                     return
@@ -128,7 +128,7 @@ class RemotePrefill(KVReceive):
         destination.take()
 
 <<<<<<< HEAD
-    def ended(self, destination: Destination) -> None:
+    def ended(self, destination: KVDestination) -> None:
 =======
     def ended(self, destination: KVDestination) -> None:
         """The transfer is over, for whatever reason."""

@@ -39,7 +39,7 @@ class _Lease:
     until: float
 <<<<<<< HEAD
     blocks: dict[bytes, HeldBlock] = field(default_factory=dict)
-    readers: set[Source] = field(default_factory=set)
+    readers: set[KVSource] = field(default_factory=set)
 =======
     blocks: dict[bytes, Held] = field(default_factory=dict)
     readers: set[KVSource] = field(default_factory=set)
