@@ -191,11 +191,7 @@ class Library(TransferService):
         self.get = served.get  # type: ignore[method-assign]
 
 
-<<<<<<< HEAD
 def serve_blocks(served: BlockServer, config: TransferConfig) -> TransferEndpoint:
-=======
-def serve_blocks(served: ServedBlocks, config: TransferConfig) -> TransferEndpoint:
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
     """Listen at `config.bind` for instances that read blocks; close the endpoint in the end. Raises ConfigError."""
     endpoint = TransferEndpoint(config, Library(served))
     endpoint.listen()

@@ -24,12 +24,7 @@ from foreword.engine.loop import EngineCore
 from foreword.engine.request import Request, TokenLogprob
 from foreword.engine.sequence import SequenceState, Step
 from foreword.errors import BadRequest
-<<<<<<< HEAD
 from foreword.transfer.endpoint import TransferEndpoint
-=======
-from foreword.events import TransferEnded
-from foreword.transfer.endpoint import TransferEndpoint
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 from foreword.transfer.link import Payload
 from foreword.transfer.messages import Buffer, KVPart, Reason
 from foreword.transfer.service import TransferService
@@ -48,13 +43,8 @@ _KEEP_ALIVE: Final = 1.0
 MessageT = TypeVar("MessageT")
 
 
-<<<<<<< HEAD
 class Instance(TransferService):
     """The service of an engine's transfer endpoint, and the loop's `KVTransferHooks`.
-=======
-class Instance(TransferService):
-    """The service of an engine's endpoint, and the loop's `Handoff`.
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 
     Args:
         role: `prefill`, `decode` or `both`.
@@ -76,14 +66,8 @@ class Instance(TransferService):
         super().__init__(view.layout)
         self.role = role
         self.draining = False
-<<<<<<< HEAD
         self.view = view
         self.endpoint = TransferEndpoint(config, self)
-=======
-        self.endpoint = TransferEndpoint(config, self)
-        self.lanes = Lanes()
-        self.port = port
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
         self._core = core
         self._thread = thread
         self._served = served
@@ -122,43 +106,23 @@ class Instance(TransferService):
 
     # The service, on connections' threads
 
-<<<<<<< HEAD
     def pull_requested(self, source: KVSource) -> None:
         why = "this instance decodes; it computes no prompts for others"
         task = self._read(source, PrefillTask, "decode", why)
         if task is not None:
-=======
-    def pull_requested(self, source: KVSource) -> None:
-        if self.role == "decode":
-            source.refuse(Reason.ROLE, "this instance decodes; it computes no prompts for others")
-        elif self.draining:
-            source.refuse(Reason.DRAINING, "this instance is about to stop")
-        else:
-            try:
-                task = wire.decode(wire.Task, source.request)
-            except BadRequest as error:
-                source.refuse(Reason.REQUEST, error.message)
-                return
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
             source.accept()
             self._thread.post(lambda: self._prefills.begin(source, task))
 
-<<<<<<< HEAD
     def push_requested(self, destination: KVDestination) -> None:
         why = "this instance computes prompts; it takes no requests over"
         offer = self._read(destination, MigrationOffer, "prefill", why)
         if offer is not None:
-            self.migrations.offered(destination, offer)
+            self.migrations.push_requested(destination, offer)
 
     def _read(self, transfer: TransferSide, kind: type[MessageT], unsuited: str, why: str) -> MessageT | None:
         """The description with which a transfer begins. None if it was refused, `why` for the role `unsuited`."""
         if self.role == unsuited:
             transfer.refuse(Reason.ROLE, why)
-=======
-    def push_requested(self, destination: KVDestination) -> None:
-        if self.role == "prefill":
-            destination.refuse(Reason.ROLE, "this instance computes prompts; it takes no requests over")
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
         elif self.draining:
             transfer.refuse(Reason.DRAINING, "this instance is about to stop")
         else:
@@ -168,15 +132,9 @@ class Instance(TransferService):
                 transfer.refuse(Reason.REQUEST, error.message)
         return None
 
-<<<<<<< HEAD
     def accepted(self, transfer: TransferSide) -> None:
         if isinstance(transfer, KVSource):
             self.migrations.accepted(transfer)
-=======
-    def accepted(self, transfer: TransferSide) -> None:
-        if isinstance(transfer, KVSource):
-            self.moves.accepted(transfer)
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 
     def part(self, destination: KVDestination, part: KVPart, payload: Payload) -> None:
         destination.context.part(part, payload)
@@ -184,7 +142,6 @@ class Instance(TransferService):
     def finished(self, destination: KVDestination, result: bytes, tokens: int) -> None:
         destination.context.finished(destination, result, tokens)
 
-<<<<<<< HEAD
     def ended(self, transfer: TransferSide) -> None:
         context = transfer.context
         if isinstance(context, KVSend):
@@ -195,18 +152,6 @@ class Instance(TransferService):
             self.migrations.source_ended(context, transfer)
         elif context is not None:
             context.ended(transfer)
-=======
-    def ended(self, transfer: TransferSide) -> None:
-        kept = transfer.context
-        if isinstance(kept, Export):
-            self.post(lambda: self._exports.dropped(kept))
-            kept.end()
-        elif isinstance(kept, Plan | Move):
-            assert isinstance(transfer, KVSource)
-            self.moves.source_ended(transfer)
-        elif kept is not None:
-            kept.ended(transfer)
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 
     def locate(self, names: Sequence[bytes], deadline: float) -> int:
         return 0 if self._served is None else self._served.locate(names, deadline)
@@ -255,21 +200,5 @@ class Instance(TransferService):
             remote.close()
             self._core.notify(remote.ended_event())
 
-<<<<<<< HEAD
     def wait(self, seconds: float) -> None:
         self._thread.wait(seconds)
-=======
-    def look(self) -> None:
-        """At every step: what has to be done now and then."""
-        now = time.monotonic()
-        if now - self._looked >= _WORKING:
-            self._looked = now
-            self._exports.working()
-
-    def rest(self, seconds: float) -> None:
-        self._around.rest(seconds)
-
-
-def _outcome(transfer: TransferSide) -> str:
-    return "taken" if transfer.reason is None else str(transfer.reason)
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from foreword.engine.sequence import SequenceState
 from foreword.errors import TransferError
 from foreword.events import TransferEnded
-from foreword.transfer.connection import Connection
+from foreword.transfer.channel import Channel
 from foreword.transfer.messages import Buffer, KVPart, Reason
 from foreword.transfer.parts import split
 from foreword.transfer.transfers import KVSource
@@ -200,7 +200,7 @@ class KVSender:
         self._core = core
         self._post = post
         self._num_holding = 0
-        self._queues: dict[Connection, deque[tuple[KVSend, Job]]] = {}
+        self._queues: dict[Channel, deque[tuple[KVSend, Job]]] = {}
         self._changed = threading.Condition()
 
     @property
@@ -229,22 +229,22 @@ class KVSender:
         """Queue KV, or a call that follows everything queued before. Does nothing if the transfer is over."""
         if not send.take_off():
             return
-        connection = send.source.channel
+        channel = send.source.channel
         with self._changed:
-            jobs = self._queues.get(connection)
+            jobs = self._queues.get(channel)
             if jobs is None:
-                jobs = self._queues[connection] = deque()
-                arguments = (connection, jobs)
+                jobs = self._queues[channel] = deque()
+                arguments = (channel, jobs)
                 threading.Thread(target=self._run, args=arguments, name="foreword-send-kv", daemon=True).start()
             jobs.append((send, job))
             self._changed.notify_all()
 
-    def _run(self, connection: Connection, jobs: deque[tuple[KVSend, Job]]) -> None:
+    def _run(self, channel: Channel, jobs: deque[tuple[KVSend, Job]]) -> None:
         """The thread of one connection; it ends when there was nothing to send for a while."""
         while True:
             with self._changed:
                 if not self._changed.wait_for(lambda: jobs, _IDLE_SECONDS):
-                    del self._queues[connection]
+                    del self._queues[channel]
                     return
                 send, job, count = _next(jobs)
             try:

@@ -26,18 +26,10 @@ from foreword.engine.kv_source import KVArrival
 from foreword.engine.request import MigratedTo, Request
 from foreword.engine.sequence import SequenceState
 from foreword.errors import BadRequest, CannotMove, ForewordError, TransferError, TransferUnavailable
-<<<<<<< HEAD
 from foreword.events import TransferEnded
 from foreword.transfer.messages import PushRequest, Reason
 from foreword.transfer.protocol import TransferOutcome
 from foreword.transfer.transfers import KVDestination, KVSource
-=======
-from foreword.events import Event, TransferEnded
-from foreword.transfer.link import Payload
-from foreword.transfer.messages import KVPart, PushRequest, Reason
-from foreword.transfer.protocol import TransferOutcome
-from foreword.transfer.transfers import KVDestination, KVSource
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 
 log = logging.getLogger(__name__)
 
@@ -73,28 +65,12 @@ class MigrationResult:
 class OutgoingMigration:
     """A request that migrates from here.
 
-<<<<<<< HEAD
     Attributes:
         address, to: of the destination, for transfers and for clients.
         future: gets the result, or the error.
         send: its KV; None until the destination has accepted.
         ended: the request has ended here.
     """
-=======
-    def __init__(self, source: KVSource, port: Port, release: Callable[[Outgoing], None], plan: Plan) -> None:
-        super().__init__(source, port, release)
-        self.plan = plan
-        self.next_block = 0
-        self.rounds = 0
-        self.paused_at = 0.0
-        self.pause = 0.0
-        self.kv_tokens = 0
-
-
-@dataclass(slots=True)
-class Plan:
-    """What was asked for: `sequence` to `to`, as `moving`. `future` hears how it went."""
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 
     sequence: SequenceState
     address: str
@@ -117,7 +93,6 @@ class IncomingMigration(KVReceive):
         kv_tokens: tokens whose KV has come; 0 until it is taken.
     """
 
-<<<<<<< HEAD
     def __init__(
         self, migrations: Migrations, context: EngineContext, destination: KVDestination, offer: MigrationOffer
     ) -> None:
@@ -147,25 +122,6 @@ class IncomingMigration(KVReceive):
         if not self.done:
             self.destination.cancel(Reason.CANCELLED, "the request was ended")
         return KVArrival(self._held * self._view.layout.block_size, self.kv_tokens, 0)
-=======
-    def part(self, part: KVPart, payload: Payload) -> None:
-        with payload as view:
-            last = part.first_block + part.blocks
-            if last > len(self.blocks):
-                raise TransferError("a part for blocks that were not promised", reason=str(Reason.CONTENT))
-            self.port.write(part, self.blocks[part.first_block : last], view, self.mark)
-            self.size += len(view)
-        self.parts += 1
-
-    def finished(self, destination: KVDestination, result: bytes, tokens: int) -> None:
-        rest = wire.decode(wire.Rest, result)
-        self.moves.host.post(lambda: self.moves.take(self, destination, rest, tokens))
-
-    def ended(self, destination: KVDestination) -> None:
-        taken = destination.outcome is TransferOutcome.TAKEN
-        outcome = "taken" if taken else str(destination.reason)
-        self.moves.host.post(lambda: self.moves.settle(self, outcome))
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 
 
 class Migrations:
@@ -231,32 +187,17 @@ class Migrations:
     def _offer(self, migration: OutgoingMigration, keys: list[bytes], kv: int) -> None:
         """On a thread that may wait."""
         try:
-<<<<<<< HEAD
             connection = self._context.dial(migration.address)
             connection.push(encode(migration.offer), keys, kv, context=migration)
-=======
-            connection = self._dial(plan.address)
-            connection.push(wire.encode(plan.moving), keys, kv, context=plan)
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
         except ForewordError as error:
             failed = error
             self._context.thread.post(lambda: self._fail(migration, failed))
 
-<<<<<<< HEAD
     def accepted(self, source: KVSource) -> None:
         """The destination has blocks for it. On the connection's thread."""
         migration: OutgoingMigration = source.context
         send = migration.send = KVSend(self._sender, source, "move", migration.sequence)
         self._context.thread.post(lambda: self._round(migration, send))
-=======
-    def accepted(self, source: KVSource) -> None:
-        """The other side has blocks for it. On the connection's thread."""
-        plan = source.context
-        move = Move(source, self._port, self.host.released, plan)
-        move.next_block = source.have
-        plan.move = source.context = move
-        self.host.post(lambda: self._round(move))
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 
     def _round(self, migration: OutgoingMigration, send: KVSend) -> None:
         """Send what has KV by now; the last time with the request paused."""
@@ -307,17 +248,12 @@ class Migrations:
         if kv is not None:
             send.put(kv, 0, self._context.view.last_layer + 1)
 
-<<<<<<< HEAD
     def source_ended(self, migration: OutgoingMigration, source: KVSource) -> None:
-=======
-    def source_ended(self, source: KVSource) -> None:
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
         """From any thread."""
         self._context.thread.post(lambda: self._settle_source(migration, source))
         if migration.send is not None:
             migration.send.end()
 
-<<<<<<< HEAD
     def _settle_source(self, migration: OutgoingMigration, source: KVSource) -> None:
         if source.outcome is TransferOutcome.TAKEN and migration.send is not None:
             self._end_taken(migration, migration.send)
@@ -326,30 +262,6 @@ class Migrations:
             if not migration.ended:
                 self._context.thread.deliver([self._core.end_failed(migration.sequence, error.message)])
             self._fail(migration, error)
-=======
-    def _departed(self, plan: Plan, source: KVSource) -> None:
-        sequence, move = plan.sequence, plan.move
-        if source.outcome is TransferOutcome.TAKEN and move is not None:
-            self._leaving.pop(id(sequence), None)
-            move.pause = time.monotonic() - move.paused_at
-            seconds = time.monotonic() - plan.started
-            if not plan.gone:
-                plan.gone = True
-                departure = Departure(plan.to, plan.moving.id, sequence.num_output)
-                self.host.deliver([self._core.depart(sequence, departure)])
-            log.info(
-                "request %s moved to %s in %.3f s, paused for %.3f s", plan.moving.id, plan.to, seconds, move.pause
-            )
-            moved = Moved(
-                plan.moving.id, sequence.num_output, move.kv_tokens, move.bytes, move.rounds, seconds, move.pause
-            )
-            plan.future.set_result(moved)
-        elif source.outcome is TransferOutcome.UNKNOWN:
-            error = TransferUnavailable("nobody can say whether the request has moved", reason=str(Reason.UNKNOWN))
-            if not plan.gone:
-                self.host.deliver([self._core.end(sequence, error.message)])
-            self._fail(plan, error)
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
         else:
             reason, text = str(source.reason), source.message
             kind = CannotMove if source.reason in _REFUSALS else TransferUnavailable
@@ -399,7 +311,6 @@ class Migrations:
 
     # The destination
 
-<<<<<<< HEAD
     def push_requested(self, destination: KVDestination, offer: MigrationOffer) -> None:
         """On the connection's thread."""
         destination.context = incoming = IncomingMigration(self, self._context, destination, offer)
@@ -408,11 +319,6 @@ class Migrations:
     def _consider(self, incoming: IncomingMigration) -> None:
         """Take blocks for an offered request, or refuse it."""
         destination, offer = incoming.destination, incoming.offer
-=======
-    def consider(self, destination: KVDestination, moving: wire.Moving) -> None:
-        """Take blocks for a request that is offered, or refuse."""
-        arriving: Arriving = destination.context
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
         opening = destination.opening
         assert isinstance(opening, PushRequest)
         try:
@@ -440,17 +346,10 @@ class Migrations:
         sequence.max_total = offer.max_total
         return sequence
 
-<<<<<<< HEAD
     def take(self, incoming: IncomingMigration, state: MigrationState, tokens: int) -> None:
         """All of it is here: continue it, unless this instance cannot."""
         sequence, destination, output = incoming.sequence, incoming.destination, unpack(state.tokens)
         if sequence is None or self._core.sequence_of(sequence.request.id) is not sequence:
-=======
-    def take(self, arriving: Arriving, destination: KVDestination, rest: wire.Rest, tokens: int) -> None:
-        """All of it is here: go on with it, if it is ours."""
-        sequence, core, size = arriving.sequence, self._core, self._port.layout.block_size
-        if sequence is None or core.sequence_of(arriving.moving.id) is not sequence:
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
             destination.cancel(Reason.CANCELLED, "the request was ended")
             return
         length = len(sequence.table) + len(output)

@@ -21,21 +21,6 @@ from foreword.transfer.messages import Reason
 from foreword.transfer.transfers import KVSource
 
 
-<<<<<<< HEAD
-=======
-class Export(Outgoing):
-    """One wanted prompt. `next_block` is the first whose KV was not queued yet."""
-
-    def __init__(
-        self, source: KVSource, port: Port, sequence: SequenceState, release: Callable[[Outgoing], None]
-    ) -> None:
-        super().__init__(source, port, release)
-        self.sequence = sequence
-        self.next_block = source.have
-        self.finished = False
-
-
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 @dataclass(slots=True)
 class _StepSend:
     """What the running step writes of one prompt. `kv` is None if the receiver has all of it; `last`: the prompt ends."""
@@ -60,13 +45,8 @@ class PrefillService:
         """Prompts wait or are being computed."""
         return bool(self._sends)
 
-<<<<<<< HEAD
     def begin(self, source: KVSource, task: PrefillTask) -> None:
         """Queue a prompt. If it is invalid, the transfer ends with the reason."""
-=======
-    def begin(self, source: KVSource, task: wire.Task) -> None:
-        """Queue a wanted prompt. What is wrong with it ends the transfer with a sentence."""
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
         params = replace(task.params, n=1, max_tokens=max(task.params.max_tokens or 1, 1))
         only_first = replace(params, max_tokens=1)
         try:
@@ -117,17 +97,10 @@ class PrefillService:
             if one.last and number == self._view.last_layer:
                 one.send.computed = True
 
-<<<<<<< HEAD
     def keep_alive(self) -> None:
         """Tell the receivers of prompts that wait or are being computed that this instance is alive."""
         for send in self._sends.values():
             send.source.keep_alive()
-=======
-    def working(self) -> None:
-        """Give a sign of life for prompts that wait or are being computed."""
-        for export in self._by_sequence.values():
-            export.source.keep_alive()
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 
     def prompt_computed(self, sequence: SequenceState, token: int, logprob: TokenLogprob | None) -> bool:
         """Send the token after a computed prompt behind its KV. False if the prompt is not for another instance."""

@@ -10,15 +10,9 @@ from foreword.disaggregation.kv_receive import KVReceive
 from foreword.disaggregation.messages import PrefillResult, PrefillTask, decode, encode
 from foreword.engine.kv_source import KVArrival
 from foreword.errors import ForewordError, TransferError
-<<<<<<< HEAD
 from foreword.events import TransferEnded
 from foreword.transfer.messages import Reason
 from foreword.transfer.transfers import KVDestination
-=======
-from foreword.transfer.link import Payload
-from foreword.transfer.messages import KVPart, Reason
-from foreword.transfer.transfers import KVDestination
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 
 
 class RemotePrefill(KVReceive):
@@ -47,33 +41,7 @@ class RemotePrefill(KVReceive):
         self._task = task
         self._length = len(task.tokens) // 4
         self._lock = threading.Lock()
-<<<<<<< HEAD
         self._destination: KVDestination | None = None
-=======
-        self._destination: KVDestination | None = None
-        self._closed = self._done = False
-        self._length = len(task.tokens) // 4
-        self._held = 0
-        self._blocks: list[int] = []
-        self._mark: Any = None
-        self._layers: list[int] = []
-        self._all = (1 << port.last_layer + 1) - 1
-
-    @property
-    def begun(self) -> bool:
-        """It was asked for: it no longer waits for blocks."""
-        return bool(self._blocks)
-
-    @property
-    def done(self) -> bool:
-        """Nothing more will come: `close` says what did."""
-        return self._done
-
-    @property
-    def outcome(self) -> str:
-        """`taken`, or why not. After `close`."""
-        return "taken" if self.result is not None else self.reason or str(Reason.CANCELLED)
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
 
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
         super().begin(keys, held, blocks)
@@ -84,7 +52,6 @@ class RemotePrefill(KVReceive):
         try:
             connection = self._context.dial(self._address)
             with self._lock:
-<<<<<<< HEAD
                 if not self.closed:
                     task = encode(self._task)
                     self._destination = connection.pull(task, keys, have=self._held, context=self)
@@ -94,32 +61,6 @@ class RemotePrefill(KVReceive):
             self._finish()
 
     def finished(self, destination: KVDestination, result: bytes, tokens: int) -> None:
-=======
-                if self._closed:
-                    return
-                self._destination = connection.pull(wire.encode(self._task), keys, have=self._held, context=self)
-        except ForewordError as error:
-            self.fail(error.reason if isinstance(error, TransferError) else str(Reason.FAILED), error.message)
-
-    # On the connection's thread
-
-    def part(self, part: KVPart, payload: Payload) -> None:
-        """KV has come. Never after `close`."""
-        first = part.first_block - self._held
-        with payload as view:
-            if first < 0 or first + part.blocks > len(self._blocks):
-                raise TransferError("a part for blocks that were not asked for", reason=str(Reason.CONTENT))
-            self._port.write(part, self._blocks[first : first + part.blocks], view, self._mark)
-            self.bytes += len(view)
-        self.parts += 1
-        bits = (1 << part.layers) - 1 << part.first_layer
-        whole = part.tokens // self._port.layout.block_size
-        for block in range(first, first + whole):
-            self._layers[block] |= bits
-
-    def finished(self, destination: KVDestination, result: bytes, tokens: int) -> None:
-        """Everything has come. The peer may forget it from here on: it lies in blocks of this engine's."""
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
         if tokens != self._length:
             destination.cancel(Reason.CONTENT, f"KV of {tokens} tokens instead of {self._length}")
             return
@@ -127,12 +68,7 @@ class RemotePrefill(KVReceive):
         self.result = decode(PrefillResult, result)
         destination.take()
 
-<<<<<<< HEAD
     def ended(self, destination: KVDestination) -> None:
-=======
-    def ended(self, destination: KVDestination) -> None:
-        """The transfer is over, for whatever reason."""
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
         if destination.reason is not None:
             self.reason, self.message = str(destination.reason), destination.message
         self._finish()

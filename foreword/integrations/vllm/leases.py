@@ -37,13 +37,8 @@ class _Lease:
     request_id: str
     number: bytes
     until: float
-<<<<<<< HEAD
     blocks: dict[bytes, HeldBlock] = field(default_factory=dict)
     readers: set[KVSource] = field(default_factory=set)
-=======
-    blocks: dict[bytes, Held] = field(default_factory=dict)
-    readers: set[KVSource] = field(default_factory=set)
->>>>>>> 94f4642 (Transfer: no NIXL link; names and seams of connections; the wire stays)
     read: bool = False
     finished: bool = False
     copying: int = 0
