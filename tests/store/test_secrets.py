@@ -15,7 +15,7 @@ from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
 from foreword.server.job import Caller
 from foreword.store.redact import redacted
 from foreword.store.redis.redis_store import RedisStore
-from foreword.store.redis.resp import words
+from foreword.store.redis.resp import make_command
 from foreword.store.urls import open_store, parse
 from foreword.transfer.handshake import Identity
 from foreword.transfer.peer import opener
@@ -162,7 +162,7 @@ def test_a_url_is_shown_without_secrets(show: Callable[[object], str]) -> None:
     [
         TransferConfig(secret=SECRET * 2),
         Identity(b"i", SECRET, ("tcp",), None, "127.0.0.1:1", 1.0, 1),
-        words(b"", b"AUTH", SECRET.encode()),
+        make_command(b"", b"AUTH", SECRET.encode()),
         Caller.of({"authorization": f"Bearer {SECRET}"}),
     ],
 )

@@ -1,7 +1,7 @@
-"""The servers behind a Redis URL: one, or the nodes of a cluster, and the connections to them.
+"""The servers behind a Redis URL, one or the nodes of a cluster, and pools of connections to them.
 
-redis-py reads the URL and opens the sockets (TLS, Unix, keep-alive); what is said on them is said by `store/resp.py`. A store
-calls `open_nodes`; nothing is connected before the first command.
+redis-py parses the URL and opens the sockets (TLS, Unix, keep-alive); `resp.py` speaks the protocol on them. A store
+calls `open_nodes`. Nothing is connected before the first command.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from redis.retry import Retry
 from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import time_left
 from foreword.store.redact import ESCAPES, redacted, split_url
-from foreword.store.redis.resp import Command, ConnectionLost, Refusal, Reply, Wire, words
+from foreword.store.redis.resp import Command, ConnectionLost, ErrorReply, Reply, RespConnection, make_command
 
-_IDLE: Final = 32  # connections kept per node
+_MAX_IDLE: Final = 32  # connections kept per node
 _SLOTS: Final = 16384
-_ROUNDS: Final = 6  # how often commands follow slots that move
+_ROUNDS: Final = 6  # how often commands are sent again while slots migrate
 _PAUSE: Final = 0.05  # seconds between these rounds
-_SHUT: Final = {"ERR", "NOAUTH", "NOPERM", "WRONGPASS"}  # refusals of a greeting that will be the same next time
+_PERMANENT: Final = {"ERR", "NOAUTH", "NOPERM", "WRONGPASS"}  # login errors that will not go away
 _HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?")
 
 
-class Node:
-    """One server and the connections to it that nobody uses just now.
+class RedisNode:
+    """One server and a pool of idle connections to it.
 
-    A connection is used by one thread at a time and comes back only after every command had its answer. The commands of
-    this store may all be repeated, so those that met a connection which the server had closed meanwhile are.
+    A connection is used by one thread at a time, and returns to the pool only after every command had its reply. All
+    commands of a store can be repeated, so they are sent again if the server had closed a pooled connection.
     """
 
     def __init__(self, kind: type[AbstractConnection], options: dict[str, Any]) -> None:
         self.kind = kind
         self.options = options
-        self._idle: deque[Wire] = deque()
+        self._idle: deque[RespConnection] = deque()
         self._process = os.getpid()
         self._closed = False
 
     def run(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
-        wire = self._take()
-        if wire is not None:
+        connection = self._take()
+        if connection is not None:
             try:
-                return self._exchange(wire, commands, deadline)
+                return self._exchange(connection, commands, deadline)
             except ConnectionLost:
-                self.forget()  # what lost one connection has most likely lost them all
+                self.close_idle()  # the other pooled connections are probably lost too
         return self._exchange(self._connect(deadline), commands, deadline)
 
-    def forget(self) -> None:
-        """Close the connections that are not in use."""
+    def close_idle(self) -> None:
+        """Close the idle connections."""
         while self._idle:
             try:
                 self._idle.pop().close()
@@ -68,79 +68,79 @@ class Node:
 
     def close(self) -> None:
         self._closed = True
-        self.forget()
+        self.close_idle()
 
-    def _exchange(self, wire: Wire, commands: Sequence[Command], deadline: float) -> list[Reply]:
+    def _exchange(self, connection: RespConnection, commands: Sequence[Command], deadline: float) -> list[Reply]:
         whole = False
         try:
-            replies = wire.exchange(commands, deadline)
+            replies = connection.exchange(commands, deadline)
             whole = True
         finally:
-            if whole and not self._closed and len(self._idle) < _IDLE:
-                self._idle.append(wire)
+            if whole and not self._closed and len(self._idle) < _MAX_IDLE:
+                self._idle.append(connection)
             else:
-                wire.close()
+                connection.close()
         if self._closed:
-            self.forget()
+            self.close_idle()
         return replies
 
-    def _take(self) -> Wire | None:
-        if self._process != os.getpid():  # the parent process goes on using these sockets
+    def _take(self) -> RespConnection | None:
+        if self._process != os.getpid():  # after a fork these sockets belong to the parent
             self._idle, self._process = deque(), os.getpid()
         while self._idle:
             try:
-                wire = self._idle.pop()
+                connection = self._idle.pop()
             except IndexError:
                 return None
-            if wire.quiet:
-                return wire
-            wire.close()
+            if connection.idle:
+                return connection
+            connection.close()
         return None
 
-    def _connect(self, deadline: float) -> Wire:
-        """A new connection, logged in."""
-        half = time_left(deadline) / 2  # one half for the connection, one for TLS
+    def _connect(self, deadline: float) -> RespConnection:
+        """Open a connection and log in."""
+        half = time_left(deadline) / 2  # half for the connection, half for TLS
         times: dict[str, Any] = {"socket_connect_timeout": half, "socket_timeout": half, "retry": Retry(NoBackoff(), 0)}
-        times["redis_connect_func"] = _say_nothing
-        connection = self.kind(**self.options, **times)
+        times["redis_connect_func"] = _no_greeting
+        opened = self.kind(**self.options, **times)
         try:
-            connection.connect()
+            opened.connect()
         except RedisTimeout as error:
             raise StoreTimeout(f"Redis cannot be reached in time: {error}") from None
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis cannot be reached: {error}") from None
-        sock: Any = connection._sock
-        wire = Wire(sock, connection.disconnect)
+        sock: Any = opened._sock
+        connection = RespConnection(sock, opened.disconnect)
         greeting = _greeting(self.options)
         ready = False
         try:
-            for reply in wire.exchange(greeting, deadline) if greeting else []:
-                if isinstance(reply, Refusal):
-                    later = reply.code not in _SHUT or "max number of clients" in reply.text
-                    # A server may repeat the command.
+            for reply in connection.exchange(greeting, deadline) if greeting else []:
+                if isinstance(reply, ErrorReply):
+                    later = reply.code not in _PERMANENT or "max number of clients" in reply.text
+                    # A server may repeat the command with its password.
                     text = redacted(reply.text, str(self.options.get("password") or ""))
-                    raise (StoreUnavailable if later else StoreConfigError)(f"Redis does not let us in: {text}")
+                    raise (StoreUnavailable if later else StoreConfigError)(f"Redis refuses the login: {text}")
             ready = True
         finally:
             if not ready:
-                wire.close()
-        return wire
+                connection.close()
+        return connection
 
 
-class Single:
+class SingleNode:
     """One server, or one address in front of several."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: RedisNode) -> None:
         self._node = node
         self.run = node.run
         self.close = node.close
 
-    def primaries(self, deadline: float) -> list[Node]:
+    def primaries(self, deadline: float) -> list[RedisNode]:
         return [self._node]
 
 
-class Cluster:
-    """The nodes of a cluster, and which of them has which slot; asked for when it is needed and when it turns out wrong."""
+class ClusterNodes:
+    """The nodes of a cluster and the map from slots to nodes, which is loaded when it is needed and when it is outdated."""
 
     def __init__(
         self, kind: type[AbstractConnection], options: dict[str, Any], seeds: Sequence[tuple[str, int]]
@@ -148,7 +148,7 @@ class Cluster:
         self._kind = kind
         self._options = options
         self._seeds = seeds
-        self._known: dict[tuple[str, int], Node] = {}
+        self._known: dict[tuple[str, int], RedisNode] = {}
         self._slots: list[tuple[str, int] | None] = []
         self._lock = threading.Lock()
 
@@ -160,12 +160,12 @@ class Cluster:
             if not waiting:
                 return replies
             time.sleep(min(_PAUSE, time_left(deadline)))
-            self._learn(deadline)
-        raise StoreUnavailable("the slots of the cluster do not come to rest")
+            self._load_slots(deadline)
+        raise StoreUnavailable("the slots of the cluster keep migrating")
 
-    def primaries(self, deadline: float) -> list[Node]:
-        """Every node that has slots."""
-        slots = self._slots or self._learn(deadline)
+    def primaries(self, deadline: float) -> list[RedisNode]:
+        """All nodes that have slots."""
+        slots = self._slots or self._load_slots(deadline)
         return [self._node(address) for address in sorted({address for address in slots if address is not None})]
 
     def close(self) -> None:
@@ -175,47 +175,47 @@ class Cluster:
     def _round(
         self, commands: Sequence[Command], waiting: list[int], replies: list[Reply], deadline: float
     ) -> list[int]:
-        """Run the commands with these numbers once, and fill in their replies; returns those that found nobody."""
-        slots = self._slots or self._learn(deadline)
+        """Send the commands with these indexes once and store their replies. Returns the indexes to send again."""
+        slots = self._slots or self._load_slots(deadline)
         groups: dict[tuple[str, int] | None, list[int]] = {}
-        for number in waiting:
-            groups.setdefault(slots[key_slot(commands[number].key)], []).append(number)
+        for index in waiting:
+            groups.setdefault(slots[key_slot(commands[index].key)], []).append(index)
         left = groups.pop(None, [])
-        for address, numbers in groups.items():
+        for address, indexes in groups.items():
             if address is None:
                 continue
             try:
-                answers = self._node(address).run([commands[number] for number in numbers], deadline)
+                answers = self._node(address).run([commands[index] for index in indexes], deadline)
             except StoreTimeout:
-                self._slots = []  # for the next call: another node may have taken over
+                self._slots = []  # load the map in the next call: another node may have taken over
                 raise
-            except StoreUnavailable:  # it may be gone, and another in its place
-                left += numbers
+            except StoreUnavailable:  # it may be gone and have been replaced
+                left += indexes
                 continue
-            for number, answer in zip(numbers, answers, strict=True):
-                if isinstance(answer, Refusal) and answer.code == "ASK":
-                    answer = self._ask_there(answer, commands[number], deadline)
-                if isinstance(answer, Refusal) and answer.code in {"MOVED", "CLUSTERDOWN", "TRYAGAIN", "LOADING"}:
-                    left.append(number)
+            for index, answer in zip(indexes, answers, strict=True):
+                if isinstance(answer, ErrorReply) and answer.code == "ASK":
+                    answer = self._ask_there(answer, commands[index], deadline)
+                if isinstance(answer, ErrorReply) and answer.code in {"MOVED", "CLUSTERDOWN", "TRYAGAIN", "LOADING"}:
+                    left.append(index)
                 else:
-                    replies[number] = answer
+                    replies[index] = answer
         return left
 
-    def _ask_there(self, refusal: Refusal, command: Command, deadline: float) -> Reply:
-        """Follow `ASK slot host:port`: the slot is on its way to that node."""
-        host, _, port = refusal.text.split(" ")[-1].rpartition(":")
+    def _ask_there(self, error: ErrorReply, command: Command, deadline: float) -> Reply:
+        """Follow `ASK slot host:port`: the slot is migrating to that node."""
+        host, _, port = error.text.split(" ")[-1].rpartition(":")
         if not host or not port.isdigit():
-            raise StoreUnavailable(f"the cluster points nowhere: {refusal.text}")
-        return self._node((host, int(port))).run([words(b"", b"ASKING"), command], deadline)[1]
+            raise StoreUnavailable(f"the cluster redirects to an unreadable address: {error.text}")
+        return self._node((host, int(port))).run([make_command(b"", b"ASKING"), command], deadline)[1]
 
-    def _learn(self, deadline: float) -> list[tuple[str, int] | None]:
-        """Ask the nodes in turn which of them has which slot; the first that knows is believed."""
+    def _load_slots(self, deadline: float) -> list[tuple[str, int] | None]:
+        """Load the map of slots from the first node that answers."""
         addresses = list(dict.fromkeys([*self._known, *self._seeds]))
-        last: StoreError = StoreUnavailable("the cluster has no node")
-        for number, address in enumerate(addresses):
-            share = time_left(deadline) / min(3, len(addresses) - number)
+        last: StoreError = StoreUnavailable("the cluster has no nodes")
+        for index, address in enumerate(addresses):
+            share = time_left(deadline) / min(3, len(addresses) - index)
             try:
-                [answer] = self._node(address).run([words(b"", b"CLUSTER", b"SLOTS")], time.monotonic() + share)
+                [answer] = self._node(address).run([make_command(b"", b"CLUSTER", b"SLOTS")], time.monotonic() + share)
                 self._slots = _read_slots(answer, address[0])
             except (StoreTimeout, StoreUnavailable) as error:
                 last = error
@@ -223,23 +223,23 @@ class Cluster:
                 return self._slots
         raise last
 
-    def _node(self, address: tuple[str, int]) -> Node:
+    def _node(self, address: tuple[str, int]) -> RedisNode:
         with self._lock:
             node = self._known.get(address)
             if node is None:
-                node = Node(self._kind, self._options | {"host": address[0], "port": address[1]})
+                node = RedisNode(self._kind, self._options | {"host": address[0], "port": address[1]})
                 self._known[address] = node
             return node
 
 
-def open_nodes(url: str) -> Single | Cluster:
-    """What a URL leads to; nothing is connected. Raises StoreConfigError."""
+def open_nodes(url: str) -> SingleNode | ClusterNodes:
+    """Parse a Redis URL, without connecting. Raises StoreConfigError."""
     parts = split_url(url)
     user, at, hosts = parts.netloc.rpartition("@")
     scheme, _, kind = parts.scheme.partition("+")
     if scheme not in {"redis", "rediss", "unix"} or kind not in {"", "cluster"} or (scheme == "unix" and kind):
         raise StoreConfigError(
-            f"a Redis URL begins with redis://, rediss://, unix:// or redis+cluster://, unlike {scheme}://"
+            f"a Redis URL starts with redis://, rediss://, unix:// or redis+cluster://, unlike {scheme}://"
         )
     several = [host for host in hosts.split(",") if host]
     if not all(map(_HOST.fullmatch, several)) or (scheme != "unix" and "@" in parts.path):
@@ -255,44 +255,44 @@ def open_nodes(url: str) -> Single | Cluster:
         default: type[AbstractConnection] = SSLConnection if scheme == "rediss" else Connection
         connection = options.pop("connection_class", default)
         for key in ("socket_timeout", "socket_connect_timeout"):
-            options.pop(key, None)  # deadlines say how long
+            options.pop(key, None)  # deadlines replace them
         connection(**options)
         if not kind and len(several) <= 1:
-            return Single(Node(connection, options))
+            return SingleNode(RedisNode(connection, options))
         if not kind:
-            raise StoreConfigError("several hosts make a cluster: redis+cluster://")
+            raise StoreConfigError("several hosts need the scheme redis+cluster://")
         if options.pop("db", 0):
             raise StoreConfigError("a cluster has database 0 only")
         seeds = [(split.hostname or "localhost", split.port or 6379) for split in (urlsplit(f"//{h}") for h in several)]
-        return Cluster(connection, options, seeds)
+        return ClusterNodes(connection, options, seeds)
     except (TypeError, ValueError, RedisError) as error:
         raise StoreConfigError(f"the Redis URL is wrong: {redacted(str(error))}") from None
 
 
-def _say_nothing(connection: AbstractConnection) -> None:
-    """In place of redis-py's greeting, whose every step may take the whole time: ours is `_greeting`, in one round trip."""
+def _no_greeting(connection: AbstractConnection) -> None:
+    """Replaces the greeting of redis-py, where each step may take the full timeout. `_greeting` takes one round trip."""
 
 
 def _greeting(options: dict[str, Any]) -> list[Command]:
     commands = []
     if options.get("password") or options.get("username"):
         user = (options["username"].encode(),) if options.get("username") else ()
-        commands.append(words(b"", b"AUTH", *user, (options.get("password") or "").encode()))
+        commands.append(make_command(b"", b"AUTH", *user, (options.get("password") or "").encode()))
     if options.get("db"):
-        commands.append(words(b"", b"SELECT", b"%d" % options["db"]))
+        commands.append(make_command(b"", b"SELECT", b"%d" % options["db"]))
     return commands
 
 
-def _read_slots(reply: Reply, asked: str) -> list[tuple[str, int] | None]:
-    """The answer to CLUSTER SLOTS: address of the primary by slot. A node without a name is the one that was asked."""
-    if isinstance(reply, Refusal):
-        raise StoreConfigError(f"the server is no cluster: {reply.text}")
+def _read_slots(reply: Reply, asked_host: str) -> list[tuple[str, int] | None]:
+    """Parse the reply to CLUSTER SLOTS: the primary's address by slot. A node without a name is the one that replied."""
+    if isinstance(reply, ErrorReply):
+        raise StoreConfigError(f"the server is not a cluster: {reply.text}")
     slots: list[tuple[str, int] | None] = [None] * _SLOTS
     for row in reply if isinstance(reply, list) else []:
         match row:
             case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < _SLOTS:
-                name = host.decode() if isinstance(host, bytes) and host not in {b"", b"?"} else asked
+                name = host.decode() if isinstance(host, bytes) and host not in {b"", b"?"} else asked_host
                 slots[first : last + 1] = [(name, port)] * (last + 1 - first)
             case _:
-                raise StoreUnavailable("the cluster answered something else than its slots")
+                raise StoreUnavailable("the cluster did not reply with its slots")
     return slots

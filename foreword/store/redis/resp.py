@@ -1,7 +1,7 @@
-"""The bare Redis protocol (RESP2) on one socket: commands go out in a row, answers come back in the same order.
+"""A client for the Redis protocol (RESP2) on one socket, with pipelining, deadlines and no copies of large values.
 
-Values are neither joined with anything nor split: a payload leaves from the caller's memory with `sendmsg` and arrives in
-the caller's memory with `recv_into`. Nothing here knows what a command means.
+A payload is sent from the caller's memory with `sendmsg` and received into the caller's memory with `recv_into`. This
+module does not know what the commands mean. docs/decisions/0008-store-clients.md compares it with redis-py.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from foreword.errors import (
 )
 from foreword.store.base import time_left
 
-_HELD: Final = 1 << 14  # what is received beyond a line waits here; at most so much of a value is copied once more
+_RECEIVE_BYTES: Final = 1 << 14  # receive buffer for lines; at most this much of a value is copied once more
 _WINDOW: Final = (
     1 << 22
 )  # bytes of answers asked for in advance; the server keeps them in memory that is fresh if it is more
-_LEAST: Final = 64  # what any answer counts for
+_SMALL_REPLY: Final = 64  # assumed bytes of a reply without a value
 _PARTS: Final = 512  # buffers per sendmsg, below IOV_MAX
-_LARGEST: Final = 1 << 29  # of one value, Redis's own bound
-_MOST: Final = 1 << 20  # elements of one array
-_DEEPEST: Final = 4
+_LARGEST: Final = 1 << 29  # bytes of one value, the limit of Redis itself
+_MAX_ELEMENTS: Final = 1 << 20  # of one array
+_MAX_DEPTH: Final = 4
 _TIME = struct.Struct("@ll")
 
 
 class ConnectionLost(StoreUnavailable):
-    """The peer closed the connection, or it broke: the same commands may succeed on another one."""
+    """The server closed the connection, or it broke. The same commands may succeed on a new connection."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """An error that the server sent in place of an answer; the connection is fine. `code` is its first word."""
+class ErrorReply:
+    """An error reply. The connection stays usable. `code` is the first word of the text."""
 
     code: str
     text: str
 
     def error(self) -> StoreError:
-        """What a store raises for it."""
-        return _ERRORS.get(self.code, StoreUnavailable)(f"Redis refuses: {self.text}")
+        """The exception that a store raises for it."""
+        return _ERRORS.get(self.code, StoreUnavailable)(f"Redis returned an error: {self.text}")
 
 
 _ERRORS: Final[dict[str, type[StoreError]]] = {
@@ -59,98 +59,100 @@ _ERRORS: Final[dict[str, type[StoreError]]] = {
     "NOPERM": StoreConfigError,
 }
 
-Reply: TypeAlias = "bytes | int | Refusal | list[Reply] | None"
+Reply: TypeAlias = "bytes | int | ErrorReply | list[Reply] | None"
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command in the form in which it is sent.
+    """One encoded command.
 
     Attributes:
-        key: what decides which node of a cluster gets it.
-        parts: buffers that are sent one after the other.
-        into: where the value of the answer goes; the answer is then its length, 0 where there is none or it does not fit.
+        key: selects the node of a cluster.
+        parts: buffers to send in sequence.
+        into: buffer for the value of the reply. The reply is then its length, 0 if there is none or it does not fit.
     """
 
     key: bytes
-    parts: tuple[bytes | memoryview, ...] = field(repr=False)  # AUTH's hold a password
+    parts: tuple[bytes | memoryview, ...] = field(repr=False)  # those of AUTH contain a password
     into: memoryview | None = None
 
     @property
-    def awaits(self) -> int:
-        """Bytes of the answer, about."""
-        return _LEAST if self.into is None else _LEAST + len(self.into)
+    def reply_bytes(self) -> int:
+        """Estimated length of the reply."""
+        return _SMALL_REPLY if self.into is None else _SMALL_REPLY + len(self.into)
 
 
-def encode(*words: bytes) -> bytes:
-    """Words in the form in which they are sent."""
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+def encode(*arguments: bytes) -> bytes:
+    """Encode the arguments of a command."""
+    return b"*%d\r\n" % len(arguments) + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in arguments)
 
 
-def words(key: bytes, *each: bytes) -> Command:
-    """A command of small words, for the node that has `key`."""
-    return Command(key, (encode(*each),))
+def make_command(key: bytes, *arguments: bytes) -> Command:
+    """A command with small arguments, for the node that has `key`."""
+    return Command(key, (encode(*arguments),))
 
 
 def as_number(reply: Reply) -> int:
-    """The number that was answered. Raises StoreError for a refusal or anything else."""
-    if isinstance(reply, Refusal):
+    """The reply as a number. Raises StoreError if it is an error or of another type."""
+    if isinstance(reply, ErrorReply):
         raise reply.error()
     if not isinstance(reply, int):
-        raise StoreUnavailable("Redis answered something else than a number")
+        raise StoreUnavailable("Redis did not reply with a number")
     return reply
 
 
 def as_value(reply: Reply) -> bytes:
-    """The value that was answered. Raises StoreError."""
-    if isinstance(reply, Refusal):
+    """The reply as a value. Raises StoreError."""
+    if isinstance(reply, ErrorReply):
         raise reply.error()
     if not isinstance(reply, bytes):
-        raise StoreUnavailable("Redis answered something else than a value")
+        raise StoreUnavailable("Redis did not reply with a value")
     return reply
 
 
 def as_values(reply: Reply) -> list[bytes]:
-    """The list of values that was answered. Raises StoreError."""
-    if isinstance(reply, Refusal):
+    """The reply as a list of values. Raises StoreError."""
+    if isinstance(reply, ErrorReply):
         raise reply.error()
     if not isinstance(reply, list):
-        raise StoreUnavailable("Redis answered something else than a list")
+        raise StoreUnavailable("Redis did not reply with a list")
     return [as_value(element) for element in reply]
 
 
-class Wire:
-    """One connection. For one thread at a time; after any error but a refusal it must be closed.
+class RespConnection:
+    """One connection, used by one thread at a time. It must be closed after any exception.
 
     Args:
-        sock: connected; its timeouts are set here.
-        close: called once by `close`.
+        sock: a connected socket. Its timeouts are set here.
+        close: called by `close`.
     """
 
-    __slots__ = ("_close", "_end", "_held", "_sock", "_start", "_tls", "_view")
+    __slots__ = ("_close", "_end", "_received", "_sock", "_start", "_tls", "_view")
 
     def __init__(self, sock: socket.socket, close: Callable[[], None]) -> None:
         self._sock = sock
         self._close = close
         self._tls = isinstance(sock, ssl.SSLSocket)
-        self._held = bytearray(_HELD)
-        self._view = memoryview(self._held)
+        self._received = bytearray(_RECEIVE_BYTES)
+        self._view = memoryview(self._received)
         self._start = self._end = 0
         if not self._tls:
             sock.settimeout(
                 None
-            )  # SO_RCVTIMEO and SO_SNDTIMEO bound each call in its place: a value in one system call
+            )  # SO_RCVTIMEO and SO_SNDTIMEO bound each call instead, so a value needs one system call
 
     def close(self) -> None:
         self._close()
 
     @property
-    def quiet(self) -> bool:
-        """Whether nothing has come in since the last answer: not even the peer's goodbye."""
+    def idle(self) -> bool:
+        """Whether nothing was received since the last reply, not even the end of the connection."""
         if self._start != self._end:
             return False
         if self._tls:
-            return True  # a ticket may be in the socket; a goodbye is noticed when the answer is missing
+            return (
+                True  # the socket may hold a session ticket; a closed connection is noticed when the reply is missing
+            )
         try:
             self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -160,22 +162,22 @@ class Wire:
         return False
 
     def exchange(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
-        """Send all commands and read all answers. Raises StoreTimeout, StoreUnavailable."""
+        """Send all commands and read all replies, in the same order. Raises StoreTimeout, StoreUnavailable."""
         replies: list[Reply] = []
-        sent = awaited = 0
+        sent = outstanding = 0  # outstanding: estimated bytes of replies not read yet
         while len(replies) < len(commands):
-            if sent < len(commands) and awaited <= _WINDOW // 2:
+            if sent < len(commands) and outstanding <= _WINDOW // 2:
                 parts: list[bytes | memoryview] = []
-                while sent < len(commands) and (awaited < _WINDOW or not parts):
+                while sent < len(commands) and (outstanding < _WINDOW or not parts):
                     parts += commands[sent].parts
-                    awaited += commands[sent].awaits
+                    outstanding += commands[sent].reply_bytes
                     sent += 1
                 self._send(parts, deadline)
             command = commands[len(replies)]
             replies.append(self._read(deadline) if command.into is None else self._read_into(command.into, deadline))
-            awaited -= command.awaits
+            outstanding -= command.reply_bytes
         if self._start != self._end:
-            raise StoreUnavailable("Redis answered more than it was asked")
+            raise StoreUnavailable("Redis sent more replies than there were commands")
         return replies
 
     def _read(self, deadline: float, depth: int = 0) -> Reply:
@@ -186,7 +188,7 @@ class Wire:
         if kind == b"+":
             return line[1:]
         if kind == b"-":
-            return _refusal(line)
+            return _error_reply(line)
         if kind == b"$":
             length = _number(line)
             if length == -1:
@@ -194,17 +196,21 @@ class Wire:
             value = bytearray(_checked(length, _LARGEST))
             self._fill(memoryview(value), deadline)
             return bytes(value)
-        if kind == b"*" and depth < _DEEPEST:
+        if kind == b"*" and depth < _MAX_DEPTH:
             count = _number(line)
-            return None if count == -1 else [self._read(deadline, depth + 1) for _ in range(_checked(count, _MOST))]
-        raise StoreUnavailable("what answers is not Redis")
+            return (
+                None
+                if count == -1
+                else [self._read(deadline, depth + 1) for _ in range(_checked(count, _MAX_ELEMENTS))]
+            )
+        raise StoreUnavailable("the server does not speak the Redis protocol")
 
-    def _read_into(self, into: memoryview, deadline: float) -> int | Refusal:
+    def _read_into(self, into: memoryview, deadline: float) -> int | ErrorReply:
         line = self._line(deadline)
         if line[:1] == b"-":
-            return _refusal(line)
+            return _error_reply(line)
         if line[:1] != b"$":
-            raise StoreUnavailable("Redis answered something that is not a value")
+            raise StoreUnavailable("Redis did not reply with a value")
         length = _number(line)
         if length == -1:
             return 0
@@ -215,28 +221,29 @@ class Wire:
         return length
 
     def _fill(self, view: memoryview, deadline: float) -> None:
-        """A value of known length and the end of line after it."""
+        """Receive a value of known length and the line end after it."""
         have = min(len(view), self._end - self._start)
         view[:have] = self._view[self._start : self._start + have]
         self._start += have
         while have < len(view):
             have += self._receive(view[have:], deadline, whole=True)
         if self._line(deadline):
-            raise StoreUnavailable("a value from Redis is longer than it was said to be")
+            raise StoreUnavailable("a value from Redis is longer than announced")
 
     def _skip(self, length: int, deadline: float) -> None:
+        """Receive and discard a value of known length."""
         scratch = memoryview(bytearray(min(length, 1 << 16)))
         have = min(length, self._end - self._start)
         self._start += have
         while have < length:
             have += self._receive(scratch[: length - have], deadline)
         if self._line(deadline):
-            raise StoreUnavailable("a value from Redis is longer than it was said to be")
+            raise StoreUnavailable("a value from Redis is longer than announced")
 
     def _line(self, deadline: float) -> bytes:
-        """The next line without its end."""
+        """Receive the next line, without its end."""
         while True:
-            found = self._held.find(b"\r\n", self._start, self._end)
+            found = self._received.find(b"\r\n", self._start, self._end)
             if found >= 0:
                 line = bytes(self._view[self._start : found])
                 self._start = found + 2
@@ -244,12 +251,12 @@ class Wire:
             rest = self._end - self._start
             self._view[:rest] = self._view[self._start : self._end]
             self._start, self._end = 0, rest
-            if rest == _HELD:
-                raise StoreUnavailable("what answers is not Redis")
+            if rest == _RECEIVE_BYTES:
+                raise StoreUnavailable("the server does not speak the Redis protocol")
             self._end += self._receive(self._view[rest:], deadline)
 
     def _receive(self, view: memoryview, deadline: float, *, whole: bool = False) -> int:
-        """At least one byte; with `whole` all of the view in one call where the system can."""
+        """Receive at least one byte. With `whole`, receive the entire view in one call if possible."""
         left = time_left(deadline)
         try:
             if self._tls:
@@ -259,7 +266,7 @@ class Wire:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(left))
                 count = self._sock.recv_into(view, 0, socket.MSG_WAITALL if whole else 0)
         except (TimeoutError, BlockingIOError):
-            raise StoreTimeout("Redis did not answer in time") from None
+            raise StoreTimeout("Redis did not reply in time") from None
         except OSError as error:
             raise ConnectionLost(f"the connection to Redis broke: {error}") from None
         if not count:
@@ -283,13 +290,13 @@ class Wire:
                 if sent:
                     parts[first] = memoryview(parts[first])[sent:]
         except (TimeoutError, BlockingIOError):
-            raise StoreTimeout("Redis did not take what was sent in time") from None
+            raise StoreTimeout("Redis did not accept the data in time") from None
         except OSError as error:
             raise ConnectionLost(f"the connection to Redis broke: {error}") from None
 
 
 def _timeval(seconds: float) -> bytes:
-    """For SO_RCVTIMEO; 0 would mean without end."""
+    """Encode a timeout for SO_RCVTIMEO. At least 1 ms, since 0 would mean no timeout."""
     micros = max(1000, int(seconds * 1e6))
     return _TIME.pack(micros // 1_000_000, micros % 1_000_000)
 
@@ -298,15 +305,15 @@ def _number(line: bytes) -> int:
     try:
         return int(line[1:])
     except ValueError:
-        raise StoreUnavailable("what answers is not Redis") from None
+        raise StoreUnavailable("the server does not speak the Redis protocol") from None
 
 
 def _checked(length: int, most: int) -> int:
     if not 0 <= length <= most:
-        raise StoreUnavailable("what answers is not Redis")
+        raise StoreUnavailable("the server does not speak the Redis protocol")
     return length
 
 
-def _refusal(line: bytes) -> Refusal:
+def _error_reply(line: bytes) -> ErrorReply:
     text = line[1:].decode("utf-8", "replace")
-    return Refusal(text.partition(" ")[0], text)
+    return ErrorReply(text.partition(" ")[0], text)
