@@ -1,0 +1,1 @@
+"""A store in an object store: S3, Google Cloud Storage, Azure, or a folder."""

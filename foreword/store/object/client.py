@@ -1,4 +1,5 @@
-"""obstore's clients for `store/objects.py`: opened from a URL, called on a loop of their own, and their errors as ours."""
+"""The obstore client of an object store: opened from a URL, called on an event loop in a thread, with errors as
+StoreError."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreTimeou
 from foreword.store.base import time_left
 from foreword.store.redact import redacted, split_url
 
-_CLIENT: Final = {"connect_timeout": "5s", "timeout": "120s"}  # deadlines are shorter; these end what nobody waits for
+_CLIENT: Final = {"connect_timeout": "5s", "timeout": "120s"}  # deadlines are shorter; these end abandoned requests
 _CLIENT_OPTION = re.compile(
     "allow_http|allow_invalid_certificates|default_content_type|http[12]_.+|pool_.+|proxy_.+|randomize_addresses|root_certificate|"
     "((connect|read)_)?timeout|user_agent"
@@ -32,14 +33,14 @@ _RETRIES: Final = {
     "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
 }
 _SCHEMES: Final = {"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file"}
-_FORBIDDEN = re.compile("status code: 40[13]")  # a refused listing has no error of its own
+_FORBIDDEN = re.compile("status code: 40[13]")  # a forbidden listing has no specific exception
 _FULL = re.compile("No space left|os error 28|status code: 507")
 
 T = TypeVar("T")
 
 
-class Loop:
-    """An event loop in a thread of its own, which ends with the store, at the latest with the program."""
+class ClientLoop:
+    """An event loop in a background thread. It ends with the store, at the latest with the program."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -48,16 +49,16 @@ class Loop:
         thread.start()
         self.close = weakref.finalize(self, _stop, self._loop, thread)
 
-    def check(self) -> None:
+    def check_open(self) -> None:
         if not self.close.alive:
             raise StoreUnavailable(f"the store {self._label!r} is closed")
 
     def start(self, call: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a call there. Raises StoreUnavailable once the store is closed."""
+        """Start a coroutine on the loop. Raises StoreUnavailable if the store is closed."""
         try:
-            self.check()
+            self.check_open()
             return asyncio.run_coroutine_threadsafe(call, self._loop)
-        except RuntimeError:  # closed between the two
+        except RuntimeError:  # closed after the check
             call.close()
             raise StoreUnavailable(f"the store {self._label!r} is closed") from None
         except StoreUnavailable:
@@ -66,7 +67,7 @@ class Loop:
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Cancel what is at work, then end the loop."""
+    """Cancel running tasks, then end the loop."""
 
     async def cancel() -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -83,15 +84,15 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
 
 
 def result_of(future: Future[T], deadline: float, denied: type[StoreError]) -> T:
-    """What a call brings; its errors are ours from here on."""
+    """Wait for the result of a call. Raises StoreError; `denied` if the service forbids it."""
     try:
         return future.result(time_left(deadline))
     except (TimeoutError, StoreTimeout):
-        raise StoreTimeout("the object store did not answer in time") from None
+        raise StoreTimeout("the object store did not reply in time") from None
     except CancelledError:
-        raise StoreUnavailable("the store was closed meanwhile") from None
+        raise StoreUnavailable("the store was closed during the call") from None
     except (BaseError, OSError, NotImplementedError) as error:
-        text = said(error)
+        text = error_text(error)
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _FORBIDDEN.search(text):
             raise denied(f"the object store forbids it: {text}") from None
         if _FULL.search(text):
@@ -99,37 +100,39 @@ def result_of(future: Future[T], deadline: float, denied: type[StoreError]) -> T
         raise StoreUnavailable(f"the object store failed: {text}") from None
 
 
-def said(error: Exception) -> str:
-    """The first line of a client's error; it may repeat an endpoint with its user, or a signed URL."""
+def error_text(error: Exception) -> str:
+    """The first line of a client's error, redacted: it may contain an endpoint with a user name, or a signed URL."""
     return redacted(str(error).partition("\n")[0])
 
 
 def open_client(url: str, options: dict[str, str]) -> Any:
-    """obstore's store for a URL. Raises StoreConfigError."""
+    """Create the obstore client for a URL. Raises StoreConfigError."""
     parts = split_url(url)
     if parts.scheme not in _SCHEMES:
         raise StoreConfigError(
-            f"an object store's URL begins with s3://, gs://, az:// or file://, unlike {redacted(url)!r}"
+            f"an object store URL starts with s3://, gs://, az:// or file://, unlike {redacted(url)!r}"
         )
-    place = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
+    location = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
     try:
         if parts.scheme == "file":
             if options or parts.query:
-                raise StoreConfigError("a folder takes no options")
-            return from_url(place, mkdir=True)
+                raise StoreConfigError("a folder has no options")
+            return from_url(location, mkdir=True)
         config: dict[str, Any] = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
         config |= options
         client = _client(config)
-        return from_url(place, config=config, client_options=client, retry_config=_RETRIES)
+        return from_url(location, config=config, client_options=client, retry_config=_RETRIES)
     except (BaseError, ValueError, OSError) as error:
-        raise StoreConfigError(f"the object store's URL or options are wrong: {said(error)}") from None
+        raise StoreConfigError(f"the object store's URL or options are wrong: {error_text(error)}") from None
 
 
 def _client(config: dict[str, Any]) -> dict[str, Any]:
-    """Options of the HTTP client, those of `config` taken out of it: obstore panics where they stand among the service's. Plain
-    HTTP is spoken where an endpoint asks for it, and nowhere else."""
+    """The options of the HTTP client. Those in `config` are removed from it: obstore panics if it finds them there.
+
+    Plain HTTP is allowed only if an endpoint starts with http://.
+    """
     endpoints = [value for name, value in config.items() if "endpoint" in name.lower()]
     endpoints += [os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")]
-    http = {"allow_http": True} if any(place.startswith("http://") for place in endpoints) else {}
+    http = {"allow_http": True} if any(endpoint.startswith("http://") for endpoint in endpoints) else {}
     given = {name: plain for name in config if _CLIENT_OPTION.fullmatch(plain := name.lower().removeprefix("aws_"))}
     return {**_CLIENT, **http, **{plain: config.pop(name) for name, plain in given.items()}}

@@ -1,15 +1,15 @@
-"""Blocks in an object store: S3 and what speaks its protocol, Google Cloud Storage, Azure, or a folder.
+"""Blocks in an object store: S3 and compatible services, Google Cloud Storage, Azure, or a folder.
 
-What lies under the URL and the prefix:
+Objects below the URL and the prefix:
 
-    <layout in hex>/<key in hex>     a frame, written by one conditional PUT where the service has it
-    records/<word, / as !>.record    a record
+    <layout in hex>/<key in hex>     a frame, written by one conditional PUT if the service supports it
+    records/<key, / as !>.record     a record
 
-Nothing is ever evicted here: how long blocks stay is a lifecycle rule of the bucket's. A rule by age removes a chain's head
-before its tail, which is then never found again and goes by the same rule.
+The store never evicts. A lifecycle rule of the bucket removes old blocks. A rule by age removes the first blocks of a
+chain before the later ones, which then cannot be found any more until the rule removes them too.
 
-obstore talks to the service. Its calls run on one event loop in a thread of the store's own, so that a call which passes its
-deadline is cancelled there while the caller goes on. A process that forks must open its stores after that.
+The requests of obstore run on an event loop in a background thread, so a call that passes its deadline is cancelled
+there while its caller continues. A process that forks must open its stores after the fork.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
-from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreReadOnly
+from foreword.errors import StoreConfigError, StoreError, StoreReadOnly
 from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
-from foreword.store.frame import HEADER_BYTES, Frame, read_header
-from foreword.store.object.client import Loop, open_client, result_of, said
+from foreword.store.frame import HEADER_BYTES, Frame
+from foreword.store.object.client import ClientLoop, error_text, open_client, result_of
 
-_PROBES: Final = 16  # names asked for in one round of a lookup
+_PROBES: Final = 16  # names checked in one round of a lookup
 _PREFIX = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
 _BLOCK = re.compile(r"[0-9a-f]{32}/[0-9a-f]{64}")
 _UNKNOWN = re.compile("status code: 501")
@@ -40,18 +40,18 @@ T = TypeVar("T")
 
 
 class ObjectStore(Store):
-    """A store in a bucket (the module's docstring says what lies where).
+    """A store in a bucket. The module's docstring describes the objects.
 
     Args:
-        url: `s3://bucket[/path]`, `gs://`, `az://account/container` or `file:///folder`. What follows `?` are options of
-            obstore's for that service, such as `endpoint=http://host:9000`, `region=`, `access_key_id=`, or for its HTTP
-            client, such as `proxy_url=`; what is missing comes from the environment (`AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`,
-            `GOOGLE_APPLICATION_CREDENTIALS`, ...).
-        prefix: a path below the URL's.
-        exact_lookup: whether a lookup asks for every block that it promises. Without it a long chain takes three rounds of
-            16 requests and may be promised too far where it has a gap; loading then ends at the gap.
-        parallel: blocks on their way at once, per call. Of requests without a body there are four times as many.
-        options: as in the URL, and stronger.
+        url: `s3://bucket[/path]`, `gs://`, `az://account/container` or `file:///folder`. The query has options of
+            obstore for the service, such as `endpoint=http://host:9000`, `region=` or `access_key_id=`, and for its
+            HTTP client, such as `proxy_url=`. Defaults come from the environment (`AWS_ENDPOINT_URL`,
+            `AWS_ACCESS_KEY_ID`, `GOOGLE_APPLICATION_CREDENTIALS`, ...).
+        prefix: a path below that of the URL.
+        exact_lookup: check every block in a lookup. Otherwise a long chain takes three rounds of 16 requests, and a
+            lookup may count blocks behind a gap; loading then ends at the gap.
+        parallel: concurrent requests per call. For requests without a body it is four times as many.
+        options: as in the URL; they take precedence.
     """
 
     def __init__(
@@ -66,32 +66,33 @@ class ObjectStore(Store):
     ) -> None:
         prefix = prefix.strip("/")
         if not _PREFIX.fullmatch(prefix):
-            raise StoreConfigError(f"a prefix is a path of letters, digits and ._-, unlike {prefix!r}")
+            raise StoreConfigError(f"a prefix is a path of letters, digits and ._-, not {prefix!r}")
         if parallel < 1:
-            raise StoreConfigError(f"at least one request at once, not {parallel}")
+            raise StoreConfigError(f"parallel is at least 1, not {parallel}")
         self.label = label
         self.readers = 1
         self._store = open_client(url, options)
-        self._start = prefix + "/" if prefix else ""
+        self._prefix = prefix + "/" if prefix else ""
         self._exact = exact_lookup
         self._parallel = parallel
         self._conditional = True
-        self._loop = Loop(label)
+        self._loop = ClientLoop(label)
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
-        low, high = 0, len(names)  # the first `low` are there as far as is known; the one at `high`, if any, is not
+        # The blocks below `low` are probably present; the one at `high`, if any, is missing.
+        low, high = 0, len(names)
         while low < high:
             step = max(1, -(-(high - low) // _PROBES))
             probes = range(low, high, step)
-            there = list(self._each((self._size(names[number]) for number in probes), deadline, light=True))
-            first = next((index for index, size in enumerate(there) if not size), len(there))
-            if first < len(there):
+            sizes = list(self._each((self._size(names[index]) for index in probes), deadline, light=True))
+            first = next((i for i, size in enumerate(sizes) if not size), len(sizes))
+            if first < len(sizes):
                 high = probes[first]
             low = probes[first - 1] + 1 if first else low
         if self._exact and low:
-            sizes = self._each((self._size(name) for name in names[:low]), deadline, light=True)
-            return next((index for index, size in enumerate(sizes) if not size), low)
-        self._loop.check()
+            exact = self._each((self._size(name) for name in names[:low]), deadline, light=True)
+            return next((i for i, size in enumerate(exact) if not size), low)
+        self._loop.check_open()
         return low
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
@@ -99,7 +100,7 @@ class ObjectStore(Store):
         calls = (self._read(name, len(view)) for name, view in zip(names, views, strict=True))
         lengths = []
         for view, data in zip(views, self._each(calls, deadline), strict=True):
-            view[: len(data)] = data  # here and not in the loop, which must not write once this call has ended
+            view[: len(data)] = data  # not on the loop, which must not write after this call has ended
             lengths.append(len(data))
         return lengths
 
@@ -111,48 +112,48 @@ class ObjectStore(Store):
         return sum(self._each(calls, deadline, StoreReadOnly, light=True))
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
-        """How many are there. Nothing is noted: this store evicts nothing, and a bucket's rules know no names."""
+        """Count the blocks that are present. Pins have no effect: the store never evicts."""
         return sum(size > 0 for size in self._each((self._size(name) for name in names), deadline, light=True))
 
     def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
-        """All blocks, each with a request for its header."""
+        """List all blocks, with one request per block for its header."""
         for found in self._list("", deadline):
-            metas = [meta for meta in found if _BLOCK.fullmatch(self._below(meta["path"]))]
+            metas = [meta for meta in found if _BLOCK.fullmatch(self._relative(meta["path"]))]
             yield from self._each((self._entry(meta) for meta in metas), deadline, light=True)
 
-    def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
-        path = self._record(word)
+    def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
+        path = self._record_path(key)
         check_record(data)
         self._one(lambda: self._put(path, data, "overwrite"), deadline, StoreReadOnly)
 
-    def get_record(self, word: str, *, deadline: float) -> bytes | None:
-        path = self._record(word)
+    def get_record(self, key: str, *, deadline: float) -> bytes | None:
+        path = self._record_path(key)
         return self._one(lambda: self._read_whole(path), deadline)
 
-    def delete_record(self, word: str, *, deadline: float) -> bool:
-        path = self._record(word)
+    def delete_record(self, key: str, *, deadline: float) -> bool:
+        path = self._record_path(key)
         return self._one(lambda: self._remove(path), deadline, StoreReadOnly)
 
-    def records(self, start: str, *, deadline: float) -> list[str]:
-        paths = [self._below(meta["path"]) for metas in self._list("records", deadline) for meta in metas]
-        words = [match[1].replace("!", "/") for match in map(_RECORD.fullmatch, paths) if match]
-        return sorted(word for word in words if word.startswith(start))
+    def records(self, prefix: str, *, deadline: float) -> list[str]:
+        paths = [self._relative(meta["path"]) for metas in self._list("records", deadline) for meta in metas]
+        keys = [match[1].replace("!", "/") for match in map(_RECORD.fullmatch, paths) if match]
+        return sorted(key for key in keys if key.startswith(prefix))
 
     def status(self) -> StoreStatus:
-        """Says nothing of blocks and bytes: a bucket does not know them without being listed."""
+        """Blocks and bytes are unknown: a bucket reports them only in a listing. `notes`: conditional_put."""
         return StoreStatus(notes={"conditional_put": int(self._conditional)})
 
     def close(self) -> None:
         self._loop.close()
 
     def _path(self, name: Name) -> str:
-        return f"{self._start}{name[:FINGERPRINT_BYTES].hex()}/{name[FINGERPRINT_BYTES:].hex()}"
+        return f"{self._prefix}{name[:FINGERPRINT_BYTES].hex()}/{name[FINGERPRINT_BYTES:].hex()}"
 
-    def _record(self, word: str) -> str:
-        return f"{self._start}records/{check_record_key(word).replace('/', '!')}.record"
+    def _record_path(self, key: str) -> str:
+        return f"{self._prefix}records/{check_record_key(key).replace('/', '!')}.record"
 
-    def _below(self, path: str) -> str:
-        return path.removeprefix(self._start)
+    def _relative(self, path: str) -> str:
+        return path.removeprefix(self._prefix)
 
     def _each(
         self,
@@ -162,26 +163,26 @@ class ObjectStore(Store):
         *,
         light: bool = False,
     ) -> Iterator[T]:
-        """The results of calls in their order, a bounded number of them at work. What is at work when it ends is cancelled.
+        """Run calls with bounded concurrency and yield their results in order. Running calls are cancelled at the end.
 
         Args:
-            denied: what is raised where the service forbids it.
-            light: the calls bring no bodies.
+            denied: the exception to raise if the service forbids a call.
+            light: the calls transfer no bodies.
         """
         time_left(deadline)
         width = self._parallel * 4 if light else self._parallel
         todo = iter(calls)
-        working: deque[Future[T]] = deque()
+        running: deque[Future[T]] = deque()
         try:
             while True:
-                while len(working) < width and (call := next(todo, None)) is not None:
-                    working.append(self._loop.start(call))
-                if not working:
+                while len(running) < width and (call := next(todo, None)) is not None:
+                    running.append(self._loop.start(call))
+                if not running:
                     return
-                yield result_of(working[0], deadline, denied)
-                working.popleft()
+                yield result_of(running[0], deadline, denied)
+                running.popleft()
         finally:
-            for future in working:
+            for future in running:
                 future.cancel()
 
     def _one(
@@ -190,9 +191,9 @@ class ObjectStore(Store):
         [result] = self._each((call() for _ in range(1)), deadline, denied)
         return result
 
-    def _list(self, below: str, deadline: float) -> Iterator[Sequence[Any]]:
-        """Descriptions of the objects, a thousand at a time."""
-        stream = obstore.list(self._store, (self._start + below) or None, chunk_size=1000)
+    def _list(self, folder: str, deadline: float) -> Iterator[Sequence[Any]]:
+        """Metadata of objects, a thousand at a time."""
+        stream = obstore.list(self._store, (self._prefix + folder) or None, chunk_size=1000)
 
         async def more() -> Sequence[Any] | None:
             return await anext(stream, None)
@@ -204,16 +205,16 @@ class ObjectStore(Store):
             yield metas
 
     async def _size(self, name: Name) -> int:
-        """Bytes of a block, 0 where there is none."""
+        """Length of a block, 0 if there is none."""
         try:
             return int((await obstore.head_async(self._store, self._path(name)))["size"])
         except FileNotFoundError:
             return 0
 
-    async def _read(self, name: Name, room: int) -> bytes | memoryview:
+    async def _read(self, name: Name, limit: int) -> bytes | memoryview:
         try:
             found = await obstore.get_async(self._store, self._path(name))
-            return memoryview(await found.bytes_async()) if found.meta["size"] <= room else b""
+            return memoryview(await found.bytes_async()) if found.meta["size"] <= limit else b""
         except FileNotFoundError:
             return b""
 
@@ -224,9 +225,9 @@ class ObjectStore(Store):
             return None
 
     async def _write(self, frame: Frame) -> bool:
-        if await self._size(frame.name):  # a request of no bytes, where a PUT would send the block to be told the same
+        if await self._size(frame.name):  # cheaper than a PUT that is refused after its body was sent
             return True
-        data = bytes(frame.data)  # a cancelled request may go on for a moment, and the buffer is the caller's
+        data = bytes(frame.data)  # a cancelled request may continue for a moment after this call
         if self._conditional:
             try:
                 await self._put(self._path(frame.name), data, "create")
@@ -245,7 +246,7 @@ class ObjectStore(Store):
         try:
             await obstore.put_async(self._store, path, data, mode=mode, use_multipart=False)
         except FileNotFoundError as error:
-            raise StoreConfigError(f"there is no such bucket: {said(error)}") from None
+            raise StoreConfigError(f"there is no such bucket: {error_text(error)}") from None
 
     async def _remove(self, path: str) -> bool:
         try:
@@ -256,17 +257,11 @@ class ObjectStore(Store):
         return True
 
     async def _entry(self, meta: Any) -> StoredBlock:
-        path, size = self._below(meta["path"]), int(meta["size"])
+        path, size = self._relative(meta["path"]), int(meta["size"])
         name = bytes.fromhex(path.replace("/", ""))
         stored_at = meta["last_modified"].timestamp()
         head = b""
         if size >= HEADER_BYTES:
-            with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                 head = bytes(await obstore.get_range_async(self._store, meta["path"], start=0, length=HEADER_BYTES))
-        try:
-            header = read_header(head)
-        except BadFrame:
-            return StoredBlock(name, size=size, stored_at=stored_at)
-        if header.name != name:
-            return StoredBlock(name, size=size, stored_at=stored_at)
-        return StoredBlock(name, header.parent, header.depth, size, stored_at=stored_at)
+        return StoredBlock.from_header(name, head, size, stored_at=stored_at)
