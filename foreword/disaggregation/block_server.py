@@ -18,17 +18,12 @@ from typing import TYPE_CHECKING, Final
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.blocks.pool import BlockPool
-from foreword.config import TransferConfig
-from foreword.disaggregation.frames import FrameServer, HeldBlock, ServedStatus, num_frame_slots
+from foreword.disaggregation.frames import FrameServer, HeldBlock
 from foreword.events import BlocksRemoved, BlocksStored, Event
 from foreword.store.base import Name, Store
-from foreword.transfer.endpoint import TransferEndpoint
-from foreword.transfer.service import TransferService
 
 if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena
-
-__all__ = ["BlockServer", "ChainIndex", "Library", "Post", "ServedStatus", "num_frame_slots", "serve_blocks"]
 
 # Of the pool, the part that one batch may hold; and of the free blocks, the part that it may take.
 _HELD_SHARE: Final = 8
@@ -180,19 +175,3 @@ class BlockServer(FrameServer):
             self._pool.release(chain)
         self._ends.clear()
         self._tidying = False
-
-
-class Library(TransferService):
-    """A transfer service that gives blocks and does nothing else."""
-
-    def __init__(self, served: BlockServer) -> None:
-        super().__init__(served.layout)
-        self.locate = served.locate  # type: ignore[method-assign]
-        self.get = served.get  # type: ignore[method-assign]
-
-
-def serve_blocks(served: BlockServer, config: TransferConfig) -> TransferEndpoint:
-    """Listen at `config.bind` for instances that read blocks; close the endpoint in the end. Raises ConfigError."""
-    endpoint = TransferEndpoint(config, Library(served))
-    endpoint.listen()
-    return endpoint

@@ -14,16 +14,20 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from foreword.blocks.common_prefixes import CommonPrefix, common_prefixes
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig
+from foreword.disaggregation.block_server import BlockServer
+from foreword.disaggregation.instance import Instance
+from foreword.disaggregation.kv_view import KVView
+from foreword.disaggregation.migration import MigrationResult
 from foreword.disaggregation.unclaimed import UnclaimedRequest, UnclaimedRequests
-from foreword.engine.request import Delta, Request, SamplingParams
+from foreword.engine.request import Delta, Request
 from foreword.engine.sequence import SequenceState
 from foreword.engine.tokenizer import Tokenizer
-from foreword.entrypoints.build import Assembly, ModelInfo, assemble
+from foreword.entrypoints.build import EngineParts, ModelInfo, PrefixPin, build_engine
 from foreword.errors import BadRequest, CannotMove, EngineFailed, NotFound, ShuttingDown, UnknownPrefix
 from foreword.events import Observer
 from foreword.offload.manager import OffloadManager
@@ -32,19 +36,15 @@ from foreword.prefixes.erasure import forget_tenant
 from foreword.prefixes.records import tenant_digest
 from foreword.prefixes.service import PinnedKV, Registration
 
-if TYPE_CHECKING:
-    from foreword.disaggregation.instance import Instance
-    from foreword.disaggregation.migration import MigrationResult
-
 Result = TypeVar("Result")
 
-# Newest texts that are compared to find what they share.
+# Newest remembered texts in which common prefixes are searched.
 _COMPARED_TEXTS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A moment's state. `kv_usage` is the share of blocks in use; cached blocks that are free do not count."""
+    """The engine at one moment. `kv_usage` is the share of blocks in use; free blocks with cached KV do not count."""
 
     running: int
     waiting: int
@@ -66,29 +66,36 @@ class _Listener:
 class AsyncEngine:
     """Runs requests side by side. Make it with `from_config`; `close` ends its thread.
 
-    All work on blocks and tensors happens on the engine's thread: others put calls into its inbox (`_call`).
+    All work on blocks and tensors happens on the engine's thread; other threads post calls to its inbox.
+
+    Attributes:
+        instance: this engine among other instances; None unless it has a role.
+        served: what other instances have read of its blocks; None unless it has a role.
+        unclaimed: migrated requests whose client has not come for them yet.
     """
 
-    def __init__(self, assembly: Assembly, transfer: TransferConfig | None = None, role: str | None = None) -> None:
-        self.info: ModelInfo = assembly.info
-        self.tokenizer: Tokenizer = assembly.tokenizer
-        self.prefixes = AsyncPrefixes(assembly.prefixes, self._compute_and_pin)
-        assembly.prefixes.book.unpin = self._unpin
+    def __init__(self, parts: EngineParts, transfer: TransferConfig | None = None, role: str | None = None) -> None:
+        self.info: ModelInfo = parts.info
+        self.tokenizer: Tokenizer = parts.tokenizer
+        self.offload: OffloadManager | None = parts.offload
+        self.prefixes = AsyncPrefixes(parts.prefix_service(self._unpin), self._compute_and_pin)
+        self.unclaimed = UnclaimedRequests(self._expired)
+        self.served: BlockServer | None = None
+        self.instance: Instance | None = None
+        self._parts = parts
+        self._core = parts.core
         self._prefix_ids = itertools.count()
-        self.offload: OffloadManager | None = assembly.offload
-        self._core = assembly.core
-        self._flush_seconds = assembly.flush_seconds
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._listeners: dict[str, _Listener] = {}
         self._active: set[str] = set()
-        self.unclaimed = UnclaimedRequests(self._expired)
         self._closing = False
         self._failed: str | None = None
-        # What other instances may read of this one; None unless `transfer` was given.
-        self.served = assembly.share(self.post) if assembly.share is not None else None
-        # This engine among others; None unless it has a role.
-        self.instance = None if transfer is None or role is None else self._join(assembly, transfer, role)
+        if transfer is not None and role is not None:
+            self.served = parts.block_server(self.post)
+            view = KVView(parts.runner.layers, self.served.layout)
+            self.instance = Instance(parts.core, view, transfer, role, self, self.served)
+            parts.runner.on_written = self.instance.layer_written
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
         self._thread.start()
 
@@ -104,27 +111,22 @@ class AsyncEngine:
         observers: Sequence[Observer] = (),
         progress: Callable[[str], None] = lambda _: None,
     ) -> AsyncEngine:
-        """Load the model and start. Blocking: seconds to minutes. With `transfer` other instances may read its blocks, once
-        an endpoint listens (`disaggregation.block_server.serve_blocks`); with a `role` too it listens itself, computes prompts
-        for others and has its own computed elsewhere (`instance`). Raises ForewordError."""
-        chosen = config or EngineConfig()
-        assembly = assemble(
-            chosen, prefixes=prefixes, store=store, transfer=transfer, observers=observers, progress=progress
+        """Load the model and start. Blocking: seconds to minutes. With `transfer` and a `role` (`prefill`, `decode` or `both`)
+        it listens for other instances, which may read its blocks, compute prompts for it and migrate requests to it. Raises
+        ForewordError."""
+        parts = build_engine(
+            config or EngineConfig(),
+            prefixes=prefixes,
+            store=store,
+            transfer=transfer,
+            readable=transfer is not None and role is not None,
+            observers=observers,
+            progress=progress,
         )
-        engine = cls(assembly, transfer, role)
+        engine = cls(parts, transfer, role)
         if engine.instance is not None:
             engine.instance.listen()
         return engine
-
-    def _join(self, assembly: Assembly, transfer: TransferConfig, role: str) -> Instance:
-        from foreword.disaggregation.instance import Instance  # needs msgspec
-        from foreword.disaggregation.kv_view import KVView
-
-        assert assembly.runner is not None and self.served is not None
-        view = KVView(assembly.runner.layers, self.served.layout)
-        instance = Instance(assembly.core, view, transfer, role, self, self.served)
-        assembly.runner.on_written = instance.layer_written
-        return instance
 
     def validate(self, request: Request) -> None:
         """Raises PromptTooLong or BadRequest for a request that `generate` would refuse."""
@@ -146,32 +148,24 @@ class AsyncEngine:
         if request.id in self._active:
             raise BadRequest(f"a request with the id {request.id!r} is already running", param="request_id")
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        began = functools.partial(self._begin, request, listener, on_finish)
-        async with contextlib.aclosing(self._deltas(request.id, listener, began, request.params.n)) as deltas:
+        begin = functools.partial(self._begin, request, listener, on_finish)
+        async with contextlib.aclosing(self._deltas(request.id, listener, begin, request.params.n)) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def _compute_and_pin(self, one: Registration) -> PinnedKV:
         """Compute the KV of a named prefix, or load it, and pin its full blocks."""
-        pinned: list[PinnedKV] = []
-
-        def pin(sequence: SequenceState) -> None:
-            blocks = self._core.cache.pin(sequence.table, len(one.tokens) // self.info.block_size)
-            pinned.append(PinnedKV(len(blocks) * self.info.kv_bytes_per_block, blocks))
-
-        name = f"prefix-{next(self._prefix_ids)}-{one.prefix.name}"
-        request = Request(name, one.tokens, SamplingParams(max_tokens=0), salt=one.salt)
+        pin = PrefixPin(self._parts, f"prefix-{next(self._prefix_ids)}-{one.prefix.name}", one.tokens, one.salt)
         try:
-            self.validate(request)
-            async for _ in self._listen(request, pin):
+            self.validate(pin.request)
+            async for _ in self._listen(pin.request, pin.pin):
                 pass
         except BaseException:
-            # Behind the request in the inbox: by then it is pinned, or never will be.
-            self.post(lambda: self._core.cache.unpin([block for kv in pinned for block in kv.blocks]))
+            self.post(pin.undo)  # behind the request in the inbox: by then it is pinned, or never will be
             raise
-        if not pinned:
+        if pin.pinned is None:
             raise ShuttingDown(f"the engine ended before the prefix {one.prefix.name!r} was computed")
-        return pinned[0]
+        return pin.pinned
 
     def _unpin(self, blocks: Sequence[int]) -> None:
         self.post(lambda: self._core.cache.unpin(blocks))
@@ -182,8 +176,8 @@ class AsyncEngine:
         Raises NotFound if no unclaimed request has this id.
         """
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        began = functools.partial(self._attach, request_id, listener)
-        async with contextlib.aclosing(self._deltas(request_id, listener, began, 1)) as deltas:
+        begin = functools.partial(self._attach, request_id, listener)
+        async with contextlib.aclosing(self._deltas(request_id, listener, begin, 1)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -205,7 +199,7 @@ class AsyncEngine:
                 yield delta
                 left -= delta.finish_reason is not None
         finally:
-            # In this order: whoever takes the id next is behind this in the inbox.
+            # In this order: the next request with this id comes behind this call in the inbox.
             if not self.post(lambda: self._forget(request_id, listener)):
                 self._listeners.pop(request_id, None)
             self._active.discard(request_id)
@@ -232,21 +226,21 @@ class AsyncEngine:
         self.post(work)
 
     def _forget(self, request_id: str, listener: _Listener) -> None:
-        if self._listeners.get(request_id) is listener:  # or somebody else follows it
+        if self._listeners.get(request_id) is listener:  # not if another client follows it by now
             del self._listeners[request_id]
             self._core.abort(request_id)
 
     async def migrate(
         self, request_id: str, address: str, *, to: str = "", new_id: str = "", envelope: bytes = b""
     ) -> MigrationResult:
-        """Move a running request with its KV to the instance at the transfer address `address`, and tell its listener so
-        (`Delta.moved`). There it goes on as `new_id`, and waits to be followed.
+        """Migrate a running request with its KV to the instance at the transfer address `address`. Its stream here ends with
+        `Delta.moved`; there it continues as `new_id`, until its client comes with `follow`.
 
         Args:
             to: where clients find that instance; the address if not given.
-            envelope: for whoever follows it there.
+            envelope: for the server there (`UnclaimedRequest.envelope`).
 
-        Raises CannotMove, TransferError; then the request goes on here.
+        Raises CannotMove, TransferError; then the request continues here.
         """
         instance = self.instance
         if instance is None:
@@ -255,9 +249,6 @@ class AsyncEngine:
         name = new_id or f"{request_id.partition('~')[0]}~{secrets.token_hex(4)}"
         await self._call(lambda: instance.migrations.begin(request_id, address, to or address, name, envelope, future))
         return await asyncio.wrap_future(future)
-
-    def _abort_and_tell(self, request_id: str) -> None:
-        self.deliver(self._core.abort(request_id))
 
     def status(self) -> EngineStatus:
         """From any thread; the numbers may be a step apart from each other."""
@@ -276,15 +267,15 @@ class AsyncEngine:
         )
 
     async def common_prefixes(self, salt: bytes = b"", limit: int = 8) -> list[CommonPrefix]:
-        """The beginnings that a tenant's newest texts share, those whose sharing saves most first."""
+        """The prefixes that a tenant's newest texts have in common, the largest saving first."""
         texts = await self._call(lambda: self._core.recent_texts(salt, _COMPARED_TEXTS))
-        return await asyncio.to_thread(self._find_shared, texts, salt, limit)
+        return await asyncio.to_thread(self._find_common, texts, salt, limit)
 
-    def _find_shared(self, texts: Sequence[array[int]], salt: bytes, limit: int) -> list[CommonPrefix]:
+    def _find_common(self, texts: Sequence[array[int]], salt: bytes, limit: int) -> list[CommonPrefix]:
         size, pool = self.info.block_size, self._core.cache.pool
         root = Scope(bytes.fromhex(self.info.fingerprint), size, salt).root()
         found = common_prefixes(texts, size, limit)
-        # A lookup only reads: beside the engine's thread it may be a step old.
+        # A lookup only reads; outside the engine's thread its result may be a step old.
         return [replace(one, on_device=len(pool.lookup(chain_keys(root, one.tokens, size)))) for one in found]
 
     async def check_integrity(self) -> None:
@@ -302,11 +293,11 @@ class AsyncEngine:
             with contextlib.suppress(UnknownPrefix):
                 await self.prefixes.remove(prefix.name, salt=salt)
         cleared = await self.clear_cache()
-        off = self.offload
-        if off is None:
+        offload = self.offload
+        if offload is None:
             return {"what": f"tenant {tenant_digest(salt)}", "device_blocks": cleared, "left": 0}
-        await asyncio.to_thread(off.flush)
-        receipt = await asyncio.to_thread(forget_tenant, off.store, salt)
+        await asyncio.to_thread(offload.flush)
+        receipt = await asyncio.to_thread(forget_tenant, offload.store, salt)
         return {**receipt.plain(), "device_blocks": cleared}
 
     async def drain(self, timeout: float) -> None:
@@ -315,7 +306,7 @@ class AsyncEngine:
         while self._active and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for request_id in list(self._active):
-            await self._call(functools.partial(self._abort_and_tell, request_id))
+            await self._call(lambda name=request_id: self.deliver(self._core.abort(name)))  # type: ignore[misc]
 
     def close(self) -> None:
         """End the thread; requests that still run get an error. What is not in the stores yet is written."""
@@ -326,8 +317,7 @@ class AsyncEngine:
             self._thread.join()
         if self.instance is not None:
             self.instance.close()
-        if self.offload is not None:
-            self.offload.close(self._flush_seconds)
+        self._parts.close_stores()
 
     async def _call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the engine's thread, between two steps."""
@@ -352,6 +342,7 @@ class AsyncEngine:
         return await future
 
     def post(self, work: Callable[[], None]) -> bool:
+        """Run `work` on the engine's thread between two steps; False if the engine has ended. From any thread."""
         with self._wake:
             if self._closing or self._failed is not None:
                 return False
@@ -374,7 +365,7 @@ class AsyncEngine:
             message = f"the engine stopped: {self._failed}"
             raise
         finally:
-            # From here on nothing is put into the inbox. What is in it came too late for a step, but not for an answer.
+            # `post` refuses from here on. Calls that are in the inbox already still get an answer.
             while self._inbox:
                 self._inbox.popleft()()
             ends = [Delta(name, 0, (), "", finish_reason="error", error=message) for name in list(self._listeners)]
@@ -389,7 +380,7 @@ class AsyncEngine:
             return not self._closing
 
     def wait(self, seconds: float) -> None:
-        """The engine's thread has nothing to compute: sleep until there is something in the inbox."""
+        """On the engine's thread, without anything to compute: sleep until a call is posted, at most `seconds`."""
         with self._wake:
             self._wake.wait_for(lambda: self._inbox or self._closing, seconds)
 
@@ -398,7 +389,7 @@ class AsyncEngine:
         self.unclaimed.add(UnclaimedRequest(request, output, envelope))
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
-        """Hand deltas over, one wake-up of an event loop per step."""
+        """Put deltas into the queues of their clients, with one call per event loop. On the engine's thread."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Delta], Delta]]] = {}
         for delta in deltas:
             listener = self._listeners.get(delta.request_id)

@@ -1,4 +1,4 @@
-"""Putting an engine together: model, pool, scheduler and loop from one `EngineConfig`."""
+"""Building an engine from its configuration: model, KV tensors, prefix cache, stores, scheduler and loop."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
@@ -16,9 +15,13 @@ from foreword.blocks.layout import Layout
 from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix import BlockTable
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig, parse_bytes
+from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
+from foreword.disaggregation.frames import num_frame_slots
 from foreword.engine import model as models
 from foreword.engine.loop import EngineCore, Limits
+from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
+from foreword.engine.sequence import SequenceState
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
 from foreword.errors import ConfigError
@@ -26,15 +29,12 @@ from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import PrefixBook
-from foreword.prefixes.service import PrefixService
+from foreword.prefixes.service import PinnedKV, PrefixService
 from foreword.prefixes.stored import StoredPrefixes
 from foreword.prefixes.tokens import content_tokens
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.urls import Opener, StoreUrl, loss_of, open_store, parse
-
-if TYPE_CHECKING:
-    from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
 _FEWEST_SLOTS = 16
@@ -57,30 +57,90 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Assembly:
-    """An engine that is ready to run, and what belongs to it. `share` makes its blocks readable for other instances, given what
-    runs a function on the engine's thread; None if it was not asked for."""
+class EngineParts:
+    """An engine that is ready to run, for `LLM` and `AsyncEngine`.
+
+    Attributes:
+        prefix_budget: bytes of KV that named prefixes may pin.
+        offload, stores: the stores behind the device, if any, and their configuration.
+        chains: where each published block is in its chain; None unless other instances may read blocks.
+    """
 
     core: EngineCore
+    runner: TorchRunner
     info: ModelInfo
     tokenizer: Tokenizer
-    prefixes: PrefixService
-    offload: OffloadManager | None = None
-    flush_seconds: float = 0.0
-    share: Callable[[Post], BlockServer] | None = None
-    runner: TorchRunner | None = None
+    prefix_budget: int
+    stores: StoreConfig
+    offload: OffloadManager | None
+    chains: ChainIndex | None
+
+    def close_stores(self) -> None:
+        """Write what the stores do not have yet, and close them."""
+        if self.offload is not None:
+            self.offload.close(self.stores.flush_seconds)
+
+    def prefix_service(self, unpin: Callable[[Sequence[int]], None]) -> PrefixService:
+        """The engine's named prefixes. `unpin` releases device blocks, on the engine's thread."""
+        info, offload = self.info, self.offload
+
+        def size_of(tokens: Sequence[int]) -> int:  # a partial block is not pinned
+            return len(tokens) // info.block_size * info.kv_bytes_per_block
+
+        book = PrefixBook(self.prefix_budget, size_of, unpin)
+        storage = None
+        if offload is not None:
+            storage = StoredPrefixes(offload, info.fingerprint, info.name, info.block_size)
+        return PrefixService(book, functools.partial(content_tokens, self.tokenizer), storage)
+
+    def block_server(self, post: Post) -> BlockServer:
+        """Lets other instances read the blocks on the device and in this process's memory tiers."""
+        assert self.chains is not None
+        if self.offload is not None:
+            layout, tiers = self.offload.layout, zip(self.stores.urls, self.offload.store.tiers, strict=True)
+            memory = [tier.store for url, tier in tiers if parse(url).scheme == "memory"]
+        else:
+            layout, memory = layout_of(self.runner.layers, bytes.fromhex(self.info.fingerprint)), []
+        slots = min(num_frame_slots(layout), max(2 * self.runner.num_blocks, _FEWEST_SLOTS))
+        staging = StagingArena(tensors_of(self.runner.layers), slots)
+        return BlockServer(layout, self.core.cache.pool, self.chains, post, staging, memory)
 
 
-def assemble(
+class PrefixPin:
+    """Computes the KV of a named prefix, by a request without output, and pins its full blocks when that has finished."""
+
+    def __init__(self, parts: EngineParts, request_id: str, tokens: Sequence[int], salt: bytes = b"") -> None:
+        self.request = Request(request_id, tuple(tokens), SamplingParams(max_tokens=0), salt=salt)
+        self.pinned: PinnedKV | None = None
+        self._cache = parts.core.cache
+        self._info = parts.info
+
+    def pin(self, sequence: SequenceState) -> None:
+        """The request's `on_finish`. On the engine's thread."""
+        blocks = self._cache.pin(sequence.table, len(self.request.tokens) // self._info.block_size)
+        self.pinned = PinnedKV(len(blocks) * self._info.kv_bytes_per_block, blocks)
+
+    def undo(self) -> None:
+        """Unpin what was pinned. On the engine's thread."""
+        if self.pinned is not None:
+            self._cache.unpin(self.pinned.blocks)
+
+
+def build_engine(
     config: EngineConfig,
     *,
     prefixes: PrefixConfig | None = None,
     store: StoreConfig | None = None,
     transfer: TransferConfig | None = None,
+    readable: bool = False,
     observers: Iterable[Observer] = (),
     progress: Callable[[str], None] = lambda _: None,
-) -> Assembly:
-    """Load the model, check it, take the memory for KV, open the stores. With `transfer` other instances may read its blocks.
+) -> EngineParts:
+    """Load the model, check it, take the memory for KV, open the stores.
+
+    Args:
+        transfer: for stores of other instances (`peer://`).
+        readable: other instances may read this engine's blocks (`EngineParts.block_server`).
 
     Raises ForewordError.
     """
@@ -95,9 +155,25 @@ def assemble(
     if config.self_check:
         progress("checking the engine against the model's own forward pass")
         models.self_check(loaded, config.block_size)
+    runner = _take_kv_memory(config, loaded, progress)
+    chains = ChainIndex() if readable else None
+    watchers = tuple(observers) if chains is None else (*observers, chains)
+    cache = _prefix_cache(config, runner.num_blocks, loaded.fingerprint, watchers)
+    offload = None
+    if stores.urls:
+        offload = _open_stores(stores, runner, loaded.fingerprint, transfer or TransferConfig(), progress)
+    info = _model_info(config, loaded, runner)
+    core = _engine_core(config, info, runner, cache, tokenizer, offload, watchers)
+    if offload is not None:
+        offload.describe({"model": info.name, "fingerprint": info.fingerprint})
+    budget = (prefixes or PrefixConfig()).budget_bytes(info.num_blocks * info.kv_bytes_per_block)
+    return EngineParts(core, runner, info, tokenizer, budget, stores, offload, chains)
+
+
+def _take_kv_memory(config: EngineConfig, loaded: models.LoadedModel, progress: Callable[[str], None]) -> TorchRunner:
     num_blocks = models.kv_blocks(config, loaded)
     progress(f"taking {num_blocks} blocks of {config.block_size} tokens")
-    runner = TorchRunner(
+    return TorchRunner(
         loaded.model,
         loaded.layouts,
         loaded.kv_dtype,
@@ -106,12 +182,33 @@ def assemble(
         share_prefixes=config.shared_prefix_attention,
         kernels=loaded.kernels,
     )
-    watchers = tuple(observers)
-    if transfer is not None:
-        chains = _chains()
-        watchers = (*watchers, chains)
-    cache = _cache(config, num_blocks, loaded.fingerprint, watchers)
-    offload = open_cache(stores, runner, loaded.fingerprint, progress, transfer) if stores.urls else None
+
+
+def _model_info(config: EngineConfig, loaded: models.LoadedModel, runner: TorchRunner) -> ModelInfo:
+    return ModelInfo(
+        name=loaded.name,
+        # A sequence that fills the pool to its last block leaves no room for another, but it must fit alone.
+        max_model_len=min(loaded.max_model_len, runner.num_blocks * config.block_size),
+        vocab_size=loaded.vocab_size,
+        fingerprint=loaded.fingerprint.hex(),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        block_size=config.block_size,
+        num_blocks=runner.num_blocks,
+        kv_bytes_per_block=runner.bytes_per_block,
+        parameters=loaded.parameters,
+    )
+
+
+def _engine_core(
+    config: EngineConfig,
+    info: ModelInfo,
+    runner: TorchRunner,
+    cache: PrefixCache,
+    tokenizer: Tokenizer,
+    offload: OffloadManager | None,
+    observers: Sequence[Observer],
+) -> EngineCore:
     scheduler = Scheduler(
         cache,
         max_batch_tokens=config.max_batch_tokens,
@@ -119,110 +216,17 @@ def assemble(
         reserve=config.reserve,
         offload=offload,
     )
-    # A text that fills the pool to its last block could never be joined by another; it must still fit alone.
-    longest = min(loaded.max_model_len, num_blocks * config.block_size)
-    limits = Limits(longest, loaded.vocab_size, tokenizer.eos_token_ids, config.seed, config.report_other_tenants)
+    ends, seed = tokenizer.eos_token_ids, config.seed
+    limits = Limits(info.max_model_len, info.vocab_size, ends, seed, config.report_other_tenants)
     history = MissHistory(config.history_tokens)
-    core = EngineCore(runner, cache, scheduler, tokenizer, limits, history=history, observers=watchers, offload=offload)
-    info = ModelInfo(
-        name=loaded.name,
-        max_model_len=longest,
-        vocab_size=loaded.vocab_size,
-        fingerprint=loaded.fingerprint.hex(),
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=str(loaded.device),
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        kv_bytes_per_block=runner.bytes_per_block,
-        parameters=loaded.parameters,
-    )
-    service = _prefix_service(prefixes or PrefixConfig(), info, tokenizer, cache, offload)
-    if offload is not None:
-        offload.describe({"model": info.name, "fingerprint": info.fingerprint})
-    assembly = Assembly(core, info, tokenizer, service, offload, stores.flush_seconds, runner=runner)
-    if transfer is None:
-        return assembly
-    layout = layout_of(runner.layers, loaded.fingerprint) if offload is None else offload.layout
-    return replace(assembly, share=_sharing(layout, runner, cache, chains, _in_memory(stores, offload)))
-
-
-def _prefix_service(
-    config: PrefixConfig, info: ModelInfo, tokenizer: Tokenizer, cache: PrefixCache, offload: OffloadManager | None
-) -> PrefixService:
-    def size_of(tokens: Sequence[int]) -> int:  # a partial block is not pinned
-        return len(tokens) // info.block_size * info.kv_bytes_per_block
-
-    book = PrefixBook(config.budget_bytes(info.num_blocks * info.kv_bytes_per_block), size_of, cache.unpin)
-    storage = None
-    if offload is not None:
-        storage = StoredPrefixes(offload, info.fingerprint, info.name, info.block_size)
-    return PrefixService(book, functools.partial(content_tokens, tokenizer), storage)
-
-
-def _chains() -> ChainIndex:
-    from foreword.disaggregation.block_server import ChainIndex  # needs msgspec
-
-    return ChainIndex()
-
-
-def _sharing(
-    layout: Layout, runner: TorchRunner, cache: PrefixCache, chains: ChainIndex, memory: Sequence[Store]
-) -> Callable[[Post], BlockServer]:
-    from foreword.disaggregation.block_server import BlockServer, num_frame_slots
-
-    staging = StagingArena(
-        tensors_of(runner.layers), min(num_frame_slots(layout), max(2 * runner.num_blocks, _FEWEST_SLOTS))
-    )
-    return lambda post: BlockServer(layout, cache.pool, chains, post, staging, memory)
-
-
-def _in_memory(config: StoreConfig, offload: OffloadManager | None) -> list[Store]:
-    """The tiers that are this process's own memory."""
-    if offload is None:
-        return []
-    tiers = zip(config.urls, offload.store.tiers, strict=True)
-    return [tier.store for url, tier in tiers if parse(url).scheme == "memory"]
-
-
-def open_cache(
-    config: StoreConfig,
-    runner: TorchRunner,
-    fingerprint: bytes,
-    progress: Callable[[str], None],
-    transfer: TransferConfig | None = None,
-) -> OffloadManager:
-    """Open the stores for a runner's blocks. Raises StoreError."""
-    layout = layout_of(runner.layers, fingerprint, loss_of(config.urls))
-    progress(f"opening {len(config.urls)} stores for blocks of {layout.block_bytes} bytes")
-    tiers = open_store(config.urls, layout, {"peer": peer_opener(transfer or TransferConfig())})
-    wanted = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
-    staging = StagingArena(tensors_of(runner.layers), max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))
-    return OffloadManager(
-        tiers, staging, layout, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
+    return EngineCore(
+        runner, cache, scheduler, tokenizer, limits, history=history, observers=observers, offload=offload
     )
 
 
-def peer_opener(config: TransferConfig) -> Opener:
-    """Opens `peer://` stores; a URL that names no secret takes the configuration's."""
-
-    def open_peer(place: StoreUrl, layout: Layout | None) -> Store:
-        from foreword.transfer.peer import opener
-
-        return opener(config)(place, layout)
-
-    return open_peer
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep what is freed instead of giving it back: activations of a step are as large as those of the next, and
-    touching fresh pages costs a CPU a fifth of its speed (docs/lab-notes.md). Other C libraries are left as they are."""
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-
-
-def _cache(config: EngineConfig, num_blocks: int, fingerprint: bytes, observers: Sequence[Observer]) -> PrefixCache:
+def _prefix_cache(
+    config: EngineConfig, num_blocks: int, fingerprint: bytes, observers: Sequence[Observer]
+) -> PrefixCache:
     def published(table: BlockTable, start: int, end: int) -> None:
         chain, size = table.chain, config.block_size
         keys, tokens = chain.keys_to(end)[start:end], chain.tokens[start * size : end * size]
@@ -246,3 +250,41 @@ def _cache(config: EngineConfig, num_blocks: int, fingerprint: bytes, observers:
         on_removed=removed if observers else None,
     )
     return cache
+
+
+def _open_stores(
+    config: StoreConfig,
+    runner: TorchRunner,
+    fingerprint: bytes,
+    transfer: TransferConfig,
+    progress: Callable[[str], None],
+) -> OffloadManager:
+    """Open the stores for a runner's blocks. Raises StoreError."""
+    layout = layout_of(runner.layers, fingerprint, loss_of(config.urls))
+    progress(f"opening {len(config.urls)} stores for blocks of {layout.block_bytes} bytes")
+    tiers = open_store(config.urls, layout, {"peer": _peer_opener(transfer)})
+    wanted = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
+    staging = StagingArena(tensors_of(runner.layers), max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))
+    return OffloadManager(
+        tiers, staging, layout, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
+    )
+
+
+def _peer_opener(config: TransferConfig) -> Opener:
+    """Opens `peer://` stores; a URL that names no secret takes the configuration's."""
+
+    def open_peer(place: StoreUrl, layout: Layout | None) -> Store:
+        from foreword.transfer.peer import opener
+
+        return opener(config)(place, layout)
+
+    return open_peer
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep freed memory for the next allocation: activations of a step are as large as those of the next, and
+    touching fresh pages costs a CPU a fifth of its speed (docs/lab-notes.md). Other C libraries are not changed."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, build
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
-from foreword.engine.sequence import SequenceState
-from foreword.entrypoints.build import assemble
+from foreword.entrypoints.build import PrefixPin, build_engine
 from foreword.errors import BadRequest, EngineFailed
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
@@ -45,15 +44,14 @@ class LLM:
         config = build(EngineConfig, "engine", {"model": model, **options})
         if not isinstance(store, StoreConfig):
             store = StoreConfig(urls=(store,) if isinstance(store, str) else tuple(store))
-        assembly = assemble(config, prefixes=PrefixConfig(prefix_budget), store=store, observers=observers)
-        self.offload = assembly.offload
-        self._flush_seconds = assembly.flush_seconds
+        self._parts = build_engine(config, prefixes=PrefixConfig(prefix_budget), store=store, observers=observers)
         self.config = config
-        self.info = assembly.info
-        self.tokenizer = assembly.tokenizer
-        self._core = assembly.core
-        self._prefixes = assembly.prefixes
+        self.info = self._parts.info
+        self.tokenizer = self._parts.tokenizer
+        self.offload = self._parts.offload
+        self._core = self._parts.core
         self._ids = itertools.count()
+        self._prefixes = self._parts.prefix_service(self._core.cache.unpin)
         self._prefixes.refresh()  # what an earlier process registered; its KV is computed or loaded when it is used
 
     def generate(
@@ -112,20 +110,15 @@ class LLM:
         return made
 
     def _compute_and_pin(self, tokens: Sequence[int]) -> PinnedKV:
-        pinned: list[PinnedKV] = []
-
-        def pin(sequence: SequenceState) -> None:
-            blocks = self._core.cache.pin(sequence.table, len(tokens) // self.info.block_size)
-            pinned.append(PinnedKV(len(blocks) * self.info.kv_bytes_per_block, blocks))
-
-        request = Request(f"prefix-{next(self._ids)}", tuple(tokens), SamplingParams(max_tokens=0))
+        pin = PrefixPin(self._parts, f"prefix-{next(self._ids)}", tokens)
         try:
-            self._core.add(request, pin)
+            self._core.add(pin.request, pin.pin)
             self._drain([])
         finally:
-            if not pinned:
-                self._core.abort(request.id)
-        return pinned[0]
+            if pin.pinned is None:
+                self._core.abort(pin.request.id)
+        assert pin.pinned is not None
+        return pin.pinned
 
     def list_prefixes(self) -> list[NamedPrefix]:
         return self._prefixes.book.list()
@@ -140,8 +133,7 @@ class LLM:
 
     def close(self) -> None:
         """Write what the stores do not have yet, and close them. Nothing to do without a store."""
-        if self.offload is not None:
-            self.offload.close(self._flush_seconds)
+        self._parts.close_stores()
 
     def __enter__(self) -> Self:
         return self

@@ -77,16 +77,15 @@ def main() -> None:
     import torch
 
     from foreword.config import EngineConfig, StoreConfig, TransferConfig
-    from foreword.disaggregation.block_server import serve_blocks
     from foreword.entrypoints.async_engine import AsyncEngine
 
     torch.set_num_threads(1)
     told = json.loads(sys.argv[1])
     transfer = TransferConfig(**told["transfer"])
     stores = StoreConfig(urls=tuple(told["store"]))
-    engine = AsyncEngine.from_config(EngineConfig(**told["engine"]), store=stores, transfer=transfer)
-    assert engine.served is not None
-    say({"address": serve_blocks(engine.served, transfer).address})
+    engine = AsyncEngine.from_config(EngineConfig(**told["engine"]), store=stores, transfer=transfer, role="both")
+    assert engine.instance is not None
+    say({"address": engine.instance.address})
     for line in sys.stdin:
         say(asyncio.run(answer(engine, json.loads(line))))
 

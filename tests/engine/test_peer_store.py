@@ -23,7 +23,7 @@ from tiny import Reference, greedy, prompt
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.config import EngineConfig, StoreConfig, TransferConfig
-from foreword.disaggregation.block_server import BlockServer, ChainIndex, serve_blocks
+from foreword.disaggregation.block_server import BlockServer, ChainIndex
 from foreword.engine.request import Request, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
@@ -62,10 +62,10 @@ class Giver:
             model=str(folder), dtype="float32", kv_memory=f"{4 * blocks} tokens", block_size=4, threads=1
         )
         settings = TransferConfig(**(QUICK | {"beat_seconds": 5.0} | transfer))
-        self.engine = AsyncEngine.from_config(config, store=StoreConfig(urls=urls), transfer=settings)
-        assert self.engine.served is not None
+        self.engine = AsyncEngine.from_config(config, store=StoreConfig(urls=urls), transfer=settings, role="both")
+        assert self.engine.served is not None and self.engine.instance is not None
         self.served: BlockServer = self.engine.served
-        self.endpoint: TransferEndpoint = serve_blocks(self.served, settings)
+        self.endpoint: TransferEndpoint = self.engine.instance.endpoint
         self.url = f"peer://{self.endpoint.address}?beat_seconds=5"
 
     def generate(self, tokens: Sequence[int], count: int = 8, salt: bytes = b"") -> tuple[int, ...]:
