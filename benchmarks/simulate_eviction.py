@@ -33,7 +33,7 @@ from typing import Protocol
 from foreword.blocks import PrefixCache
 from foreword.routing.directory import CacheTier
 from foreword.sim.report import as_file, svg
-from foreword.sim.stores import SimTier
+from foreword.sim.stores import SimulatedTier
 from foreword.sim.trace import block_size_of, read_trace
 
 Block = int
@@ -68,7 +68,7 @@ class Stored:
     """The stores' own."""
 
     def __init__(self, size: int, names: Sequence[bytes]) -> None:
-        self.tier = SimTier(CacheTier.HOST, size)
+        self.tier = SimulatedTier(CacheTier.HOST, size)
         self.names = names
 
     def request(self, blocks: Sequence[Block], first_access: int) -> int:
@@ -270,7 +270,7 @@ def as_blocks(trace: Sequence[object], size: int) -> tuple[list[list[Block]], li
     for one in trace:
         assert isinstance(one, TraceRequest)
         found: list[Block] = []
-        for key in chain_keys(root, one.tokens(), size):
+        for key in chain_keys(root, one.prompt(), size):
             if key not in numbers:
                 numbers[key] = len(names)
                 names.append(key)

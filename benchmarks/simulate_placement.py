@@ -19,7 +19,7 @@ from simulate_workloads import documents, growing, sessions, system_prompts
 from foreword.routing.baselines import POLICIES
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.profile import read_profile
-from foreword.sim.report import Summary, summarise, table
+from foreword.sim.report import Summary, summarize, table
 from foreword.sim.run import simulate
 from foreword.sim.trace import TraceRequest, read_trace
 
@@ -117,7 +117,7 @@ def main() -> None:
         )
         results = [simulate(trace, setting.spec, policy, setting.costs) for policy in arguments.policies.split(",")]
         print(table(results), flush=True)
-        compare([summarise(one) for one in results])
+        compare([summarize(one) for one in results])
 
 
 def compare(found: Sequence[Summary]) -> None:

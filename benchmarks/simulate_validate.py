@@ -39,7 +39,7 @@ from timing import machine, set_up, table
 from foreword.routing.costs import LoadCost
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.profile import Profile, read_profile
-from foreword.sim.report import Summary, quantile, summarise
+from foreword.sim.report import Summary, quantile, summarize
 from foreword.sim.run import simulate
 from foreword.sim.trace import TraceRequest
 
@@ -154,7 +154,7 @@ def simulated(
         partial_reuse=True,
         lookahead_blocks=4,
     )
-    return [summarise(simulate(trace, spec, policy, times_slower(costs, factor))) for factor in NEARLY]
+    return [summarize(simulate(trace, spec, policy, times_slower(costs, factor))) for factor in NEARLY]
 
 
 def workload(arguments: argparse.Namespace, profile: Profile) -> list[TraceRequest]:
@@ -289,7 +289,7 @@ async def send_all(url: str, trace: Sequence[TraceRequest]) -> list[Seen]:
 async def send(client: httpx.AsyncClient, model: str, one: TraceRequest) -> Seen:
     body = {
         "model": model,
-        "prompt": one.tokens().tolist(),
+        "prompt": one.prompt().tolist(),
         "max_tokens": one.output_tokens,
         "temperature": 0,
         "ignore_eos": True,

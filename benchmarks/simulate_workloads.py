@@ -43,7 +43,7 @@ def sessions(
         for number, session in enumerate(read):
             start = rng.uniform(0, seconds)
             for one in session:
-                tokens = one.tokens()
+                tokens = one.prompt()
                 own = tokens[:common] + array("I", (token ^ copy * 7919 for token in tokens[common:]))
                 if vocabulary is not None:
                     own = array("I", (within(token, vocabulary) for token in own))

@@ -1,6 +1,6 @@
 """The layout of a block's KV bytes: layers, heads, dimensions, dtype, block size, order, shard, loss.
 
-The layout is not part of a block's key (whoever routes requests knows the tokens, not the tensors), but of the name under
+The layout is not part of a block's key (a router knows the tokens, not the tensors), but of the name under
 which a store keeps it: `name = layout fingerprint (16 bytes) || key (32 bytes)`. The written format is in
 docs/reference/formats.md.
 """

@@ -14,9 +14,9 @@ import typer
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foreword.sim.plan import Case, Plan
+    from foreword.sim.plan import SimulationCase, SimulationPlan
     from foreword.sim.profile import Profile
-    from foreword.sim.run import Result
+    from foreword.sim.run import SimulationResult
     from foreword.sim.trace import TraceRequest
 
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -80,7 +80,7 @@ def simulate(
 
     Time is virtual. Every combination of the values given is simulated.
     """
-    from foreword.sim.plan import Plan, counts, sizes
+    from foreword.sim.plan import SimulationPlan, counts, sizes
     from foreword.sim.profile import Profile, read_profile
     from foreword.sim.trace import block_size_of, read_trace
 
@@ -103,7 +103,7 @@ def simulate(
         events,
         learn,
     )
-    results = _run(Plan(base, axes, _policies(policy)), trace, profile)
+    results = _run(SimulationPlan(base, axes, _policies(policy)), trace, profile)
     _tell(results, _about(traces, trace, costs, profile), out, svg, as_json)
 
 
@@ -132,7 +132,7 @@ def _policies(text: str) -> list[str]:
     return list(POLICIES) if text == "all" else [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _run(plan: Plan, trace: Sequence[TraceRequest], profile: Profile) -> list[Result]:
+def _run(plan: SimulationPlan, trace: Sequence[TraceRequest], profile: Profile) -> list[SimulationResult]:
     from foreword.sim.run import simulate as run
 
     cases = plan.cases()
@@ -143,12 +143,12 @@ def _run(plan: Plan, trace: Sequence[TraceRequest], profile: Profile) -> list[Re
 
 
 def _one(
-    run: Callable[..., Result],
-    case: Case,
+    run: Callable[..., SimulationResult],
+    case: SimulationCase,
     trace: Sequence[TraceRequest],
     profile: Profile,
     step: Callable[[int, str], None],
-) -> Result:
+) -> SimulationResult:
     seen = 0
 
     def progress(arrived: int) -> None:
@@ -190,12 +190,12 @@ def _about(traces: Sequence[Path], trace: Sequence[TraceRequest], costs: Path | 
     return f"{names}: {len(trace)} requests, {tokens:,} prompt tokens in {trace[-1].arrival:,.0f} s; {where}"
 
 
-def _tell(results: Sequence[Result], about: str, out: Path | None, svg: Path | None, as_json: bool) -> None:
-    from foreword.sim.report import as_file, drawings, page, summarise, table
+def _tell(results: Sequence[SimulationResult], about: str, out: Path | None, svg: Path | None, as_json: bool) -> None:
+    from foreword.sim.report import as_file, drawings, page, summarize, table
 
     if as_json:
         found = [
-            {**dataclasses.asdict(summarise(one)), "spec": dataclasses.asdict(one.spec), "wall_seconds": one.wall}
+            {**dataclasses.asdict(summarize(one)), "spec": dataclasses.asdict(one.spec), "wall_seconds": one.wall}
             for one in results
         ]
         print(json.dumps({"about": about, "simulations": found}, indent=2))
@@ -230,11 +230,11 @@ def calibrate(
     rounds: Annotated[int, typer.Option("--rounds", help="How often everything is measured.")] = 3,
 ) -> None:
     """Measure what steps and loads of an engine take on this machine, and write it down for `foreword simulate --costs`."""
-    from foreword.sim.calibrate import Setup, measure
+    from foreword.sim.calibrate import CalibrationSetup, measure
 
     if out.exists():
         raise ConfigError(f"{out} is there already; name a new file with --out")
-    setup = Setup(model, tuple(store or ()), threads, dtype, block_size, max_batch_tokens, longest, rounds)
+    setup = CalibrationSetup(model, tuple(store or ()), threads, dtype, block_size, max_batch_tokens, longest, rounds)
     profile = measure(setup, lambda text: print(text, flush=True))
     try:
         out.write_text(profile.to_json(), encoding="utf-8")

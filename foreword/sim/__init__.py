@@ -1,1 +1,1 @@
-"""Real traffic through the real scheduler, pool, store policy and placement, in virtual time (docs/concepts/routing.md)."""
+"""Trace-driven simulator: the real scheduler, block pool, store eviction and placement in virtual time."""

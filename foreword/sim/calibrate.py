@@ -38,7 +38,7 @@ _FLUSH_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class CalibrationSetup:
     """What to measure.
 
     Attributes:
@@ -64,7 +64,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class StepSample:
     """One step: tokens of prompts, pairs of them with tokens before them, sequences that decode, and their context."""
 
     tokens: float
@@ -78,7 +78,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class _Watch:
+class _StepObserver:
     """What the engine tells."""
 
     steps: list[StepFinished] = field(default_factory=list)
@@ -98,9 +98,9 @@ class _Watch:
         self.firsts.clear()
 
 
-def measure(setup: Setup, say: Callable[[str], None] = lambda _: None) -> Profile:
+def measure(setup: CalibrationSetup, say: Callable[[str], None] = lambda _: None) -> Profile:
     """Load the model and measure. Takes minutes on a CPU; nothing else should run meanwhile. Raises ForewordError."""
-    watch = _Watch()
+    watch = _StepObserver()
     with _opened(setup, watch) as llm:
         info = llm.info
         longest = min(setup.longest, info.max_model_len - _DECODED - 1)
@@ -137,7 +137,7 @@ def measure(setup: Setup, say: Callable[[str], None] = lambda _: None) -> Profil
     )
 
 
-def fit(times: Sequence[tuple[Sample, float]]) -> tuple[EngineCosts, float, float]:
+def fit(times: Sequence[tuple[StepSample, float]]) -> tuple[EngineCosts, float, float]:
     """Costs of steps by least squares of the relative errors, none negative; the median and the worst relative error.
 
     Raises ConfigError if the samples do not tell what a token takes.
@@ -169,9 +169,11 @@ def fit(times: Sequence[tuple[Sample, float]]) -> tuple[EngineCosts, float, floa
 # Steps
 
 
-def _steps(llm: LLM, watch: _Watch, setup: Setup, say: Callable[[str], None]) -> list[tuple[Sample, float]]:
+def _steps(
+    llm: LLM, watch: _StepObserver, setup: CalibrationSetup, say: Callable[[str], None]
+) -> list[tuple[StepSample, float]]:
     rng = random.Random(0)
-    seen: dict[Sample, list[float]] = {}
+    seen: dict[StepSample, list[float]] = {}
     for number in range(setup.rounds + 1):
         found = [*_prefill(llm, watch, setup, rng), *_decode(llm, watch, setup, rng)]
         say(f"steps: round {number} of {setup.rounds}, {len(found)} measured" + ("" if number else " (warming up)"))
@@ -180,28 +182,32 @@ def _steps(llm: LLM, watch: _Watch, setup: Setup, say: Callable[[str], None]) ->
     return [(sample, median(values)) for sample, values in seen.items()]
 
 
-def _prefill(llm: LLM, watch: _Watch, setup: Setup, rng: random.Random) -> Iterator[tuple[Sample, float]]:
+def _prefill(
+    llm: LLM, watch: _StepObserver, setup: CalibrationSetup, rng: random.Random
+) -> Iterator[tuple[StepSample, float]]:
     for length in (*_SHORT, setup.longest // 4, setup.longest):
         _generate(llm, watch, [_prompt(llm.info.vocab_size, length, rng)], 1)
         before = 0
         for step in watch.steps:
             count = step.prefill_tokens
             if count > 1:
-                yield Sample(count, pairs(count, before), 0, 0), step.seconds
+                yield StepSample(count, pairs(count, before), 0, 0), step.seconds
             before += count
 
 
-def _decode(llm: LLM, watch: _Watch, setup: Setup, rng: random.Random) -> Iterator[tuple[Sample, float]]:
+def _decode(
+    llm: LLM, watch: _StepObserver, setup: CalibrationSetup, rng: random.Random
+) -> Iterator[tuple[StepSample, float]]:
     for context in (64, setup.longest // 2):
         for batch in _BATCHES:
             prompts = [_prompt(llm.info.vocab_size, context, rng) for _ in range(batch)]
             _generate(llm, watch, prompts, _DECODED)
             steps = [one.seconds for one in watch.steps if one.decode_tokens == batch and not one.prefill_tokens]
             if steps:
-                yield Sample(0, 0, batch, batch * (context + _DECODED // 2)), median(steps)
+                yield StepSample(0, 0, batch, batch * (context + _DECODED // 2)), median(steps)
 
 
-def _generate(llm: LLM, watch: _Watch, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+def _generate(llm: LLM, watch: _StepObserver, prompts: Sequence[Sequence[int]], tokens: int) -> None:
     from foreword.engine.request import SamplingParams
 
     watch.clear()
@@ -217,7 +223,7 @@ def _prompt(vocab_size: int, length: int, rng: random.Random) -> list[int]:
 
 
 def _loads(
-    setup: Setup, bytes_per_token: int, say: Callable[[str], None]
+    setup: CalibrationSetup, bytes_per_token: int, say: Callable[[str], None]
 ) -> tuple[tuple[LoadCost, ...], dict[str, str]]:
     """Costs of loads by tier. What is not measured is the default's, in proportion to the bytes of a token."""
     scale = bytes_per_token / _DEFAULT_KV_BYTES
@@ -241,10 +247,10 @@ def _loads(
     return tuple(loads), told
 
 
-def _load(setup: Setup, url: str) -> LoadCost | None:
+def _load(setup: CalibrationSetup, url: str) -> LoadCost | None:
     """A line through what first tokens take longer if the store has the prompt than if the device has it; None if nothing was
     loaded."""
-    watch, rng = _Watch(), random.Random(1)
+    watch, rng = _StepObserver(), random.Random(1)
     points: list[tuple[int, float]] = []
     with _opened(setup, watch, url) as llm:
         for length in (setup.longest // 4, setup.longest // 2, setup.longest):
@@ -270,7 +276,7 @@ def _load(setup: Setup, url: str) -> LoadCost | None:
 
 
 @contextmanager
-def _opened(setup: Setup, watch: _Watch, store: str | None = None) -> Iterator[LLM]:
+def _opened(setup: CalibrationSetup, watch: _StepObserver, store: str | None = None) -> Iterator[LLM]:
     from foreword.entrypoints.llm import LLM
 
     room = max(2 * setup.longest, (_BATCHES[-1] + 1) * (setup.longest // 2 + 64))

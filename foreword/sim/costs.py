@@ -1,4 +1,4 @@
-"""What a simulated replica is made of, and how long its steps and loads take."""
+"""Costs of steps and loads, and the fleet of a simulation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from foreword.routing.directory import CacheTier
 
 @dataclass(frozen=True, slots=True)
 class EngineCosts:
-    """Seconds. A step that computes P tokens of prompts and decodes D sequences with C tokens of context together takes
+    """Seconds that steps and loads take. A step that prefills P tokens and decodes D sequences with a total context of C takes
 
-        base + prefill * P + attention * (tokens of prompts times tokens before them) + decode_each * D + decode_context * C
+        base + prefill * P + attention * (pairs of prefilled tokens and tokens before them)
+             + decode_each * D + decode_context * C
 
-    The defaults are about those of a model of 70 billion parameters on eight accelerators with 80 GB each.
+    The defaults are roughly those of a 70B model on eight accelerators with 80 GB each.
 
     Attributes:
-        loads: what bringing blocks from host memory, disk and the shared store takes per token.
+        loads: cost of loading a token from host memory, disk and the shared store.
     """
 
     base: float = 0.02
@@ -30,15 +31,15 @@ class EngineCosts:
 
     def __post_init__(self) -> None:
         if min(self.base, self.prefill, self.attention, self.decode_each, self.decode_context) < 0 or not self.prefill:
-            raise ConfigError("costs must not be negative, and computing a token must cost something")
+            raise ConfigError("costs must not be negative, and the cost of a prefilled token must be more than 0")
         if len(self.loads) != 3:
-            raise ConfigError(f"costs have three tiers to load from, not {len(self.loads)}")
+            raise ConfigError(f"costs need three tiers to load from, not {len(self.loads)}")
 
     def load(self, tier: CacheTier) -> LoadCost:
         return self.loads[tier - 1]
 
     def as_known(self, step_tokens: int) -> ReplicaCosts:
-        """The same as a router would know it after some time."""
+        """The costs as a router knows them after learning."""
         return ReplicaCosts(
             self.prefill, self.base, self.base, self.decode_each, step_tokens, self.loads, attention=self.attention
         )
@@ -46,18 +47,18 @@ class EngineCosts:
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """The machines.
+    """Replicas and their memory.
 
     Attributes:
-        replicas: how many.
-        device_tokens: KV memory of each on its device.
-        host_tokens, disk_tokens: of each below that; 0 for none.
-        shared_tokens: of a store that all share; 0 for none.
-        block_size: tokens per block of the simulated engines.
-        max_batch_tokens, max_num_seqs: see `EngineConfig`.
-        partial_reuse, lookahead_blocks: see `EngineConfig`. The first needs a trace that tells every token.
-        events: replicas tell what they hold; else the router estimates it.
-        learns: the router begins with general costs and learns; else it begins with the true ones.
+        replicas: number of replicas.
+        device_tokens: KV memory of each replica on its device.
+        host_tokens, disk_tokens: KV memory of each replica in host memory and on disk; 0 for none.
+        shared_tokens: size of a store that all replicas share; 0 for none.
+        block_size: tokens per block.
+        max_batch_tokens, max_num_seqs, lookahead_blocks: see `EngineConfig`.
+        partial_reuse: see `EngineConfig`; needs a trace with single tokens.
+        events: replicas send KV events; otherwise the router estimates what they hold.
+        learns: the router starts with general costs and learns; otherwise it starts with the true costs.
     """
 
     replicas: int = 8
@@ -75,6 +76,6 @@ class FleetSpec:
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.block_size < 1 or self.device_tokens < self.block_size:
-            raise ConfigError("a fleet needs at least one replica, and each room for at least one block on its device")
+            raise ConfigError("a fleet needs at least one replica, and each device must hold at least one block")
         if min(self.host_tokens, self.disk_tokens, self.shared_tokens) < 0:
             raise ConfigError("the size of a tier must not be negative")

@@ -1,4 +1,4 @@
-"""Which simulations `foreword simulate` runs: every combination of what was asked for, each with a name."""
+"""The simulations that `foreword simulate` runs: every combination of the given values, each with a name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foreword.errors import ConfigError
 from foreword.routing.baselines import policy_named
 from foreword.sim.costs import FleetSpec
 
-# What may have several values, and what it is called in a name.
+# Fields of `FleetSpec` that may have several values, and their labels.
 AXES: Final[Mapping[str, str]] = {
     "replicas": "replicas",
     "device_tokens": "device",
@@ -24,8 +24,8 @@ AXES: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One simulation. `name` tells it from the others."""
+class SimulationCase:
+    """One simulation. `name` distinguishes it from the others."""
 
     name: str
     spec: FleetSpec
@@ -33,21 +33,21 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to simulate.
+class SimulationPlan:
+    """A set of simulations.
 
     Attributes:
-        base: what all have in common.
-        axes: values of the fields of `FleetSpec` in `AXES`, with the text in which each was given.
-        policies: their names.
+        base: the common part of all fleets.
+        axes: values of the fields in `AXES`, each with the text in which it was given.
+        policies: names of placement policies.
     """
 
     base: FleetSpec
     axes: Mapping[str, Sequence[tuple[int, str]]]
     policies: Sequence[str]
 
-    def cases(self) -> list[Case]:
-        """All combinations. Raises ConfigError for an unknown policy and for a fleet that cannot be."""
+    def cases(self) -> list[SimulationCase]:
+        """All combinations. Raises ConfigError for an unknown policy or an impossible fleet."""
         for policy in self.policies:
             policy_named(policy)
         return [self._case(values, policy) for values in self._combinations() for policy in self.policies]
@@ -57,12 +57,12 @@ class Plan:
         for values in itertools.product(*self.axes.values()):
             yield dict(zip(names, values, strict=True))
 
-    def _case(self, values: Mapping[str, tuple[int, str]], policy: str) -> Case:
+    def _case(self, values: Mapping[str, tuple[int, str]], policy: str) -> SimulationCase:
         sizes: dict[str, Any] = {name: number for name, (number, _) in values.items()}
         spec = replace(self.base, **sizes)
         parts = [policy] if len(self.policies) > 1 else []
         parts += [f"{AXES[name]} {text}" for name, (_, text) in values.items() if len(self.axes[name]) > 1]
-        return Case(", ".join(parts) or policy, spec, policy)
+        return SimulationCase(", ".join(parts) or policy, spec, policy)
 
 
 def counts(text: str, option: str) -> list[tuple[int, str]]:
@@ -74,7 +74,7 @@ def counts(text: str, option: str) -> list[tuple[int, str]]:
 
 
 def sizes(text: str, option: str, bytes_per_token: int | None) -> list[tuple[int, str]]:
-    """`"1000000"` (tokens) or `"40GiB,80GiB"` as tokens. Raises ConfigError, also where nobody knows what a token takes."""
+    """`"1000000"` (tokens) or `"40GiB,80GiB"` as tokens. Raises ConfigError, also if the bytes per token are unknown."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
         raise ConfigError(f"{option} takes sizes separated by commas, not {text!r}")
@@ -87,7 +87,7 @@ def _tokens(part: str, option: str, bytes_per_token: int | None) -> int:
     size = parse_bytes(part)
     if not bytes_per_token:
         raise ConfigError(
-            f"{option} {part}: how many bytes of KV does a token take? Say it with --kv-bytes, or give a file of costs that "
-            "knows it (--costs), or give the size in tokens, as a plain number"
+            f"{option} {part}: the bytes of KV per token are unknown; give --kv-bytes, a file with measured costs (--costs), "
+            "or the size in tokens, as a plain number"
         )
     return size // bytes_per_token

@@ -1,4 +1,4 @@
-"""A file of costs: what `foreword bench calibrate` measured of an engine, and where and how. `--costs` reads it."""
+"""The file of measured costs that `foreword bench calibrate` writes and `foreword simulate --costs` reads."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FORMAT: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """An engine in numbers.
+    """Measured costs of an engine.
 
     Attributes:
-        costs: what its steps and loads take.
-        kv_bytes_per_token: of its KV; None if that is not known.
-        block_size, max_batch_tokens, max_num_seqs: as it was configured.
-        about: where, when and how it was measured, for people.
+        costs: costs of steps and loads.
+        kv_bytes_per_token: bytes of KV per token; None if unknown.
+        block_size, max_batch_tokens, max_num_seqs: configuration of the engine.
+        about: where, when and how the costs were measured, for people.
     """
 
     costs: EngineCosts
@@ -39,7 +39,7 @@ class Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises ConfigError, naming file and reason, for what is no profile."""
+    """Read a file of costs. Raises ConfigError with file and reason if it is not one."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -47,15 +47,15 @@ def read_profile(path: Path) -> Profile:
     try:
         return _parse(fields)
     except (TypeError, ValueError, KeyError) as error:
-        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"{path} is no file of costs: {reason}") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path} is not a file of costs: {reason}") from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error
 
 
 def _parse(fields: Any) -> Profile:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise ValueError(f"it should be an object with the format {FORMAT}")
+        raise ValueError(f"expected an object with format {FORMAT}")
     given = {name: value for name, value in fields.items() if name != "format"}
     _check_names(given, Profile)
     costs = dict(given.pop("costs"))

@@ -1,30 +1,36 @@
-"""A simulated replica: the real scheduler over the real pool, with steps that take virtual time."""
+"""A simulated replica: the real scheduler and block pool, with steps that take virtual time."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 from foreword.blocks import BlockTable, PrefixCache
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState, Step
+from foreword.routing.fleet import Fleet
 from foreword.sim.costs import EngineCosts, FleetSpec
-from foreword.sim.stores import SimStores
+from foreword.sim.stores import SimulatedStores
 from foreword.sim.trace import TraceRequest
 
+MODEL = b"simulated"
+_MAX_REPEATS = 1 << 20
 _PARAMS = SamplingParams()
+# Output tokens that the trace does not contain: a distinct token per request, above all tokens of a trace.
+_UNKNOWN_OUTPUT = 1 << 31
+_REQUEST_BITS = _UNKNOWN_OUTPUT - 1
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What became of one request. Times are seconds of virtual time, -1 while not known.
+class RequestOutcome:
+    """The result of one request. Times are seconds of virtual time, -1 if not known yet.
 
     Attributes:
-        cached_tokens: prompt tokens that were not computed.
-        loaded: those of them that came from host memory, disk and the shared store.
+        cached_tokens: prompt tokens that were cached.
+        loaded: those of them that were loaded from host memory, disk and the shared store.
     """
 
     request: TraceRequest
@@ -41,25 +47,19 @@ class Outcome:
 
     @property
     def ttft(self) -> float:
+        """Time to first token."""
         return self.first_token - self.request.arrival
 
     @property
     def seconds_per_token(self) -> float:
-        """Between tokens, on average; 0 for answers of one token."""
+        """Mean inter-token latency; 0 for an output of one token."""
         more = self.request.output_tokens - 1
         return (self.finished - self.first_token) / more if more else 0.0
 
 
-class Watcher(Protocol):
-    """Whoever wants to know of requests' ends."""
-
-    def first_token(self, number: int, outcome: Outcome) -> None: ...
-    def finished(self, number: int, outcome: Outcome) -> None: ...
-
-
 @dataclass(slots=True)
 class ReplicaTotals:
-    """What a replica did."""
+    """Totals of one replica. `busy` is seconds of computation."""
 
     steps: int = 0
     busy: float = 0.0
@@ -67,38 +67,31 @@ class ReplicaTotals:
     preemptions: int = 0
 
 
-@dataclass(slots=True)
-class SimReplica:
-    """One replica. `run.py` calls `begin` when it is idle and `end` when the step is over.
+class SimulatedReplica:
+    """One replica. The simulation calls `begin` when it is idle and `end` when the step is over.
 
     Attributes:
-        step: what is being computed, and `repeats` more steps like it.
+        step: the step that is being computed; None while idle.
+        repeats: further steps, equal except for the number of tokens, that are computed together with it.
     """
 
-    name: str
-    costs: EngineCosts
-    cache: PrefixCache
-    scheduler: Scheduler
-    stores: SimStores | None
-    watcher: Watcher
-    totals: ReplicaTotals = field(default_factory=ReplicaTotals)
-    step: Step | None = None
-    repeats: int = 0
-    _outcomes: dict[SequenceState, tuple[int, Outcome]] = field(default_factory=dict)
-    _answers: dict[int, array[int]] = field(default_factory=dict)
-
-    @classmethod
-    def make(
-        cls,
-        name: str,
+    def __init__(
+        self,
         spec: FleetSpec,
         costs: EngineCosts,
-        stores: SimStores | None,
-        watcher: Watcher,
+        fleet: Fleet,
+        stores: SimulatedStores | None,
+        *,
         on_published: Callable[[BlockTable, int, int], None],
         on_removed: Callable[[list[bytes]], None],
-    ) -> SimReplica:
-        cache = PrefixCache(
+    ) -> None:
+        self.totals = ReplicaTotals()
+        self.step: Step | None = None
+        self.repeats = 0
+        self._costs = costs
+        self._fleet = fleet
+        self._stores = stores
+        self._cache = PrefixCache(
             spec.device_tokens // spec.block_size,
             spec.block_size,
             model=MODEL,
@@ -107,35 +100,36 @@ class SimReplica:
             on_published=on_published,
             on_removed=on_removed,
         )
-        scheduler = Scheduler(
-            cache,
+        self._scheduler = Scheduler(
+            self._cache,
             max_batch_tokens=spec.max_batch_tokens,
             max_num_seqs=spec.max_num_seqs,
             offload=stores,
         )
-        return cls(name, costs, cache, scheduler, stores, watcher)
+        self._outcomes: dict[SequenceState, tuple[int, RequestOutcome]] = {}
+        self._outputs: dict[int, array[int]] = {}
 
-    def add(self, number: int, outcome: Outcome, tokens: array[int], keys: Sequence[bytes]) -> None:
-        """A request arrives; `keys` are those of its full blocks."""
+    def add(self, number: int, outcome: RequestOutcome, tokens: array[int], keys: Sequence[bytes]) -> None:
+        """A request arrives. `keys` are the keys of its full blocks."""
         request = Request(str(number), cast(Any, tokens), _PARAMS)
-        table = self.cache.open(tokens)
+        table = self._cache.open(tokens)
         table.chain.keys = list(keys)
         sequence = SequenceState(request, table, 0, len(tokens) + outcome.request.output_tokens)
         self._outcomes[sequence] = (number, outcome)
-        self.scheduler.add(sequence)
+        self._scheduler.add(sequence)
 
     def begin(self, now: float, until: float) -> float | None:
-        """Make the next step; returns the seconds that it takes, None if there is nothing to compute now.
+        """Start the next step. Returns its duration in seconds, or None if there is nothing to compute now.
 
-        Steps that the scheduler would repeat unchanged are taken together: all running sequences decode, none ends, fills a
-        block or begins, and nobody can come before the time `until`.
+        Steps that the scheduler would repeat unchanged are computed together: all running sequences decode, none ends, fills a
+        block or is admitted, and no request arrives before the time `until`.
         """
-        if not self.scheduler.has_work():
+        if not self._scheduler.has_work():
             return None
-        if self.stores is not None:
-            self.stores.now = now
-        loaded = self.scheduler.collect()
-        step = self.scheduler.schedule()
+        if self._stores is not None:
+            self._stores.now = now
+        loaded = self._scheduler.collect()
+        step = self._scheduler.schedule()
         for sequence in (*loaded, *step.admitted):
             self._note_admission(sequence)
         if not step.chunks:
@@ -144,26 +138,28 @@ class SimReplica:
         seconds = self._seconds(step)
         self.repeats = self._repeats(step, seconds, until - now)
         if self.repeats:
-            # Each repetition finds one token more in every sequence.
-            growth = self.costs.decode_context * len(step.chunks)
+            # Each repetition finds one more token in every sequence.
+            growth = self._costs.decode_context * len(step.chunks)
             seconds += self.repeats * seconds + growth * self.repeats * (self.repeats + 1) / 2
         self.totals.steps += 1 + self.repeats
         self.totals.busy += seconds
         return seconds
 
     def _repeats(self, step: Step, seconds: float, left: float) -> int:
-        """How often the step can be repeated before anything but the number of tokens changes: the last repetition may end
-        sequences, or end after `left` seconds, but not begin then."""
-        scheduler = self.scheduler
+        """How often the step can be repeated with nothing changed but the number of tokens.
+
+        The last repetition may finish sequences, and may end after `left` seconds, but it must begin before.
+        """
+        scheduler = self._scheduler
         if scheduler.waiting or scheduler.waiting_for_kv or len(step.chunks) != len(scheduler.running):
             return 0
-        most = int(min(left / seconds, _MOST_REPEATS)) if seconds else _MOST_REPEATS
+        most = int(min(left / seconds, _MAX_REPEATS)) if seconds else _MAX_REPEATS
         for chunk in step.chunks:
             sequence, length = chunk.sequence, chunk.start + 1
             if chunk.count != 1 or not chunk.samples or self._outcomes[sequence][1].first_token < 0:
                 return 0
             most = min(most, sequence.table.next_block_at - 1 - length, sequence.max_total - 1 - length)
-        growth = self.costs.decode_context * len(step.chunks)
+        growth = self._costs.decode_context * len(step.chunks)
         while most > 0 and most * seconds + growth * most * (most - 1) / 2 >= left:
             most -= 1
         return max(most, 0)
@@ -173,9 +169,8 @@ class SimReplica:
         step = self.step
         assert step is not None
         self.step = None
-        self.scheduler.settle(step)
-        if self.stores is not None:
-            self._save(step)
+        self._scheduler.settle(step)
+        self._save(step)
         for chunk in step.chunks:
             if self.repeats:
                 self._repeat(chunk.sequence)
@@ -184,10 +179,10 @@ class SimReplica:
 
     def _repeat(self, sequence: SequenceState) -> None:
         sequence.computed += self.repeats
-        sequence.table.chain.tokens.extend(self._answer(sequence, self.repeats))
+        sequence.table.chain.tokens.extend(self._output(sequence, self.repeats))
 
     def _seconds(self, step: Step) -> float:
-        costs, prefilled, pairs, decoding, context = self.costs, 0, 0, 0, 0
+        costs, prefilled, pairs, decoding, context = self._costs, 0, 0, 0, 0
         for chunk in step.chunks:
             if chunk.count == 1:
                 decoding += 1
@@ -208,49 +203,47 @@ class SimReplica:
         outcome = self._outcomes[sequence][1]
         outcome.cached_tokens = max(sequence.cached_tokens, 0)
         loaded = sequence.loaded
-        if loaded is not None and loaded.tiers and self.stores is not None:
+        if loaded is not None and loaded.tiers and self._stores is not None:
+            tiers = [self._stores.tiers[place].tier - 1 for place in loaded.tiers]
             counts = [0, 0, 0]
-            for place in loaded.tiers:
-                counts[self.stores.tiers[place].tier - 1] += self.cache.block_size
-            # A prompt that is cached to its end recomputes its last token.
-            counts[self.stores.tiers[loaded.tiers[-1]].tier - 1] -= loaded.tokens - sequence.cached_tokens
+            for tier in tiers:
+                counts[tier] += self._cache.block_size
+            counts[tiers[-1]] -= (
+                loaded.tokens - sequence.cached_tokens
+            )  # a fully cached prompt recomputes its last token
             outcome.loaded = (counts[0], counts[1], counts[2])
 
     def _save(self, step: Step) -> None:
-        assert self.stores is not None
+        if self._stores is None:
+            return
         for chunk in step.chunks:
             table, first = chunk.sequence.table, chunk.published_before
-            full = min((chunk.start + chunk.count) // self.cache.block_size, table.published)
+            full = min((chunk.start + chunk.count) // self._cache.block_size, table.published)
             if full > first:
-                self.stores.save(table.chain.key_before(first), first, table.chain.keys_to(full)[first:full])
+                self._stores.save(table.chain.key_before(first), first, table.chain.keys_to(full)[first:full])
 
     def _sample(self, sequence: SequenceState, now: float) -> None:
         number, outcome = self._outcomes[sequence]
         if outcome.first_token < 0:
             outcome.first_token = now
-            self.watcher.first_token(number, outcome)
-        sequence.table.chain.tokens.extend(self._answer(sequence, 1))
+            self._fleet.first_token(str(number), now)
+        sequence.table.chain.tokens.extend(self._output(sequence, 1))
         if len(sequence.table) >= sequence.max_total:
             outcome.finished = now
             self.totals.preemptions += sequence.preemptions
-            self.scheduler.finish(sequence)
+            self._scheduler.finish(sequence)
             del self._outcomes[sequence]
-            self._answers.pop(number, None)
-            self.watcher.finished(number, outcome)
+            self._outputs.pop(number, None)
+            output_tokens = outcome.request.output_tokens
+            self._fleet.finished(str(number), now, cached_tokens=outcome.cached_tokens, output_tokens=output_tokens)
 
-    def _answer(self, sequence: SequenceState, count: int) -> array[int]:
-        """The answer's next tokens; where they are not known, a token that no other answer has."""
+    def _output(self, sequence: SequenceState, count: int) -> array[int]:
+        """The next output tokens. Unknown ones become a token that no other request has."""
         number, outcome = self._outcomes[sequence]
-        if number not in self._answers:
-            self._answers[number] = outcome.request.answer()
+        if number not in self._outputs:
+            self._outputs[number] = outcome.request.output()
         done = sequence.num_output
-        known = self._answers[number][done : done + count]
+        known = self._outputs[number][done : done + count]
         if len(known) < count:
-            known.extend(array("I", (_ANSWER | number & _NUMBERS,)) * (count - len(known)))
+            known.extend(array("I", (_UNKNOWN_OUTPUT | number & _REQUEST_BITS,)) * (count - len(known)))
         return known
-
-
-MODEL = b"simulated"
-_MOST_REPEATS = 1 << 20
-_ANSWER = 1 << 31
-_NUMBERS = _ANSWER - 1

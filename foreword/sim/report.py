@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from foreword.sim.replica import Outcome
-from foreword.sim.run import Result
+from foreword.sim.replica import RequestOutcome
+from foreword.sim.run import SimulationResult
 
 _WIDTH: Final = 860
 _HEIGHT: Final = 300
@@ -68,7 +68,7 @@ class Summary:
         return sum(self.tier_shares[1:])
 
 
-def summarise(result: Result) -> Summary:
+def summarize(result: SimulationResult) -> Summary:
     """The numbers of one simulation."""
     outcomes = result.outcomes
     times = sorted(outcome.ttft for outcome in outcomes)
@@ -122,13 +122,13 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Summary], str]], ...]] = (
 )
 
 
-def rows(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
+def rows(results: Iterable[SimulationResult]) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the table."""
-    found = [[text(summarise(result)) for _, text in _COLUMNS] for result in results]
+    found = [[text(summarize(result)) for _, text in _COLUMNS] for result in results]
     return [name for name, _ in _COLUMNS], found
 
 
-def table(results: Iterable[Result]) -> str:
+def table(results: Iterable[SimulationResult]) -> str:
     """All simulations as a Markdown table."""
     head, body = rows(results)
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
@@ -141,7 +141,7 @@ def table(results: Iterable[Result]) -> str:
     return "\n".join([line(head), line(rule), *map(line, body)])
 
 
-def page(results: Sequence[Result], title: str = "Simulation", about: str = "") -> str:
+def page(results: Sequence[SimulationResult], title: str = "Simulation", about: str = "") -> str:
     """One HTML page: what was simulated, the table, TTFT and hit share as curves. No script, nothing from elsewhere. `about`
     is said above the table."""
     head, body = rows(results)
@@ -156,7 +156,7 @@ def page(results: Sequence[Result], title: str = "Simulation", about: str = "") 
     )
 
 
-def drawings(results: Sequence[Result]) -> dict[str, str]:
+def drawings(results: Sequence[SimulationResult]) -> dict[str, str]:
     """The curves as SVG, by a short name. To stand in a file of its own, each needs the namespace (`as_file`)."""
     names = [result.name for result in results]
     found = {
@@ -167,7 +167,7 @@ def drawings(results: Sequence[Result]) -> dict[str, str]:
         "waits": svg(
             "Mean seconds to the first token, over the trace's minutes", names, [wait_curve(o) for o in results]
         ),
-        "tiers": bars("Share of prompt tokens found, by where", [summarise(one) for one in results]),
+        "tiers": bars("Share of prompt tokens found, by where", [summarize(one) for one in results]),
     }
     for field, title in _SIZES.items():
         lines = _by_size(results, field)
@@ -182,7 +182,7 @@ def as_file(drawing: str) -> str:
     return drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
 
 
-def _by_size(results: Sequence[Result], field: str) -> dict[str, list[tuple[float, Summary]]]:
+def _by_size(results: Sequence[SimulationResult], field: str) -> dict[str, list[tuple[float, Summary]]]:
     """Simulations that differ in this field alone, by what they have in common; empty if all have the same value."""
     groups: dict[str, list[tuple[float, Summary]]] = {}
     for result in results:
@@ -191,7 +191,7 @@ def _by_size(results: Sequence[Result], field: str) -> dict[str, list[tuple[floa
         differs = {name: spec[name] for name in _SIZES if name != field}
         varied = [name for name in differs if len({getattr(one.spec, name) for one in results}) > 1]
         common = ", ".join([result.policy, *(f"{_SIZES[name]} {differs[name]:,}" for name in varied)])
-        groups.setdefault(common, []).append((value, summarise(result)))
+        groups.setdefault(common, []).append((value, summarize(result)))
     return groups if any(len(group) > 1 for group in groups.values()) else {}
 
 
@@ -208,30 +208,30 @@ _STYLE: Final = (
 )
 
 
-def ttft_curve(result: Result) -> list[Point]:
+def ttft_curve(result: SimulationResult) -> list[Point]:
     """Share of requests by seconds to the first token, up to the 99th percentile."""
     times = sorted(outcome.ttft for outcome in result.outcomes)
     shares = [i / _POINTS for i in range(1, int(_POINTS * 0.99) + 1)]
     return [(0.0, 0.0)] + [(quantile(times, share), share) for share in shares]
 
 
-def hit_curve(result: Result) -> list[Point]:
+def hit_curve(result: SimulationResult) -> list[Point]:
     """Share of prompt tokens found, by minute of arrival."""
     return _windows(
         result, lambda many: sum(one.cached_tokens for one in many) / sum(one.request.prompt_tokens for one in many)
     )
 
 
-def wait_curve(result: Result) -> list[Point]:
+def wait_curve(result: SimulationResult) -> list[Point]:
     """Mean seconds to the first token, by minute of arrival."""
     return _windows(result, lambda many: sum(one.ttft for one in many) / len(many))
 
 
-def _windows(result: Result, value: Callable[[list[Outcome]], float]) -> list[Point]:
+def _windows(result: SimulationResult, value: Callable[[list[RequestOutcome]], float]) -> list[Point]:
     """`value` of the requests that arrived in each of forty stretches of the trace, by minutes."""
     end = max(outcome.request.arrival for outcome in result.outcomes)
     wide = max(end / _WINDOWS, 1e-9)
-    windows: list[list[Outcome]] = [[] for _ in range(_WINDOWS + 1)]
+    windows: list[list[RequestOutcome]] = [[] for _ in range(_WINDOWS + 1)]
     for outcome in result.outcomes:
         windows[int(outcome.request.arrival / wide)].append(outcome)
     return [((i + 0.5) * wide / 60, value(many)) for i, many in enumerate(windows) if many]

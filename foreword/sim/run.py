@@ -1,4 +1,4 @@
-"""The simulation: arrivals, steps and loads in order of virtual time."""
+"""The simulation: arrivals, steps and loads in the order of virtual time."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery, Policy
 from foreword.sim.costs import EngineCosts, FleetSpec
-from foreword.sim.replica import MODEL, Outcome, ReplicaTotals, SimReplica
-from foreword.sim.stores import SimStores, SimTier
+from foreword.sim.replica import MODEL, ReplicaTotals, RequestOutcome, SimulatedReplica
+from foreword.sim.stores import SimulatedStores, SimulatedTier
 from foreword.sim.trace import TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What a simulation gave.
+class SimulationResult:
+    """The result of a simulation.
 
     Attributes:
-        name: what it is called among others.
+        name: distinguishes it from other simulations.
         outcomes: in the order of the trace.
-        replicas: what each did.
-        moved: requests whose session or conversation was somewhere else before.
-        seconds: virtual time from the first arrival to the last token; `wall` is what simulating took.
+        replicas: totals by replica.
+        moved: requests whose session or conversation was on another replica before.
+        seconds: virtual time from the first arrival to the last token; `wall` is the real time that the simulation took.
     """
 
     name: str
     policy: str
     spec: FleetSpec
     costs: EngineCosts
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[RequestOutcome]
     replicas: dict[str, ReplicaTotals]
     moved: int
     seconds: float
@@ -53,21 +53,21 @@ def simulate(
     *,
     name: str | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Result:
-    """Send a trace through a fleet.
+) -> SimulationResult:
+    """Send a trace through a fleet of simulated replicas.
 
-    The scheduler, the pool, the eviction policy of stores, the directory and the placement are the real ones; time, the
-    device and the bytes are not. `name` is the result's, the policy's if it is not given. `progress` is called with the number
-    of requests that arrived, every hundred.
+    The scheduler, block pool, eviction policy of stores, directory and placement are the real ones. Time, device and bytes are
+    simulated. `name` is the name of the result, by default the policy's. `progress` is called with the number of arrived
+    requests, once per hundred.
 
-    Raises ConfigError for an unknown policy, an empty trace, or a prompt that does not fit into a replica's device.
+    Raises ConfigError for an unknown policy, an empty trace, or a request that does not fit into a replica's device.
     """
-    run = _Run(list(trace), spec or FleetSpec(), policy, costs or EngineCosts(), progress)
-    return run.go(name)
+    simulation = _Simulation(list(trace), spec or FleetSpec(), policy, costs or EngineCosts(), progress)
+    return simulation.run(name)
 
 
-class _Run:
-    """State of one simulation."""
+class _Simulation:
+    """The state of one simulation."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class _Run:
         self.next_arrival = trace[0].arrival
         self.order = itertools.count()
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self.outcomes = [Outcome(request) for request in trace]
+        self.outcomes = [RequestOutcome(request) for request in trace]
         chosen = policy_named(policy) if isinstance(policy, str) else policy
         self.fleet = Fleet(chosen, directory=Directory(4 * self._all_blocks()))
-        shared = [SimTier(CacheTier.SHARED, spec.shared_tokens // spec.block_size)] if spec.shared_tokens else []
+        shared = [SimulatedTier(CacheTier.SHARED, spec.shared_tokens // spec.block_size)] if spec.shared_tokens else []
         self.replicas = {f"r{i}": self._make_replica(f"r{i}", shared) for i in range(spec.replicas)}
 
     def _all_blocks(self) -> int:
@@ -96,7 +96,7 @@ class _Run:
         own = spec.device_tokens + spec.host_tokens + spec.disk_tokens
         return max((own * spec.replicas + spec.shared_tokens) // spec.block_size, 1024)
 
-    def _make_replica(self, name: str, shared: Sequence[SimTier]) -> SimReplica:
+    def _make_replica(self, name: str, shared: Sequence[SimulatedTier]) -> SimulatedReplica:
         spec, directory = self.spec, self.fleet.directory
         self.fleet.add(
             name,
@@ -120,20 +120,18 @@ class _Run:
             self._at(self.now + seconds, lambda: self._after_load(name, then))
 
         sizes = ((CacheTier.HOST, spec.host_tokens), (CacheTier.DISK, spec.disk_tokens))
-        own = [SimTier(tier, tokens // spec.block_size) for tier, tokens in sizes if tokens >= spec.block_size]
+        own = [SimulatedTier(tier, tokens // spec.block_size) for tier, tokens in sizes if tokens >= spec.block_size]
         tiers = [*own, *shared]
-        stores = SimStores(tiers, self.costs, spec.block_size, wait, stored, removed) if tiers else None
-        return SimReplica.make(
-            name,
+        return SimulatedReplica(
             spec,
             self.costs,
-            stores,
-            self,
-            published,
-            lambda keys: removed(CacheTier.DEVICE, keys),
+            self.fleet,
+            SimulatedStores(tiers, self.costs, spec.block_size, wait, stored, removed) if tiers else None,
+            on_published=published,
+            on_removed=lambda keys: removed(CacheTier.DEVICE, keys),
         )
 
-    def go(self, name: str | None) -> Result:
+    def run(self, name: str | None) -> SimulationResult:
         started = time.perf_counter()
         arrivals = iter(enumerate(self.trace))
         upcoming = next(arrivals, None)
@@ -151,7 +149,7 @@ class _Run:
         wall = time.perf_counter() - started
         totals = {name: replica.totals for name, replica in self.replicas.items()}
         policy = self.fleet.policy.name
-        return Result(
+        return SimulationResult(
             name or policy,
             policy,
             self.spec,
@@ -171,9 +169,9 @@ class _Run:
         if -(-(request.prompt_tokens + request.output_tokens) // size) > self.spec.device_tokens // size:
             raise ConfigError(
                 f"request {number} of the trace has {request.prompt_tokens + request.output_tokens} tokens: more than a "
-                f"device with {self.spec.device_tokens} can hold"
+                f"device with {self.spec.device_tokens} tokens can hold"
             )
-        tokens = request.tokens()
+        tokens = request.prompt()
         keys = chain_keys(self.root, tokens, size)
         query = PlacementQuery(keys, request.prompt_tokens, size, request.session)
         decision = self.fleet.place(query, self.now)
@@ -187,15 +185,15 @@ class _Run:
         if self.progress is not None and number % 100 == 99:
             self.progress(number + 1)
 
-    def _begin(self, replica: SimReplica) -> None:
-        """Start a step if none is under way."""
+    def _begin(self, replica: SimulatedReplica) -> None:
+        """Start a step unless one is running."""
         if replica.step is not None:
             return
         seconds = replica.begin(self.now, self.next_arrival)
         if seconds is not None:
             self._at(self.now + seconds, lambda: self._end(replica))
 
-    def _end(self, replica: SimReplica) -> None:
+    def _end(self, replica: SimulatedReplica) -> None:
         replica.end(self.now)
         self._begin(replica)
 
@@ -203,20 +201,7 @@ class _Run:
         then()
         self._begin(self.replicas[name])
 
-    # What a router sees
-
-    def first_token(self, number: int, outcome: Outcome) -> None:
-        self.fleet.first_token(str(number), self.now)
-
-    def finished(self, number: int, outcome: Outcome) -> None:
-        self.fleet.finished(
-            str(number),
-            self.now,
-            cached_tokens=outcome.cached_tokens,
-            output_tokens=outcome.request.output_tokens,
-        )
-
     def _check_ends(self) -> None:
-        open_ends = sum(outcome.finished < 0 for outcome in self.outcomes)
-        if open_ends:
-            raise ConfigError(f"{open_ends} requests never ended: too little memory for what runs at once")
+        unfinished = sum(outcome.finished < 0 for outcome in self.outcomes)
+        if unfinished:
+            raise ConfigError(f"{unfinished} requests never ended: too little memory for what runs at once")

@@ -1,4 +1,4 @@
-"""Simulated tiers below the device: the real eviction policy over names without bytes, and loads that take virtual time."""
+"""Simulated tiers off the device: the real eviction policy over keys without data, and loads that take virtual time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from foreword.routing.directory import CacheTier
 from foreword.sim.costs import EngineCosts
 from foreword.store.chain_lru import ChainLru
 
-Told = Callable[[CacheTier, bytes, Sequence[bytes]], None]
+Stored = Callable[[CacheTier, bytes, Sequence[bytes]], None]
 Removed = Callable[[CacheTier, Sequence[bytes]], None]
 
 
-class SimTier:
-    """A store of a given number of blocks: LRU over chains, tails before heads (`store/chain_lru.py`)."""
+class SimulatedTier:
+    """A store of a given number of blocks with the eviction policy of real stores (`store/chain_lru.py`)."""
 
     def __init__(self, tier: CacheTier, blocks: int) -> None:
         self.tier = tier
@@ -29,8 +29,8 @@ class SimTier:
         for key in keys:
             self.chains.touch(index[key], now)
 
-    def put(self, parent: bytes, depth: int, keys: Sequence[bytes], stored: Told, removed: Removed) -> None:
-        """Keep blocks that follow `parent` at number `depth` of their chain."""
+    def put(self, parent: bytes, depth: int, keys: Sequence[bytes], on_stored: Stored, on_removed: Removed) -> None:
+        """Store blocks that follow `parent` at position `depth` of their chain."""
         now = self.chains.tick()
         gone: list[bytes] = []
         for i, key in enumerate(keys):
@@ -41,9 +41,9 @@ class SimTier:
                 keys = keys[:i]
                 break
         if gone:
-            removed(self.tier, gone)
+            on_removed(self.tier, gone)
         if keys:
-            stored(self.tier, parent, keys)
+            on_stored(self.tier, parent, keys)
 
     def _add(self, key: bytes, parent: bytes, depth: int, now: int, gone: list[bytes]) -> bool:
         slot = self.chains.allocate()
@@ -58,49 +58,50 @@ class SimTier:
 
 @dataclass(slots=True, eq=False)
 class SimulatedLoad:
-    """A search and a load (`cache.StoreLoad`): the search takes no time, the load ends at `ends`."""
+    """The counterpart of `offload.manager.StoreLoad`. A search takes no time."""
 
     keys: Sequence[bytes]
     places: list[int]
     answered: bool = True
     done: bool = False
     skip: int = 0
-    asked: int = 0
-    taken: list[int] = field(default_factory=list)
+    requested: int = 0
+    tiers: list[int] = field(default_factory=list)
 
     def close(self) -> list[int]:
-        """The tier of each block that was loaded."""
-        return self.taken if self.done else []
+        """The tier of each loaded block."""
+        return self.tiers if self.done else []
 
 
-class SimStores:
-    """What the scheduler asks for blocks off the device (`cache.OffloadManager`), in virtual time.
+class SimulatedStores:
+    """The counterpart of `offload.manager.OffloadManager` for the scheduler, in virtual time.
 
     Args:
-        tiers: the fastest first.
-        wait: called with the seconds that a load takes and what to do at its end.
+        tiers: fastest first.
+        wait: called with the duration of a load in seconds and a function to call at its end.
+        on_stored, on_removed: called with the tier and the keys that it has stored or evicted.
     """
 
     def __init__(
         self,
-        tiers: Sequence[SimTier],
+        tiers: Sequence[SimulatedTier],
         costs: EngineCosts,
         block_size: int,
         wait: Callable[[float, Callable[[], None]], None],
-        stored: Told,
-        removed: Removed,
+        on_stored: Stored,
+        on_removed: Removed,
     ) -> None:
         self.tiers = tiers
         self.now = 0.0
         self._costs = costs
         self._block_size = block_size
         self._wait = wait
-        self._stored = stored
-        self._removed = removed
+        self._on_stored = on_stored
+        self._on_removed = on_removed
         self._free_at = [0.0] * len(tiers)
 
     def find(self, keys: Sequence[bytes]) -> SimulatedLoad:
-        """Where each of a chain's blocks lies, up to the first that is nowhere."""
+        """The fastest tier of each block of a chain, up to the first block that no tier has."""
         places: list[int] = []
         for key in keys:
             place = next((i for i, tier in enumerate(self.tiers) if key in tier), -1)
@@ -110,14 +111,14 @@ class SimStores:
         return SimulatedLoad(keys, places)
 
     def worth_loading(self, store_load: SimulatedLoad, skip: int, tokens: int) -> int:
-        """How many blocks after the first `skip` should be loaded rather than computed (`OffloadManager.worth_loading`)."""
+        """How many blocks after the first `skip` to load (see `OffloadManager.worth_loading`)."""
         load_seconds = (self._per_block(place) for place in store_load.places[skip:])
         return blocks_worth_loading(load_seconds, self._block_size * self._costs.prefill)
 
     def load(self, store_load: SimulatedLoad, skip: int, blocks: Sequence[int]) -> None:
-        """Load as many blocks from number `skip` on. Loads from one tier follow each other."""
-        store_load.skip, store_load.asked = skip, len(blocks)
-        places = store_load.places[skip : skip + store_load.asked]
+        """Load as many blocks as given, from number `skip` on. Loads from one tier are serialized."""
+        store_load.skip, store_load.requested = skip, len(blocks)
+        places = store_load.places[skip : skip + store_load.requested]
         ends = self.now
         for place in sorted(set(places)):
             cost = self._costs.load(self.tiers[place].tier)
@@ -125,24 +126,24 @@ class SimStores:
             ends = begins + cost.latency + places.count(place) * self._per_block(place)
             self._free_at[place] = ends
 
-        def arrived() -> None:
-            store_load.done, store_load.taken = True, places
+        def finish() -> None:
+            store_load.done, store_load.tiers = True, places
             self._promote(store_load, skip, places)
 
-        self._wait(ends - self.now, arrived)
+        self._wait(ends - self.now, finish)
 
     def save(self, parent: bytes, depth: int, keys: Sequence[bytes]) -> None:
-        """Blocks that were computed go into every tier."""
+        """Store computed blocks in every tier."""
         for tier in self.tiers:
-            tier.put(parent, depth, keys, self._stored, self._removed)
+            tier.put(parent, depth, keys, self._on_stored, self._on_removed)
 
     def _promote(self, store_load: SimulatedLoad, skip: int, places: Sequence[int]) -> None:
-        """What came from a slower tier goes into the faster ones, and all of it was used now."""
+        """Store blocks from a slower tier in the faster ones, and mark all of them as used now."""
         for i, place in enumerate(places):
             key = store_load.keys[skip + i]
-            above = store_load.keys[skip + i - 1] if skip + i else key
+            parent = store_load.keys[skip + i - 1] if skip + i else key
             for faster in self.tiers[:place]:
-                faster.put(above, skip + i, [key], self._stored, self._removed)
+                faster.put(parent, skip + i, [key], self._on_stored, self._on_removed)
             if key in self.tiers[place]:
                 self.tiers[place].touch([key])
 

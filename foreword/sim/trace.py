@@ -1,14 +1,14 @@
-"""Traces: who asked for what, when. One request per line of JSON; what is not needed is ignored.
+"""Traces: one request per line of JSON, in one of two formats. Unknown keys are ignored.
 
-- **Blocks** (Mooncake's format, and what `foreword record` writes): `timestamp` in milliseconds, `input_length`,
-  `output_length`, `hash_ids`: one number per block of `block_size` tokens (512 unless the line says otherwise); equal numbers
-  mean equal prefixes up to and including that block. `session`, if there is one, says which requests belong together.
-  The blocks of the prompt must be there; those of the answer may follow.
-- **Agent sessions**: `timestamp` in microseconds, `input` and `output` as text, `session_id`. Without a tokenizer, four bytes
-  of text count as one token.
+- **Blocks**, the format of Mooncake and of recordings (`--record`): `timestamp` in milliseconds, `input_length`,
+  `output_length`, and `hash_ids` with one number per block of `block_size` tokens (default 512). Equal numbers mean equal
+  prefixes up to and including that block. Blocks of the output may follow those of the prompt. `session` is optional.
+- **Agent sessions**: `timestamp` in microseconds, `input` and `output` as text, `session_id`. Four bytes of text count as one
+  token.
 
-Mooncake's traces do not say which blocks an answer became. Where a later prompt begins with all full blocks of an earlier one
-and is at least as long as that and its answer, it is taken for the next turn, and the answer for what stands there in it.
+Mooncake's traces do not contain the blocks of outputs. If a later prompt starts with all full blocks of an earlier one and is
+at least as long as that prompt and its output, it counts as the next turn of the conversation, and the output is what follows
+the earlier prompt in it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any, Final
 from foreword.errors import ConfigError
 
 _BLOCK_TOKENS: Final = 512
-# The upper half of 32 bits is for answers that nobody knows.
+# Larger numbers stand for unknown output tokens (`sim/replica.py`).
 _LARGEST_ID: Final = (1 << 31) - 1
 _TEXT_BYTES: Final = 4
-# A prompt of fewer full blocks than this says too little about what continues it: many begin like that.
-_LEAST_TURN: Final = 2
+# Minimum number of full blocks of a prompt to recognize its next turn: shorter ones are shared by many prompts.
+_MIN_TURN_BLOCKS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class TraceRequest:
 
     Attributes:
         arrival: seconds since the trace began.
-        ids: stand for the tokens of prompt and answer, each for `ids_tokens` of them, the last one for what is left. They cover
-            the prompt; of the answer they may cover as much as is known.
+        ids: one number per `ids_tokens` tokens of prompt and output. They cover the whole prompt and the known part of the
+            output.
         prompt_tokens, output_tokens: lengths, at least 1.
-        session: its name, if the trace tells.
+        session: name of the session, if the trace contains it.
     """
 
     arrival: float
@@ -50,12 +50,12 @@ class TraceRequest:
     output_tokens: int
     session: str | None = None
 
-    def tokens(self) -> array[int]:
-        """The prompt's tokens, with the same shared prefixes as the real ones."""
+    def prompt(self) -> array[int]:
+        """Tokens of the prompt. Prompts share the same prefixes as the real ones."""
         return self._expand(0, self.prompt_tokens)
 
-    def answer(self) -> array[int]:
-        """The answer's tokens, as far as they are known."""
+    def output(self) -> array[int]:
+        """The known tokens of the output."""
         return self._expand(self.prompt_tokens, self.prompt_tokens + self.output_tokens)
 
     def _expand(self, start: int, end: int) -> array[int]:
@@ -69,9 +69,9 @@ class TraceRequest:
 
 
 def read_trace(paths: Path | Iterable[Path], *, speed: float = 1.0) -> list[TraceRequest]:
-    """The requests of one or more files together, each file from its own beginning, in order of arrival and of lines.
+    """The requests of one or more files, in order of arrival. All files start at time 0.
 
-    `speed` 2.0 makes everything come twice as fast. Raises ConfigError, naming file and line, for what is no trace.
+    With `speed` 2.0, requests arrive twice as fast. Raises ConfigError with file and line for an invalid trace.
     """
     if not speed > 0:
         raise ConfigError(f"the speed of a trace must be more than 0, not {speed}")
@@ -79,22 +79,22 @@ def read_trace(paths: Path | Iterable[Path], *, speed: float = 1.0) -> list[Trac
     numbers: dict[int, int] = {}
     for path in [paths] if isinstance(paths, Path) else paths:
         requests = _read_file(path, numbers)
-        begin = min((one.arrival for one in requests), default=0.0)
+        start = min((one.arrival for one in requests), default=0.0)
         ordered = sorted(requests, key=lambda one: one.arrival)
-        found += [replace(one, arrival=(one.arrival - begin) / speed) for one in _with_answers(ordered)]
+        found += [replace(one, arrival=(one.arrival - start) / speed) for one in _with_outputs(ordered)]
     if not found:
         raise ConfigError("the trace has no requests")
     return sorted(found, key=lambda one: one.arrival)
 
 
 def block_size_of(trace: Sequence[TraceRequest], preferred: int | None) -> int:
-    """Tokens per block that suit a trace: its own, or, where it knows every token, `preferred` or 16."""
+    """The block size for a trace: its own, or, if the trace has single tokens, `preferred` or 16."""
     coarsest = max(one.ids_tokens for one in trace)
     return coarsest if coarsest > 1 else preferred or 16
 
 
 def _read_file(path: Path, numbers: dict[int, int]) -> list[TraceRequest]:
-    """`numbers` gives the ids of recordings, which have 53 bits, smaller ones, the same in all files."""
+    """`numbers` maps the 53-bit ids of recordings to small numbers, the same for all files."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -106,26 +106,26 @@ def _read_file(path: Path, numbers: dict[int, int]) -> list[TraceRequest]:
         try:
             found.append(_parse(json.loads(line), numbers))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{path}, line {number}: not a request of a known trace format: {reason}") from error
     return found
 
 
-def _with_answers(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """Answers become what stands in their place in the prompt of the next turn, if there is one."""
-    open_ends: dict[tuple[int, int, int], list[int]] = {}
+def _with_outputs(requests: list[TraceRequest]) -> list[TraceRequest]:
+    """Take unknown outputs from the prompt of the next turn, if there is one."""
+    waiting: dict[tuple[int, int, int], list[int]] = {}
     found = list(requests)
     for number, request in enumerate(requests):
         size, full = request.ids_tokens, request.prompt_tokens // request.ids_tokens
         for depth in range(1, full + 1):
-            ended = open_ends.pop((size, depth, request.ids[depth - 1]), ())
+            ended = waiting.pop((size, depth, request.ids[depth - 1]), ())
             for earlier in ended:
                 before = requests[earlier]
                 length = before.prompt_tokens + before.output_tokens
                 if depth < len(request.ids) and length <= request.prompt_tokens:
                     found[earlier] = replace(before, ids=request.ids[: -(-length // size)])
-        if full >= _LEAST_TURN and len(request.ids) * size < request.prompt_tokens + request.output_tokens:
-            open_ends.setdefault((size, full, request.ids[full - 1]), []).append(number)
+        if full >= _MIN_TURN_BLOCKS and len(request.ids) * size < request.prompt_tokens + request.output_tokens:
+            waiting.setdefault((size, full, request.ids[full - 1]), []).append(number)
     return found
 
 
@@ -171,7 +171,7 @@ def _parse_text(fields: Mapping[str, Any]) -> TraceRequest:
 def _text_tokens(text: str) -> array[int]:
     data = text.encode()
     whole = array("I", data[: len(data) // _TEXT_BYTES * _TEXT_BYTES])
-    if sys.byteorder == "big":  # pragma: no cover - a trace does not depend on the machine
+    if sys.byteorder == "big":  # pragma: no cover - the same tokens on all machines
         whole.byteswap()
     rest = data[len(whole) * _TEXT_BYTES :]
     if rest or not whole:

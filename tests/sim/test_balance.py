@@ -12,8 +12,8 @@ from statistics import geometric_mean
 import pytest
 
 from foreword.sim.costs import EngineCosts, FleetSpec
-from foreword.sim.report import summarise
-from foreword.sim.run import Result, simulate
+from foreword.sim.report import summarize
+from foreword.sim.run import SimulationResult, simulate
 from foreword.sim.trace import TraceRequest
 
 # About a model of five million parameters on one core of a CPU: a first token after 3,000 tokens takes a second.
@@ -69,7 +69,7 @@ def at_load(trace: Sequence[TraceRequest], spec: FleetSpec, load: float) -> list
     return [replace(one, arrival=one.arrival * factor) for one in ordered]
 
 
-def homes(result: Result) -> Counter[str]:
+def homes(result: SimulationResult) -> Counter[str]:
     """How many sessions begin at each replica."""
     first: dict[str | None, str] = {}
     for one in result.outcomes:
@@ -94,7 +94,7 @@ def test_sessions_of_agents_wait_half_as_long_as_with_round_robin() -> None:
     ratios = []
     for seed in SEEDS:
         trace, spec = agents(seed)
-        ours, theirs = (summarise(simulate(trace, spec, name, COSTS)) for name in ("cost", "round-robin"))
+        ours, theirs = (summarize(simulate(trace, spec, name, COSTS)) for name in ("cost", "round-robin"))
         ratios.append(theirs.p50 / ours.p50)
         assert theirs.mean > ours.mean
     assert min(ratios) > 1.5 and geometric_mean(ratios) >= 2, ratios
@@ -105,7 +105,7 @@ def test_questions_behind_system_prompts_wait_half_as_long_as_with_round_robin()
     ratios = []
     for seed in SEEDS:
         trace, spec = system_prompts(seed)
-        ours, theirs = (summarise(simulate(trace, spec, name, COSTS)) for name in ("cost", "round-robin"))
+        ours, theirs = (summarize(simulate(trace, spec, name, COSTS)) for name in ("cost", "round-robin"))
         ratios.append(theirs.p50 / ours.p50)
         assert theirs.mean > ours.mean
     assert min(ratios) > 1.5 and geometric_mean(ratios) >= 2, ratios
@@ -127,5 +127,5 @@ def test_one_system_prompt_for_all_does_not_gather_all() -> None:
         ours, theirs = (simulate(trace, spec, name, COSTS) for name in ("cost", "round-robin"))
         found = Counter(one.replica for one in ours.outcomes)
         assert all(found[f"r{i}"] >= 0.1 * len(trace) for i in range(3)), f"seed {seed}: {found}"
-        ratios.append(summarise(ours).mean / summarise(theirs).mean)
+        ratios.append(summarize(ours).mean / summarize(theirs).mean)
     assert geometric_mean(ratios) <= 1.1, ratios

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from foreword.errors import ConfigError
 from foreword.routing.costs import pairs
-from foreword.sim.calibrate import Sample, Setup, fit, measure
+from foreword.sim.calibrate import CalibrationSetup, StepSample, fit, measure
 from foreword.sim.profile import read_profile
 
 
@@ -22,14 +22,14 @@ def test_the_fit_finds_what_steps_cost(seed: int, with_attention: bool, with_con
     rng = random.Random(seed)
     base, token, each = 0.005, 1e-4, 5e-4
     attention, context = (2e-8 if with_attention else 0.0), (1e-7 if with_context else 0.0)
-    times: list[tuple[Sample, float]] = []
+    times: list[tuple[StepSample, float]] = []
     for count in (16, 64, 256, 512):
         for before in (0, 512, 1024, 3584):
-            sample = Sample(count, pairs(count, before), 0, 0)
+            sample = StepSample(count, pairs(count, before), 0, 0)
             times.append((sample, base + token * count + attention * sample.pairs))
     for batch in (1, 2, 4, 8, 16):
         for length in (64, 2048):
-            times.append((Sample(0, 0, batch, batch * length), base + each * batch + context * batch * length))
+            times.append((StepSample(0, 0, batch, batch * length), base + each * batch + context * batch * length))
     costs, median, worst = fit([(sample, seconds * rng.uniform(0.99, 1.01)) for sample, seconds in times])
     assert costs.prefill == pytest.approx(token, rel=0.1)
     assert median < 0.02 and worst < 0.05
@@ -39,13 +39,13 @@ def test_the_fit_finds_what_steps_cost(seed: int, with_attention: bool, with_con
 def test_samples_that_tell_nothing_are_refused() -> None:
     """Decoding alone does not say what a prompt's token takes."""
     with pytest.raises(ConfigError, match="does not tell"):
-        fit([(Sample(0, 0, 1, 100), 0.01), (Sample(0, 0, 2, 200), 0.02)])
+        fit([(StepSample(0, 0, 1, 100), 0.01), (StepSample(0, 0, 2, 200), 0.02)])
 
 
 def test_a_real_engine(tmp_path: Path) -> None:
     """The embedded model: all costs are there, the file is read back, and says where it comes from."""
     said: list[str] = []
-    profile = measure(Setup(threads=1, longest=512, rounds=3, max_batch_tokens=256), said.append)
+    profile = measure(CalibrationSetup(threads=1, longest=512, rounds=3, max_batch_tokens=256), said.append)
     assert profile.costs.prefill > 0 and profile.costs.base + profile.costs.decode_each > 0
     assert profile.kv_bytes_per_token == 2304
     assert profile.about["longest_context"] == 512 and "stdlib-nano" in str(profile.about["model"])
@@ -59,6 +59,6 @@ def test_a_real_engine(tmp_path: Path) -> None:
 def test_setups_that_say_nothing_are_refused() -> None:
     """Too short a context, no round."""
     with pytest.raises(ConfigError, match="--longest"):
-        Setup(longest=100)
+        CalibrationSetup(longest=100)
     with pytest.raises(ConfigError, match="--rounds"):
-        Setup(rounds=0)
+        CalibrationSetup(rounds=0)

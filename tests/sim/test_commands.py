@@ -102,7 +102,7 @@ def test_sizes_in_bytes_need_the_size_of_a_token(
         (["--policy", "least-load"], "least-loaded"),
         (["--replicas", "many"], "--replicas takes whole numbers"),
         (["--replicas", "0"], "at least one replica"),
-        (["--device", "100"], "at least one replica, and each room"),
+        (["--device", "100"], "must hold at least one block"),
         (["--memory", "big"], "not a size"),
         (["--speed", "0"], "more than 0"),
         (["--limit", "0"], "no requests"),
@@ -132,7 +132,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     [
         ("[", "cannot read the costs"),
         ("{}", "format 1"),
-        ('{"format": 1}', "there is no 'costs'"),
+        ('{"format": 1}', "'costs' is missing"),
         ('{"format": 1, "costs": {"loads": []}}', "three tiers"),
         ('{"format": 1, "costs": {"prefil": 1, "loads": []}}', "'prefill'"),
         ('{"format": 1, "costs": {"base": "much", "loads": []}}', "float"),

@@ -83,7 +83,7 @@ def test_hashes_depend_on_the_salt(tmp_path: Path) -> None:
     assert len({tuple(ids) for ids, _ in [same, *others]}) == 4
     assert "chat" not in (tmp_path / "a").read_text()
     first, second = read_trace([tmp_path / "a", tmp_path / "b"])
-    assert first.tokens() == second.tokens() and first.answer() == second.answer()
+    assert first.prompt() == second.prompt() and first.output() == second.output()
 
 
 def test_lengths_that_are_no_multiple_of_a_block(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_lengths_that_are_no_multiple_of_a_block(tmp_path: Path) -> None:
     record(tmp_path / "trace", asked)
     first, second = read_trace(tmp_path / "trace")
     assert (first.prompt_tokens, second.prompt_tokens, second.arrival) == (40, 41, 1.0)
-    assert first.tokens()[:32] == second.tokens()[:32]
-    assert first.tokens()[32:] != second.tokens()[32:40]
+    assert first.prompt()[:32] == second.prompt()[:32]
+    assert first.prompt()[32:] != second.prompt()[32:40]
 
 
 def test_a_recording_ends_at_its_size(tmp_path: Path) -> None:

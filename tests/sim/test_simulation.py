@@ -18,8 +18,8 @@ from foreword.routing.baselines import POLICIES
 from foreword.routing.costs import LoadCost
 from foreword.sim import replica
 from foreword.sim.costs import EngineCosts, FleetSpec
-from foreword.sim.report import page, quantile, summarise, table
-from foreword.sim.run import Result, simulate
+from foreword.sim.report import page, quantile, summarize, table
+from foreword.sim.run import SimulationResult, simulate
 from foreword.sim.trace import TraceRequest, block_size_of, read_trace
 
 # A token computed takes 1 ms, a step nothing besides; loading a token takes 0.1, 0.2 or 0.4 ms.
@@ -67,7 +67,7 @@ def test_a_prefix_on_the_device_is_not_computed() -> None:
     result = simulate(asked, ONE, costs=COSTS)
     assert result.outcomes[1].cached_tokens == result.outcomes[1].expected_cached == 512
     assert result.outcomes[1].ttft == pytest.approx(0.128)
-    assert summarise(result).hit_share == pytest.approx(512 / 1280)
+    assert summarize(result).hit_share == pytest.approx(512 / 1280)
 
 
 def test_a_prefix_off_the_device_is_loaded_where_that_is_sooner() -> None:
@@ -117,7 +117,7 @@ def test_a_full_tier_gives_up_tails_of_old_chains() -> None:
 def test_the_router_knows_what_replicas_hold() -> None:
     """With events, what the router expects is what requests find, but for what changes while they wait."""
     result = simulate(random_trace(1, 300), FleetSpec(replicas=3, device_tokens=64 * 200, block_size=64), costs=COSTS)
-    numbers = summarise(result)
+    numbers = summarize(result)
     assert numbers.hit_share > 0.3
     assert numbers.expected_share == pytest.approx(numbers.hit_share, abs=0.02)
 
@@ -125,7 +125,7 @@ def test_the_router_knows_what_replicas_hold() -> None:
 def test_without_events_the_router_estimates() -> None:
     """Estimates come within five points of the truth, and lose little."""
     spec = FleetSpec(replicas=3, device_tokens=64 * 200, block_size=64, events=False)
-    numbers = summarise(simulate(random_trace(1, 300), spec, costs=COSTS))
+    numbers = summarize(simulate(random_trace(1, 300), spec, costs=COSTS))
     assert numbers.hit_share > 0.3
     assert numbers.expected_share == pytest.approx(numbers.hit_share, abs=0.05)
 
@@ -178,7 +178,7 @@ def test_steps_taken_together_change_nothing(seed: int, stores: bool) -> None:
 
     together = run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "_MOST_REPEATS", 0)
+        patch.setattr(replica, "_MAX_REPEATS", 0)
         one_by_one = run()
     assert together[0] == pytest.approx(one_by_one[0])
     assert together[1] == one_by_one[1]
@@ -204,7 +204,7 @@ def test_an_answer_is_found_by_the_next_turn() -> None:
 def test_placement_by_cost_beats_taking_turns() -> None:
     """Conversations over three replicas: first tokens come sooner, more is found, and less is computed."""
     spec = FleetSpec(replicas=3, device_tokens=64 * 100, block_size=64)
-    ours, turns = (summarise(simulate(random_trace(5, 300), spec, name, COSTS)) for name in ("cost", "round-robin"))
+    ours, turns = (summarize(simulate(random_trace(5, 300), spec, name, COSTS)) for name in ("cost", "round-robin"))
     assert ours.mean < 0.9 * turns.mean
     assert ours.hit_share > 1.5 * turns.hit_share
     assert ours.busy < 0.85 * turns.busy
@@ -231,9 +231,9 @@ def test_mooncakes_format(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     first, second, third = read_trace(path, speed=2.0)
     assert (first.arrival, second.arrival, third.session) == (0.0, 1.5, "s")
-    assert (len(second.tokens()), second.output_tokens, first.output_tokens) == (1100, 7, 1)
-    assert second.tokens()[:1024] == first.tokens()
-    assert third.tokens().tolist() == [9] * 16 + [8] * 14
+    assert (len(second.prompt()), second.output_tokens, first.output_tokens) == (1100, 7, 1)
+    assert second.prompt()[:1024] == first.prompt()
+    assert third.prompt().tolist() == [9] * 16 + [8] * 14
 
 
 def test_agent_sessions(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_agent_sessions(tmp_path: Path) -> None:
     first, second = read_trace([path])
     assert (first.arrival, second.arrival, second.session) == (0.0, 1.5, "x")
     assert (first.prompt_tokens, second.output_tokens) == (5, 2)
-    assert second.tokens()[:5] == first.tokens()[:5]
+    assert second.prompt()[:5] == first.prompt()[:5]
 
 
 def test_answers_of_mooncakes_turns(tmp_path: Path) -> None:
@@ -261,8 +261,8 @@ def test_answers_of_mooncakes_turns(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     first, second, _, last = read_trace(path)
-    assert first.tokens() + first.answer() == last.tokens()[:1700]
-    assert len(second.tokens()) == 1100 and len(second.answer()) < 600
+    assert first.prompt() + first.output() == last.prompt()[:1700]
+    assert len(second.prompt()) == 1100 and len(second.output()) < 600
 
 
 def test_recordings_with_large_numbers(tmp_path: Path) -> None:
@@ -287,8 +287,8 @@ def test_recordings_with_large_numbers(tmp_path: Path) -> None:
     for path, line in zip(paths, lines, strict=True):
         path.write_text(json.dumps(line))
     first, second = read_trace(paths)
-    assert first.tokens() == second.tokens()[:40] and first.answer()[:8] == second.tokens()[40:48]
-    assert first.answer()[8:] != second.tokens()[48:]
+    assert first.prompt() == second.prompt()[:40] and first.output()[:8] == second.prompt()[40:48]
+    assert first.output()[8:] != second.prompt()[48:]
     assert block_size_of([first, second], None) == 16
 
 
@@ -296,7 +296,7 @@ def test_recordings_with_large_numbers(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("{", "line 1: not a request of a known trace format"),
-        ('{"timestamp": 1}', "there is no 'input'"),
+        ('{"timestamp": 1}', "'input' is missing"),
         ('{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1]}', "are 2 blocks of 512, not 1"),
         ("[]", "line 1"),
         ("", "no requests"),
@@ -330,19 +330,19 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def results() -> list[Result]:
+def results() -> list[SimulationResult]:
     spec = FleetSpec(replicas=2, device_tokens=64 * 100, block_size=64)
     return [simulate(random_trace(2, 60), spec, name, COSTS) for name in ("cost", "round-robin")]
 
 
-def test_the_table_has_a_row_for_each(results: list[Result]) -> None:
+def test_the_table_has_a_row_for_each(results: list[SimulationResult]) -> None:
     """Head, rule, one row per simulation, all of one width."""
     lines = table(results).splitlines()
     assert len(lines) == 4 and len(set(map(len, lines))) == 1
     assert lines[2].startswith("| cost ") and lines[3].startswith("| round-robin ")
 
 
-def test_the_page_stands_alone(results: list[Result]) -> None:
+def test_the_page_stands_alone(results: list[SimulationResult]) -> None:
     """Valid drawings with a curve for each simulation, and nothing that is fetched from elsewhere."""
     text = page(results, "A <title>")
     assert "A &lt;title&gt;" in text and "http" not in text and "<script" not in text
