@@ -113,7 +113,7 @@ def _group_summary(
         "blocks": len(entries),
         "bytes": sum(entry.size for entry in entries),
         "tenants": len(roots),
-        "chains": chains.tails(),
+        "chains": chains.leaves(),
         "longest_chain": max((entry.depth for entry in entries), default=-1) + 1,
         "unreachable": chains.unreachable(),
         "hits": sum(entry.hits for entry in entries),

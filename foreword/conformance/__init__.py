@@ -1,10 +1,12 @@
-"""What any backend must pass, and stores that misbehave on purpose. For tests: needs pytest and hypothesis.
+"""Test suites for authors of storage backends and links. They need pytest and hypothesis.
+
+A new backend implements `foreword.store.base.Store`. Its tests subclass the suites and provide stores in fixtures:
 
     class TestMine(StoreContract):
         @pytest.fixture
         def store(self): ...
 
-        bounded = True            # only with a budget: then also
+        bounded = True            # if the store has a budget and evicts; then it needs a second fixture:
 
         @pytest.fixture
         def small(self): ...      # an empty store with room for exactly SMALL_BLOCKS frames of SMALL_PAYLOAD bytes
@@ -14,11 +16,18 @@
 
     TestMyMachine = MyMachine.TestCase
 
-    class TestMyView(ReadOnlyStoreContract):      # a store that is only read
+    class TestMyView(ReadOnlyStoreContract):      # a store that is never written to
         @pytest.fixture
-        def over(self): ...
+        def holding(self): ...
 
-`FlakyStore` wraps a store and fails, waits, and alters what is read, when told to or by a seeded plan.
+| suite                   | tests                                                                       |
+|-------------------------|-----------------------------------------------------------------------------|
+| `StoreContract`         | every method, threads, deadlines; with `bounded` also eviction and pins     |
+| `StoreMachine`          | random sequences of calls, compared with a dictionary                       |
+| `ReadOnlyStoreContract` | a store that is only read                                                   |
+| `links.LinkContract`    | a transport between two instances                                           |
+
+`FlakyStore` wraps a store and injects failures, delays and damaged reads, to test what uses a store.
 """
 
 from __future__ import annotations

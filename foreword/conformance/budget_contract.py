@@ -1,4 +1,4 @@
-"""What a store with a budget must pass besides: what goes first, what stays, and that no more is kept than fits."""
+"""Tests of stores with a budget: the order of eviction, pins, and the budget itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from foreword.conformance.calls import rush
+from foreword.conformance.calls import call_from_threads
 from foreword.conformance.frames import (
     SMALL_BLOCKS,
     SMALL_BYTES,
@@ -30,10 +30,10 @@ class BudgetContract:
     small_pins: ClassVar[int] = SMALL_BLOCKS // 2
 
     def test_threads_at_once_in_a_small_store(self, small: Store) -> None:
-        """The same while every put evicts: never a wrong block, and never more than the budget."""
+        """Concurrent calls while every put evicts: never a wrong block, and never more than the budget."""
         chains = [make_frames(110 + number, 5, SMALL_PAYLOAD) for number in range(4)]
         for seed in range(2):
-            rush(small, chains, seed, threads=4, steps=40)
+            call_from_threads(small, chains, seed, threads=4, steps=40)
             assert sum(entry.size for entry in small.scan(deadline=soon())) <= SMALL_BYTES
         for chain in chains:
             small.pin(names_of(chain), pinned=False, deadline=soon())
@@ -41,16 +41,16 @@ class BudgetContract:
             assert small.put(chain, deadline=soon()) == len(chain)
             assert read(small, chain) == whole(chain)
 
-    def test_tails_go_before_heads(self, small: Store) -> None:
-        """When a chain must make room, its last blocks go first, and only as many as are needed."""
+    def test_eviction_is_leaf_first(self, small: Store) -> None:
+        """The last blocks of a chain are evicted first, and only as many as necessary."""
         old, new = make_frames(30, 6, SMALL_PAYLOAD), make_frames(31, 5, SMALL_PAYLOAD)
         put_all(small, old)
         assert put_all(small, new) == 5
         assert present(small, new) == [True] * 5
         assert present(small, old) == [True] * 3 + [False] * 3
 
-    def test_the_chain_used_last_stays(self, small: Store) -> None:
-        """Reading a chain keeps it: the other one goes, its tail first, although it was put later."""
+    def test_reading_is_a_use(self, small: Store) -> None:
+        """A chain that was read is kept; the other one is evicted although it was put later."""
         first, second, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (32, 33, 34))
         put_all(small, first)
         put_all(small, second)
@@ -59,8 +59,8 @@ class BudgetContract:
         assert present(small, first) == present(small, third) == [True] * 4
         assert present(small, second) == [False] * 4
 
-    def test_putting_a_chain_again_keeps_it(self, small: Store) -> None:
-        """A put of what is there counts as a use of it."""
+    def test_putting_again_is_a_use(self, small: Store) -> None:
+        """A put of blocks that are present counts as a use."""
         first, second, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (35, 36, 37))
         put_all(small, first)
         put_all(small, second)
@@ -68,8 +68,8 @@ class BudgetContract:
         put_all(small, third)
         assert present(small, first) == [True] * 4 and present(small, second) == [False] * 4
 
-    def test_lookup_and_scan_are_no_uses(self, small: Store) -> None:
-        """lookup and scan change nothing, not even what goes next."""
+    def test_lookup_and_scan_are_not_uses(self, small: Store) -> None:
+        """lookup and scan do not change the order of eviction."""
         first, second, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (38, 39, 40))
         put_all(small, first)
         put_all(small, second)
@@ -78,8 +78,8 @@ class BudgetContract:
         put_all(small, third)
         assert present(small, first) == [False] * 4 and present(small, second) == [True] * 4
 
-    def test_a_chain_that_grows_is_one_chain(self, small: Store) -> None:
-        """A chain's last use is that of any of its blocks: an old head under a new tail is not older than another chain."""
+    def test_a_growing_chain_is_one_chain(self, small: Store) -> None:
+        """The last use of a chain is that of any of its blocks, so old blocks with a new child are not evicted first."""
         chain, other, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (41, 42, 43))
         put_all(small, chain[:3])
         put_all(small, other)
@@ -87,8 +87,8 @@ class BudgetContract:
         put_all(small, third)
         assert present(small, chain) == [True] * 4 and present(small, other) == [False] * 4
 
-    def test_a_shared_head_outlives_a_branch(self, small: Store) -> None:
-        """Of two chains with one head the older branch goes, and the head stays with the younger one."""
+    def test_a_shared_prefix_outlives_a_branch(self, small: Store) -> None:
+        """Of two chains with a common prefix the older branch is evicted, and the prefix stays with the newer one."""
         head = make_frames(44, 2, SMALL_PAYLOAD)
         old, new = (make_frames(seed, 3, SMALL_PAYLOAD, after=head[-1]) for seed in (45, 46))
         put_all(small, [*head, *old])
@@ -97,7 +97,7 @@ class BudgetContract:
         assert present(small, [*head, *new]) == [True] * 5 and present(small, old) == [False] * 3
 
     def test_a_child_before_its_parent(self, small: Store) -> None:
-        """Blocks may come in any order; a parent that came last still goes after its child."""
+        """Blocks may be put in any order. A parent that was put last is still evicted after its child."""
         chain = make_frames(48, 4, SMALL_PAYLOAD)
         for one in (chain[2], chain[1], chain[3], chain[0]):
             put_all(small, [one])
@@ -106,7 +106,7 @@ class BudgetContract:
         assert present(small, chain) == [True, True, False, False]
 
     def test_a_parent_deleted_and_put_again(self, small: Store) -> None:
-        """A parent that was away for a while still goes after its child."""
+        """A parent that was deleted and put again is still evicted after its child."""
         chain = make_frames(51, 4, SMALL_PAYLOAD)
         put_all(small, chain)
         small.delete([chain[1].name], deadline=soon())
@@ -115,7 +115,7 @@ class BudgetContract:
         assert present(small, chain) == [True, True, False, False]
 
     def test_a_chain_longer_than_the_store(self, small: Store) -> None:
-        """Of a chain that does not fit, the head is kept: no put evicts what it brought, or what that hangs on."""
+        """Of a chain that does not fit, the first blocks are kept: a put never evicts its own blocks or their parents."""
         chain = make_frames(53, SMALL_BLOCKS + 4, SMALL_PAYLOAD)
         put_all(small, make_frames(54, 3, SMALL_PAYLOAD))
         assert put_all(small, chain) == SMALL_BLOCKS
@@ -123,8 +123,8 @@ class BudgetContract:
         assert put_all(small, chain[SMALL_BLOCKS:]) == 0
         assert present(small, chain) == [True] * SMALL_BLOCKS + [False] * 4
 
-    def test_a_tail_does_not_push_its_own_parent_out(self, small: Store) -> None:
-        """A block whose parent would be next to go takes another chain's place, not its parent's."""
+    def test_a_block_does_not_evict_its_parent(self, small: Store) -> None:
+        """A block whose parent would be evicted next evicts a block of another chain instead."""
         chain, other = make_frames(55, 5, SMALL_PAYLOAD), make_frames(56, 4, SMALL_PAYLOAD)
         put_all(small, chain[:4])
         put_all(small, other)
@@ -132,14 +132,14 @@ class BudgetContract:
         assert present(small, chain) == [True] * 5 and present(small, other) == [True] * 3 + [False]
 
     def test_a_frame_larger_than_the_store(self, small: Store) -> None:
-        """A frame that can never fit is not kept, and nothing is evicted for it."""
+        """A frame larger than the budget is not stored, and nothing is evicted for it."""
         chain = make_frames(57, 4, SMALL_PAYLOAD)
         put_all(small, chain)
         assert put_all(small, make_frames(58, 1, SMALL_BYTES)) == 0
         assert present(small, chain) == [True] * 4
 
     def test_pinned_blocks_stay(self, small: Store) -> None:
-        """Pinned blocks and what they hang on are never evicted; once unpinned they are like others."""
+        """Pinned blocks and their ancestors are not evicted. After unpin they are evicted like others."""
         if not self.pins:
             pytest.skip("the store does not pin")
         kept = make_frames(59, 3, SMALL_PAYLOAD)
@@ -153,7 +153,7 @@ class BudgetContract:
         assert present(small, kept) == [False] * 3
 
     def test_pins_have_a_budget(self, small: Store) -> None:
-        """No more is pinned than the share for pins, from the head on, and deleting or unpinning gives it back."""
+        """At most the share for pins is pinned, in the given order. Deleting or unpinning frees it."""
         if not self.pins:
             pytest.skip("the store does not pin")
         chain = make_frames(65, SMALL_BLOCKS, SMALL_PAYLOAD)
@@ -170,7 +170,7 @@ class BudgetContract:
         assert small.pin(names[limit:], deadline=soon()) == min(limit, SMALL_BLOCKS - limit)
 
     def test_the_budget_is_kept(self, small: Store) -> None:
-        """After any put, blocks take no more than the budget, and the room that there is is used."""
+        """After any put the blocks take at most the budget, and in the end all of it."""
         draw = random.Random(66)
         chains = [make_frames(seed, 5, SMALL_PAYLOAD) for seed in range(70, 76)]
         for _ in range(60):
@@ -181,7 +181,7 @@ class BudgetContract:
         assert size == SMALL_BYTES
 
     def test_no_child_without_its_parent(self, small: Store) -> None:
-        """Whatever is used in whatever order, eviction never leaves a block whose parent it took."""
+        """Eviction never leaves a block without its parent, whatever the order of uses."""
         draw = random.Random(67)
         trunk = make_frames(80, 2, SMALL_PAYLOAD)
         branches = [[*trunk, *make_frames(81 + number, 4, SMALL_PAYLOAD, after=trunk[-1])] for number in range(3)]

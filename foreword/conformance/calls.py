@@ -1,4 +1,4 @@
-"""Every call of a store, and many of them at once."""
+"""All calls of a store, for tests of deadlines and of concurrency."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foreword.store.frame import Frame
 
 
 def calls_of(store: Store, frames: Sequence[Frame], deadline: float) -> dict[str, Callable[[], object]]:
-    """Every call that takes a deadline."""
+    """Every call that has a deadline, by name."""
     names = names_of(frames)
     buffers = [memoryview(bytearray(len(one.data))) for one in frames]
     return {
@@ -23,15 +23,15 @@ def calls_of(store: Store, frames: Sequence[Frame], deadline: float) -> dict[str
         "pin": lambda: store.pin(names, deadline=deadline),
         "unpin": lambda: store.pin(names, pinned=False, deadline=deadline),
         "scan": lambda: list(store.scan(deadline=deadline)),
-        "put_record": lambda: store.put_record("word", b"other", deadline=deadline),
-        "get_record": lambda: store.get_record("word", deadline=deadline),
-        "delete_record": lambda: store.delete_record("word", deadline=deadline),
+        "put_record": lambda: store.put_record("key", b"other", deadline=deadline),
+        "get_record": lambda: store.get_record("key", deadline=deadline),
+        "delete_record": lambda: store.delete_record("key", deadline=deadline),
         "records": lambda: store.records("", deadline=deadline),
     }
 
 
-def rush(store: Store, chains: Sequence[Sequence[Frame]], seed: int, *, threads: int, steps: int) -> None:
-    """Threads that put, get, look up, delete, pin and scan at random; the first thing that is wrong is raised."""
+def call_from_threads(store: Store, chains: Sequence[Sequence[Frame]], seed: int, *, threads: int, steps: int) -> None:
+    """Call a store at random from several threads, and check each result. Raises the first failure."""
     known = {one.name for chain in chains for one in chain}
 
     def work(number: int) -> None:
@@ -47,17 +47,17 @@ def rush(store: Store, chains: Sequence[Sequence[Frame]], seed: int, *, threads:
 def _step(store: Store, draw: random.Random, chain: Sequence[Frame], known: set[Name]) -> None:
     first = draw.randrange(len(chain))
     part = chain[first : draw.randint(first + 1, len(chain))]
-    what = draw.random()
-    if what < 0.35:
+    action = draw.random()
+    if action < 0.35:
         assert 0 <= put_all(store, part) <= len(part)
-    elif what < 0.7:
+    elif action < 0.7:
         for one, data in zip(part, read(store, part), strict=True):
-            assert data in (None, one.data), "a block came back that is not the one"
-    elif what < 0.8:
+            assert data in (None, one.data), "get returned the wrong bytes"
+    elif action < 0.8:
         assert 0 <= store.lookup(names_of(part), deadline=soon()) <= len(part)
-    elif what < 0.9:
+    elif action < 0.9:
         assert 0 <= store.delete(names_of(part), deadline=soon()) <= len(part)
-    elif what < 0.97:
+    elif action < 0.97:
         assert 0 <= store.pin(names_of(part), pinned=draw.random() < 0.5, deadline=soon()) <= len(part)
     else:
         assert {entry.name for entry in store.scan(deadline=soon())} <= known

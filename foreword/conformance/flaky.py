@@ -18,15 +18,16 @@ Fault = Literal["fail", "corrupt", "truncate", "swap", "lose"]
 
 
 class FlakyStore(StoreWrapper):
-    """Wraps a store and injects faults, on request or at random with a seed. Without faults it behaves like the inner store.
+    """Wraps a store and injects faults, on request or at random with a seed. Without faults it behaves like the inner
+    store.
 
-    Args:
-        plan: probability of each fault, 0.0 to 1.0: a call fails (`fail`), a put is lost (`lose`), or a frame that is read has
-            one bit flipped (`corrupt`), is cut short (`truncate`), or is another block's frame (`swap`).
-        seed: seed of the random choices.
+        Args:
+            plan: probability of each fault, 0.0 to 1.0: a call fails (`fail`), a put is lost (`lose`), or a frame that is
+                read has one bit flipped (`corrupt`), is cut short (`truncate`), or is another block's frame (`swap`).
+            seed: seed of the random choices.
 
-    Attributes:
-        injected: number of injected faults by name.
+        Attributes:
+            injected: number of injected faults by name.
     """
 
     def __init__(self, store: Store, *, seed: int = 0, plan: Mapping[Fault, float] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Chains of frames for tests, the same for the same arguments, and what a store says of them."""
+"""Deterministic chains of frames for tests, and short calls of a store."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def make_frames(
     root: bytes = ROOT,
     after: Frame | None = None,
 ) -> list[Frame]:
-    """A chain of `count` sealed frames with random payloads, the same for the same arguments.
+    """Create a chain of `count` valid frames with random payloads. Equal arguments give equal frames.
 
     Args:
-        after: the frame that the chain goes on from, instead of `root`: two seeds after one frame make a branch.
+        after: the frame that the chain continues, instead of `root`. Two seeds after one frame make two branches.
     """
     draw = random.Random(f"{seed}/{payload_bytes}")
     parent, depth = (root, 0) if after is None else (after.header.key, after.header.depth + 1)
@@ -44,7 +44,7 @@ def make_frames(
 
 
 def soon(seconds: float = 60.0) -> float:
-    """A deadline that no sound store passes in a test."""
+    """A deadline that a correct store never reaches in a test."""
     return time.monotonic() + seconds
 
 
@@ -53,20 +53,20 @@ def names_of(frames: Sequence[Frame]) -> list[Name]:
 
 
 def read(store: Store, frames: Sequence[Frame], *, deadline: float | None = None) -> list[bytes | None]:
-    """What the store gives for the names of these frames: whole frames, None for what it does not have."""
+    """Get frames by name: their bytes, None for those that the store does not have."""
     buffers = [memoryview(bytearray(len(one.data))) for one in frames]
     lengths = store.get(names_of(frames), buffers, deadline=soon() if deadline is None else deadline)
-    assert len(lengths) == len(frames), "get answers for each name"
+    assert len(lengths) == len(frames), "get returns a length for each name"
     return [bytes(buffer[:length]) if length else None for buffer, length in zip(buffers, lengths, strict=True)]
 
 
 def present(store: Store, frames: Sequence[Frame]) -> list[bool]:
-    """Which of the frames the store has, one `lookup` each."""
+    """Whether the store has each of the frames, with one `lookup` each."""
     return [store.lookup([one.name], deadline=soon()) == 1 for one in frames]
 
 
 def put_all(store: Store, frames: Sequence[Frame]) -> int:
-    """`put`, where a full store counts as nothing kept."""
+    """`put` that returns the number of frames present even if the store is full."""
     try:
         return store.put(frames, deadline=soon())
     except StoreFull:
@@ -74,5 +74,5 @@ def put_all(store: Store, frames: Sequence[Frame]) -> int:
 
 
 def whole(frames: Sequence[Frame]) -> list[bytes | None]:
-    """The bytes of frames, as `read` gives them."""
+    """The bytes of frames, as `read` returns them."""
     return [bytes(one.data) for one in frames]

@@ -1,4 +1,4 @@
-"""What any store must pass: `foreword.store.base` in tests."""
+"""Tests of the contract in `foreword.store.base.Store`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from foreword.conformance.budget_contract import BudgetContract
-from foreword.conformance.calls import calls_of, rush
+from foreword.conformance.calls import call_from_threads, calls_of
 from foreword.conformance.frames import make_frames, names_of, present, read, soon, whole
 from foreword.errors import StoreTimeout, StoreUnavailable
 from foreword.store.base import Store
@@ -18,12 +18,12 @@ from foreword.store.frame import Frame, Header, check, frame
 
 
 class StoreContract(BudgetContract):
-    """The tests of `foreword.store.base.Store`. Subclass it as `Test...` and give the fixture `store`.
+    """Tests of `foreword.store.base.Store`. Subclass it as `Test...` and provide the fixture `store`.
 
     Attributes:
-        bounded: the store keeps to a budget of bytes by eviction; the fixture `small` is needed then.
-        pins: `pin` does something here.
-        small_pins: of SMALL_BLOCKS blocks, how many may be pinned in `small`.
+        bounded: whether the store has a budget of bytes and evicts. It then needs the fixture `small`.
+        pins: whether `pin` has an effect.
+        small_pins: how many of the SMALL_BLOCKS blocks in `small` may be pinned.
     """
 
     bounded: ClassVar[bool] = False
@@ -31,24 +31,24 @@ class StoreContract(BudgetContract):
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         """An empty store with room for at least 64 MiB of frames of up to 64 KiB."""
-        raise NotImplementedError("give a fixture `store`")
+        raise NotImplementedError("provide the fixture `store`")
 
     @pytest.fixture
     def small(self) -> Iterator[Store]:
         """An empty store with room for exactly SMALL_BLOCKS frames of SMALL_PAYLOAD bytes."""
         if self.bounded:
-            raise NotImplementedError("a bounded store needs a fixture `small`")
-        pytest.skip("the store has no budget of its own")
+            raise NotImplementedError("a store with a budget needs the fixture `small`")
+        pytest.skip("the store has no budget")
 
     @pytest.fixture
     def second(self) -> Iterator[Store]:
-        """Another store on the same place as `store`, where several share it."""
+        """A second store object on the same data as `store`, if the backend allows that."""
         pytest.skip("the store is not shared")
 
     # Blocks
 
     def test_what_was_put_comes_back(self, store: Store) -> None:
-        """Every byte of every frame of a batch comes back, and passes the check."""
+        """get returns every byte of every frame of a batch."""
         frames = make_frames(1, 20, 5000)
         assert store.put(frames, deadline=soon()) == 20
         assert read(store, frames) == whole(frames)
@@ -56,7 +56,7 @@ class StoreContract(BudgetContract):
             assert data is not None and check(memoryview(data), one.name).header == one.header
 
     def test_an_empty_store_has_nothing(self, store: Store) -> None:
-        """Names that were never put are misses everywhere, and empty batches are fine."""
+        """Names that were never put are misses in every call, and batches may be empty."""
         frames = make_frames(2, 3, 100)
         assert read(store, frames) == [None] * 3
         assert store.lookup(names_of(frames), deadline=soon()) == 0
@@ -69,14 +69,14 @@ class StoreContract(BudgetContract):
         assert store.delete([], deadline=soon()) == store.pin([], deadline=soon()) == 0
 
     def test_a_batch_with_gaps(self, store: Store) -> None:
-        """get answers name by name, whichever of them are there, in any order and more than once."""
+        """get handles missing and repeated names, in any order."""
         frames = make_frames(3, 9, 700)
         store.put(frames[::2], deadline=soon())
         wanted = [*frames[::-1], frames[4], frames[4], frames[5]]
         assert read(store, wanted) == [bytes(one.data) if one.header.depth % 2 == 0 else None for one in wanted]
 
     def test_buffers_of_other_sizes(self, store: Store) -> None:
-        """A frame goes into any buffer as long as it is, a slice of another too; one that is too short makes it a miss."""
+        """A buffer may be a slice, and longer than its frame. If it is shorter the frame is a miss."""
         frames = make_frames(4, 4, 3000)
         store.put(frames, deadline=soon())
         size = len(frames[0].data)
@@ -87,16 +87,16 @@ class StoreContract(BudgetContract):
         assert lengths == [size, size, 0, 0]
         assert large[:size] == frames[0].data
         assert arena[50 : 50 + size] == frames[1].data
-        assert bytes(arena[:50]) + bytes(arena[50 + size :]) == b"\xaa" * 100, "nothing is written beside the buffer"
+        assert bytes(arena[:50]) + bytes(arena[50 + size :]) == b"\xaa" * 100, "nothing is written outside the buffer"
 
     def test_frames_of_several_sizes(self, store: Store) -> None:
-        """Frames need not be of one size; the first put has the largest."""
+        """Frames may have different sizes; the largest is in the first put."""
         frames = [make_frames(5, 1, size)[0] for size in (40_000, 1, 0, 4096, 39_999, 127)]
         assert store.put(frames, deadline=soon()) == len(frames)
         assert read(store, frames) == whole(frames)
 
-    def test_putting_again_is_nothing(self, store: Store) -> None:
-        """A frame that is there is counted and left as it is, even if somebody comes with other bytes under its name."""
+    def test_putting_again_has_no_effect(self, store: Store) -> None:
+        """put counts a frame that is present and does not change it, even if the bytes differ."""
         frames = make_frames(6, 4, 900)
         store.put(frames[:3], deadline=soon())
         other = [frame(one.header, bytes(900)) for one in frames]
@@ -104,14 +104,14 @@ class StoreContract(BudgetContract):
         assert read(store, frames) == [*whole(frames[:3]), bytes(other[3].data)]
 
     def test_a_name_twice_in_a_batch(self, store: Store) -> None:
-        """The same frame twice in one put is the same block."""
+        """A frame that occurs twice in one put is stored once and counted twice."""
         [one] = make_frames(7, 1, 900)
         assert store.put([one, one], deadline=soon()) == 2
         assert read(store, [one]) == whole([one])
         assert [entry.name for entry in store.scan(deadline=soon())] == [one.name]
 
     def test_buffers_may_be_reused_after_put(self, store: Store) -> None:
-        """put keeps no reference to the caller's bytes."""
+        """put keeps no reference to the caller's buffers."""
         frames = make_frames(8, 3, 2000)
         before = whole(frames)
         store.put(frames, deadline=soon())
@@ -120,13 +120,13 @@ class StoreContract(BudgetContract):
         assert read(store, frames) == before
 
     def test_frames_in_read_only_memory(self, store: Store) -> None:
-        """put takes frames whose bytes cannot be written."""
+        """put accepts frames in read-only memory."""
         frames = [Frame(one.header, memoryview(bytes(one.data))) for one in make_frames(9, 3, 1 << 16)]
         store.put(frames, deadline=soon())
         assert read(store, frames) == whole(frames)
 
     def test_lookup_stops_at_the_first_gap(self, store: Store) -> None:
-        """lookup counts from the first name to the first that is missing, over batches of any length."""
+        """lookup counts from the first name up to the first missing one, in batches of any length."""
         frames = make_frames(10, 400, 64)
         names = names_of(frames)
         store.put(frames[:399], deadline=soon())
@@ -139,26 +139,26 @@ class StoreContract(BudgetContract):
             assert store.lookup(names, deadline=soon()) == gap
         assert store.lookup(names[2:], deadline=soon()) == 61
 
-    def test_lookup_of_a_name_that_comes_twice(self, store: Store) -> None:
+    def test_lookup_of_a_repeated_name(self, store: Store) -> None:
         """lookup counts names, not blocks."""
         [one] = make_frames(11, 1, 64)
         store.put([one], deadline=soon())
         assert store.lookup([one.name] * 3, deadline=soon()) == 3
 
     def test_layouts_are_kept_apart(self, store: Store) -> None:
-        """One key under two layouts is two blocks."""
+        """The same key under two layouts names two blocks."""
         mine = make_frames(12, 3, 500)
-        theirs = [frame(Header(b"another layout!!", *_rest(one.header)), bytes(500)) for one in mine]
+        others = [frame(Header(b"another layout!!", *_after_layout(one.header)), bytes(500)) for one in mine]
         store.put(mine, deadline=soon())
-        assert store.lookup(names_of(theirs), deadline=soon()) == 0
-        store.put(theirs[:2], deadline=soon())
+        assert store.lookup(names_of(others), deadline=soon()) == 0
+        store.put(others[:2], deadline=soon())
         assert read(store, mine) == whole(mine)
-        assert read(store, theirs) == [*whole(theirs[:2]), None]
+        assert read(store, others) == [*whole(others[:2]), None]
         assert store.delete(names_of(mine), deadline=soon()) == 3
-        assert store.lookup(names_of(theirs), deadline=soon()) == 2
+        assert store.lookup(names_of(others), deadline=soon()) == 2
 
     def test_delete(self, store: Store) -> None:
-        """delete says how many were there, pinned or not, and afterwards they are not; they can be put again."""
+        """delete removes blocks, pinned or not, and returns how many were present. They can be put again."""
         frames = make_frames(13, 6, 500)
         names = names_of(frames)
         store.put(frames[:5], deadline=soon())
@@ -173,7 +173,7 @@ class StoreContract(BudgetContract):
         assert list(store.scan(deadline=soon())) == []
 
     def test_pin_counts(self, store: Store) -> None:
-        """pin says how many of the names are pinned now, or unpinned; what is not there is neither."""
+        """pin returns how many of the names are pinned now, or unpinned. Missing blocks do not count."""
         if not self.pins:
             pytest.skip("the store does not pin")
         frames = make_frames(14, 4, 500)
@@ -191,7 +191,7 @@ class StoreContract(BudgetContract):
         assert not any(entry.pinned for entry in store.scan(deadline=soon()))
 
     def test_scan(self, store: Store) -> None:
-        """scan names every block once, with its size, and with what it knows of its place in a chain."""
+        """scan lists every block once, with its size and its position in the chain if the store knows them."""
         frames = [*make_frames(15, 30, 300), *make_frames(16, 5, 200, layout=b"another layout!!")]
         store.put(frames, deadline=soon())
         entries = list(store.scan(deadline=soon()))
@@ -204,7 +204,7 @@ class StoreContract(BudgetContract):
             assert not entry.parent or entry.depth == one.header.depth
 
     def test_deleting_while_scanning(self, store: Store) -> None:
-        """Blocks may go while a scan is under way; it ends, and names nothing that never was."""
+        """Blocks may be deleted during a scan. It ends, and lists only blocks that existed."""
         frames = make_frames(17, 40, 100)
         store.put(frames, deadline=soon())
         scanned = set()
@@ -215,7 +215,7 @@ class StoreContract(BudgetContract):
         assert present(store, frames) == [one.name not in scanned for one in frames]
 
     def test_status(self, store: Store) -> None:
-        """status counts blocks and bytes, where the store knows them, and stays silent about a closed store's troubles."""
+        """status reports blocks and bytes, if the store knows them, and does not raise after close."""
         frames = make_frames(18, 10, 1000)
         store.put(frames, deadline=soon())
         status = store.status()
@@ -229,7 +229,7 @@ class StoreContract(BudgetContract):
     # Records
 
     def test_records(self, store: Store) -> None:
-        """A record is kept, replaced, listed and deleted under its word; binary, empty and long ones too."""
+        """Records can be stored, replaced, listed and deleted; they may be binary, empty and long."""
         assert store.get_record("prefix/a", deadline=soon()) is None
         assert store.delete_record("prefix/a", deadline=soon()) is False
         store.put_record("prefix/a", b"one", deadline=soon())
@@ -244,17 +244,17 @@ class StoreContract(BudgetContract):
         assert store.get_record("prefix/a", deadline=soon()) is None
         assert store.delete_record("prefix/a", deadline=soon()) is False
 
-    def test_records_by_their_start(self, store: Store) -> None:
-        """records gives the words that begin with a string, sorted, whether it ends at a slash or not."""
-        words = ["a", "a/b", "a/b/c", "ab", "b/a-1_2.x", "b/a", "A/b"]
-        for word in words:
-            store.put_record(word, word.encode(), deadline=soon())
-        for start in ("", "a", "a/", "a/b", "a/b/", "b/a-", "c", "A"):
-            assert store.records(start, deadline=soon()) == sorted(word for word in words if word.startswith(start))
-        assert [store.get_record(word, deadline=soon()) for word in words] == [word.encode() for word in words]
+    def test_records_by_prefix(self, store: Store) -> None:
+        """records lists the keys that start with a string, sorted. The string need not end at a slash."""
+        keys = ["a", "a/b", "a/b/c", "ab", "b/a-1_2.x", "b/a", "A/b"]
+        for key in keys:
+            store.put_record(key, key.encode(), deadline=soon())
+        for prefix in ("", "a", "a/", "a/b", "a/b/", "b/a-", "c", "A"):
+            assert store.records(prefix, deadline=soon()) == sorted(key for key in keys if key.startswith(prefix))
+        assert [store.get_record(key, deadline=soon()) for key in keys] == [key.encode() for key in keys]
 
-    def test_blocks_and_records_do_not_meet(self, store: Store) -> None:
-        """Records are no blocks: a scan does not show them, and deleting the one leaves the other."""
+    def test_blocks_and_records_are_separate(self, store: Store) -> None:
+        """scan does not list records, and deleting a block does not delete a record of the same key."""
         frames = make_frames(19, 2, 100)
         store.put(frames, deadline=soon())
         store.put_record(frames[0].header.key.hex(), b"record", deadline=soon())
@@ -262,21 +262,21 @@ class StoreContract(BudgetContract):
         store.delete(names_of(frames), deadline=soon())
         assert store.get_record(frames[0].header.key.hex(), deadline=soon()) == b"record"
 
-    # Ends
+    # Deadlines and close
 
     def test_a_passed_deadline(self, store: Store) -> None:
-        """A call whose deadline has passed raises StoreTimeout, and changes nothing."""
+        """A call after its deadline raises StoreTimeout and changes nothing."""
         frames = make_frames(20, 2, 100)
         store.put(frames, deadline=soon())
-        store.put_record("word", b"data", deadline=soon())
+        store.put_record("key", b"data", deadline=soon())
         for call in calls_of(store, frames, time.monotonic() - 1.0).values():
             with pytest.raises(StoreTimeout):
                 call()
         assert read(store, frames) == whole(frames)
-        assert store.get_record("word", deadline=soon()) == b"data"
+        assert store.get_record("key", deadline=soon()) == b"data"
 
     def test_a_closed_store(self, store: Store) -> None:
-        """After close every call raises StoreUnavailable; closing twice is fine."""
+        """After close every call raises StoreUnavailable. close may be called twice."""
         frames = make_frames(21, 2, 100)
         store.put(frames, deadline=soon())
         store.close()
@@ -286,10 +286,10 @@ class StoreContract(BudgetContract):
                 call()
 
     def test_threads_at_once(self, store: Store) -> None:
-        """Whatever threads do at once, a block that comes back is the right one, whole, and what is put afterwards is there."""
+        """Concurrent calls never return a wrong or incomplete frame, and afterwards the store works."""
         chains = [make_frames(100 + number, 8, 2000) for number in range(4)]
         for seed in range(2):
-            rush(store, chains, seed, threads=4, steps=40)
+            call_from_threads(store, chains, seed, threads=4, steps=40)
         for chain in chains:
             store.delete(names_of(chain), deadline=soon())
             assert store.put(chain, deadline=soon()) == len(chain)
@@ -298,10 +298,10 @@ class StoreContract(BudgetContract):
             assert read(store, chain) == whole(chain)
         assert len(list(store.scan(deadline=soon()))) == sum(map(len, chains))
 
-    # Several on one place
+    # Shared data
 
-    def test_two_stores_on_one_place(self, store: Store, second: Store) -> None:
-        """What one puts the other finds; what one deletes the other misses; records too."""
+    def test_two_stores_on_the_same_data(self, store: Store, second: Store) -> None:
+        """Each of two stores sees the blocks and records that the other puts and deletes."""
         frames = make_frames(22, 6, 4000)
         store.put(frames[:4], deadline=soon())
         assert second.lookup(names_of(frames), deadline=soon()) == 4
@@ -310,11 +310,11 @@ class StoreContract(BudgetContract):
         assert store.lookup(names_of(frames), deadline=soon()) == 6
         assert store.delete(names_of(frames[2:3]), deadline=soon()) == 1
         assert second.lookup(names_of(frames), deadline=soon()) == 2
-        store.put_record("word", b"data", deadline=soon())
-        assert second.get_record("word", deadline=soon()) == b"data"
+        store.put_record("key", b"data", deadline=soon())
+        assert second.get_record("key", deadline=soon()) == b"data"
         store.close()
         assert read(second, frames[:2]) == whole(frames[:2])
 
 
-def _rest(header: Header) -> tuple[bytes, bytes, int, int, int, int]:
+def _after_layout(header: Header) -> tuple[bytes, bytes, int, int, int, int]:
     return header.key, header.parent, header.depth, header.codec, header.raw_length, header.length

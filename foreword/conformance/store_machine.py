@@ -1,4 +1,4 @@
-"""Any sequence of calls of a store against a dictionary of what must be there (hypothesis)."""
+"""Random sequences of calls of a store, compared with a dictionary (hypothesis)."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _parts = st.builds(
     st.integers(0, 4),
     st.integers(1, 6),
 )
-_words = st.sampled_from(["a", "a/b", "a/b.c", "b-1", "b_2/x"])
+_keys = st.sampled_from(["a", "a/b", "a/b.c", "b-1", "b_2/x"])
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Any sequence of calls against a dictionary of what must be there.
+    """Random sequences of calls, compared with a dictionary. Subclass it, implement `make_store`, and use its `TestCase`.
 
-    A store without a budget holds exactly what the dictionary says. One with room for SMALL_BLOCKS blocks (`bounded`) may hold
-    less, once: never a wrong byte, never a pinned block less, never a child whose parent it evicted.
+    A store without a budget holds exactly the blocks in the dictionary. One with room for SMALL_BLOCKS blocks
+    (`bounded`) may have evicted some, but never a pinned block, and never a block whose child it kept.
     """
 
     bounded: ClassVar[bool] = False
     pins: ClassVar[bool] = True
 
     def make_store(self) -> Store:
-        """An empty store; if `bounded`, as the fixture `small` of StoreContract."""
+        """Create an empty store; if `bounded`, like the fixture `small` of StoreContract."""
         raise NotImplementedError
 
     @initialize()
@@ -51,7 +51,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = self.make_store()
         self.blocks: dict[Name, bytes] = {}
         self.pinned: set[Name] = set()
-        self.words: dict[str, bytes] = {}
+        self.stored_records: dict[str, bytes] = {}
         self.held: set[Name] = set()
 
     def teardown(self) -> None:
@@ -99,19 +99,20 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.bounded or count == len(there)
         self.pinned = now
 
-    @rule(word=_words, data=st.binary(max_size=20))
-    def put_record(self, word: str, data: bytes) -> None:
-        self.store.put_record(word, data, deadline=soon())
-        self.words[word] = data
+    @rule(key=_keys, data=st.binary(max_size=20))
+    def put_record(self, key: str, data: bytes) -> None:
+        self.store.put_record(key, data, deadline=soon())
+        self.stored_records[key] = data
 
-    @rule(word=_words)
-    def delete_record(self, word: str) -> None:
-        assert self.store.delete_record(word, deadline=soon()) == (self.words.pop(word, None) is not None)
+    @rule(key=_keys)
+    def delete_record(self, key: str) -> None:
+        assert self.store.delete_record(key, deadline=soon()) == (self.stored_records.pop(key, None) is not None)
 
-    @rule(word=_words, start=st.sampled_from(["", "a", "a/", "b"]))
-    def look_at_records(self, word: str, start: str) -> None:
-        assert self.store.get_record(word, deadline=soon()) == self.words.get(word)
-        assert self.store.records(start, deadline=soon()) == sorted(one for one in self.words if one.startswith(start))
+    @rule(key=_keys, prefix=st.sampled_from(["", "a", "a/", "b"]))
+    def read_records(self, key: str, prefix: str) -> None:
+        assert self.store.get_record(key, deadline=soon()) == self.stored_records.get(key)
+        expected = sorted(one for one in self.stored_records if one.startswith(prefix))
+        assert self.store.records(prefix, deadline=soon()) == expected
 
     @invariant()
     def scan_agrees(self) -> None:

@@ -1,7 +1,8 @@
-"""Named prefixes in a store: they outlive the server, and every instance that shares the store knows them (R18).
+"""Named prefixes as records in a store, where they outlive the server and are shared by all instances that use the
+store.
 
-A record `prefixes/<model>/<tenant>/<name>` holds content, version and times as JSON; the KV lies in the store like any other.
-`<tenant>` is a digest of the tenant's salt, which is itself secret.
+A record `prefixes/<model>/<tenant>/<name>` has content, version and times as JSON; the KV is stored as ordinary blocks.
+`<tenant>` is a digest of the tenant's salt, which is secret.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from foreword.prefixes.book import Message, NamedPrefix
 from foreword.store.base import Store
 
 FORMAT = 1
-_READ_WITHIN = 2.0
-_WRITE_WITHIN = 10.0
+_READ_TIMEOUT = 2.0
+_WRITE_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixRecord:
-    """What a store knows of a named prefix. `num_tokens` and `block_size` are for tools; tokens are made from the content."""
+    """A named prefix in a store. `num_tokens` and `block_size` inform tools; tokens are computed from the content.
+
+    Attributes:
+        last_key: key of its last full block in hexadecimal.
+    """
 
     name: str
     version: int
@@ -38,29 +43,29 @@ class PrefixRecord:
 
 
 def tenant_digest(salt: bytes) -> str:
-    """Which tenant a record belongs to, without telling the salt."""
+    """Identifies the tenant of a record without revealing the salt."""
     return sha256(b"foreword/tenant\x00" + salt).hexdigest()[:32]
 
 
 class PrefixRecords:
-    """The named prefixes of one model in a store. Blocking: seconds at most.
+    """The named prefixes of one model in a store. Calls block, for seconds at most.
 
     Args:
-        store: where records lie.
-        fingerprint: of the model, hexadecimal; prefixes of another model are another's.
+        store: the store that keeps the records.
+        fingerprint: fingerprint of the model in hexadecimal. Prefixes belong to one model.
     """
 
     def __init__(self, store: Store, fingerprint: str, model: str, block_size: int) -> None:
         self._store = store
-        self._start = f"prefixes/{fingerprint[:32]}/"
+        self._prefix = f"prefixes/{fingerprint[:32]}/"
         self._model = model
         self._block_size = block_size
 
-    def _word(self, salt: bytes, name: str) -> str:
-        return f"{self._start}{tenant_digest(salt)}/{name}"
+    def _key(self, salt: bytes, name: str) -> str:
+        return f"{self._prefix}{tenant_digest(salt)}/{name}"
 
     def put(self, prefix: NamedPrefix, last_key: bytes, salt: bytes) -> None:
-        """Keep a version in place of the one before. Raises StoreError."""
+        """Store a version, replacing the previous one. Raises StoreError."""
         record = {
             "format": FORMAT,
             "name": prefix.name,
@@ -74,39 +79,33 @@ class PrefixRecords:
             "last_key": last_key.hex(),
         }
         data = json.dumps(record, ensure_ascii=False).encode()
-        self._store.put_record(self._word(salt, prefix.name), data, deadline=time.monotonic() + _WRITE_WITHIN)
+        self._store.put_record(self._key(salt, prefix.name), data, deadline=time.monotonic() + _WRITE_TIMEOUT)
 
     def get(self, name: str, salt: bytes) -> PrefixRecord | None:
-        """None if there is none, or none that can be read."""
+        """None if there is no record, or it cannot be read."""
         try:
-            data = self._store.get_record(self._word(salt, name), deadline=time.monotonic() + _READ_WITHIN)
+            data = self._store.get_record(self._key(salt, name), deadline=time.monotonic() + _READ_TIMEOUT)
         except StoreError:
             return None
         return read_record(data) if data is not None else None
 
-    def names(self, salt: bytes) -> list[str] | None:
-        """None if the store does not say."""
-        start = self._word(salt, "")
+    def all(self, salt: bytes) -> list[PrefixRecord] | None:
+        """All readable records of a tenant. None if the store fails."""
+        prefix = self._key(salt, "")
         try:
-            words = self._store.records(start, deadline=time.monotonic() + _READ_WITHIN)
+            keys = self._store.records(prefix, deadline=time.monotonic() + _READ_TIMEOUT)
         except StoreError:
             return None
-        return [word.removeprefix(start) for word in words]
-
-    def all(self, salt: bytes) -> list[PrefixRecord] | None:
-        """None if the store does not say."""
-        names = self.names(salt)
-        if names is None:
-            return None
+        names = [key.removeprefix(prefix) for key in keys]
         return [record for name in names if (record := self.get(name, salt)) is not None]
 
     def remove(self, name: str, salt: bytes) -> bool:
-        """Raises StoreError: a prefix that stays in a store comes back."""
-        return self._store.delete_record(self._word(salt, name), deadline=time.monotonic() + _WRITE_WITHIN)
+        """Delete a record. Raises StoreError: a record that stays in a store would come back."""
+        return self._store.delete_record(self._key(salt, name), deadline=time.monotonic() + _WRITE_TIMEOUT)
 
 
 def read_record(data: bytes) -> PrefixRecord | None:
-    """None for bytes that are not a record of this format: then the prefix is unknown, as if it had never been stored."""
+    """Parse a record. None if it is not a valid record of this format; its prefix is then treated as unknown."""
     try:
         read: dict[str, Any] = json.loads(data)
         if read.pop("format") != FORMAT:

@@ -195,8 +195,8 @@ class Forgetful(MemoryStore):
 @pytest.mark.parametrize(
     "test",
     [
-        "test_tails_go_before_heads",
-        "test_the_chain_used_last_stays",
+        "test_eviction_is_leaf_first",
+        "test_reading_is_a_use",
         "test_a_child_before_its_parent",
         "test_pinned_blocks_stay",
     ],

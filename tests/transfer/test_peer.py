@@ -79,7 +79,7 @@ def reader(stack: ExitStack) -> Open:
 
 class TestContract(ReadOnlyStoreContract):
     @pytest.fixture(params=["shm", "tcp", "unix"])
-    def over(
+    def holding(
         self, request: pytest.FixtureRequest, serve: Serve, reader: Open, tmp_path: Path
     ) -> Callable[[Sequence[Frame]], Store]:
         links = ("tcp",) if request.param == "tcp" else ("shm", "tcp")
