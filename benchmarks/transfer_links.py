@@ -62,7 +62,7 @@ def links_of(name: str) -> tuple[str, ...]:
 def link_on(sock: socket.socket, name: str, *, client: bool) -> Link:
     identity = Identity(os.urandom(16), "", links_of(name), None, "", 2.0, RING)
     link, _ = agree(SocketStream(tune(sock)), identity, client=client, deadline=soon())
-    if link.capabilities.name != name:
+    if link.name != name:
         raise SystemExit(f"no {name} link comes about here")
     return link
 

@@ -118,7 +118,7 @@ class LinkContract:
     def test_the_longest_payload(self, links: tuple[Link, Link]) -> None:
         """Payloads of exactly the longest length that the link announces arrive, several in a row."""
         near, far = links
-        size = near.capabilities.largest
+        size = near.largest
         data = random.Random(6).randbytes(size)
 
         def send() -> None:
@@ -136,7 +136,7 @@ class LinkContract:
         """Messages that may wait for the next one arrive with it, in order and whole, also when they are more than the link
         holds; one that nothing follows goes at once."""
         near, far = links
-        size = near.capabilities.largest // 5
+        size = near.largest // 5
         data = random.Random(10).randbytes(size)
 
         def send() -> None:
@@ -204,8 +204,8 @@ class LinkContract:
     def test_a_slow_receiver_holds_the_sender_up(self, links: tuple[Link, Link]) -> None:
         """While nothing is released the sender stops after a bounded number of bytes; once it is, all arrives."""
         near, far = links
-        size = min(near.capabilities.largest // 4, 1 << 20)
-        count = 40 + 4 * near.capabilities.largest // size
+        size = min(near.largest // 4, 1 << 20)
+        count = 40 + 4 * near.largest // size
         data = memoryview(random.Random(9).randbytes(size))
         sent = 0
         stop = threading.Event()
@@ -233,7 +233,7 @@ class LinkContract:
     def test_a_sender_gives_up_at_its_deadline(self, links: tuple[Link, Link]) -> None:
         """When nothing moves, `send` ends with TransferTimeout."""
         near, _ = links
-        data = bytes(min(near.capabilities.largest, 1 << 20))
+        data = bytes(min(near.largest, 1 << 20))
         with pytest.raises(TransferTimeout):  # noqa: PT012 - how many fit is the kernel's affair
             for _ in range(1000):
                 near.send(KVPart(0, 1, 0, 1, 1), ID, [data], deadline=soon(0.3))
@@ -287,7 +287,7 @@ class LinkContract:
 
         with child(work) as number:
             link = meeting.dial()
-            data = bytes(min(link.capabilities.largest // 4, 1 << 20))
+            data = bytes(min(link.largest // 4, 1 << 20))
             for _ in range(3):
                 link.send(KVPart(0, 1, 0, 1, 1), ID, [data], deadline=soon())
             assert select.select([ready], [], [], PATIENCE)[0]

@@ -23,8 +23,6 @@ class LinkTraffic:
 
     bytes_sent: int = 0
     bytes_received: int = 0
-    payloads_sent: int = 0
-    payloads_received: int = 0
     seconds: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -32,14 +30,12 @@ class LinkTraffic:
         if size:
             with self._lock:
                 self.bytes_sent += size
-                self.payloads_sent += 1
                 self.seconds += seconds
 
     def note_received(self, size: int) -> None:
         if size:
             with self._lock:
                 self.bytes_received += size
-                self.payloads_received += 1
 
 
 class Channel:
@@ -69,7 +65,7 @@ class Channel:
     ) -> None:
         self.link = link
         self.peer = peer
-        self.largest = min(link.capabilities.largest, peer.largest)
+        self.largest = min(link.largest, peer.largest)
         self.error: TransferError | None = None
         self._layout = layout
         self._traffic = traffic

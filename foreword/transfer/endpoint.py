@@ -154,7 +154,7 @@ class TransferEndpoint:
             parse_bytes(config.ring),
         )
         link, peer = agree(stream, identity, client=client, deadline=deadline)
-        traffic = self._traffic[link.capabilities.name]
+        traffic = self._traffic[link.name]
         channel = Channel(
             link,
             peer,
@@ -245,7 +245,7 @@ class TransferEndpoint:
         """Never blocks for long."""
         transfers, ended, counts = self._registry.status()
         with self._lock:
-            links = Counter(one.link.capabilities.name for one in self._connections)
+            links = Counter(one.link.name for one in self._connections)
             queued = sum(one.channel.queued_bytes for one in self._connections)
         return EndpointStatus(self.address, dict(links), transfers, queued, ended, counts, self._traffic)
 

@@ -43,7 +43,7 @@ from foreword.transfer.messages import (
     read_head,
 )
 from foreword.transfer.shm import MappedSegment, OwnSegment, ShmLink, open_peers
-from foreword.transfer.sockets import SocketStream, peer_is_local
+from foreword.transfer.sockets import SocketStream
 from foreword.transfer.tcp import TcpLink
 
 _MAGIC: Final = b"FWTH"
@@ -161,7 +161,7 @@ def agree(stream: SocketStream, identity: Identity, *, client: bool, deadline: f
         link = _choose(messages, identity, links, client)
     except OSError as error:
         raise TransferUnavailable(f"the connection broke: {error.strerror or error}") from error
-    return link, replace(peer, largest=min(peer.largest, link.capabilities.largest))
+    return link, replace(peer, largest=min(peer.largest, link.largest))
 
 
 def _authenticate(stream: SocketStream, identity: Identity, client: bool, deadline: float) -> tuple[str, ...]:
@@ -249,15 +249,15 @@ def _difference(ours: dict[str, object], theirs: dict[str, object]) -> str:
     """How two layouts differ, in words; "" for equal ones. Both are compared after a round trip through JSON."""
     ours = json.loads(json.dumps(ours))
     names = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
-    differences = [_field(name, ours.get(name), theirs.get(name)) for name in names]
-    return ", ".join(differences)[:1000]
+    return ", ".join(_difference_of(name, ours.get(name), theirs.get(name)) for name in names)[:1000]
 
 
-def _field(name: str, ours: object, theirs: object) -> str:
-    words = {"block_size": "block size", "layers": "number or shape of layers", "model": "weights of the model"}
-    if name in ("layers", "model"):
-        return f"different {words[name]}"
-    return f"{words.get(name, name)} is {str(theirs)[:50]} there and {str(ours)[:50]} here"
+def _difference_of(name: str, ours: object, theirs: object) -> str:
+    if name == "layers":
+        return "different number or shape of layers"
+    if name == "model":
+        return "different weights of the model"
+    return f"{name.replace('_', ' ')} is {str(theirs)[:50]} there and {str(ours)[:50]} here"
 
 
 def _choose(messages: _HandshakeMessages, identity: Identity, links: Sequence[str], client: bool) -> Link:
@@ -266,7 +266,7 @@ def _choose(messages: _HandshakeMessages, identity: Identity, links: Sequence[st
         link = _propose_shm(messages, identity) if client else _answer_shm(messages, identity)
         if link is not None:
             return link
-    return TcpLink(messages.stream, ring=identity.ring, same_host=peer_is_local(messages.stream.sock))
+    return TcpLink(messages.stream, ring=identity.ring)
 
 
 def _propose_shm(messages: _HandshakeMessages, identity: Identity) -> Link | None:

@@ -31,24 +31,6 @@ from foreword.transfer.sockets import SocketStream
 BATCH_BYTES: Final = 2 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a link can do.
-
-    Attributes:
-        name: `tcp` or `shm`; the name in configuration and counters.
-        same_host: both ends are on one machine.
-        largest: the longest payload of one message, in bytes.
-        copies: how often a payload is copied between the sender's buffer and the receiver's view, copies by the kernel
-            included.
-    """
-
-    name: str
-    same_host: bool
-    largest: int
-    copies: int
-
-
 class Payload:
     """The bytes that came with a message, in the link's memory.
 
@@ -101,12 +83,18 @@ class Link(ABC):
     Deadlines are times of `time.monotonic()`. Methods raise TransferTimeout when a deadline passes, TransferUnavailable after
     the peer or this side has closed, and BadMessage for bytes that are not a message. After any of them, except a
     TransferTimeout of `receive`, the link cannot be used any more.
+
+    Attributes:
+        name: `tcp` or `shm`; the name in configuration and counters.
+        largest: the longest payload of one message, in bytes.
     """
 
-    def __init__(self, capabilities: Capabilities, stream: SocketStream) -> None:
-        self.capabilities = capabilities
+    def __init__(self, name: str, largest: int, stream: SocketStream) -> None:
+        self.name = name
+        self.largest = largest
         self._stream = stream
-        self._reader = MessageReader(stream, self._receive_payload)
+        self._head = bytearray(HEAD_BYTES)
+        self._steps: Generator[None, None, Received] | None = None
 
     @property
     def last_received(self) -> float:
@@ -133,7 +121,7 @@ class Link(ABC):
             more: another call follows at once, so the link may delay this message and send both together.
         """
         size = sum(map(len, buffers))
-        if size > self.capabilities.largest:
+        if size > self.largest:
             raise TransferError(f"a payload of {size} bytes is longer than this link carries")
         payload_sum, position = self._prepare(buffers, size, checksum, deadline) if size else (None, 0)
         head = encode(message, transfer, payload=size, payload_sum=payload_sum, position=position)
@@ -148,32 +136,7 @@ class Link(ABC):
         """Send an encoded message whose payload is prepared."""
 
     def receive(self, *, deadline: float) -> Received:
-        """The next message. A TransferTimeout loses nothing: call again."""
-        return self._reader.receive(deadline)
-
-    @abstractmethod
-    def _receive_payload(self, head: Head) -> Generator[None, None, Payload]:
-        """Receive the payload that a head announces; yields while it can only wait."""
-
-    def close(self) -> None:
-        """Close both directions and wake both threads. May be called twice. Unreleased payloads stay readable."""
-        self._stream.close()
-
-
-class MessageReader:
-    """Reads messages from a stream. A timeout in the middle of a message loses nothing: the next call continues it.
-
-    Args:
-        receive_payload: receives the payload that a head announces; yields while it can only wait.
-    """
-
-    def __init__(self, stream: SocketStream, receive_payload: Callable[[Head], Generator[None, None, Payload]]) -> None:
-        self._stream = stream
-        self._receive_payload = receive_payload
-        self._head = bytearray(HEAD_BYTES)
-        self._steps: Generator[None, None, Received] | None = None
-
-    def receive(self, deadline: float) -> Received:
+        """The next message. A TransferTimeout loses nothing: the next call continues in the middle of the message."""
         if self._steps is None:
             self._steps = self._read_message()
         while True:
@@ -198,8 +161,16 @@ class MessageReader:
         payload = (yield from self._receive_payload(head)) if head.payload else EMPTY
         return Received(head, message, payload)
 
+    @abstractmethod
+    def _receive_payload(self, head: Head) -> Generator[None, None, Payload]:
+        """Receive the payload that a head announces; yields while it can only wait."""
+
+    def close(self) -> None:
+        """Close both directions and wake both threads. May be called twice. Unreleased payloads stay readable."""
+        self._stream.close()
+
 
 def _ended() -> Generator[None, None, Received]:
-    """Replaces the reader's steps after an error: the position of the next message in the stream is unknown."""
+    """The steps after an error: the position of the next message in the stream is unknown."""
     yield from ()
     raise TransferUnavailable("the connection has ended")

@@ -70,10 +70,20 @@ class Reason(StrEnum):
     UNKNOWN = "unknown"  # it cannot be found out whether the peer took it
 
 
+# Fields that hold concatenated keys or names, of this many bytes each.
+_KEY_FIELDS: Final = (("keys", KEY_BYTES), ("names", NAME_BYTES))
+
+
 class TransferMessage:
     """Base of all messages. The names of a message's fields are part of the wire format."""
 
     __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for field, size in _KEY_FIELDS:
+            length = len(getattr(self, field, b""))
+            if length % size:
+                raise ValueError(f"{field}: {length} bytes are not whole names of {size} bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +102,6 @@ class PullRequest(TransferMessage):
     have: Small = 0
     seconds: Seconds = 0.0
 
-    def __post_init__(self) -> None:
-        _check_whole(self.keys, KEY_BYTES)
-
 
 @dataclass(frozen=True, slots=True)
 class PushRequest(TransferMessage):
@@ -104,9 +111,6 @@ class PushRequest(TransferMessage):
     keys: bytes = b""
     tokens: Small = 0
     seconds: Seconds = 0.0
-
-    def __post_init__(self) -> None:
-        _check_whole(self.keys, KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +145,6 @@ class KVPart(TransferMessage):
     blocks: Small
     tokens: Small
     keys: bytes = b""
-
-    def __post_init__(self) -> None:
-        _check_whole(self.keys, KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +191,6 @@ class Locate(TransferMessage):
 
     names: bytes
 
-    def __post_init__(self) -> None:
-        _check_whole(self.names, NAME_BYTES)
-
 
 @dataclass(frozen=True, slots=True)
 class Located(TransferMessage):
@@ -208,9 +206,6 @@ class Get(TransferMessage):
     names: bytes
     longest: Large
     seconds: Seconds
-
-    def __post_init__(self) -> None:
-        _check_whole(self.names, NAME_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,8 +384,3 @@ def join_keys(keys: Sequence[bytes]) -> bytes:
 def split_keys(keys: bytes, size: int = KEY_BYTES) -> list[bytes]:
     """Split a field of a message into keys or names."""
     return [keys[start : start + size] for start in range(0, len(keys), size)]
-
-
-def _check_whole(field: bytes, size: int) -> None:
-    if len(field) % size:
-        raise ValueError(f"{len(field)} bytes are not whole names of {size} bytes")

@@ -25,12 +25,6 @@ def payload_bytes(layout: Layout, part: KVPart) -> int:
     return units * layout.item_bytes * sum(layer.elements for layer in _layers(layout, part))
 
 
-def shapes(layout: Layout, part: KVPart) -> Iterator[tuple[int, tuple[int, int, int], tuple[int, int, int]]]:
-    """`(layer, shape of K, shape of V)` of a part's payload, in its order; order `tokens` only."""
-    for number, layer in enumerate(_layers(layout, part), start=part.first_layer):
-        yield number, (part.tokens, layer.kv_heads, layer.key_dim), (part.tokens, layer.kv_heads, layer.value_dim)
-
-
 def _layers(layout: Layout, part: KVPart) -> Sequence[LayerLayout]:
     return layout.layers[part.first_layer : part.first_layer + part.layers]
 

@@ -13,7 +13,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Final, TypeVar
 
 from foreword.blocks.layout import Layout
@@ -105,21 +104,21 @@ class PeerStore(Store):
 
     # Records
 
-    def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
+    def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         self._check_open(deadline)
-        self._records[check_record_key(word)] = bytes(check_record(data))
+        self._records[check_record_key(key)] = bytes(check_record(data))
 
-    def get_record(self, word: str, *, deadline: float) -> bytes | None:
+    def get_record(self, key: str, *, deadline: float) -> bytes | None:
         self._check_open(deadline)
-        return self._records.get(word)
+        return self._records.get(key)
 
-    def delete_record(self, word: str, *, deadline: float) -> bool:
+    def delete_record(self, key: str, *, deadline: float) -> bool:
         self._check_open(deadline)
-        return self._records.pop(word, None) is not None
+        return self._records.pop(key, None) is not None
 
-    def records(self, start: str, *, deadline: float) -> list[str]:
+    def records(self, prefix: str, *, deadline: float) -> list[str]:
         self._check_open(deadline)
-        return sorted(word for word in list(self._records) if word.startswith(start))
+        return sorted(key for key in list(self._records) if key.startswith(prefix))
 
     # Status and end
 
@@ -221,7 +220,12 @@ def opener(config: TransferConfig) -> Opener:
             raise StoreConfigError(
                 "do not write a secret into a URL; name a variable or a file that has it: secret_env=, secret_file="
             )
-        secret = _secret(place, given.text("secret_env", ""), given.text("secret_file", ""), config.secret)
+        variable, secret_file = given.text("secret_env", ""), given.text("secret_file", "")
+        if variable and secret_file:
+            raise StoreConfigError(f"{place.url}: give secret_env or secret_file, not both")
+        if variable and variable not in os.environ:
+            raise StoreConfigError(f"{place.url}: there is no environment variable {variable}")
+        secret = os.environ[variable] if variable else None if secret_file else config.secret
         connect_timeout = given.number("connect_timeout", config.connect_timeout)
         progress_timeout = given.number("progress_timeout", config.progress_timeout)
         beat_seconds = given.number("beat_seconds", config.beat_seconds)
@@ -233,12 +237,13 @@ def opener(config: TransferConfig) -> Opener:
         try:
             own = TransferConfig(
                 secret=secret,
+                secret_file=secret_file or None,
                 links=links,
                 ring=ring,
                 connect_timeout=connect_timeout,
                 progress_timeout=progress_timeout,
                 beat_seconds=beat_seconds,
-            )
+            ).with_secret()
         except ConfigError as error:
             raise StoreConfigError(f"{place.url}: {error.message}") from None
         return PeerStore(_address(place), layout, config=own, label=place.label)
@@ -265,19 +270,3 @@ def _check_address(address: str, config: TransferConfig) -> None:
             f"peer://{address} is on another host: set transfer.secret, the same on all instances, or add secret_env=NAME or "
             "secret_file=PATH to the URL"
         )
-
-
-def _secret(place: StoreUrl, variable: str, file: str, default: str | None) -> str | None:
-    if variable and file:
-        raise StoreConfigError(f"{place.url}: give secret_env or secret_file, not both")
-    if variable:
-        if variable not in os.environ:
-            raise StoreConfigError(f"{place.url}: there is no environment variable {variable}")
-        return os.environ[variable]
-    if not file:
-        return default
-    try:
-        return Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise StoreConfigError(f"{place.url}: cannot read the secret in {file}: {reason}") from None

@@ -1,7 +1,7 @@
 """The states of a transfer, without I/O: a table from (role, state, event) to a transition.
 
 The caller passes the time: every method gets `now`, in seconds of any clock that never goes back. Each state except the last
-has a deadline; `tick` must be called when it passes. docs/concepts/transfer.md shows the table as diagrams (`diagram`).
+has a deadline; `tick` must be called when it passes. docs/concepts/transfer.md shows the table as diagrams.
 
 Ownership of a migrated request (push). The source owns the request until its transfer ends with TAKEN. From FINISHED on it does
 not decode, so the two sides never decode at the same time. The destination owns the request from the moment its `TAKE` is
@@ -11,7 +11,7 @@ that answers "no" never takes the request after that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -98,24 +98,17 @@ class TransferOutcome(StrEnum):
     UNKNOWN = "unknown"
 
 
-class Limit(StrEnum):
-    """Which configured time bounds a state. Entering a state again restarts its time."""
-
-    ANSWER = "answer"
-    PROGRESS = "progress"
-    LEASE = "lease"
-
-
+# The field of `Timings` that bounds a state. Entering a state again restarts its time.
 LIMITS: Final = {
-    State.ASKED: Limit.ANSWER,
-    State.OFFERED: Limit.ANSWER,
-    State.SENDING: Limit.LEASE,
-    State.DELIVERED: Limit.LEASE,
-    State.DOUBT: Limit.LEASE,
-    State.WANTED: Limit.ANSWER,
-    State.CONSIDERED: Limit.ANSWER,
-    State.RECEIVING: Limit.PROGRESS,
-    State.COMPLETE: Limit.LEASE,
+    State.ASKED: "answer",
+    State.OFFERED: "answer",
+    State.SENDING: "lease",
+    State.DELIVERED: "lease",
+    State.DOUBT: "lease",
+    State.WANTED: "answer",
+    State.CONSIDERED: "answer",
+    State.RECEIVING: "progress",
+    State.COMPLETE: "lease",
 }
 # Events that do not restart the time of a state that stays the same.
 _NO_PROGRESS: Final = frozenset({_Event.BROKEN, _Event.GOT_CANCEL})
@@ -136,7 +129,7 @@ class Timings:
     lease: float = 60.0
 
     def of(self, state: State) -> float:
-        return float(getattr(self, LIMITS[state].value))
+        return float(getattr(self, LIMITS[state]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,24 +311,3 @@ class Transfer:
         """Restart the state's time: the service is working on the transfer."""
         if self.deadline is not None:
             self.deadline = now + self.timings.of(self.state)
-
-
-def diagram(role: Role) -> str:
-    """The table of one role as a Mermaid state diagram."""
-    return "\n".join(["stateDiagram-v2", f"    [*] --> {FIRST[role]}", *_arrows(role), "    ended --> [*]"])
-
-
-def _arrows(role: Role) -> Iterator[str]:
-    """One arrow per pair of states, labeled with all events that cause this transition."""
-    labels: dict[tuple[State, State], list[str]] = {}
-    for (state, event), transition in TABLE[role].items():
-        done = ", ".join(action for action in transition.actions if action.startswith(("send", "remember")))
-        how = f" → {done}" if done else ""
-        labels.setdefault((state, transition.state), []).append(f"{event}{how}")
-    for (before, after), events in labels.items():
-        yield f"    {before} --> {after}: {'<br/>'.join(events)}"
-
-
-if __name__ == "__main__":
-    for one in Role:
-        print(f"### {one}\n\n```mermaid\n{diagram(one)}\n```\n")

@@ -75,30 +75,22 @@ class SendQueue:
 
         The message is `done` in any case, now or later. Raises TransferUnavailable after `close`.
         """
-        try:
-            queued = self._put(message, wait)
-        except TransferUnavailable:
-            message.done()
-            raise
-        if not queued:
-            message.done()
-        return queued
 
-    def _put(self, message: QueuedMessage, wait: float) -> bool:
         def settled() -> bool:
             fits = not self._bytes or self._bytes + message.size <= self._limit
             return self._closed or fits or message.obsolete()
 
         with self._changed:
-            fits = self._changed.wait_for(settled, wait)
+            queued = self._changed.wait_for(settled, wait) and not self._closed
+            if queued:
+                self._messages.append(message)
+                self._bytes += message.size
+                self._changed.notify_all()
+        if not queued:
+            message.done()
             if self._closed:
                 raise TransferUnavailable("the connection is closed")
-            if not fits:
-                return False
-            self._messages.append(message)
-            self._bytes += message.size
-            self._changed.notify_all()
-            return True
+        return queued
 
     def take(self, timeout: float) -> list[QueuedMessage]:
         """The next batch: one message, and small ones that wait behind it.

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Final
 
 from foreword.errors import BadMessage, TransferError, TransferTimeout, TransferUnavailable
-from foreword.transfer.link import BATCH_BYTES, Capabilities, Link, Payload
+from foreword.transfer.link import BATCH_BYTES, Link, Payload
 from foreword.transfer.messages import MAX_PAYLOAD, Buffer, Head
 from foreword.transfer.ring import ReleaseOrder, RingAllocator, copy_in
 from foreword.transfer.sockets import SocketStream
@@ -153,7 +153,7 @@ class ShmLink(Link):
 
     def __init__(self, stream: SocketStream, own: OwnSegment, peers: MappedSegment) -> None:
         # Half of the ring, so that one payload can be written while another one is read.
-        super().__init__(Capabilities("shm", True, min(own.size // 2, MAX_PAYLOAD), 1), stream)
+        super().__init__("shm", min(own.size // 2, MAX_PAYLOAD), stream)
         self._out, self._allocator = own.mapped.ring, RingAllocator(own.size)
         self._in, self._order = peers.ring, ReleaseOrder()
         self._released_here, self._released_by_peer = own.mapped.released, peers.released

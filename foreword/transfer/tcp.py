@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Final
 
-from foreword.transfer.link import Capabilities, Link, Payload
+from foreword.transfer.link import Link, Payload
 from foreword.transfer.messages import MAX_PAYLOAD, Buffer, Head, payload_checksum
 from foreword.transfer.sockets import POLL_SECONDS, SocketStream
 
@@ -58,8 +58,8 @@ class ReceiveBuffers:
 class TcpLink(Link):
     """See `link.Link`. `ring` bytes of received payloads may be unreleased at a time."""
 
-    def __init__(self, stream: SocketStream, *, ring: int, same_host: bool = False) -> None:
-        super().__init__(Capabilities("tcp", same_host, min(ring, MAX_PAYLOAD), 2), stream)
+    def __init__(self, stream: SocketStream, *, ring: int) -> None:
+        super().__init__("tcp", min(ring, MAX_PAYLOAD), stream)
         self._buffers = ReceiveBuffers(ring)
 
     def _prepare(self, buffers: Sequence[Buffer], size: int, checksum: bool, deadline: float) -> tuple[int | None, int]:

@@ -31,7 +31,6 @@ from foreword.transfer.messages import (
     Refuse,
     Taken,
     TransferMessage,
-    split_keys,
 )
 from foreword.transfer.parts import ReceivedParts, payload_bytes
 from foreword.transfer.protocol import Action, Role, State, Timings, Transfer, TransferEvent, TransferOutcome
@@ -120,11 +119,6 @@ class TransferSide:
         self._notifying = threading.RLock()
         self._ended = threading.Event()
         self._transfer = Transfer(role, endpoint.timings, time.monotonic())
-
-    @property
-    def keys(self) -> list[bytes]:
-        """Of the full blocks that the opening named."""
-        return split_keys(self.opening.keys)
 
     @property
     def role(self) -> Role:

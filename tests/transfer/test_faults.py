@@ -311,7 +311,7 @@ def test_shared_memory_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) ->
         prefill, decode = Prefill(), Decode()
         listening, calling = TransferEndpoint(config(), prefill), TransferEndpoint(config(), decode)
         connection = calling.connect(listening.listen())
-        assert connection.link.capabilities.name == "tcp"
+        assert connection.link.name == "tcp"
         destination = connection.pull(request(1, 100), keys_of(1, 100), context=decode.hold(100))
         assert destination.wait(PATIENCE) is TransferOutcome.TAKEN
         decode.check()

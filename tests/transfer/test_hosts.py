@@ -161,7 +161,7 @@ def pull(endpoint: TransferEndpoint, line: Line) -> None:
     decode = endpoint.service
     assert isinstance(decode, Decode)
     connection = endpoint.connect(f"10.231.0.1:{PORT}")
-    line.tell(connection.link.capabilities.name)
+    line.tell(connection.link.name)
     wanted = [
         connection.pull(f"{seed} 600".encode(), keys_of(seed, 600), context=decode.hold(600)) for seed in range(5)
     ]

@@ -55,7 +55,7 @@ class _Contract(LinkContract):
 
     def test_the_link_is_the_one_meant(self, links: tuple[Link, Link]) -> None:
         """Both sides agree on the best that both have."""
-        assert {link.capabilities.name for link in links} == {self.links_of[0]}
+        assert {link.name for link in links} == {self.links_of[0]}
 
 
 class TestTcp(_Contract):
@@ -92,7 +92,7 @@ def test_no_segment_stays_behind(tmp_path: Path) -> None:
     before = set(os.listdir(FOLDER))
     place = Place("127.0.0.1:0", ("shm", "tcp"))
     with pair(place) as (near, _):
-        assert near.capabilities.name == "shm"
+        assert near.name == "shm"
         assert not {name for name in set(os.listdir(FOLDER)) - before if name.startswith("foreword-")}
     own = OwnSegment(RING, named=True)
     assert (FOLDER / own.place).stat().st_mode & 0o777 == 0o600

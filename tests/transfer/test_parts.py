@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.errors import TransferError
 from foreword.transfer.messages import KVPart, join_keys, split_keys
-from foreword.transfer.parts import ReceivedParts, payload_bytes, shapes, split
+from foreword.transfer.parts import ReceivedParts, payload_bytes, split
 
 LAYERS = (LayerLayout(2, 8, 4), LayerLayout(1, 16, 16), LayerLayout(4, 2, 2))
 layouts = st.builds(
@@ -58,11 +58,11 @@ def test_parts_cover_everything_once(layout: Layout, tokens: int, target: int, f
 
 @given(layouts, st.integers(1, 100))
 def test_payloads_have_the_bytes_of_their_tokens(layout: Layout, tokens: int) -> None:
-    """In the order of tokens a payload is as long as its tensors are; else whole blocks of the layers in it."""
+    """In the order of tokens a payload is as long as the tokens' K and V; else as long as whole blocks."""
     part = whole(layout, tokens)
     if layout.order == "tokens":
-        elements = sum(k[0] * k[1] * k[2] + v[0] * v[1] * v[2] for _, k, v in shapes(layout, part))
-        assert payload_bytes(layout, part) == elements * layout.item_bytes
+        elements = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layout.layers)
+        assert payload_bytes(layout, part) == tokens * elements * layout.item_bytes
     else:
         assert payload_bytes(layout, part) == part.blocks * layout.block_bytes
 

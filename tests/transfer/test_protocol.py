@@ -4,6 +4,7 @@ from collections import deque
 from pathlib import Path
 
 import pytest
+from diagrams import diagram
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -22,7 +23,6 @@ from foreword.transfer.protocol import (
     Transfer,
     TransferEvent,
     TransferOutcome,
-    diagram,
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "concepts" / "transfer.md"

@@ -48,7 +48,7 @@ def two(
     """Their endpoint listens, ours connects to it."""
     with endpoints(theirs, ours, link, **settings) as (calling, listening):
         connection = calling.connect(listening.address)
-        assert connection.link.capabilities.name == link
+        assert connection.link.name == link
         yield connection, listening
 
 
