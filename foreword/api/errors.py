@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, Final, NamedTuple
 
 from foreword.errors import BadRequest, ForewordError, NotFound, did_you_mean
@@ -63,7 +63,7 @@ def error_response(error: ForewordError, retry_after: float | None = None) -> Er
     return _response(error.status, error_body(error), headers)
 
 
-def http_error_response(status: int, reason: str, method: str, path: str, known: Iterable[str] = ()) -> ErrorResponse:
+def http_error_response(status: int, reason: str, method: str, path: str, known: Collection[str] = ()) -> ErrorResponse:
     """The response to an error that the web framework found: no such route, a wrong method, a body that is too large.
 
     Args:
@@ -71,7 +71,8 @@ def http_error_response(status: int, reason: str, method: str, path: str, known:
         known: paths to suggest instead of an unknown one.
     """
     if status == 404:
-        return error_response(NotFound(f"There is no route {path!r}{did_you_mean(path, known)}"))
+        hint = did_you_mean(path, known) if known else ""
+        return error_response(NotFound(f"There is no route {path!r}{hint}"))
     if status == 413:
         return error_response(BodyTooLarge())
     message = f"{path} does not take {method}" if status == 405 else reason

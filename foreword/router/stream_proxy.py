@@ -128,7 +128,7 @@ class _Stream:
         return msgspec.json.encode({**msgspec.json.decode(body), "cache_salt": self.call.salt})
 
     async def _relay(self, ticket: Ticket, response: aiohttp.ClientResponse) -> None:
-        """EventParser from the replica to the client, to the end. Raises what a lost replica raises, or ClientGone."""
+        """Events from the replica to the client, to the end. Raises what a lost replica raises, or ClientGone."""
         while (moved := await self._pass_on(ticket, response)) is not None:
             response = await self._follow(moved)
         end = self.answer.end()
