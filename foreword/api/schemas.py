@@ -1,7 +1,7 @@
-"""The bodies that clients send, as pydantic models.
+"""Request bodies as pydantic models.
 
-Types are strict (`"16"` is not a number). A field that nobody knows is tolerated, as OpenAI and vLLM do; one that would
-change the answer, and that this server cannot honour, is refused with a sentence.
+Types are strict (`"16"` is not a number). An unknown field is ignored, as OpenAI and vLLM do. A known field that
+would change the answer and that this server does not support is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _expected(what: str) -> PydanticCustomError:
 
 
 def _refused(param: str, reason: str) -> PydanticCustomError:
-    """An error found by looking at a whole body; `param` names the field to blame."""
+    """An error that concerns several fields. `param` names the offending one."""
     return PydanticCustomError("refused", "{reason}", {"param": param, "reason": reason})
 
 
@@ -92,10 +92,10 @@ Prompts = Annotated[tuple[Prompt, ...], PlainValidator(_to_prompts, str | list[s
 StopStrings = Annotated[tuple[str, ...], PlainValidator(_to_stop, str | list[str] | None)]
 Content = Annotated[str, PlainValidator(_to_text, str | list[dict[str, str]])]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-# Python's integers have no end; what is done with these does.
+# Python's integers are unbounded; the code that uses these fields is not.
 Whole = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
-# What this server cannot honour: the field, the values that mean "not asked for", and the reason.
+# Unsupported fields: the name, the values that mean "not used", and the reason.
 _UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), "tool calls are not supported by this server"),
     "tool_choice": (("none", "auto"), "tool calls are not supported by this server"),
@@ -126,7 +126,7 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 class Body(BaseModel):
-    """What all bodies have in common."""
+    """Base of all bodies."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -148,7 +148,7 @@ class TransferParams(Body):
 
 
 class SamplingBody(Body):
-    """What completions and chat have in common. None means the default."""
+    """The fields of completions and chat. None means the default."""
 
     model: str | None = None
     max_tokens: Whole | None = None
@@ -169,11 +169,11 @@ class SamplingBody(Body):
     n: Whole | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prefix: str | None = Field(None, description="A named prefix that stands before the prompt.")
-    cache_report: bool | None = Field(None, description="Explain where the prompt's KV came from.")
+    prefix: str | None = Field(None, description="A named prefix before the prompt.")
+    cache_report: bool | None = Field(None, description="Report where the prompt's KV came from.")
     return_token_ids: bool | None = Field(None, description="Show the token ids of prompt and answer (vLLM's fields).")
-    kv_transfer_params: TransferParams | None = Field(None, description="Internal: a router sets it.")
-    prompt_cache_key: str | None = Field(None, description="Accepted and not needed: prefixes are found by content.")
+    kv_transfer_params: TransferParams | None = Field(None, description="Set by a router.")
+    prompt_cache_key: str | None = Field(None, description="Accepted without effect: prefixes are found by content.")
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> SamplingBody:
@@ -192,7 +192,7 @@ class CompletionRequest(SamplingBody):
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
-    def _only_what_is_offered(self) -> CompletionRequest:
+    def _check_supported(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise _refused("best_of", "not supported by this server; use n")
         if self.echo and self.logprobs is not None:
@@ -213,7 +213,7 @@ class Message(Body):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates want it. They know `system`, of which `developer` is OpenAI's newer name."""
+        """As chat templates expect it. They know `system`; `developer` is OpenAI's newer name for it."""
         role = "system" if self.role == "developer" else self.role
         named = {"name": self.name} if self.name is not None else {}
         return {"role": role, "content": self.content, **named}
@@ -259,16 +259,16 @@ class DetokenizeRequest(Body):
     tokens: list[int]
 
 
-class MoveBody(Body):
+class MigrateBody(Body):
     """`POST /v1/requests/{id}/migrate`."""
 
-    to: str = Field(description="URL of the server where the request goes on.")
+    to: str = Field(description="URL of the server that continues the request.")
 
 
 class DrainBody(Body):
     """`POST /v1/drain`."""
 
-    to: list[str] = Field(default_factory=list, description="URLs of servers; those of --drain-to if there are none.")
+    to: list[str] = Field(default_factory=list, description="URLs of servers to migrate to; --drain-to by default.")
 
 
 class PrefixContent(Body):
@@ -295,7 +295,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
-    """Read a JSON body. Raises BadRequest with a sentence that names the parameter."""
+    """Parse a JSON body. Raises BadRequest, which names the parameter."""
     try:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:

@@ -15,7 +15,7 @@ from foreword import __version__
 from foreword.config import Config, EngineConfig
 from foreword.errors import ForewordError
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "pydantic", "prometheus_client")
+_PACKAGES = ("torch", "transformers", "tokenizers", "starlette", "uvicorn", "pydantic", "prometheus_client")
 # Features that decide how fast a model runs on a CPU.
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 _GIB = 2**30

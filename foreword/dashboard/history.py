@@ -1,4 +1,4 @@
-"""The last half hour of the metrics, in a ring, so that a page that is opened late has something to draw."""
+"""The last half hour of the metrics, in a ring buffer, so that the page has data to draw when it is opened."""
 
 from __future__ import annotations
 
@@ -9,29 +9,26 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
-if TYPE_CHECKING:  # a router has no Starlette
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-EVERY_SECONDS = 5.0
+SAMPLE_SECONDS = 5.0
 KEEP_SECONDS = 1800.0
-# A bound for labels without end. A server with four tiers has about 120.
+# Labels may be unbounded. A server with four tiers has about 120 series.
 MAX_SERIES = 1024
 
-_STARTS = ("vllm:", "foreword:")
+_SHOWN = ("vllm:", "foreword:")
 _SKIPPED = ("vllm:cache_config_info", "foreword:model_info", "foreword:http_responses")
 
 Labels = tuple[tuple[str, str], ...]
 
 
 class MetricsHistory:
-    """Samples of counters, gauges, and of histograms their sums and counts.
+    """Samples of counters and gauges, and the sums and counts of histograms.
 
     Args:
-        families: all metrics at this moment. Called on a thread, one call at a time, or, with `on_loop`, on the event loop.
+        families: returns all metrics. Called on a thread, one call at a time, or, with `on_loop`, on the event loop.
         clock: seconds since the epoch.
     """
 
@@ -44,28 +41,28 @@ class MetricsHistory:
     ) -> None:
         self._families = families
         self._clock = clock
-        self._numbers: dict[tuple[str, Labels], int] = {}
-        self._samples: deque[tuple[float, array[float]]] = deque(maxlen=int(KEEP_SECONDS / EVERY_SECONDS))
+        self._columns: dict[tuple[str, Labels], int] = {}
+        self._samples: deque[tuple[float, array[float]]] = deque(maxlen=int(KEEP_SECONDS / SAMPLE_SECONDS))
         self._on_loop = on_loop
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def take(self) -> None:
-        """Keep a sample of now."""
-        row = array("d", [math.nan] * len(self._numbers))
-        for name, labels, value in _wanted(self._families()):
-            number = self._numbers.get((name, labels))
-            if number is None:
-                if len(self._numbers) >= MAX_SERIES:
+        """Take a sample now."""
+        row = array("d", [math.nan] * len(self._columns))
+        for name, labels, value in _shown(self._families()):
+            column = self._columns.get((name, labels))
+            if column is None:
+                if len(self._columns) >= MAX_SERIES:
                     continue
-                number = self._numbers[name, labels] = len(self._numbers)
+                column = self._columns[name, labels] = len(self._columns)
                 row.append(math.nan)
-            row[number] = value
+            row[column] = value
         with self._lock:
             self._samples.append((self._clock(), row))
 
     def keep_sampling(self) -> None:
-        """From now on take a sample every few seconds while the running event loop runs. Repeated calls change nothing."""
+        """Take a sample every few seconds while the running event loop runs. Repeated calls have no effect."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -75,31 +72,31 @@ class MetricsHistory:
         if self._loop is not loop:
             return
         if self._on_loop:
-            loop.call_later(EVERY_SECONDS, self._sample, loop)
+            loop.call_later(SAMPLE_SECONDS, self._sample, loop)
             self.take()
-        else:
-            try:
-                taken = loop.run_in_executor(None, self.take)
-            except RuntimeError:  # the loop is about to end, and its threads have
-                return
-            taken.add_done_callback(lambda _: loop.call_later(EVERY_SECONDS, self._sample, loop))
+            return
+        try:
+            taken = loop.run_in_executor(None, self.take)
+        except RuntimeError:  # the loop is about to end, and its threads have ended
+            return
+        taken.add_done_callback(lambda _: loop.call_later(SAMPLE_SECONDS, self._sample, loop))
 
     def plain(self) -> dict[str, Any]:
-        """As JSON: `series` are `[name, labels]`, `values` has a row per time and in it a number (or null) per series; a row
-        may be shorter than `series`."""
+        """As JSON: `series` are `[name, labels]`. `values` has a row per time with a number (or null) per series; a row may be
+        shorter than `series`."""
         with self._lock:
             samples = list(self._samples)
         return {
-            "every": EVERY_SECONDS,
-            "series": [[name, dict(labels)] for name, labels in list(self._numbers)],
+            "every": SAMPLE_SECONDS,
+            "series": [[name, dict(labels)] for name, labels in list(self._columns)],
             "times": [round(at, 3) for at, _ in samples],
             "values": [[value if math.isfinite(value) else None for value in row] for _, row in samples],
         }
 
 
-def _wanted(families: Iterable[Metric]) -> Iterator[tuple[str, Labels, float]]:
+def _shown(families: Iterable[Metric]) -> Iterator[tuple[str, Labels, float]]:
     for family in families:
-        if not family.name.startswith(_STARTS) or family.name.startswith(_SKIPPED):
+        if not family.name.startswith(_SHOWN) or family.name.startswith(_SKIPPED):
             continue
         for sample in family.samples:
             if not sample.name.endswith(("_bucket", "_created")):
@@ -107,16 +104,3 @@ def _wanted(families: Iterable[Metric]) -> Iterator[tuple[str, Labels, float]]:
                 drop = "" if family.name.startswith("foreword:router_") else "model_name"
                 labels = tuple(sorted((key, text) for key, text in sample.labels.items() if key != drop))
                 yield sample.name, labels, sample.value
-
-
-class Sampling:
-    """ASGI middleware: the first request starts the history."""
-
-    def __init__(self, app: ASGIApp, history: MetricsHistory) -> None:
-        self._app = app
-        self._history = history
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            self._history.keep_sampling()
-        await self._app(scope, receive, send)

@@ -1,11 +1,11 @@
-"""The page's own files. They hold no data, so nobody needs a key for them."""
+"""The dashboard's own files. They contain no data, so they need no API key."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from foreword.errors import NotFound
 
@@ -18,7 +18,7 @@ _TYPES: Final = {
     ".svg": "image/svg+xml",
 }
 # Scripts, styles and data from this server only; nothing inline, no frames around it.
-HEADERS: Final = {
+_HEADERS: Final = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -30,27 +30,45 @@ HEADERS: Final = {
 }
 
 
-class File:
-    """A file as it is sent. Raises OSError if it cannot be read."""
+class PageFile(NamedTuple):
+    """A file with its entity tag."""
 
-    def __init__(self, path: Path) -> None:
-        self.content = path.read_bytes()
-        self.tag = f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
-        self.headers = {**HEADERS, "content-type": _TYPES[path.suffix], "etag": self.tag}
-
-    def answer(self, known: str | None) -> tuple[int, bytes]:
-        """Status and body, for a browser that has the version `known` (its `If-None-Match`)."""
-        return (304, b"") if known == self.tag else (200, self.content)
+    content: bytes
+    tag: str
+    media_type: str
 
 
-def files() -> dict[str, File]:
-    """All files of the page by name."""
-    return {path.name: File(path) for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
+class PageResponse(NamedTuple):
+    """What a web framework needs to answer a request for a file."""
+
+    status: int
+    body: bytes
+    headers: dict[str, str]
 
 
-def find(known: Mapping[str, File], name: str) -> File:
-    """A file by name; the page itself for "". Raises NotFound."""
-    found = known.get(name or PAGE)
-    if found is None:
-        raise NotFound(f"The dashboard has no file {name!r}")
+@functools.cache
+def files() -> dict[str, PageFile]:
+    """All files of the dashboard by name."""
+    found = {}
+    for path in sorted(_FOLDER.iterdir()):
+        if path.suffix in _TYPES:
+            content = path.read_bytes()
+            tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            found[path.name] = PageFile(content, tag, _TYPES[path.suffix])
     return found
+
+
+def respond(name: str | None, known_tag: str | None) -> PageResponse:
+    """The response to `/ui/NAME`, or to `/ui` if `name` is None. Raises NotFound.
+
+    Args:
+        known_tag: the browser's `If-None-Match`.
+    """
+    if name is None:
+        # Relative, so that it also works behind a proxy that adds a path.
+        return PageResponse(307, b"", {**_HEADERS, "location": "ui/"})
+    file = files().get(name or PAGE)
+    if file is None:
+        raise NotFound(f"The dashboard has no file {name!r}")
+    headers = {**_HEADERS, "content-type": file.media_type, "etag": file.tag}
+    return PageResponse(304, b"", headers) if known_tag == file.tag else PageResponse(200, file.content, headers)

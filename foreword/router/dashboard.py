@@ -32,19 +32,12 @@ def install(app: web.Application, router: Router) -> None:
 
 
 def _add_pages(app: web.Application) -> None:
-    known = pages.files()
+    async def page(request: web.Request) -> web.Response:
+        found = pages.respond(request.match_info.get("name"), request.headers.get("if-none-match"))
+        return web.Response(body=found.body, status=found.status, headers=found.headers)
 
-    async def to_folder(_: web.Request) -> web.Response:
-        # Relative, so that it also works behind a proxy that adds a path.
-        return web.Response(status=307, headers={**pages.HEADERS, "location": "ui/"})
-
-    async def file(request: web.Request) -> web.Response:
-        found = pages.find(known, request.match_info["name"])
-        status, body = found.answer(request.headers.get("if-none-match"))
-        return web.Response(body=body, status=status, headers=found.headers)
-
-    app.router.add_get("/ui", to_folder)
-    app.router.add_get("/ui/{name:.*}", file)
+    app.router.add_get("/ui", page)
+    app.router.add_get("/ui/{name:.*}", page)
 
 
 def _add_data(app: web.Application, router: Router, history: MetricsHistory) -> None:

@@ -1,4 +1,4 @@
-"""The application: all routes around one engine. `serve` runs it as a process."""
+"""The ASGI application: all endpoints over one engine. `foreword.server.process` runs it."""
 
 from __future__ import annotations
 
@@ -6,91 +6,96 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from foreword import __version__
 from foreword.api.tenants import Tenants
 from foreword.config import Config
+from foreword.dashboard.history import MetricsHistory
 from foreword.errors import ForewordError
 from foreword.observability.metrics import PrometheusObserver
-from foreword.server import cache_api, dashboard, instance_api, openai_api, requests_api
-from foreword.server import errors as faults
-from foreword.server import migration as moving
-from foreword.server import prefixes as prefixes_api
-from foreword.server.endpoint import Front
-from foreword.server.limits import Gate
+from foreword.server import dashboard, instance_api, migration, openai_api, prefixes_api, requests_api
+from foreword.server.endpoint import ServerContext
+from foreword.server.errors import exception_handlers
+from foreword.server.limits import Admission
 from foreword.server.peers import Peers
-from foreword.server.requests_log import RequestsLog
+from foreword.server.request_log import RequestLog
+from foreword.server.routes import Routes
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
-    from foreword.server.kv_events import Source
+    from foreword.server.kv_events import EventSource
 
 
 def create_app(
-    engine: AsyncEngine | Gate, registry: PrometheusObserver, config: Config, events: Source | None = None
-) -> FastAPI:
+    engine: AsyncEngine | Admission, registry: PrometheusObserver, config: Config, events: EventSource | None = None
+) -> Starlette:
     """The ASGI application.
 
     Args:
-        engine: a loaded engine, or a gate that will be opened when the engine is loaded.
-        registry: what `/metrics` shows. It must have been given to the engine as an observer.
+        engine: a loaded engine, or an admission control that gets its engine later.
+        registry: the metrics of `/metrics`. It must be an observer of the engine.
         events: where the engine's KV events are published.
 
     Raises ConfigError for malformed API keys or peers.
     """
-    gate = engine if isinstance(engine, Gate) else Gate(config.server.max_queue, engine)
+    admission = engine if isinstance(engine, Admission) else Admission(config.server.max_queue, engine)
     tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizing")
-    front = Front(gate, Tenants.from_config(config.server), tokenizing, peers=Peers.from_config(config))
-    app = FastAPI(title="Foreword", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(RequestsLog, counted=registry.count_response)
-    app.include_router(openai_api.router(front))
-    app.include_router(prefixes_api.router(front))
-    app.include_router(cache_api.router(front))
-    app.include_router(instance_api.router(front))
-    app.include_router(requests_api.router(front, config.server))
-    app.state.move_away = partial(moving.drain, front, config.server.drain_to)
-    dashboard.install(app, front, registry)
-    _add_probes(app, gate, registry)
-    _add_sources(app, events)
-    faults.install(app)
+    tenants, peers = Tenants.from_config(config.server), Peers.from_config(config)
+    context = ServerContext(admission, tenants, tokenizing, peers=peers)
+    history = MetricsHistory(registry.families)
+    routes = Routes()
+    openai_api.add_routes(routes, context)
+    prefixes_api.add_routes(routes, context)
+    instance_api.add_routes(routes, context)
+    requests_api.add_routes(routes, context, config.server)
+    dashboard.add_routes(routes, context, history)
+    _add_probes(routes, admission, registry, events)
+    log = Middleware(RequestLog, on_request=history.keep_sampling, count=registry.count_response)
+    app = Starlette(routes=routes.table, middleware=[log], exception_handlers=exception_handlers(routes.paths))
+    app.router.redirect_slashes = False
+    app.state.migrate_all = partial(migration.drain, context, config.server.drain_to)
     return app
 
 
-def _add_sources(app: FastAPI, events: Source | None) -> None:
-    @app.get("/kv_event_sources", tags=["probes"])
-    async def kv_event_sources() -> dict[str, Any]:
-        """Where KV events are published, by rank; nothing if they are not (`--kv-events`)."""
-        return {} if events is None else {"0": events.described()}
-
-
-def _add_probes(app: FastAPI, gate: Gate, registry: PrometheusObserver) -> None:
-    @app.get("/health", tags=["probes"])
-    async def health() -> Response:
-        """Alive? 200 from the start, also while the model is loaded; 503 only if a restart is needed."""
-        failed = gate.loaded.status().failed if gate.loaded is not None else None
+def _add_probes(routes: Routes, admission: Admission, registry: PrometheusObserver, events: EventSource | None) -> None:
+    @routes.add("GET", "/health", "probes")
+    async def health(request: Request) -> Response:
+        """Liveness. 200 from the start, also while the model is loaded; 503 only if the server needs a restart."""
+        failed = admission.loaded.status().failed if admission.loaded is not None else None
         if failed is not None:
             return JSONResponse({"status": "failed", "reason": failed}, 503)
         return JSONResponse({"status": "alive"})
 
-    @app.get("/ready", tags=["probes"])
-    async def ready() -> Response:
-        """Does it take requests? 503 while the model is loaded and while the server shuts down."""
+    @routes.add("GET", "/ready", "probes")
+    async def ready(request: Request) -> Response:
+        """Readiness. 503 while the model is loaded and while the server shuts down."""
         try:
-            engine = gate.engine()
+            engine = admission.engine()
         except ForewordError as error:
             body = {"status": error.code, "reason": error.message}
             return JSONResponse(body, 503, headers={"retry-after": "1"})
         return JSONResponse({"status": "ready", "model": engine.info.name})
 
-    @app.get("/metrics", tags=["probes"])
+    @routes.add("GET", "/metrics", "probes")
     async def metrics(request: Request) -> Response:
-        """Prometheus."""
+        """The metrics for Prometheus."""
         content, media_type = registry.render(request.headers.get("accept", ""))
         return Response(content, headers={"content-type": media_type})
 
-    @app.get("/version", tags=["probes"])
-    async def show_version() -> dict[str, Any]:
+    @routes.add("GET", "/version", "probes")
+    async def show_version(request: Request) -> dict[str, Any]:
         """Foreword's version."""
         return {"version": __version__}
+
+    @routes.add("GET", "/kv_event_sources", "probes")
+    async def kv_event_sources(request: Request) -> dict[str, Any]:
+        """The ZeroMQ endpoints that publish KV events, by rank. Empty without `--kv-events`."""
+        return {} if events is None else {"0": events.described()}
+
+    @routes.add("GET", "/openapi.json", None)
+    async def openapi(request: Request) -> dict[str, Any]:
+        return routes.openapi()

@@ -1,4 +1,4 @@
-"""The dashboard of one engine: its page, and what the page needs beyond `/metrics`. A caller sees its own tenant's names."""
+"""The server's dashboard: its page, and the data that the page needs beyond `/metrics`. A caller sees its own tenant's data."""
 
 from __future__ import annotations
 
@@ -8,92 +8,60 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import RedirectResponse, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from foreword import __version__
 from foreword.api.prefixes import describe
 from foreword.blocks.common_prefixes import CommonPrefix
 from foreword.dashboard import pages
-from foreword.dashboard.history import MetricsHistory, Sampling
+from foreword.dashboard.history import MetricsHistory
 from foreword.errors import ForewordError, Unauthorized
-from foreword.observability.metrics import PrometheusObserver
-from foreword.server.endpoint import Front
+from foreword.server.endpoint import ServerContext
+from foreword.server.routes import Routes
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.prefixes.book import NamedPrefix
 
 _SHOWN_REQUESTS: Final = 50
-_SHOWN_CHAINS: Final = 8
-# Seconds for which found chains are good: finding them compares thousands of texts.
-_CHAINS_AGE: Final = 4.0
+_SHOWN_COMMON_PREFIXES: Final = 8
+# Seconds before common prefixes are searched again. A search compares thousands of prompts.
+_COMMON_PREFIXES_AGE: Final = 4.0
 _MAX_TENANTS: Final = 256
 
 
-def install(app: FastAPI, front: Front, registry: PrometheusObserver) -> None:
-    """Add `/ui` to an engine's application."""
-    history = MetricsHistory(registry.families)
-    app.include_router(_data(front, history))
-    app.include_router(_pages())
-    app.add_middleware(Sampling, history=history)
+def add_routes(routes: Routes, context: ServerContext, history: MetricsHistory) -> None:
+    common_prefixes = _CommonPrefixes()
 
-
-def _pages() -> APIRouter:
-    known = pages.files()
-    routes = APIRouter(prefix="/ui", include_in_schema=False)
-
-    @routes.get("")
-    async def to_folder() -> Response:
-        # Relative, so that it also works behind a proxy that adds a path.
-        return RedirectResponse("ui/", headers=pages.HEADERS)
-
-    @routes.get("/{name:path}")
-    async def file(request: Request, name: str) -> Response:
-        found = pages.find(known, name)
-        status, body = found.answer(request.headers.get("if-none-match"))
-        return Response(body, status, headers=found.headers)
-
-    return routes
-
-
-def _is_welcome(front: Front, request: Request) -> bool:
-    """Whether a request comes with a key that is known, or needs none: asked for so that no browser logs an error 401."""
-    try:
-        front.tenant(request)
-    except Unauthorized:
-        return False
-    return True
-
-
-def _data(front: Front, history: MetricsHistory) -> APIRouter:
-    routes = APIRouter(prefix="/ui/data", tags=["dashboard"])
-    chains = _Chains()
-
-    @routes.get("/kind")
+    @routes.add("GET", "/ui/data/kind", "dashboard")
     async def kind(request: Request) -> dict[str, Any]:
-        """What this is the page of, and whether the caller may see more. Needs no key."""
-        return {"kind": "server", "version": __version__, "welcome": _is_welcome(front, request)}
+        """Server or router, and whether the caller's key is accepted. Needs no key, so that browsers log no error 401."""
+        try:
+            context.tenant(request)
+            welcome = True
+        except Unauthorized:
+            welcome = False
+        return {"kind": "server", "version": __version__, "welcome": welcome}
 
-    @routes.get("/history")
+    @routes.add("GET", "/ui/data/history", "dashboard")
     async def show_history(request: Request) -> dict[str, Any]:
         """The last half hour of the metrics."""
-        front.tenant(request)
+        context.tenant(request)
         return await asyncio.to_thread(history.plain)
 
-    @routes.get("/now")
+    @routes.add("GET", "/ui/data/now", "dashboard")
     async def now(request: Request) -> dict[str, Any]:
-        """State, and the caller's newest requests, named prefixes and shared chains. No text."""
-        salt = front.tenant(request).salt
-        newest = [one.plain() for one in front.recent.newest(salt, _SHOWN_REQUESTS)]
+        """The server's state, and the caller's newest requests, named prefixes and common prefixes. No text."""
+        salt = context.tenant(request).salt
         answer: dict[str, Any] = {
             "time": time.time(),
-            "state": _state(front),
-            "requests": newest,
+            "state": _state(context),
+            "requests": context.recent.newest(salt, _SHOWN_REQUESTS),
             "prefixes": [],
-            "chains": [],
+            "common_prefixes": [],
         }
-        engine = front.gate.loaded
+        engine = context.admission.loaded
         if engine is None or engine.status().failed is not None:
             return answer
         info, prefixes = engine.info, await _prefixes(engine, salt)
@@ -106,15 +74,20 @@ def _data(front: Front, history: MetricsHistory) -> APIRouter:
             "kv_bytes_per_block": info.kv_bytes_per_block,
         }
         answer["prefixes"] = [describe(prefix) for prefix in prefixes]
-        answer["chains"] = [_shown(chain, prefixes) for chain in await chains.of(engine, salt)]
+        answer["common_prefixes"] = [_describe(one, prefixes) for one in await common_prefixes.of(engine, salt)]
         return answer
 
-    return routes
+    async def page(request: Request) -> Response:
+        found = pages.respond(request.path_params.get("name"), request.headers.get("if-none-match"))
+        return Response(found.body, found.status, found.headers)
+
+    routes.add("GET", "/ui", None)(page)
+    routes.add("GET", "/ui/{name:path}", None)(page)
 
 
-def _state(front: Front) -> dict[str, str]:
+def _state(context: ServerContext) -> dict[str, str]:
     try:
-        front.gate.engine()
+        context.admission.engine()
     except ForewordError as error:
         return {"status": error.code or "not_ready", "reason": error.message}
     return {"status": "ready", "reason": ""}
@@ -125,25 +98,25 @@ async def _prefixes(engine: AsyncEngine, salt: bytes) -> Sequence[NamedPrefix]:
         await engine.prefixes.refresh(salt)
         return engine.prefixes.list(salt=salt)
     except ForewordError:
-        return ()  # the server is going down, or its store does not answer
+        return ()  # the server is shutting down, or its store does not answer
 
 
-class _Chains:
-    """Shared chains per tenant, as found some seconds ago."""
+class _CommonPrefixes:
+    """Common prefixes per tenant, found a few seconds ago."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[bytes, tuple[float, Sequence[CommonPrefix]]] = OrderedDict()
-        self._finding = asyncio.Lock()
+        self._searching = asyncio.Lock()
 
     async def of(self, engine: AsyncEngine, salt: bytes) -> Sequence[CommonPrefix]:
-        async with self._finding:
-            at, found = self._found.get(salt, (-_CHAINS_AGE, ()))
-            if time.monotonic() - at < _CHAINS_AGE:
+        async with self._searching:
+            at, found = self._found.get(salt, (-_COMMON_PREFIXES_AGE, ()))
+            if time.monotonic() - at < _COMMON_PREFIXES_AGE:
                 return found
             try:
-                found = await engine.common_prefixes(salt, _SHOWN_CHAINS)
+                found = await engine.common_prefixes(salt, _SHOWN_COMMON_PREFIXES)
             except ForewordError:
-                return found  # the engine is going down
+                return found  # the engine is shutting down
             self._found[salt] = time.monotonic(), found
             self._found.move_to_end(salt)
             if len(self._found) > _MAX_TENANTS:
@@ -151,18 +124,18 @@ class _Chains:
             return found
 
 
-def _shown(chain: CommonPrefix, prefixes: Sequence[NamedPrefix]) -> dict[str, Any]:
-    """A chain without its tokens. `begins_with` is the longest named prefix in it."""
-    length, tokens = len(chain.tokens), tuple(chain.tokens)
+def _describe(common: CommonPrefix, prefixes: Sequence[NamedPrefix]) -> dict[str, Any]:
+    """A common prefix without its tokens. `starts_with` is the longest named prefix in it."""
+    length, tokens = len(common.tokens), tuple(common.tokens)
     inside = [one for one in prefixes if 0 < len(one.tokens) <= length and tokens[: len(one.tokens)] == one.tokens]
-    # Of a prefix that ends within a block, only the full blocks are shared.
+    # Requests share only the full blocks of a named prefix that ends within a block.
     around = [one for one in prefixes if len(one.tokens) > length and one.tokens[:length] == tokens]
     longest = max(inside, key=lambda one: len(one.tokens)) if inside else None
     return {
         "tokens": length,
-        "blocks": chain.blocks,
-        "users": chain.users,
-        "on_device": chain.on_device,
-        "begins_with": longest.name if longest is not None else None,
+        "blocks": common.blocks,
+        "users": common.users,
+        "on_device": common.on_device,
+        "starts_with": longest.name if longest is not None else None,
         "part_of": [one.name for one in around[:3]],
     }

@@ -1,4 +1,4 @@
-"""What every route needs: who calls, which engine, what was sent, and a thread for tokenizing."""
+"""What every endpoint needs: the caller's tenant, the engine, the request's body, and a thread for tokenizing."""
 
 from __future__ import annotations
 
@@ -8,61 +8,47 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from fastapi import Request
+from starlette.requests import Request
 
+from foreword.api.errors import MAX_BODY_BYTES, BodyTooLarge, UnsupportedMediaType
 from foreword.api.schemas import AnyBody, parse
 from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
 from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mean
-from foreword.server.active_requests import InFlight
-from foreword.server.limits import Gate
+from foreword.server.active_requests import ActiveRequests
+from foreword.server.limits import Admission
 from foreword.server.peers import Peers
 from foreword.server.recent_requests import RecentRequests
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
 
-MAX_BODY_BYTES = 64 << 20
-# No tokenizer has tokens anywhere near this long, so a longer text can be refused without tokenizing it.
+# No tokenizer has tokens anywhere near this long: a longer text is refused without tokenizing it.
 MAX_CHARACTERS_PER_TOKEN = 256
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class BodyTooLarge(BadRequest):
-    """A body is larger than any prompt could need."""
-
-    status = 413
-    code = "request_too_large"
-
-
-class UnsupportedMediaType(BadRequest):
-    """A body is not declared to be JSON. Browsers send such requests across sites without asking first."""
-
-    status = 415
-    code = "unsupported_media_type"
-
-
 @dataclass(frozen=True, slots=True)
-class Front:
-    """Shared by all routes.
+class ServerContext:
+    """Shared by all endpoints.
 
     Attributes:
-        tokenizing: one thread, so that a long prompt does not stop the event loop.
+        tokenizing: one thread, so that a long prompt does not block the event loop.
         recent: the newest requests, for the dashboard.
-        in_flight: the requests that run now.
+        active: the requests that run now.
         peers: other servers that requests may name.
     """
 
-    gate: Gate
+    admission: Admission
     tenants: Tenants
     tokenizing: Executor
     recent: RecentRequests = field(default_factory=RecentRequests)
-    in_flight: InFlight = field(default_factory=InFlight)
+    active: ActiveRequests = field(default_factory=ActiveRequests)
     peers: Peers = field(default_factory=Peers)
 
     def tenant(self, request: Request) -> Tenant:
-        """Who calls. Raises Unauthorized."""
+        """The caller's tenant. Raises Unauthorized."""
         return self.tenants.authenticate(request.headers.get("authorization"), request.headers.get(SALT_HEADER))
 
     async def body(self, request: Request, kind: type[AnyBody]) -> AnyBody:
@@ -76,7 +62,7 @@ class Front:
 
 
 def check_model(engine: AsyncEngine, name: str | None) -> None:
-    """Raises UnknownModel if `name` is given and is not what `engine` serves."""
+    """Raises UnknownModel if `name` is given and `engine` serves another model."""
     if name is not None and name != engine.info.name:
         raise UnknownModel(
             f"No model named {name!r} is served here{did_you_mean(name, [engine.info.name])}", param="model"
@@ -97,11 +83,8 @@ def check_token_ids(engine: AsyncEngine, tokens: tuple[int, ...], param: str) ->
     size = engine.info.vocab_size
     if tokens and not 0 <= min(tokens) <= max(tokens) < size:
         wrong = next(token for token in tokens if not 0 <= token < size)
-        raise BadRequest(f"{param}: token id {_short(wrong)} is not between 0 and {size - 1}", param=param)
-
-
-def _short(number: int) -> str:
-    return str(number) if abs(number) < 10**20 else f"of {number.bit_length()} bits"
+        shown = str(wrong) if abs(wrong) < 10**20 else f"of {wrong.bit_length()} bits"
+        raise BadRequest(f"{param}: token id {shown} is not between 0 and {size - 1}", param=param)
 
 
 async def _read(request: Request) -> bytes:
@@ -112,5 +95,5 @@ async def _read(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"The body has more than {MAX_BODY_BYTES >> 20} MiB")
+            raise BodyTooLarge
     return bytes(body)

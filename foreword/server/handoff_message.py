@@ -1,4 +1,4 @@
-"""How an answer is written, for the server where its request goes on: JSON that travels with the request, opaque to engines."""
+"""The hand-off message: how a migrated request's answer is written. It travels with the request; engines do not read it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreword.engine.request import Request
 from foreword.errors import BadRequest
-from foreword.server.job import Caller, ChatShape, CompletionShape, Job, Shape
+from foreword.server.job import Caller, ChatFormat, ChoiceFormat, CompletionFormat, Job
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
@@ -16,39 +16,41 @@ if TYPE_CHECKING:
 VERSION = 1
 
 
-def seal(job: Job) -> bytes:
-    """A job with one prompt and one answer."""
-    shape = job.shapes[0]
-    written = {
+def encode(job: Job) -> bytes:
+    """From a job with one prompt and one answer."""
+    choice = job.formats[0]
+    message = {
         "version": VERSION,
-        "kind": "chat" if isinstance(shape, ChatShape) else "completion",
+        "kind": "chat" if isinstance(choice, ChatFormat) else "completion",
         "head": job.head,
         "stream": job.streams,
         "include_usage": job.include_usage,
         "prefix": job.prefix,
         "token_ids": job.token_ids,
-        "echo": shape.echo if isinstance(shape, CompletionShape) else "",
+        "echo": choice.echo if isinstance(choice, CompletionFormat) else "",
     }
-    return json.dumps(written).encode()
+    return json.dumps(message).encode()
 
 
-def resume(engine: AsyncEngine, request: Request, output: Sequence[int], envelope: bytes, caller: Caller) -> Job:
-    """The job, to go on after the tokens `output`. Raises BadRequest if there is no envelope that is understood."""
+def resume(engine: AsyncEngine, request: Request, output: Sequence[int], message: bytes, caller: Caller) -> Job:
+    """The job that continues after the tokens `output`. Raises BadRequest for a message that this version does not know."""
     try:
-        written: dict[str, Any] = json.loads(envelope)
-        if written["version"] != VERSION:
+        fields: dict[str, Any] = json.loads(message)
+        if fields["version"] != VERSION:
             raise ValueError("another version")
-        shape = _shape(engine, written, output if request.params.logprobs is not None else ())
-        streams, usage = bool(written["stream"]), bool(written["include_usage"])
-        head, prefix, ids = dict(written["head"]), written["prefix"], bool(written["token_ids"])
+        choice = _format(engine, fields, output if request.params.logprobs is not None else ())
+        streams, usage = bool(fields["stream"]), bool(fields["include_usage"])
+        head, prefix, ids = dict(fields["head"]), fields["prefix"], bool(fields["token_ids"])
     except (ValueError, KeyError, TypeError) as error:
-        raise BadRequest("the request moved here without a description of its answer that is understood") from error
-    return Job(head, (request,), (shape,), streams, usage, prefix, ids, caller=caller, resumed=len(output))
+        raise BadRequest(
+            "the migrated request's hand-off message has a format that this server does not know"
+        ) from error
+    return Job(head, (request,), (choice,), streams, usage, prefix, ids, caller=caller, resumed=len(output))
 
 
-def _shape(engine: AsyncEngine, written: dict[str, Any], output: Sequence[int]) -> Shape:
-    if written["kind"] == "chat":
-        return ChatShape(engine.tokenizer)
-    shape = CompletionShape(engine.tokenizer, str(written["echo"]))
-    shape.skip(output)
-    return shape
+def _format(engine: AsyncEngine, fields: dict[str, Any], output: Sequence[int]) -> ChoiceFormat:
+    if fields["kind"] == "chat":
+        return ChatFormat(engine.tokenizer)
+    choice = CompletionFormat(engine.tokenizer, str(fields["echo"]))
+    choice.skip(output)
+    return choice

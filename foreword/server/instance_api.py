@@ -1,37 +1,40 @@
-"""`GET /v1/instance`: what this server is among others, for routers and for servers that move requests here."""
+"""`/v1/instance` and `/v1/cache`: this server as one of several, and the removal of a caller's KV."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 
-from foreword.api.tenants import Tenant
-from foreword.server.endpoint import Front
+from foreword.server.endpoint import ServerContext
+from foreword.server.routes import Routes
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
 
 
-def router(front: Front) -> APIRouter:
-    """The routes."""
-    routes = APIRouter(prefix="/v1/instance", tags=["instance"])
-
-    @routes.get("")
+def add_routes(routes: Routes, context: ServerContext) -> None:
+    @routes.add("GET", "/v1/instance", "instance")
     async def show(request: Request) -> dict[str, Any]:
-        """Role, transfer address, model and layout, and how busy it is now. `role` and `transfer` are null where the server
-        works alone. Answers also while it drains."""
-        tenant = front.tenant(request)
-        loaded = front.gate.loaded
-        engine = front.gate.engine() if loaded is None else loaded
-        return {**describe(engine, tenant), "draining": front.gate.draining}
+        """Role, transfer address, model, KV layout and load. `role` and `transfer` are null on a server that works alone.
+        Answers also while the server drains."""
+        salt = context.tenant(request).salt
+        admission = context.admission
+        engine = admission.engine() if admission.loaded is None else admission.loaded
+        return {**describe(engine, salt), "draining": admission.draining}
 
-    return routes
+    @routes.add("DELETE", "/v1/cache", "cache")
+    async def forget(request: Request) -> dict[str, Any]:
+        """Remove the caller's blocks and named prefixes from the device and from every store, and return a receipt. Blocks that
+        running requests use stay on the device until those end. The device drops the unused blocks of all tenants, because it
+        does not record their owner."""
+        salt, engine = context.tenant(request).salt, context.admission.engine()
+        return await engine.forget(salt)
 
 
-def describe(engine: AsyncEngine, tenant: Tenant) -> dict[str, Any]:
-    """This instance as JSON. `tenant` is a digest of the caller's salt: two servers that give the same one share its blocks."""
+def describe(engine: AsyncEngine, salt: bytes) -> dict[str, Any]:
+    """This instance as JSON. `tenant` is a digest of the caller's salt: servers that give the same digest share its blocks."""
     info, status, instance = engine.info, engine.status(), engine.instance
     return {
         "role": None if instance is None else instance.role,
@@ -41,7 +44,7 @@ def describe(engine: AsyncEngine, tenant: Tenant) -> dict[str, Any]:
         "layout": None if instance is None else instance.view.layout.fingerprint.hex(),
         "block_size": info.block_size,
         "max_model_len": info.max_model_len,
-        "tenant": digest(tenant.salt),
+        "tenant": hashlib.sha256(b"foreword/tenant\x00" + salt).hexdigest()[:16],
         "load": {
             "running": status.running,
             "waiting": status.waiting,
@@ -51,8 +54,3 @@ def describe(engine: AsyncEngine, tenant: Tenant) -> dict[str, Any]:
             "kv_usage": status.kv_usage,
         },
     }
-
-
-def digest(salt: bytes) -> str:
-    """Says whether two salts are equal, and nothing else about them."""
-    return hashlib.sha256(b"foreword/tenant\x00" + salt).hexdigest()[:16]

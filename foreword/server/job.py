@@ -1,4 +1,4 @@
-"""A `Job` is one HTTP request for a completion or a chat: its prompts, how its answer is written, and its counts."""
+"""A `Job` is one HTTP request for a completion or a chat: its prompts, how its answer is written, and its progress."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foreword.api import logprobs
-from foreword.engine.request import Delta, Request, TokenLogprob
+from foreword.engine.request import CacheReport, Delta, MigratedTo, Request, TokenLogprob
+from foreword.errors import CannotMove
 
 if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer
 
-# What another server must be told to treat a caller in the same way.
-_PASSED_ON = ("authorization", "x-foreword-salt", "x-request-id")
+# With these headers another server treats a request as the caller's own.
+_FORWARDED = ("authorization", "x-foreword-salt", "x-request-id")
 FOLLOW_HEADER = "x-foreword-follow"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asked.
+    """The client of a request.
 
     Attributes:
-        headers: to show on the caller's behalf to the server where a request goes on.
-        follows: it knows `foreword.moved` events and goes there itself, as a router does.
+        headers: sent on the caller's behalf to the server that continues a migrated request.
+        follows: the caller understands `foreword.moved` events and reconnects by itself, as a router does.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)  # the caller's key is among them
@@ -33,12 +34,12 @@ class Caller:
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> Caller:
         """From a request's headers."""
-        passed = {name: headers[name] for name in _PASSED_ON if name in headers}
-        return cls(passed, headers.get(FOLLOW_HEADER, "") == "1")
+        forwarded = {name: headers[name] for name in _FORWARDED if name in headers}
+        return cls(forwarded, headers.get(FOLLOW_HEADER, "") == "1")
 
 
-class Shape(Protocol):
-    """How the answers of one interface are written. It may keep state per choice."""
+class ChoiceFormat(Protocol):
+    """How the choices of an answer are written as JSON. There is one object per choice, which may keep state."""
 
     whole_object: str
     chunk_object: str
@@ -53,8 +54,8 @@ class Shape(Protocol):
         """A choice of an answer that is not streamed."""
 
 
-class CompletionShape:
-    """`text_completion`. Before the text may come the prompt (`echo`)."""
+class CompletionFormat:
+    """`text_completion`. With `echo` the prompt precedes the text."""
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
@@ -65,7 +66,7 @@ class CompletionShape:
         self._offsets = logprobs.Offsets()
 
     def skip(self, tokens: Sequence[int]) -> None:
-        """These were written elsewhere: count their characters."""
+        """Count the characters of tokens that another server has sent."""
         for token in tokens:
             self._offsets.next(self._tokenizer, token)
 
@@ -80,7 +81,7 @@ class CompletionShape:
         return self.chunk(self.echo + text, entries)
 
 
-class ChatShape:
+class ChatFormat:
     """`chat.completion`."""
 
     whole_object = "chat.completion"
@@ -105,69 +106,108 @@ class ChatShape:
         return None if entries is None else logprobs.for_chat(self._tokenizer, entries)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One HTTP request on its way through.
+@dataclass(slots=True)
+class PromptProgress:
+    """What has been counted for one prompt.
 
     Attributes:
-        head: what every answer and chunk begins with.
-        requests: one per prompt.
-        shapes: one per choice.
-        prefix: the named prefix that stands before the prompts.
-        token_ids: show the prompts' and the answers' token ids, in vLLM's fields.
-        caller: who asked.
-        resumed: it began on another server and goes on here after so many tokens; None if it begins here.
+        output_tokens: of all its sequences.
+        cached_tokens, first_token_at, finish_reason, cache_report: of its first sequence. The other sequences find the prompt
+            cached by that one. `first_token_at` is on the clock of `time.monotonic`.
+    """
+
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    first_token_at: float | None = None
+    finish_reason: str | None = None
+    cache_report: CacheReport | None = None
+
+    def note(self, delta: Delta, now: float) -> None:
+        """Count a delta."""
+        self.output_tokens += len(delta.tokens)
+        if delta.index == 0:
+            self.cached_tokens, self.finish_reason = delta.cached_tokens, delta.finish_reason
+            self.cache_report = delta.cache_report or self.cache_report
+            if delta.tokens and self.first_token_at is None:
+                self.first_token_at = now
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One HTTP request for a completion or a chat. Choice `prompt * n + index` is sequence `index` of prompt `prompt`.
+
+    Attributes:
+        head: the fields that every answer and chunk begins with.
+        requests: the engine's requests, one per prompt.
+        formats: one per choice.
+        prefix: the named prefix before the prompts.
+        token_ids: show the token ids of prompts and answers, in vLLM's fields.
+        resumed: output tokens that another server sent before this request migrated here; None if it started here.
+        progress: one per prompt.
+        departure: the server that continues this request, if it migrated away. Then this server only relays its output.
     """
 
     head: dict[str, Any]
     requests: tuple[Request, ...]
-    shapes: tuple[Shape, ...]
+    formats: tuple[ChoiceFormat, ...]
     streams: bool
     include_usage: bool
     prefix: str | None = None
     token_ids: bool = False
     caller: Caller = field(default_factory=Caller)
     resumed: int | None = None
+    progress: list[PromptProgress] = field(init=False)
+    departure: MigratedTo | None = None
+
+    def __post_init__(self) -> None:
+        self.progress = [PromptProgress(self.resumed or 0) for _ in self.requests]
 
     @property
     def n(self) -> int:
+        """Sequences per prompt."""
         return self.requests[0].params.n
 
     @property
     def wants_logprobs(self) -> bool:
         return self.requests[0].params.logprobs is not None
 
+    @property
+    def output_tokens(self) -> int:
+        return sum(prompt.output_tokens for prompt in self.progress)
 
-@dataclass(slots=True)
-class Tally:
-    """What was counted while a job ran."""
-
-    job: Job
-    completion_tokens: int = 0
-    cached_tokens: dict[int, int] = field(default_factory=dict)
-    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    def add(self, prompt: int, delta: Delta) -> None:
-        self.completion_tokens += len(delta.tokens)
-        if delta.index == 0:
-            # A prompt counts once, as its first sequence met it; the others found it cached by that one.
-            self.cached_tokens[prompt] = delta.cached_tokens
-            # The dashboard may have asked for a report that the client did not ask for.
-            if delta.cache_report is not None and self.job.requests[prompt].want_cache_report:
-                self.reports[prompt] = dataclasses.asdict(delta.cache_report)
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.tokens) for request in self.requests)
 
     def usage(self) -> dict[str, Any]:
-        prompt_tokens = sum(len(request.tokens) for request in self.job.requests)
+        """OpenAI's `usage`."""
         return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.output_tokens,
+            "total_tokens": self.prompt_tokens + self.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(prompt.cached_tokens for prompt in self.progress)},
         }
 
-    def report(self) -> dict[str, Any]:
-        """`{"cache_report": ...}` if one was asked for: one report for one prompt, a list in order for several."""
-        if not self.reports:
+    def cache_report(self) -> dict[str, Any]:
+        """`{"cache_report": ...}` if the client asked for it: one report for one prompt, else a list in the prompts' order."""
+        # The dashboard may have asked for a report that the client did not ask for.
+        if not self.requests[0].want_cache_report:
             return {}
-        reports = [self.reports[prompt] for prompt in sorted(self.reports)]
-        return {"cache_report": reports[0] if len(self.job.requests) == 1 else reports}
+        reports = [dataclasses.asdict(one.cache_report) for one in self.progress if one.cache_report is not None]
+        if not reports:
+            return {}
+        return {"cache_report": reports[0] if len(self.requests) == 1 else reports}
+
+    # Migration
+
+    @property
+    def movable(self) -> bool:
+        """Whether this request can migrate to another server."""
+        return self.departure is None and len(self.requests) == 1 and self.n == 1
+
+    def check_movable(self) -> None:
+        """Raises CannotMove."""
+        if self.departure is not None:
+            raise CannotMove(f"the request has moved to {self.departure.to} already, as {self.departure.request_id!r}")
+        if not self.movable:
+            raise CannotMove("only requests with one prompt and one answer (n=1) can move")

@@ -80,7 +80,7 @@ class _Change(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class EventSource:
     """Where the events are, as `GET /kv_event_sources` tells it."""
 
     endpoint: str
@@ -118,7 +118,7 @@ class KvEvents:
         self._pub.set_hwm(_WAITING)
         try:
             first = _bind(self._pub, endpoint)
-            self.source = Source(first, _bind(self._router, replay or _next_port(endpoint)))
+            self.source = EventSource(first, _bind(self._router, replay or _next_port(endpoint)))
         except ConfigError:
             self._close_sockets()
             raise

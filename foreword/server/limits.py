@@ -1,4 +1,4 @@
-"""The state of the front door: loading, ready, draining. It says who may enter, and counts who is inside."""
+"""Admission control: whether the server takes requests now, and how many sequences may wait."""
 
 from __future__ import annotations
 
@@ -13,112 +13,113 @@ from foreword.errors import BadRequest, EngineFailed, NotReady, QueueFull, Shutt
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
 
-# Seconds between two looks at what waits to be fetched.
-_LOOK = 0.05
+# Seconds between two checks for migrated requests that no client has fetched yet.
+_POLL_SECONDS = 0.05
 
 
-class Gate:
-    """Everything here runs on the event loop's thread; nothing is locked.
+class Admission:
+    """The server's state (loading, ready, draining) and the number of sequences it has admitted.
+
+    Runs on the event loop's thread; nothing is locked.
 
     Args:
-        max_queue: sequences that may wait for admission to the engine.
+        max_queue: sequences that may wait for the engine.
         engine: the engine, if it is loaded already.
     """
 
     def __init__(self, max_queue: int, engine: AsyncEngine | None = None) -> None:
         self.max_queue = max_queue
+        # Set when the server has stopped waiting for running requests.
+        self.stopped = asyncio.Event()
         self._engine = engine
         self._draining = False
-        # Set when the server has stopped waiting for those inside.
-        self.ended = asyncio.Event()
-        self._inside = 0
-        self._empty = asyncio.Event()
-        self._empty.set()
-        self._since = time.monotonic()
+        self._admitted = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._created = time.monotonic()
         self._progress = "it has just begun"
 
-    def open(self, engine: AsyncEngine) -> None:
-        """The engine is loaded: let requests in."""
+    def set_engine(self, engine: AsyncEngine) -> None:
+        """The engine is loaded: take requests from now on."""
         self._engine = engine
 
     def note_progress(self, text: str) -> None:
-        """Loading has come this far; shown to those who ask too early."""
+        """How far loading has come. Requests that arrive too early get this text in their error."""
         self._progress = text
 
     @property
     def draining(self) -> bool:
-        """Whether it lets nobody in because the server is about to stop."""
+        """Whether the server refuses new requests because it is about to stop."""
         return self._draining
 
     @property
     def loaded(self) -> AsyncEngine | None:
-        """The engine, whether or not requests may enter."""
+        """The engine, whether or not the server takes requests."""
         return self._engine
 
     def engine(self) -> AsyncEngine:
-        """The engine. Raises ShuttingDown, NotReady or EngineFailed where a request may not enter now."""
+        """The engine. Raises ShuttingDown, NotReady or EngineFailed if the server takes no requests now."""
         if self._draining:
             raise ShuttingDown("The server is shutting down and takes no new requests; retry later")
-        return self._checked()
+        return self.check_loaded()
 
-    def _checked(self) -> AsyncEngine:
+    def check_loaded(self) -> AsyncEngine:
+        """The engine, also while the server drains. Raises NotReady or EngineFailed."""
         if self._engine is None:
-            waited = time.monotonic() - self._since
+            waited = time.monotonic() - self._created
             raise NotReady(f"The model is still being loaded ({waited:.0f} s so far: {self._progress}); retry soon")
         failed = self._engine.status().failed
         if failed is not None:
             raise EngineFailed(f"The engine has stopped: {failed}")
         return self._engine
 
-    def check_loaded(self) -> AsyncEngine:
-        """The engine, also while the server drains. Raises NotReady or EngineFailed."""
-        return self._checked()
-
-    def check_room(self, sequences: int) -> None:
-        """Raises QueueFull if `sequences` more would have to wait beyond the bound, BadRequest if they always would."""
+    def check_queue(self, sequences: int) -> None:
+        """Raises QueueFull if `sequences` more would exceed the queue's limit, BadRequest if they always would."""
         if sequences > self.max_queue:
             raise BadRequest(
                 f"The request asks for {sequences} sequences (prompts times n); "
                 f"at most {self.max_queue} may wait here (server.max_queue)",
                 param="n",
             )
-        # What is inside and does not run, waits or is on its way to the engine: a burst that arrives between two steps
-        # is counted although the engine has not seen it yet.
+        # Admitted sequences that do not run are waiting or on their way to the engine. So a burst between two steps counts,
+        # although the engine has not seen it yet.
         status = self.engine().status()
-        waiting = max(status.waiting, self._inside - status.running)
+        waiting = max(status.waiting, self._admitted - status.running)
         if waiting + sequences > self.max_queue:
             raise QueueFull(f"{waiting} sequences wait already and at most {self.max_queue} may; retry later")
 
     @contextmanager
-    def admit(self, sequences: int, *, checked: bool = True) -> Iterator[AsyncEngine]:
-        """Count `sequences` as inside until the end of the block. Raises what `engine` and `check_room` raise; those that are
-        inside already (their request moved here) are not `checked`."""
-        engine = self.engine() if checked else self.check_loaded()
-        if checked:
-            self.check_room(sequences)
-        self._inside += sequences
-        self._empty.clear()
+    def admit(self, sequences: int, *, migrated: bool = False) -> Iterator[AsyncEngine]:
+        """Count `sequences` as admitted until the end of the block. Raises what `engine` and `check_queue` raise.
+
+        A `migrated` request runs already, so it is admitted while the server drains and when the queue is full.
+        """
+        engine = self.check_loaded() if migrated else self.engine()
+        if not migrated:
+            self.check_queue(sequences)
+        self._admitted += sequences
+        self._idle.clear()
         try:
             yield engine
         finally:
-            self._inside -= sequences
-            if self._inside == 0:
-                self._empty.set()
+            self._admitted -= sequences
+            if self._admitted == 0:
+                self._idle.set()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Refuse new requests from now on."""
         self._draining = True
 
     async def drain(self, timeout: float) -> None:
-        """Let nobody in, wait up to `timeout` seconds until everybody is out and all that moved here was fetched, then abort
-        the rest."""
+        """Refuse new requests, wait up to `timeout` seconds until the running ones have ended and migrated ones were fetched,
+        then abort the rest."""
         self.close()
         deadline = time.monotonic() + timeout
-        # A client that claims a request is counted before the request is claimed.
+        # A client that fetches a migrated request is admitted before the request leaves the engine's list.
         while self._engine is not None and self._engine.unclaimed.all() and time.monotonic() < deadline:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL_SECONDS)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), max(deadline - time.monotonic(), 0))
-        self.ended.set()
+            await asyncio.wait_for(self._idle.wait(), max(deadline - time.monotonic(), 0))
+        self.stopped.set()
         if self._engine is not None:
             await self._engine.drain(0.0)

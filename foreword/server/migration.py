@@ -1,4 +1,4 @@
-"""Moving requests to other servers: one that is asked for, or all of them when this server is to stop."""
+"""Live migration: move one running request to another server, or all of them when this server is about to stop."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 
-from foreword.api.tenants import Tenant
 from foreword.disaggregation.unclaimed import UnclaimedRequest
-from foreword.engine.request import Request as EngineRequest
+from foreword.engine.request import Request
 from foreword.errors import CannotMove, EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
-from foreword.server.active_requests import Running
-from foreword.server.endpoint import Front
-from foreword.server.handoff_message import seal
+from foreword.server import handoff_message
+from foreword.server.endpoint import ServerContext
 from foreword.server.instance_api import describe
+from foreword.server.job import Job
 from foreword.server.peers import server_url
 
 if TYPE_CHECKING:
@@ -29,31 +28,34 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE: Final = 4
-# A request whose KV is being loaded can be moved a moment later.
-_TRIES: Final = 20
-_BETWEEN: Final = 0.1
+_CONCURRENT: Final = 4
+# A request whose KV is being loaded cannot migrate now, but a moment later.
+_ATTEMPTS: Final = 20
+_RETRY_SECONDS: Final = 0.1
 
 
-async def move(front: Front, running: Running, to: str) -> dict[str, Any]:
-    """Move a request to the server at `to`. Returns how it went; raises CannotMove, TransferError: then it goes on here."""
-    running.check_movable()
-    return await _move(front, running.request, to, running.job.caller.headers, seal(running.job))
+async def migrate(context: ServerContext, job: Job, to: str) -> dict[str, Any]:
+    """Migrate a request to the server at `to`. Returns a summary.
+
+    Raises CannotMove or TransferError; the request then continues here.
+    """
+    job.check_movable()
+    return await _migrate(context, job.requests[0], to, job.caller.headers, handoff_message.encode(job))
 
 
-async def _move(
-    front: Front, request: EngineRequest, to: str, headers: Mapping[str, str], envelope: bytes
+async def _migrate(
+    context: ServerContext, request: Request, to: str, headers: Mapping[str, str], message: bytes
 ) -> dict[str, Any]:
-    engine = front.gate.loaded
+    engine = context.admission.loaded
     assert engine is not None
     target = server_url(to, "to")
-    address = _suits(engine, request, await _ask(target, headers), target)
-    moved = await engine.migrate(request.id, address, to=target, envelope=envelope)
+    address = _check_target(engine, request, await _instance(target, headers), target)
+    moved = await engine.migrate(request.id, address, to=target, envelope=message)
     return {"id": request.id, "to": target, **asdict(moved)}
 
 
-async def _ask(target: str, headers: Mapping[str, str]) -> dict[str, Any]:
-    """What the server at `target` says of itself to this caller."""
+async def _instance(target: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    """The `/v1/instance` of the server at `target`, as this caller sees it."""
     try:
         async with httpx.AsyncClient(timeout=10, trust_env=False, verify=target.startswith("https")) as client:
             answer = await client.get(f"{target}/v1/instance", headers=dict(headers))
@@ -67,9 +69,9 @@ async def _ask(target: str, headers: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _suits(engine: AsyncEngine, request: EngineRequest, there: Mapping[str, Any], target: str) -> str:
-    """The transfer address of a server that can go on with the request. Raises CannotMove."""
-    here = describe(engine, Tenant("", request.salt))
+def _check_target(engine: AsyncEngine, request: Request, there: Mapping[str, Any], target: str) -> str:
+    """The transfer address of a server that can continue the request. Raises CannotMove."""
+    here = describe(engine, request.salt)
     if here["transfer"] is None:
         raise CannotMove("this server has no transfer endpoint (--role, --transfer-bind)")
     if not there["transfer"]:
@@ -77,10 +79,10 @@ def _suits(engine: AsyncEngine, request: EngineRequest, there: Mapping[str, Any]
     if there["transfer"] == here["transfer"]:
         raise CannotMove(f"the request runs at {target} already")
     if there.get("draining"):
-        raise CannotMove(f"{target} is about to stop itself")
-    for word, what in (("fingerprint", "another model"), ("layout", "another block size, dtype or order of KV")):
-        if there.get(word) != here[word]:
-            raise CannotMove(f"{target} has {what}")
+        raise CannotMove(f"{target} is draining itself")
+    for key, difference in (("fingerprint", "another model"), ("layout", "another KV layout (block size, dtype)")):
+        if there.get(key) != here[key]:
+            raise CannotMove(f"{target} has {difference}")
     if there.get("tenant") != here["tenant"]:
         raise CannotMove(
             f"{target} keeps this caller's blocks under another salt: give all servers the same --tenant-secret and keys"
@@ -88,68 +90,70 @@ def _suits(engine: AsyncEngine, request: EngineRequest, there: Mapping[str, Any]
     return str(there["transfer"])
 
 
-async def drain(front: Front, targets: Sequence[str], seconds: float = 60.0) -> dict[str, Any]:
-    """Let nobody in, and move every request that can move to one of the servers, in turn: those that run for a client here,
-    and those that moved here and that nobody has fetched yet. What stays, goes on here."""
-    front.gate.close()
-    engine = front.gate.loaded
+async def drain(context: ServerContext, targets: Sequence[str], seconds: float = 60.0) -> dict[str, Any]:
+    """Refuse new requests, and migrate those that can migrate to the targets, in turn.
+
+    That includes requests that migrated here and that no client has fetched yet. The others finish here.
+    """
+    context.admission.close()
+    engine = context.admission.loaded
     if engine is None:
         return {"requests": 0, "moved": 0}
     if engine.instance is not None:
         engine.instance.draining = True
-    places = asyncio.Semaphore(_AT_ONCE)
+    slots = asyncio.Semaphore(_CONCURRENT)
     turns = itertools.count()
     deadline = time.monotonic() + seconds
 
-    async def one(name: str, work: Callable[[str], Awaitable[object]]) -> bool:
-        async with places:
-            start = next(turns)
-            order = [targets[(start + i) % len(targets)] for i in range(len(targets))]
-            return await _move_somewhere(name, work, order, deadline)
+    async def one(request_id: str, work: Callable[[str], Awaitable[object]]) -> bool:
+        async with slots:
+            first = next(turns)
+            order = [targets[(first + i) % len(targets)] for i in range(len(targets))]
+            return await _migrate_to_any(request_id, work, order, deadline)
 
-    movable = await _movable(front, engine)
+    movable = await _movable(context, engine)
     results = await asyncio.gather(*(one(*item) for item in movable.items())) if targets else []
     moved = sum(results)
     if movable:
-        logger.info("draining: %d of %d requests moved", moved, len(movable))
+        logger.info("draining: %d of %d requests migrated", moved, len(movable))
     return {"requests": len(movable), "moved": moved}
 
 
-async def _movable(front: Front, engine: AsyncEngine) -> dict[str, Callable[[str], Awaitable[object]]]:
-    """What moves each request, by its id."""
-    waiting: Sequence[UnclaimedRequest] = ()
+async def _movable(context: ServerContext, engine: AsyncEngine) -> Mapping[str, Callable[[str], Awaitable[object]]]:
+    """Per request id, the function that migrates it to a URL."""
+    found: Sequence[UnclaimedRequest] = ()
     with contextlib.suppress(EngineFailed, ShuttingDown):
-        # From here on none is added: what arrives while the server drains is not taken.
-        waiting = await engine.unclaimed_requests()
-    unclaimed = {one.request.id: partial(_move_unclaimed, front, one) for one in waiting if one.is_running}
-    # After that: a client that claims a request is in flight before the request is claimed.
-    running = [one for one in front.in_flight.all() if one.departure is None]
-    return unclaimed | {one.request.id: partial(move, front, one) for one in running}
+        # The list does not grow from here on: a draining server takes no migrated requests.
+        found = await engine.unclaimed_requests()
+    unclaimed = {one.request.id: partial(_migrate_unclaimed, context, one) for one in found if one.is_running}
+    # In this order: a fetched request is active before it leaves the list of unclaimed ones.
+    active = {
+        job.requests[0].id: partial(migrate, context, job) for job in context.active.all() if job.departure is None
+    }
+    return unclaimed | active
 
 
-async def _move_unclaimed(front: Front, unclaimed: UnclaimedRequest, to: str) -> dict[str, Any]:
-    """Move on a request that moved here. Whoever comes to fetch it gets what it said here, and is told where it went."""
+async def _migrate_unclaimed(context: ServerContext, unclaimed: UnclaimedRequest, to: str) -> dict[str, Any]:
+    """Migrate a request on that migrated here and was not fetched. Its client gets the output so far and the new address."""
     request = unclaimed.request
-    return await _move(front, request, to, front.tenants.headers_for(request.salt), unclaimed.envelope)
+    return await _migrate(context, request, to, context.tenants.headers_for(request.salt), unclaimed.envelope)
 
 
-async def _move_somewhere(
-    name: str, work: Callable[[str], Awaitable[object]], targets: Sequence[str], deadline: float
+async def _migrate_to_any(
+    request_id: str, work: Callable[[str], Awaitable[object]], targets: Sequence[str], deadline: float
 ) -> bool:
-    for _ in range(_TRIES):
-        again = False
+    for _ in range(_ATTEMPTS):
+        retry = False
         for target in targets:
             if time.monotonic() >= deadline:
                 return False
             try:
                 await work(target)
                 return True
-            except CannotMove as error:
-                again |= error.reason == "busy"
-                logger.warning("request %s was not moved to %s: %s", name, target, error.message)
             except ForewordError as error:
-                logger.warning("request %s was not moved to %s: %s", name, target, error.message)
-        if not again:
+                retry |= isinstance(error, CannotMove) and error.reason == "busy"
+                logger.warning("request %s was not migrated to %s: %s", request_id, target, error.message)
+        if not retry:
             return False
-        await asyncio.sleep(_BETWEEN)
+        await asyncio.sleep(_RETRY_SECONDS)
     return False

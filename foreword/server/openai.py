@@ -1,8 +1,4 @@
-"""OpenAI's completions and chat: bodies become the engine's requests, and its deltas become answers.
-
-A `Job` is one HTTP request on its way through: its prompts as engine requests, and a `Shape` that knows how its answer
-is written. Choice `prompt * n + index` is sequence `index` of prompt `prompt`.
-"""
+"""Completions and chat: request bodies become jobs, and the engine's deltas become answers."""
 
 from __future__ import annotations
 
@@ -13,14 +9,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from foreword.api import sse
 from foreword.api.schemas import ChatRequest, CompletionRequest, Prompt, SamplingBody
 from foreword.api.tenants import Tenant
 from foreword.engine.request import Delta, Request, SamplingParams, TokenLogprob
 from foreword.errors import BadRequest, EngineFailed, ShuttingDown
 from foreword.prefixes.tokens import prefixed_chat, prefixed_prompt
 from foreword.server import relay, stream
-from foreword.server.endpoint import Front, check_length, check_model, check_token_ids
-from foreword.server.job import ChatShape, CompletionShape, Job, Shape, Tally
+from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids
+from foreword.server.job import Caller, ChatFormat, ChoiceFormat, CompletionFormat, Job
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
@@ -34,46 +31,58 @@ _numbers = itertools.count()
 
 
 async def completion_job(
-    front: Front, engine: AsyncEngine, tenant: Tenant, body: CompletionRequest, request_id: str
+    context: ServerContext, tenant: Tenant, body: CompletionRequest, request_id: str, caller: Caller
 ) -> Job:
     """Raises BadRequest, PromptTooLong, UnknownModel or UnknownPrefix; nothing runs yet."""
-    check_model(engine, body.model)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    params = _params(engine, body, max_tokens, body.logprobs)
-    front.gate.check_room(len(body.prompt) * params.n)
-    if body.prefix is not None:
-        await engine.prefixes.refresh(tenant.salt, body.prefix)
-    prompts = [await front.tokenize(_completion_tokens, engine, tenant, body, prompt) for prompt in body.prompt]
-    echoes = [await front.tokenize(_echo, engine, body, prompt) for prompt in body.prompt]
-    shapes = [CompletionShape(engine.tokenizer, echo) for echo in echoes for _ in range(params.n)]
-    return _job(front, engine, tenant, body, params, f"cmpl-{request_id}", prompts, shapes)
+    engine, params = await _prepare(context, tenant, body, max_tokens, body.logprobs, prompts=len(body.prompt))
+    prompts = [await context.tokenize(_completion_tokens, engine, tenant, body, prompt) for prompt in body.prompt]
+    echoes = [await context.tokenize(_echo, engine, body, prompt) for prompt in body.prompt]
+    formats = [CompletionFormat(engine.tokenizer, echo) for echo in echoes for _ in range(params.n)]
+    return _job(context, engine, tenant, body, params, f"cmpl-{request_id}", caller, prompts, formats)
 
 
-async def chat_job(front: Front, engine: AsyncEngine, tenant: Tenant, body: ChatRequest, request_id: str) -> Job:
+async def chat_job(context: ServerContext, tenant: Tenant, body: ChatRequest, request_id: str, caller: Caller) -> Job:
     """Raises BadRequest, PromptTooLong, UnknownModel or UnknownPrefix; nothing runs yet."""
-    check_model(engine, body.model)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = _params(engine, body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
-    front.gate.check_room(params.n)
+    alternatives = (body.top_logprobs or 0) if body.logprobs else None
+    engine, params = await _prepare(context, tenant, body, max_tokens, alternatives)
+    prompt = await context.tokenize(_chat_tokens, engine, tenant, body)
+    formats = [ChatFormat(engine.tokenizer) for _ in range(params.n)]
+    return _job(context, engine, tenant, body, params, f"chatcmpl-{request_id}", caller, [prompt], formats)
+
+
+async def _prepare(
+    context: ServerContext,
+    tenant: Tenant,
+    body: SamplingBody,
+    max_tokens: int | None,
+    alternatives: int | None,
+    prompts: int = 1,
+) -> tuple[AsyncEngine, SamplingParams]:
+    """Check everything that needs no tokenizer."""
+    engine = context.admission.engine()
+    check_model(engine, body.model)
+    params = _params(engine, body, max_tokens, alternatives)
+    context.admission.check_queue(prompts * params.n)
     if body.prefix is not None:
         await engine.prefixes.refresh(tenant.salt, body.prefix)
-    prompt = await front.tokenize(_chat_tokens, engine, tenant, body)
-    shapes = [ChatShape(engine.tokenizer) for _ in range(params.n)]
-    return _job(front, engine, tenant, body, params, f"chatcmpl-{request_id}", [prompt], shapes)
+    return engine, params
 
 
 def _job(
-    front: Front,
+    context: ServerContext,
     engine: AsyncEngine,
     tenant: Tenant,
     body: SamplingBody,
     params: SamplingParams,
     answer_id: str,
+    caller: Caller,
     prompts: Sequence[Sequence[int]],
-    shapes: Sequence[Shape],
+    formats: Sequence[ChoiceFormat],
 ) -> Job:
-    # A client may send the same X-Request-Id twice at a time; the engine's ids must differ all the same.
-    report, prefill = bool(body.cache_report), _prefill(front, engine, tenant, body)
+    # A client may use one X-Request-Id for two requests at a time; the engine's ids must differ.
+    report, prefill = bool(body.cache_report), _prefill_address(context, engine, tenant, body)
     requests = tuple(
         Request(f"{answer_id}:{next(_numbers)}", tuple(tokens), params, tenant.salt, 0, report, prefill)
         for tokens in prompts
@@ -82,26 +91,35 @@ def _job(
         engine.validate(request)
     head = {
         "id": answer_id,
-        "object": shapes[0].chunk_object if body.stream else shapes[0].whole_object,
+        "object": formats[0].chunk_object if body.stream else formats[0].whole_object,
         "created": int(time.time()),
         "model": engine.info.name,
         "system_fingerprint": f"fp_{engine.info.fingerprint[:12]}",
     }
     options = body.stream_options
-    include_usage = bool(options and options.include_usage)
-    shows_ids = bool(body.return_token_ids)
-    return Job(head, requests, tuple(shapes), bool(body.stream), include_usage, body.prefix, shows_ids)
+    return Job(
+        head,
+        requests,
+        tuple(formats),
+        streams=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+        prefix=body.prefix,
+        token_ids=bool(body.return_token_ids),
+        caller=caller,
+    )
 
 
-def _prefill(front: Front, engine: AsyncEngine, tenant: Tenant, body: SamplingBody) -> str:
-    """Which instance computes the prompt; nobody else's business where this one has no door for transfers. Raises BadRequest,
-    Forbidden for an address that a client may not send this server to; a router names its own replicas."""
+def _prefill_address(context: ServerContext, engine: AsyncEngine, tenant: Tenant, body: SamplingBody) -> str:
+    """The transfer address of the instance that shall compute the prompt; "" computes it here.
+
+    Raises BadRequest, and Forbidden for an address that this client may not name. A router may name any: its own replicas.
+    """
     wanted = body.kv_transfer_params.prefill if body.kv_transfer_params is not None else None
     instance = engine.instance
     if not wanted or instance is None or instance.role == "prefill":
         return ""
     if tenant.source != "router":
-        front.peers.check_address(wanted, "kv_transfer_params.prefill")
+        context.peers.check_address(wanted, "kv_transfer_params.prefill")
     return wanted
 
 
@@ -165,53 +183,53 @@ def _chat_tokens(engine: AsyncEngine, tenant: Tenant, body: ChatRequest) -> Sequ
 # Deltas to answers
 
 
-async def run(front: Front, job: Job) -> AsyncGenerator[tuple[int, Delta], None]:
-    """The deltas of all prompts as they come, each with its prompt's number. Raises QueueFull before the first.
+async def run(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, Delta], None]:
+    """The deltas of all prompts as they arrive, each with its prompt's number. Raises QueueFull before the first.
 
-    A request that moves to another server ends with a delta that says so (`moved`), if the caller follows; else its deltas are
-    fetched there and go on.
+    If the request migrates and the caller reconnects by itself, the last delta says where to (`moved`). Otherwise this server
+    fetches the other deltas from there.
     """
-    hits: dict[int, int] = {}
-    inside = front.gate.admit(len(job.requests) * job.n, checked=job.resumed is None)
-    with inside as engine, front.recent.watch(job.requests, job.prefix) as watch:
-        async with aclosing(_deltas(front, job, engine, watch.requests)) as deltas:
+    sequences = len(job.requests) * job.n
+    with (
+        context.admission.admit(sequences, migrated=job.resumed is not None) as engine,
+        context.recent.record(job) as requests,
+        context.active.track(job),
+    ):
+        async with aclosing(_deltas(context, job, engine, requests)) as deltas:
             async for prompt, delta in deltas:
-                watch.note(prompt, delta)
+                job.progress[prompt].note(delta, time.monotonic())
                 if delta.finish_reason == "error":
                     raise EngineFailed(delta.error or "A step of the engine failed")
                 if delta.finish_reason == "abort":
                     raise ShuttingDown("The server is shutting down and ended the request before its end")
-                hits.setdefault(prompt, delta.cached_tokens)
                 yield prompt, delta
         if job.prefix is not None:
             # On the thread that counts uses, so that no count is lost.
-            await front.tokenize(_note_hits, engine, job.prefix, job.requests[0].salt, list(hits.values()))
+            await context.tokenize(_note_hits, engine, job)
 
 
 async def _deltas(
-    front: Front, job: Job, engine: AsyncEngine, requests: Sequence[Request]
+    context: ServerContext, job: Job, engine: AsyncEngine, requests: Sequence[Request]
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """What the engine says, and what other servers say where a request moves without its caller."""
-    if job.resumed is None:
-        sources = [engine.generate(request) for request in requests]
-    else:
-        sources = [engine.follow(request.id) for request in requests]
-    with front.in_flight.enter(job) as running:
-        async with aclosing(stream.merge(sources)) as deltas:
-            async for prompt, delta in deltas:
-                running.note(delta)
-                if delta.moved is None or (job.streams and job.caller.follows):
-                    yield prompt, delta
-                    continue
-                async with aclosing(relay.follow(delta.moved, job.caller, front.gate.ended)) as elsewhere:
-                    async for passed_on in elsewhere:
-                        running.note(passed_on)
-                        yield prompt, passed_on
+    """The engine's deltas, then those of the servers to which the request migrates."""
+    start = engine.follow if job.resumed is not None else None
+    sources = [engine.generate(request) if start is None else start(request.id) for request in requests]
+    async with aclosing(stream.merge(sources)) as deltas:
+        async for prompt, delta in deltas:
+            if delta.moved is not None:
+                job.departure = delta.moved
+            if delta.moved is None or (job.streams and job.caller.follows):
+                yield prompt, delta
+                continue
+            async with aclosing(relay.follow(delta.moved, job.caller, context.admission.stopped)) as rest:
+                async for relayed in rest:
+                    yield prompt, relayed
 
 
-def _note_hits(engine: AsyncEngine, prefix: str, salt: bytes, hits: Sequence[int]) -> None:
-    for tokens in hits:
-        engine.prefixes.note_hit(prefix, tokens, salt=salt)
+def _note_hits(engine: AsyncEngine, job: Job) -> None:
+    assert job.prefix is not None
+    for prompt in job.progress:
+        engine.prefixes.note_hit(job.prefix, prompt.cached_tokens, salt=job.requests[0].salt)
 
 
 @dataclass(slots=True)
@@ -225,70 +243,66 @@ class _Choice:
     stop_reason: str | int | None = None
 
 
-async def answer(front: Front, job: Job) -> dict[str, Any]:
+async def answer(context: ServerContext, job: Job) -> dict[str, Any]:
     """Run a job to its end and return the whole answer. Raises ForewordError."""
-    tally = Tally(job)
-    choices = [_Choice() for _ in job.shapes]
-    async with aclosing(run(front, job)) as deltas:
+    choices = [_Choice() for _ in job.formats]
+    async with aclosing(run(context, job)) as deltas:
         async for prompt, delta in deltas:
-            tally.add(prompt, delta)
             choice = choices[prompt * job.n + delta.index]
             choice.text.append(delta.text)
             choice.entries.extend(delta.logprobs)
             choice.tokens.extend(delta.tokens)
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_match
     written = [_write(job, number, choice) for number, choice in enumerate(choices)]
-    return {**job.head, "choices": written, "usage": tally.usage(), **tally.report(), **_chat_prompt_ids(job)}
+    return {**job.head, "choices": written, "usage": job.usage(), **job.cache_report(), **_chat_prompt_ids(job)}
 
 
 def _write(job: Job, number: int, choice: _Choice) -> dict[str, Any]:
-    body = job.shapes[number].whole("".join(choice.text), choice.entries if job.wants_logprobs else None)
+    body = job.formats[number].whole("".join(choice.text), choice.entries if job.wants_logprobs else None)
     ids = {**_prompt_ids(job, number), "token_ids": choice.tokens} if job.token_ids else {}
     return {"index": number, **body, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason, **ids}
 
 
 def _chat_prompt_ids(job: Job) -> dict[str, Any]:
-    """A conversation's prompt is one and stands beside the choices."""
-    if not job.token_ids or not isinstance(job.shapes[0], ChatShape):
+    """A chat has one prompt; its token ids stand beside the choices."""
+    if not job.token_ids or not isinstance(job.formats[0], ChatFormat):
         return {}
     return {"prompt_token_ids": list(job.requests[0].tokens)}
 
 
 def _prompt_ids(job: Job, number: int) -> dict[str, Any]:
     """A completion's prompt stands in its choice."""
-    if not job.token_ids or isinstance(job.shapes[number], ChatShape):
+    if not job.token_ids or isinstance(job.formats[number], ChatFormat):
         return {}
     return {"prompt_token_ids": list(job.requests[number // job.n].tokens)}
 
 
-async def events(front: Front, job: Job) -> AsyncGenerator[bytes, None]:
+async def events(context: ServerContext, job: Job) -> AsyncGenerator[bytes, None]:
     """Run a job and yield its answer as server-sent events. Raises ForewordError, also after some events."""
-    tally = Tally(job, job.resumed or 0)
     head = {**job.head, "usage": None} if job.include_usage else job.head
     opened: set[int] = {0} if job.resumed else set()
-    async with aclosing(run(front, job)) as deltas:
+    async with aclosing(run(context, job)) as deltas:
         async for prompt, delta in deltas:
             if delta.moved is not None:
                 yield relay.moved_event(delta.moved)
                 return
-            tally.add(prompt, delta)
             number = prompt * job.n + delta.index
-            shape = job.shapes[number]
+            choice = job.formats[number]
             ids: dict[str, Any] = {}
             if number not in opened:
                 opened.add(number)
                 ids = _prompt_ids(job, number)
-                if (opening := shape.opening()) is not None:
-                    yield stream.encode({**head, "choices": [_chunk(number, opening | ids)], **_chat_prompt_ids(job)})
+                if (opening := choice.opening()) is not None:
+                    yield sse.encode({**head, "choices": [_chunk(number, opening | ids)], **_chat_prompt_ids(job)})
                     ids = {}
             if delta.text or delta.logprobs or delta.finish_reason or (job.token_ids and delta.tokens):
-                body = shape.chunk(delta.text, delta.logprobs if job.wants_logprobs else None) | ids
+                body = choice.chunk(delta.text, delta.logprobs if job.wants_logprobs else None) | ids
                 if job.token_ids:
                     body["token_ids"] = list(delta.tokens)
-                report = tally.report() if delta.finish_reason else {}
-                yield stream.encode({**head, "choices": [_chunk(number, body, delta)], **report})
+                report = job.cache_report() if delta.finish_reason else {}
+                yield sse.encode({**head, "choices": [_chunk(number, body, delta)], **report})
     if job.include_usage:
-        yield stream.encode({**job.head, "choices": [], "usage": tally.usage(), **tally.report()})
+        yield sse.encode({**job.head, "choices": [], "usage": job.usage(), **job.cache_report()})
     yield stream.DONE
 
 

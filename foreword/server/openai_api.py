@@ -1,70 +1,71 @@
-"""OpenAI's routes: models, completions, chat; and tokenize and detokenize beside them."""
+"""OpenAI's endpoints: models, completions, chat. Beside them tokenize and detokenize."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
+from foreword.api.errors import CLIENT_GONE
 from foreword.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from foreword.server import openai
-from foreword.server.endpoint import Front, check_length, check_model, check_token_ids
-from foreword.server.errors import CLIENT_GONE
+from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids
 from foreword.server.job import Caller, Job
-from foreword.server.openapi import json_body
+from foreword.server.routes import Routes
 from foreword.server.stream import EventStream, unless_disconnected
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
 
 
-def router(front: Front) -> APIRouter:
-    """The routes."""
-    routes = APIRouter(prefix="/v1", tags=["openai"])
+def add_routes(routes: Routes, context: ServerContext) -> None:
     created = int(time.time())
 
-    @routes.post("/completions", openapi_extra=json_body(CompletionRequest))
+    @routes.add("POST", "/v1/completions", "openai", CompletionRequest)
     async def completions(request: Request) -> Response:
         """Continue one or more prompts."""
-        tenant, engine = front.tenant(request), front.gate.engine()
-        body = await front.body(request, CompletionRequest)
-        job = await openai.completion_job(front, engine, tenant, body, request.state.request_id)
-        return await _respond(front, request, job)
+        tenant, _ = context.tenant(request), context.admission.engine()
+        body = await context.body(request, CompletionRequest)
+        caller = Caller.of(request.headers)
+        return await _respond(
+            context, request, await openai.completion_job(context, tenant, body, request.state.request_id, caller)
+        )
 
-    @routes.post("/chat/completions", openapi_extra=json_body(ChatRequest))
+    @routes.add("POST", "/v1/chat/completions", "openai", ChatRequest)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        tenant, engine = front.tenant(request), front.gate.engine()
-        body = await front.body(request, ChatRequest)
-        job = await openai.chat_job(front, engine, tenant, body, request.state.request_id)
-        return await _respond(front, request, job)
+        tenant, _ = context.tenant(request), context.admission.engine()
+        body = await context.body(request, ChatRequest)
+        caller = Caller.of(request.headers)
+        return await _respond(
+            context, request, await openai.chat_job(context, tenant, body, request.state.request_id, caller)
+        )
 
-    @routes.get("/models")
+    @routes.add("GET", "/v1/models", "openai")
     async def models(request: Request) -> dict[str, Any]:
-        """The models served here: one. `salt_from` says what keeps this caller's blocks from others'."""
-        source = front.tenant(request).source
-        return {"object": "list", "data": [_describe(front.gate.engine(), created)], "salt_from": source}
+        """The model served here. `salt_from` says where the caller's tenant comes from: its `key`, a `router`, or `none`."""
+        source = context.tenant(request).source
+        return {"object": "list", "data": [_describe(context.admission.engine(), created)], "salt_from": source}
 
     # A model's name may contain slashes.
-    @routes.get("/models/{name:path}")
-    async def model(request: Request, name: str) -> dict[str, Any]:
+    @routes.add("GET", "/v1/models/{name:path}", "openai")
+    async def model(request: Request) -> dict[str, Any]:
         """One model."""
-        front.tenant(request)
-        engine = front.gate.engine()
-        check_model(engine, name)
+        context.tenant(request)
+        engine = context.admission.engine()
+        check_model(engine, request.path_params["name"])
         return _describe(engine, created)
 
-    @routes.post("/tokenize", openapi_extra=json_body(TokenizeRequest))
+    @routes.add("POST", "/v1/tokenize", "openai", TokenizeRequest)
     async def tokenize(request: Request) -> dict[str, Any]:
         """A prompt, or messages as the chat template renders them, as token ids."""
-        front.tenant(request)
-        engine = front.gate.engine()
-        body = await front.body(request, TokenizeRequest)
+        context.tenant(request)
+        engine = context.admission.engine()
+        body = await context.body(request, TokenizeRequest)
         check_model(engine, body.model)
-        tokens = await front.tokenize(_tokens, engine, body)
+        tokens = await context.tokenize(_tokens, engine, body)
         texts = {"token_strs": [engine.tokenizer.token_text(token) for token in tokens]}
         return {
             "count": len(tokens),
@@ -73,24 +74,21 @@ def router(front: Front) -> APIRouter:
             **(texts if body.return_token_strs else {}),
         }
 
-    @routes.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
+    @routes.add("POST", "/v1/detokenize", "openai", DetokenizeRequest)
     async def detokenize(request: Request) -> dict[str, Any]:
         """Token ids as text."""
-        front.tenant(request)
-        engine = front.gate.engine()
-        body = await front.body(request, DetokenizeRequest)
+        context.tenant(request)
+        engine = context.admission.engine()
+        body = await context.body(request, DetokenizeRequest)
         check_model(engine, body.model)
         check_token_ids(engine, tuple(body.tokens), "tokens")
-        return {"prompt": await front.tokenize(engine.tokenizer.decode, body.tokens)}
-
-    return routes
+        return {"prompt": await context.tokenize(engine.tokenizer.decode, body.tokens)}
 
 
-async def _respond(front: Front, request: Request, job: Job) -> Response:
-    job = dataclasses.replace(job, caller=Caller.of(request.headers))
+async def _respond(context: ServerContext, request: Request, job: Job) -> Response:
     if job.streams:
-        return EventStream(openai.events(front, job))
-    answer = await unless_disconnected(request.receive, openai.answer(front, job))
+        return EventStream(openai.events(context, job))
+    answer = await unless_disconnected(request.receive, openai.answer(context, job))
     return Response(status_code=CLIENT_GONE) if answer is None else JSONResponse(answer)
 
 

@@ -1,4 +1,4 @@
-"""The process: bind, load the model in the background, serve, drain, exit."""
+"""The server process: listen, load the model in the background, serve, drain, exit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from foreword.events import Observer
 from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.recording import EngineRecorder, Recorder
 from foreword.server.app import create_app
-from foreword.server.limits import Gate
+from foreword.server.limits import Admission
 from foreword.transfer.sockets import parse_address
 
 if TYPE_CHECKING:
@@ -36,27 +36,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds. Longer than clients keep idle connections: the side that sends the next request must be the one that closes.
-_KEEP_ALIVE = 65
+# Seconds. Longer than clients keep idle connections, so that clients close them: a request must not meet a closing server.
+_KEEP_ALIVE_SECONDS = 65
 # Seconds for the last bytes to reach slow clients after the engine has ended their requests.
-_FLUSH = 5
+_FLUSH_SECONDS = 5
 
-# Seconds between two looks at what is still under way.
-_LOOK = 0.05
+# Seconds between two checks for transfers that are still running.
+_POLL_SECONDS = 0.05
 
 Progress = Callable[[str], None]
 Load = Callable[[Config, PrometheusObserver, Progress], "AsyncEngine"]
 
 
 def run(config: Config, load: Load | None = None) -> int:
-    """Serve until a signal or a failed load; returns the exit status. Raises ConfigError before anything is started."""
+    """Serve until a signal arrives or loading fails. Returns the exit status. Raises ConfigError before it starts."""
     _configure_logging(config.server.log_level)
     check_salts(config)
     check_transfer(config)
-    gate = Gate(config.server.max_queue)
+    admission = Admission(config.server.max_queue)
     registry = PrometheusObserver()
-    events = _open_events(config)
-    app = create_app(gate, registry, config, events.source if events else None)
+    events = _publish_events(config)
+    app = create_app(admission, registry, config, events.source if events else None)
     listener = bind(config.server)
     settings = uvicorn.Config(
         app,
@@ -65,11 +65,11 @@ def run(config: Config, load: Load | None = None) -> int:
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE,
-        timeout_graceful_shutdown=_FLUSH,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
-    server = Server(settings, gate, config.server.drain_seconds, app.state.move_away)
-    loader = Loader(config, registry, server, load or partial(load_engine, events=events))
+    server = DrainingServer(settings, admission, config.server.drain_seconds, app.state.migrate_all)
+    loader = ModelLoader(config, registry, server, load or partial(load_engine, events=events))
     server.on_started = loader.start
     server.catch_signals()
     logger.info("Foreword %s listens on %s; loading the model", __version__, _url(listener))
@@ -80,7 +80,7 @@ def run(config: Config, load: Load | None = None) -> int:
     return status
 
 
-def _open_events(config: Config) -> KvEvents | None:
+def _publish_events(config: Config) -> KvEvents | None:
     if config.server.kv_events is None:
         return None
     from foreword.server.kv_events import KvEvents  # needs ZeroMQ
@@ -89,46 +89,49 @@ def _open_events(config: Config) -> KvEvents | None:
 
 
 def check_salts(config: Config) -> None:
-    """Raises ConfigError if tenants' salts would not outlive this process but the blocks named after them would."""
-    lasting = [url for url in config.store.urls if not url.startswith("memory:")]
+    """Raises ConfigError if blocks would outlive this process but the salts in their names would not."""
+    persistent = [url for url in config.store.urls if not url.startswith("memory:")]
     tenants = config.server.api_keys or config.server.api_key_file
-    if lasting and tenants and not config.server.tenant_secret:
+    if persistent and tenants and not config.server.tenant_secret:
         raise ConfigError(
-            "with API keys and a store that lasts, give --tenant-secret (any long random text, the same on every server that "
-            "shares the store): tenants' salts are derived from it, and without it no block would be found again"
+            "with API keys and a persistent store, set --tenant-secret (any long random text, the same on every server that "
+            "shares the store): tenants' salts are derived from it, and without it no stored block is found after a restart"
         )
 
 
 def check_transfer(config: Config) -> None:
-    """Raises ConfigError for a secret that cannot be read, or an address that nobody could use."""
+    """Raises ConfigError for a secret that cannot be read, or an address that no other instance could use."""
     transfer = config.transfer.with_secret()
     if config.role is not None and transfer.advertise is None and transfer.bind.startswith(("0.0.0.0:", "[::]:", ":")):
         raise ConfigError(
-            f"others cannot reach this instance at {transfer.bind}; give --transfer-advertise, its address as they see it"
+            f"other instances cannot reach {transfer.bind}; set --transfer-advertise, this instance's address as they see it"
         )
     if config.role is not None and transfer.secret is None and not parse_address(transfer.bind).is_local:
         raise ConfigError(
-            f"other hosts can reach {transfer.bind} (--transfer-bind): give --transfer-secret-file, a file with 16 characters "
+            f"other hosts can reach {transfer.bind} (--transfer-bind): set --transfer-secret-file, a file with 16 characters "
             "or more (`openssl rand -hex 32`), the same on all instances, or bind 127.0.0.1"
         )
 
 
-class Server(uvicorn.Server):
-    """uvicorn, but a first signal drains and a second one exits at once.
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, but a first signal drains it and a second one exits at once.
 
-    While it drains it still listens: probes are answered, `/ready` says 503, and new requests are told to go elsewhere.
+    While it drains it still listens: it answers probes, `/ready` with status 503, and new requests with an error.
+
+    Args:
+        migrate_all: migrates running requests to other servers, within so many `seconds`.
     """
 
     def __init__(
         self,
         settings: uvicorn.Config,
-        gate: Gate,
+        admission: Admission,
         drain_seconds: float,
-        move_away: Callable[..., Awaitable[object]] | None = None,
+        migrate_all: Callable[..., Awaitable[object]] | None = None,
     ) -> None:
         super().__init__(settings)
-        self._move_away = move_away
-        self.gate = gate
+        self._migrate_all = migrate_all
+        self.admission = admission
         self.exit_status = 0
         self.on_started: Callable[[asyncio.AbstractEventLoop], None] | None = None
         self._drain_seconds = drain_seconds
@@ -137,7 +140,7 @@ class Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def catch_signals(self) -> None:
-        """From now on, not only once the loop runs: whoever reads that we listen may already send one."""
+        """Handle signals from now on, before the loop runs: the log says already that the server listens."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self.handle_exit)
@@ -169,22 +172,22 @@ class Server(uvicorn.Server):
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        if self.gate.loaded is not None:
+        if self.admission.loaded is not None:
             logger.info("shutting down: running requests may take %g s more", self._drain_seconds)
             deadline = time.monotonic() + self._drain_seconds
-            if self._move_away is not None:
-                await self._move_away(seconds=self._drain_seconds)
-            await self.gate.drain(max(deadline - time.monotonic(), 0))
-            instance = self.gate.loaded.instance
+            if self._migrate_all is not None:
+                await self._migrate_all(seconds=self._drain_seconds)
+            await self.admission.drain(max(deadline - time.monotonic(), 0))
+            instance = self.admission.loaded.instance
             while instance is not None and instance.busy and time.monotonic() < deadline:
-                await asyncio.sleep(_LOOK)  # prompts of other instances are still being sent
+                await asyncio.sleep(_POLL_SECONDS)  # prompts of other instances are still being sent
         self.should_exit = True
 
 
-class Loader:
-    """Loads the engine on a thread of its own, so that probes are answered meanwhile."""
+class ModelLoader:
+    """Loads the engine on its own thread. Meanwhile the server answers probes."""
 
-    def __init__(self, config: Config, registry: PrometheusObserver, server: Server, load: Load) -> None:
+    def __init__(self, config: Config, registry: PrometheusObserver, server: DrainingServer, load: Load) -> None:
         self._config = config
         self._registry = registry
         self._server = server
@@ -205,11 +208,11 @@ class Loader:
             engine = self._load(self._config, self._registry, self._note)
         except ForewordError as error:
             self._call(self._server.fail, error.message)
-        except Exception as error:  # the thread's edge: without this the process would wait for ever for its model
+        except Exception as error:  # without this the process would wait for its model for ever
             logger.exception("loading the model failed")
             self._call(self._server.fail, f"loading the model failed: {error}")
         else:
-            self._call(self._open, engine)
+            self._call(self._opened, engine)
 
     def _call(self, function: Callable[..., None], argument: object) -> None:
         assert self._loop is not None
@@ -218,11 +221,11 @@ class Loader:
 
     def _note(self, text: str) -> None:
         logger.info("loading: %s", text)
-        self._call(self._server.gate.note_progress, text)
+        self._call(self._server.admission.note_progress, text)
 
-    def _open(self, engine: AsyncEngine) -> None:
+    def _opened(self, engine: AsyncEngine) -> None:
         self._registry.watch(engine)
-        self._server.gate.open(engine)
+        self._server.admission.set_engine(engine)
         logger.info("ready: %s", _describe(engine))
 
 
@@ -255,18 +258,18 @@ def load_engine(
 def _describe(engine: AsyncEngine) -> str:
     info = engine.info
     pool, each = info.num_blocks * info.block_size, info.kv_bytes_per_block // info.block_size
-    kept = f"room for {pool} tokens of KV at {each} bytes each"
-    return f"{info.name}, {info.dtype} on {info.device}, texts up to {info.max_model_len} tokens, {kept}"
+    memory = f"KV memory for {pool} tokens at {each} bytes each"
+    return f"{info.name}, {info.dtype} on {info.device}, prompt and output up to {info.max_model_len} tokens, {memory}"
 
 
-def _leave(server: Server, loader: Loader) -> int:
+def _leave(server: DrainingServer, loader: ModelLoader) -> int:
     if loader.busy:
-        # Native code of the loading thread must not meet an interpreter that is being torn down.
+        # The loading thread runs native code, which must not run while the interpreter shuts down.
         logging.shutdown()
         sys.stderr.flush()
         os._exit(server.exit_status)
-    if server.gate.loaded is not None:
-        server.gate.loaded.close()
+    if server.admission.loaded is not None:
+        server.admission.loaded.close()
     logger.info("stopped")
     return server.exit_status
 
@@ -280,7 +283,7 @@ def _configure_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
     )
-    # uvicorn's own lines say nothing that ours do not.
+    # The lines of these libraries repeat ours.
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))

@@ -1,28 +1,25 @@
-"""Server-sent events, and work that ends when its client goes away."""
+"""Event streams to clients, and work that ends when its client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from foreword.errors import ForewordError
-from foreword.server import errors as faults
+from foreword.api import sse
+from foreword.api.errors import error_body
+from foreword.errors import ForewordError, ShuttingDown
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
-
-
-def encode(event: Mapping[str, Any]) -> bytes:
-    """One event. JSON has no line breaks of its own, so one `data:` line is enough."""
-    text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-    return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
+DONE: Final = b"data: " + sse.DONE + b"\n\n"
+# Seconds without an event after which a stream between servers sends a comment, so that the reader knows it is alive.
+KEEP_ALIVE: Final = 5.0
 
 
 class EventStream(Response):
@@ -52,7 +49,7 @@ class EventStream(Response):
                 async for event in events:
                     await _send_body(send, event)
             except ForewordError as error:
-                await _send_body(send, encode(faults.body_of(error)))
+                await _send_body(send, sse.encode(error_body(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -61,9 +58,9 @@ async def _send_body(send: Send, body: bytes) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Run `work`; if the client disconnects first, cancel it, wait for its end and return None.
+    """Run `work`. If the client disconnects first, cancel it, wait for its end and return None.
 
-    The request's body must have been read: `receive` then has nothing to say but the disconnect.
+    The request's body must have been read: `receive` then reports nothing but the disconnect.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
@@ -71,7 +68,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        # Also when this coroutine is cancelled: nothing may go on without its client.
+        # Also when this coroutine is cancelled: nothing may run on without its client.
         task.cancel()
         watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
@@ -83,9 +80,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """The items of all streams as they come, each with its stream's number.
+    """The items of all streams as they arrive, each with its stream's number.
 
-    The first error of a stream is raised; whatever ends this generator closes every stream before it returns.
+    Raises the first error of a stream. Every stream is closed before this generator returns.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as items:
@@ -115,3 +112,42 @@ async def _pump(number: int, stream: AsyncGenerator[T, None], into: asyncio.Queu
     async with aclosing(stream) as items:
         async for item in items:
             into.put_nowait((number, item))
+
+
+async def keep_alive(events: AsyncGenerator[bytes, None], seconds: float = KEEP_ALIVE) -> AsyncGenerator[bytes, None]:
+    """The events, and a comment whenever there was none for `seconds`."""
+    async with aclosing(watched(events, seconds=seconds)) as items:
+        async for item in items:
+            yield b": keep-alive\n\n" if item is None else item
+
+
+async def watched(
+    items: AsyncGenerator[T, None], *, seconds: float | None = None, stop: asyncio.Event | None = None
+) -> AsyncGenerator[T | None, None]:
+    """The items, and None whenever there was none for `seconds`. Raises ShuttingDown once `stop` is set."""
+    stopped = asyncio.ensure_future(stop.wait()) if stop is not None else None
+    following: asyncio.Future[T] | None = None
+    try:
+        while True:
+            following = following or asyncio.ensure_future(anext(items))
+            waiting: list[asyncio.Future[Any]] = [following] if stopped is None else [following, stopped]
+            await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                try:
+                    item = following.result()
+                except StopAsyncIteration:
+                    return
+                following = None
+                yield item
+            elif stopped is not None and stopped.done():
+                raise ShuttingDown("The server is shutting down and ended the request before its end")
+            else:
+                yield None
+    finally:
+        for task in (stopped, following):
+            if task is not None:
+                task.cancel()
+        if following is not None:
+            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration, ForewordError):
+                await following
+        await items.aclose()

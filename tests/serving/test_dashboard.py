@@ -16,7 +16,7 @@ from doors import until, words
 from prometheus_client import CollectorRegistry, Gauge
 from site_of_dashboard import HOSTILE, MODEL, Site, open_site
 
-from foreword.dashboard.history import EVERY_SECONDS, KEEP_SECONDS, MetricsHistory
+from foreword.dashboard.history import KEEP_SECONDS, SAMPLE_SECONDS, MetricsHistory
 from foreword.prefixes.book import NamedPrefix
 from foreword.prefixes.records import PrefixRecords, tenant_digest
 
@@ -293,7 +293,7 @@ def test_files(site: Site) -> None:
 
 def test_nothing_from_elsewhere() -> None:
     """No file of the page names another host."""
-    folder = Path(__file__).parents[2] / "foreword" / "serving" / "dashboard" / "static"
+    folder = Path(__file__).parents[2] / "foreword" / "dashboard" / "static"
     for path in folder.iterdir():
         found = set(re.findall(r"https?://[^\s\"'`)]+", path.read_text())) - {"http://www.w3.org/2000/svg"}
         assert not found, path.name
@@ -310,8 +310,10 @@ def test_tenants_see_their_own(site: Site) -> None:
         site.complete(f"{secret} {number}", "k1", request_id=f"ann-{number}")
     mine, theirs = site.now("k1"), site.now("k2")
     assert [one["id"] for one in mine["requests"]][:2] == ["cmpl-ann-1", "cmpl-ann-0"]
-    assert "ann-" not in str(theirs) and "treasure" not in str(theirs) and theirs["chains"] == []
-    until(lambda: any(one["part_of"] == ["treasure"] or one["begins_with"] for one in site.now("k1")["chains"]))
+    assert "ann-" not in str(theirs) and "treasure" not in str(theirs) and theirs["common_prefixes"] == []
+    until(
+        lambda: any(one["part_of"] == ["treasure"] or one["starts_with"] for one in site.now("k1")["common_prefixes"])
+    )
     assert "swordfish" not in str(mine) and "salt" not in str(mine)
 
 
@@ -322,16 +324,16 @@ def test_history_is_kept_and_bounded() -> None:
     Gauge("python:other", "", registry=registry)
     time = [1000.0]
     history = MetricsHistory(registry.collect, lambda: time[0])
-    samples = int(KEEP_SECONDS / EVERY_SECONDS)
+    samples = int(KEEP_SECONDS / SAMPLE_SECONDS)
     for number in range(samples + 10):
         first.labels("m", "a").set(number)
         if number == samples + 9:
             first.labels("m", "b").set(7)
-        time[0] += EVERY_SECONDS
+        time[0] += SAMPLE_SECONDS
         history.take()
     kept = history.plain()
     assert len(kept["times"]) == len(kept["values"]) == samples
-    assert kept["times"][-1] - kept["times"][0] == KEEP_SECONDS - EVERY_SECONDS
+    assert kept["times"][-1] - kept["times"][0] == KEEP_SECONDS - SAMPLE_SECONDS
     assert kept["series"] == [["foreword:first", {"tier": "a"}], ["foreword:first", {"tier": "b"}]]
     assert kept["values"][0] == [10.0] and kept["values"][-1] == [samples + 9.0, 7.0]
 

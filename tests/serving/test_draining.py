@@ -63,7 +63,7 @@ def test_stopping_moves_requests_away(urls: tuple[str, str]) -> None:
     check_same(found, expected)
     # The second of two equal requests finds the first one's blocks, so the usage differs.
     assert (relayed.text, relayed.offsets, relayed.done) == (expected.text, expected.offsets, True)
-    assert "2 of 2 requests moved" in third.text and "Traceback" not in third.text
+    assert "2 of 2 requests migrated" in third.text and "Traceback" not in third.text
 
 
 def test_drained_before_it_was_fetched(urls: tuple[str, str], processes: tuple[LedProcess, LedProcess]) -> None:
@@ -83,8 +83,8 @@ def test_drained_before_it_was_fetched(urls: tuple[str, str], processes: tuple[L
             first = found.moved
             assert first is not None and first["to"] == url
             middle.popen.send_signal(signal.SIGTERM)
-            until(lambda: "requests moved" in middle.text)
-        assert "1 of 1 requests moved" in middle.text and middle.popen.poll() is None
+            until(lambda: "requests migrated" in middle.text)
+        assert "1 of 1 requests migrated" in middle.text and middle.popen.poll() is None
         with fetched(first, found.tokens) as response:
             assert response.status_code == 200
             found.read(response.iter_lines())
@@ -112,9 +112,9 @@ def test_two_servers_drain(urls: tuple[str, str]) -> None:
             lines, others = one.iter_lines(), other.iter_lines()
             found, beside = Stream().read(lines, 3), Stream().read(others, 3)
             first.popen.send_signal(signal.SIGTERM)
-            until(lambda: "requests moved" in first.text)
+            until(lambda: "requests migrated" in first.text)
             second.popen.send_signal(signal.SIGTERM)
-            until(lambda: "requests moved" in second.text)
+            until(lambda: "requests migrated" in second.text)
             fast()
             found.read(lines)
             beside.read(others)
@@ -123,5 +123,5 @@ def test_two_servers_drain(urls: tuple[str, str]) -> None:
         end(first, second)
     assert (found.text, found.offsets, found.done) == (expected.text, expected.offsets, True)
     assert (beside.text, beside.offsets, beside.done) == (expected.text, expected.offsets, True)
-    assert "2 of 2 requests moved" in first.text
+    assert "2 of 2 requests migrated" in first.text
     assert all("Traceback" not in process.text for process in (first, second))

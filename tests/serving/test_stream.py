@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from foreword.api.sse import encode
 from foreword.errors import EngineFailed
-from foreword.server.stream import EventStream, encode, merge, unless_disconnected
+from foreword.server.stream import EventStream, merge, unless_disconnected
 
 
 class Source:

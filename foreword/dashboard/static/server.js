@@ -137,7 +137,7 @@ export class ServerView {
   drawTables(now, labels) {
     const at = Math.floor(now.time / 5) * 5;
     renew(this.prefixes, [now.prefixes, at], ([rows]) => (rows.length ? prefixTable(rows, at) : empty("None. Register one with `foreword prefix add` or POST /v1/prefixes.")));
-    renew(this.chains, now.chains, (rows) => (rows.length ? chainTable(rows) : empty("No two recent texts share a full block.")));
+    renew(this.chains, now.common_prefixes, (rows) => (rows.length ? chainTable(rows) : empty("No two recent texts share a full block.")));
     const tiers = labels.length > 1;
     renew(this.recent, [now.requests, tiers], ([rows]) => (rows.length ? requestTable(rows, tiers) : empty("None since the server started.")));
   }
@@ -158,7 +158,7 @@ function chainTable(rows) {
 }
 
 function chainName(one) {
-  if (one.begins_with) return h("b", {}, one.begins_with);
+  if (one.starts_with) return h("b", {}, one.starts_with);
   return one.part_of.length ? h("span", {}, "part of ", h("b", {}, one.part_of.join(", "))) : "a text without a name";
 }
 
@@ -171,7 +171,7 @@ function requestTable(rows, tiers) {
       h("td", { class: "id wide", title: one.id }, one.prefix ? h("b", {}, `${one.prefix} `) : null, one.id),
       h("td", { class: "n" }, count(one.prompt_tokens)),
       h("td", {}, `${percent(one.cached_tokens / one.prompt_tokens)}`, sourceBar(one, tiers)),
-      h("td", { class: "n" }, seconds(one.first_token)), h("td", { class: "n wide" }, seconds(one.seconds)),
+      h("td", { class: "n" }, seconds(one.ttft)), h("td", { class: "n wide" }, seconds(one.seconds)),
       h("td", { class: "n" }, failed ? { error: "failed", abort: "aborted" }[one.finish_reason] : count(one.output_tokens)),
       h("td", { class: "why wide" }, one.report ? one.report.detail : h("span", { title: "Requests are explained while this page is open." }, "–")));
   }));
