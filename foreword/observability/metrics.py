@@ -1,12 +1,12 @@
-"""What Prometheus sees: an observer of the engine, and gauges read from it when they are asked for.
+"""Prometheus metrics of the engine: counters moved by events, and gauges read at a scrape (docs/reference/metrics.md).
 
-Names are vLLM's where vLLM has the same quantity, so its dashboards and alerts work; the rest is under `foreword:`.
+Names are vLLM's where vLLM has the same quantity, so its dashboards and alerts work; the others begin with `foreword:`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -25,9 +25,15 @@ from foreword.events import (
     StepFinished,
     TransferEnded,
 )
-from foreword.observability.transfer_metrics import TransferSeries, endpoint_metrics, served_metrics
-from foreword.offload.manager import OffloadManager
-from foreword.store.tiered import StoreTier, TierCounters
+
+if TYPE_CHECKING:
+    from foreword.disaggregation.frames import ServedStatus
+    from foreword.entrypoints.async_engine import AsyncEngine
+    from foreword.entrypoints.build import ModelInfo
+    from foreword.offload.manager import OffloadManager
+    from foreword.store.base import StoreStatus
+    from foreword.store.tiered import StoreTier, TierCounters
+    from foreword.transfer.endpoint import EndpointStatus
 
 # vLLM's buckets, so that quantiles compare.
 _LONG = (2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -38,84 +44,38 @@ _REQUEST = (*_SHORT, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
+_TRANSFER_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_PAUSE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
 _FINISH_REASONS = ("stop", "length", "abort", "error", "moved")
 
 
-class _Info(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def num_blocks(self) -> int: ...
-
-
-class _Status(Protocol):
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def kv_usage(self) -> float: ...
-    @property
-    def free_blocks(self) -> int: ...
-    @property
-    def cached_blocks(self) -> int: ...
-    @property
-    def pinned_blocks(self) -> int: ...
-
-
-class _Pins(Protocol):
-    @property
-    def budget_bytes(self) -> int | None: ...
-    @property
-    def pinned_bytes(self) -> int: ...
-
-
-class Watched(Protocol):
-    """What is read at the moment of a scrape, on the scraper's thread."""
-
-    @property
-    def info(self) -> _Info: ...
-    @property
-    def prefixes(self) -> _Pins: ...
-    @property
-    def offload(self) -> OffloadManager | None: ...
-    def status(self) -> _Status: ...
+Samples = Iterable[tuple[tuple[str, ...], float]]
 
 
 class PrometheusObserver(Collector):
-    """An `events.Observer`.
+    """An `events.Observer` that counts for one engine, in its own registry.
 
-    It has a registry of its own, so several engines in one process do not mix. What happens before `watch` (the
-    engine's self-check while it loads) is not counted: it is nobody's request.
+    Events before `watch` (the engine's self-check while it loads) are not counted.
     """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._watched: Watched | None = None
-        self._series: _Series | None = None
+        self._engine: AsyncEngine | None = None
+        self._series: _EventSeries | None = None
         self._responses = Counter(
             "foreword:http_responses", "HTTP responses.", ("route", "status"), registry=self._registry
         )
         ProcessCollector(registry=self._registry)
         self._registry.register(self)
 
-    def watch(self, engine: Watched) -> None:
+    def watch(self, engine: AsyncEngine) -> None:
         """Count for `engine` from now on."""
-        self._watched = engine
-        self._series = _Series(self._registry, engine.info)
+        self._engine = engine
+        self._series = _EventSeries(self._registry, engine.info)
 
     def notify(self, event: Event) -> None:
-        """Count an event. On the engine's thread."""
+        """Count an event. Called on the engine's thread."""
         if self._series is not None and (count := self._series.handlers.get(type(event))) is not None:
             count(event)
 
@@ -133,213 +93,247 @@ class PrometheusObserver(Collector):
         yield from self._registry.collect()
 
     def collect(self) -> Iterator[Metric]:
-        """The gauges, all from one reading of the engine's status."""
-        if self._watched is None:
+        """What is read at a scrape, on the scraper's thread."""
+        engine = self._engine
+        if engine is None:
             return
-        info, status, pins = self._watched.info, self._watched.status(), self._watched.prefixes
-        gauges: list[tuple[str, str, float]] = [
-            ("vllm:num_requests_running", "Sequences in the engine's steps.", status.running),
-            ("vllm:num_requests_waiting", "Sequences that wait for admission.", status.waiting),
-            ("vllm:kv_cache_usage_perc", "Share of the blocks that requests use (1 is all of them).", status.kv_usage),
-            ("foreword:blocks", "Blocks in the pool.", info.num_blocks),
-            ("foreword:blocks_free", "Blocks that no request uses, cached ones included.", status.free_blocks),
-            ("foreword:blocks_cached", "Blocks that a lookup can find.", status.cached_blocks),
-            ("foreword:blocks_pinned", "Blocks that named prefixes pin.", status.pinned_blocks),
-            ("foreword:prefix_pinned_bytes", "Bytes of KV that named prefixes pin.", pins.pinned_bytes),
-            ("foreword:prefix_budget_bytes", "Bytes of KV that named prefixes may pin.", pins.budget_bytes or 0),
-        ]
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(name, text, labels=("model_name",))
-            gauge.add_metric((info.name,), value)
-            yield gauge
-        yield _info_metric(info)
-        yield _cache_config_metric(info)
-        if self._watched.offload is not None:
-            yield from _store_metrics(info.name, self._watched.offload)
-        instance = getattr(self._watched, "instance", None)
-        if instance is not None:
-            yield from endpoint_metrics(info.name, instance.endpoint.status())
-        served = getattr(self._watched, "served", None)
-        if served is not None:
-            yield from served_metrics(info.name, served.status())
+        model = engine.info.name
+        yield from _engine_gauges(engine)
+        yield _info("foreword:model_info", "The model that is served.", engine.info, _MODEL_LABELS)
+        yield _info("vllm:cache_config_info", "The pool of KV blocks.", engine.info, _CACHE_LABELS)
+        if engine.offload is not None:
+            yield from _offload_metrics(model, engine.offload)
+            yield from _tier_metrics(model, engine.offload.store.tiers)
+        if engine.instance is not None:
+            yield from _endpoint_metrics(model, engine.instance.endpoint.status())
+        if engine.served is not None:
+            yield from _served_metrics(model, engine.served.status())
 
 
-# Name, text, and how a tier's counters give the value.
+def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, amount in samples:
+        family.add_metric(values, amount)
+    return family
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, amount in samples:
+        family.add_metric(values, amount)
+    return family
+
+
+_MODEL_LABELS: dict[str, Callable[[ModelInfo], object]] = {
+    "model_name": lambda info: info.name,
+    "fingerprint": lambda info: info.fingerprint,
+    "dtype": lambda info: info.dtype,
+    "device": lambda info: info.device,
+    "max_model_len": lambda info: info.max_model_len,
+}
+_CACHE_LABELS: dict[str, Callable[[ModelInfo], object]] = {
+    "model_name": lambda info: info.name,
+    "block_size": lambda info: info.block_size,
+    "num_gpu_blocks": lambda info: info.num_blocks,
+}
+
+
+def _info(name: str, text: str, info: ModelInfo, labels: dict[str, Callable[[ModelInfo], object]]) -> Metric:
+    """A gauge of value 1 whose labels carry the information."""
+    return _gauge(name, text, tuple(labels), [(tuple(str(label(info)) for label in labels.values()), 1)])
+
+
+def _engine_gauges(engine: AsyncEngine) -> Iterator[Metric]:
+    info, status, prefixes = engine.info, engine.status(), engine.prefixes
+    for name, text, value in (
+        ("vllm:num_requests_running", "Sequences in the running batch.", status.running),
+        ("vllm:num_requests_waiting", "Sequences that wait for admission.", status.waiting),
+        ("vllm:kv_cache_usage_perc", "Share of the blocks that requests use; 1 is all of them.", status.kv_usage),
+        ("foreword:blocks", "Blocks in the pool.", info.num_blocks),
+        ("foreword:blocks_free", "Blocks that no request uses, cached blocks included.", status.free_blocks),
+        ("foreword:blocks_cached", "Blocks that a prefix lookup can find.", status.cached_blocks),
+        ("foreword:blocks_pinned", "Blocks that named prefixes pin.", status.pinned_blocks),
+        ("foreword:prefix_pinned_bytes", "Bytes of KV that named prefixes pin.", prefixes.pinned_bytes),
+        ("foreword:prefix_budget_bytes", "Limit of the KV that named prefixes pin.", prefixes.budget_bytes or 0),
+    ):
+        yield _gauge(name, text, ("model_name",), [((info.name,), value)])
+
+
+def _offload_metrics(model: str, offload: OffloadManager) -> Iterator[Metric]:
+    """What happened between the engine and its stores."""
+    status = offload.status()
+    for name, text, count in (
+        ("store_saved_blocks", "Blocks written behind that at least one tier stored.", status.saved),
+        ("store_failed_blocks", "Blocks written behind that no tier stored.", status.failed),
+        ("store_dropped_blocks", "Blocks not written because the write queue was full.", status.dropped),
+        (
+            "store_dropped_promotions",
+            "Blocks of a slower tier not written into the faster ones because loads needed the memory.",
+            status.dropped_promotions,
+        ),
+        ("store_loaded_blocks", "Blocks loaded to the device.", status.loaded),
+        ("store_cut_loads", "Loads that brought fewer blocks than the lookup found.", status.cut),
+        ("store_stopped_loads", "Loads stopped because recomputing was faster.", status.stopped),
+        ("store_declined_loads", "Prompts recomputed because a load would have taken longer.", status.declined),
+    ):
+        yield _counter(f"foreword:{name}", text, ("model_name",), [((model,), count)])
+    text = "Blocks in the write queue."
+    yield _gauge("foreword:store_queued_blocks", text, ("model_name",), [((model,), status.queued)])
+
+
+# Name, description, and how the counters of a tier give the value.
 _TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierCounters], float]], ...] = (
-    ("tier_hit_blocks", "Blocks that were read from a tier, whole.", lambda c: c.hit_blocks),
+    ("tier_hit_blocks", "Blocks read from a tier.", lambda c: c.hit_blocks),
     (
         "tier_missed_blocks",
-        "Blocks that a tier was asked for and did not have, or not whole.",
+        "Blocks requested from a tier that it did not have, or not whole.",
         lambda c: c.missed_blocks,
     ),
     ("tier_read_bytes", "Bytes read from a tier.", lambda c: c.read_bytes),
     ("tier_read_seconds", "Seconds spent reading.", lambda c: c.read_seconds),
-    ("tier_written_blocks", "Blocks that a tier took, or had already.", lambda c: c.written_blocks),
+    ("tier_written_blocks", "Blocks that a tier stored, or had already.", lambda c: c.written_blocks),
     ("tier_written_bytes", "Bytes of those blocks.", lambda c: c.written_bytes),
     ("tier_write_seconds", "Seconds spent writing.", lambda c: c.write_seconds),
-    ("tier_lookups", "Searches for a chain.", lambda c: c.lookups),
-    ("tier_lookup_seconds", "Seconds spent searching.", lambda c: c.lookup_seconds),
-    ("tier_skipped", "Calls not made because the tier kept failing.", lambda c: c.skipped),
+    ("tier_lookups", "Prefix lookups in a tier.", lambda c: c.lookups),
+    ("tier_lookup_seconds", "Seconds spent in lookups.", lambda c: c.lookup_seconds),
+    ("tier_skipped", "Calls not made because the tier's circuit breaker was open.", lambda c: c.skipped),
+)
+_TIER_GAUGES: tuple[tuple[str, str, Callable[[StoreTier, StoreStatus], float]], ...] = (
+    ("tier_bytes", "Bytes of the blocks in a tier.", lambda tier, status: status.bytes),
+    ("tier_budget_bytes", "Size limit of a tier; 0 if it sets none.", lambda tier, status: status.budget),
+    ("tier_blocks", "Blocks in a tier; -1 if it does not count them.", lambda tier, status: status.blocks),
+    ("tier_pinned_bytes", "Bytes of blocks that named prefixes pin.", lambda tier, status: status.pinned_bytes),
+    ("tier_open", "1 while a tier's circuit breaker is open.", lambda tier, status: float(tier.breaker.is_open)),
 )
 
 
-def _store_metrics(model: str, cache: OffloadManager) -> Iterator[Metric]:
-    """What happened in each tier, and between it and the engine."""
-    tiers = cache.store.tiers
-    for name, text, value in _TIER_COUNTERS:
-        counter = CounterMetricFamily(f"foreword:{name}", text, labels=("model_name", "tier"))
-        for tier in tiers:
-            counter.add_metric((model, tier.label), value(tier.counters))
-        yield counter
-    errors = "Calls that failed, by kind.", [(tier.label, dict(tier.counters.errors)) for tier in tiers]
-    bad = "Blocks that did not pass the check, by what was wrong.", [(t.label, dict(t.counters.bad)) for t in tiers]
-    for name, (text, each) in (("tier_errors", errors), ("tier_bad_blocks", bad)):
-        counter = CounterMetricFamily(f"foreword:{name}", text, labels=("model_name", "tier", "kind"))
-        for label, kinds in each:
-            for kind, amount in kinds.items():
-                counter.add_metric((model, label, kind), amount)
-        yield counter
-    yield from _tier_gauges(model, tiers)
-    status = cache.status()
-    for name, text, count in (
-        ("store_saved_blocks", "Blocks that were written behind and that at least one tier keeps.", status.saved),
-        ("store_failed_blocks", "Blocks that were written behind and that no tier kept.", status.failed),
-        ("store_dropped_blocks", "Blocks that were not written because the queue was full.", status.dropped),
-        (
-            "store_dropped_promotions",
-            "Blocks from a slower tier that were not written into the faster ones, because loads needed the room.",
-            status.dropped_promotions,
-        ),
-        ("store_loaded_blocks", "Blocks that were loaded to the device.", status.loaded),
-        ("store_cut_loads", "Loads that brought less than was found.", status.cut),
-        ("store_stopped_loads", "Loads that were stopped because computing was sooner.", status.stopped),
-        (
-            "store_declined_loads",
-            "Prompts that were computed because loading would have taken longer.",
-            status.declined,
-        ),
-    ):
-        counter = CounterMetricFamily(f"foreword:{name}", text, labels=("model_name",))
-        counter.add_metric((model,), count)
-        yield counter
-    queue = GaugeMetricFamily("foreword:store_queued_blocks", "Blocks that wait to be written.", labels=("model_name",))
-    queue.add_metric((model,), status.queued)
-    yield queue
-
-
-def _tier_gauges(model: str, tiers: Sequence[StoreTier]) -> Iterator[Metric]:
+def _tier_metrics(model: str, tiers: Iterable[StoreTier]) -> Iterator[Metric]:
+    """What happened in each tier."""
     each = [(tier, tier.store.status()) for tier in tiers]
-    evictions = CounterMetricFamily(
-        "foreword:tier_evictions", "Blocks that made room for others.", labels=("model_name", "tier")
-    )
-    for tier, status in each:
-        evictions.add_metric((model, tier.label), status.evictions)
-    yield evictions
-    for name, text, value in (
-        ("tier_bytes", "Bytes of blocks in a tier.", lambda tier, status: status.bytes),
-        (
-            "tier_budget_bytes",
-            "Bytes that a tier never passes; 0 if it sets no bound of its own.",
-            lambda t, s: s.budget,
-        ),
-        ("tier_blocks", "Blocks in a tier; -1 if it does not count them.", lambda tier, status: status.blocks),
-        ("tier_pinned_bytes", "Bytes of blocks that named prefixes keep.", lambda tier, status: status.pinned_bytes),
-        ("tier_open", "1 while a tier is left alone because it kept failing.", lambda t, s: float(t.breaker.is_open)),
+    labels = ("model_name", "tier")
+    for name, text, count in _TIER_COUNTERS:
+        samples = [((model, tier.label), count(tier.counters)) for tier, _ in each]
+        yield _counter(f"foreword:{name}", text, labels, samples)
+    for name, text, kinds in (
+        ("tier_errors", "Failed calls, by kind.", [(tier.label, tier.counters.errors) for tier, _ in each]),
+        ("tier_bad_blocks", "Blocks that failed verification.", [(tier.label, tier.counters.bad) for tier, _ in each]),
     ):
-        gauge = GaugeMetricFamily(f"foreword:{name}", text, labels=("model_name", "tier"))
-        for tier, status in each:
-            gauge.add_metric((model, tier.label), value(tier, status))
-        yield gauge
+        by_kind = [((model, tier, kind), n) for tier, counts in kinds for kind, n in dict(counts).items()]
+        yield _counter(f"foreword:{name}", text, (*labels, "kind"), by_kind)
+    evictions = [((model, tier.label), status.evictions) for tier, status in each]
+    yield _counter("foreword:tier_evictions", "Blocks that a tier evicted.", labels, evictions)
+    for name, text, value in _TIER_GAUGES:
+        samples = [((model, tier.label), value(tier, status)) for tier, status in each]
+        yield _gauge(f"foreword:{name}", text, labels, samples)
 
 
-def _info_metric(info: _Info) -> Metric:
-    labels = {
-        "model_name": info.name,
-        "fingerprint": info.fingerprint,
-        "dtype": info.dtype,
-        "device": info.device,
-        "max_model_len": str(info.max_model_len),
-    }
-    metric = GaugeMetricFamily("foreword:model_info", "The model that is served.", labels=tuple(labels))
-    metric.add_metric(tuple(labels.values()), 1)
-    return metric
+def _endpoint_metrics(model: str, status: EndpointStatus) -> Iterator[Metric]:
+    """Connections and transfers now, and what was sent over each kind of link."""
+    for name, text, label, amounts in (
+        ("connections", "Connections to other instances.", "link", status.connections),
+        ("under_way", "Transfers in flight, by role and state.", "state", status.transfers),
+    ):
+        samples = [((model, value), amount) for value, amount in amounts.items()]
+        yield _gauge(f"foreword:transfer_{name}", text, ("model_name", label), samples)
+    queued = [((model,), status.queued_bytes)]
+    yield _gauge("foreword:transfer_queued_bytes", "Bytes of KV in the send queue.", ("model_name",), queued)
+    sizes = [
+        ((model, link, direction), amount)
+        for link, traffic in status.traffic.items()
+        for direction, amount in (("sent", traffic.bytes_sent), ("received", traffic.bytes_received))
+    ]
+    labels = ("model_name", "link", "direction")
+    yield _counter("foreword:transfer_link_bytes", "Bytes of KV over a kind of link.", labels, sizes)
+    seconds = [((model, link), traffic.seconds) for link, traffic in status.traffic.items()]
+    yield _counter("foreword:transfer_link_seconds", "Seconds spent sending KV.", ("model_name", "link"), seconds)
 
 
-def _cache_config_metric(info: _Info) -> Metric:
-    labels = {"model_name": info.name, "block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
-    metric = GaugeMetricFamily("vllm:cache_config_info", "The pool of KV blocks.", labels=tuple(labels))
-    metric.add_metric(tuple(labels.values()), 1)
-    return metric
+def _served_metrics(model: str, status: ServedStatus) -> Iterator[Metric]:
+    """What other instances read of this one (`peer://` in their stores)."""
+    served = [((model, "device"), status.device), ((model, "memory"), status.memory)]
+    text = "Blocks read by other instances, by the tier that had them."
+    yield _counter("foreword:served_blocks", text, ("model_name", "source"), served)
+    missing = [((model,), status.missing)]
+    text = "Blocks that other instances requested and that were not here."
+    yield _counter("foreword:served_missing_blocks", text, ("model_name",), missing)
 
 
-class _Series:
+class _EventSeries:
     """Counters and histograms of one model, and which event moves which."""
 
-    def __init__(self, registry: CollectorRegistry, info: _Info) -> None:
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, ("model_name",), registry=registry).labels(info.name)
+    def __init__(self, registry: CollectorRegistry, info: ModelInfo) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ("model_name", *labels), registry=registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, ("model_name",), registry=registry, buckets=buckets).labels(info.name)
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, text, ("model_name", *labels), registry=registry, buckets=buckets)
+
+        def one(name: str, text: str) -> Counter:
+            return counter(name, text).labels(info.name)
+
+        def times(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return histogram(name, text, buckets).labels(info.name)
 
         self.model = info.name
         request_tokens = _one_two_five(info.max_model_len)
-        self.queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self.hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self.cached = counter("vllm:prompt_tokens_cached", "Prompt tokens whose KV was reused.")
-        self.by_source = Counter(
-            "vllm:prompt_tokens_cached_by_source",
-            "Prompt tokens whose KV was reused, by the tier that had it.",
-            ("model_name", "source"),
-            registry=registry,
+        self.queries = one("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.hits = one("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.cached = one("vllm:prompt_tokens_cached", "Prompt tokens whose KV was cached.")
+        self.by_source = counter(
+            "vllm:prompt_tokens_cached_by_source", "Cached prompt tokens, by the tier that had them.", "source"
         )
         self.from_device = self.by_source.labels(info.name, "device")
-        self.prompt = counter("vllm:prompt_tokens", "Prompt tokens of ended sequences, cached ones included.")
-        self.generated = counter("vllm:generation_tokens", "Tokens generated.")
-        self.preemptions = counter("vllm:num_preemptions", "Running requests that lost their blocks and waited again.")
-        finished = Counter(
-            "vllm:request_success",
-            "Sequences that ended, by reason.",
-            ("model_name", "finished_reason"),
-            registry=registry,
-        )
+        self.prompt = one("vllm:prompt_tokens", "Prompt tokens of finished sequences, cached tokens included.")
+        self.generated = one("vllm:generation_tokens", "Generated tokens.")
+        self.preemptions = one("vllm:num_preemptions", "Preemptions: running sequences that lost their blocks.")
+        finished = counter("vllm:request_success", "Finished sequences, by reason.", "finished_reason")
         self.finished = {reason: finished.labels(info.name, reason) for reason in _FINISH_REASONS}
-        self.stored = counter(
-            "foreword:blocks_stored", "Blocks that were filled and became visible to lookups, copies too."
-        )
-        self.removed = counter("foreword:blocks_removed", "Keys that no block holds any more: evicted or withdrawn.")
-        self.first = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
-        self.first_by_cached = Histogram(
+        self.stored = one("foreword:blocks_stored", "Blocks published to prefix lookups, further copies included.")
+        self.removed = one("foreword:blocks_removed", "Keys that no block holds any more: evicted or withdrawn.")
+        self.first = times("vllm:time_to_first_token_seconds", "Time to first token (TTFT).", _FIRST_TOKEN)
+        self.first_by_cached = histogram(
             "foreword:time_to_first_token_by_cached_seconds",
-            "From arrival to the first token, by how much of the prompt was cached: none, some of it, or half and more.",
-            ("model_name", "cached"),
-            registry=registry,
-            buckets=_FIRST_TOKEN,
+            "Time to first token, by the cached share of the prompt: none, some, or most (half and more).",
+            _FIRST_TOKEN,
+            "cached",
         )
-        # Labels of requests between admission and first token.
+        # By request, between admission and first token.
         self.cached_share: dict[str, str] = {}
         for share in ("none", "some", "most"):
             self.first_by_cached.labels(info.name, share)
-        self.queued = histogram("vllm:request_queue_time_seconds", "From arrival to admission.", _REQUEST)
-        self.next = histogram("vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", _NEXT_TOKEN)
-        self.whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _REQUEST)
-        self.prompt_sizes = histogram("vllm:request_prompt_tokens", "Prompt tokens per sequence.", request_tokens)
-        self.output_sizes = histogram(
-            "vllm:request_generation_tokens", "Generated tokens per sequence.", request_tokens
+        self.queued = times("vllm:request_queue_time_seconds", "Time from arrival to admission.", _REQUEST)
+        self.next = times("vllm:inter_token_latency_seconds", "Inter-token latency (ITL).", _NEXT_TOKEN)
+        self.whole = times("vllm:e2e_request_latency_seconds", "Time from arrival to the last token.", _REQUEST)
+        self.prompt_sizes = times("vllm:request_prompt_tokens", "Prompt tokens per sequence.", request_tokens)
+        self.output_sizes = times("vllm:request_generation_tokens", "Generated tokens per sequence.", request_tokens)
+        self.step_tokens = times("vllm:iteration_tokens_total", "Tokens computed per step.", _STEP_TOKENS)
+        self.step = times("foreword:step_seconds", "Duration of a step.", _STEP_SECONDS)
+
+        transfer = ("kind", "side")
+        self.transfers = counter("foreword:transfer_transfers", "Finished transfers.", *transfer, "outcome")
+        self.transfer_bytes = counter("foreword:transfer_bytes", "Bytes of KV transferred.", *transfer)
+        self.transfer_parts = counter("foreword:transfer_parts", "Messages that carried them.", *transfer)
+        self.transfer_hidden = counter(
+            "foreword:transfer_hidden_bytes",
+            "Bytes sent before the prompt was computed: overlapped transfer.",
+            *transfer,
         )
-        self.step_tokens = histogram("vllm:iteration_tokens_total", "Tokens computed per step.", _STEP_TOKENS)
-        self.step = histogram("foreword:step_seconds", "Duration of a step.", _STEP_SECONDS)
-        self.transfers = TransferSeries(registry, info.name)
+        self.transfer_times = histogram(
+            "foreword:transfer_seconds", "Duration of a transfer.", _TRANSFER_SECONDS, *transfer
+        )
+        self.pauses = times(
+            "foreword:transfer_pause_seconds", "Time without decoding of a migrated request.", _PAUSE_SECONDS
+        )
         self.handlers: dict[type[Any], Callable[[Any], None]] = {
             PrefixLookup: self._on_lookup,
-            BlocksStored: self._on_stored,
-            BlocksRemoved: self._on_removed,
-            RequestPreempted: self._on_preempted,
+            BlocksStored: lambda event: self.stored.inc(len(event.keys)),
+            BlocksRemoved: lambda event: self.removed.inc(len(event.keys)),
+            RequestPreempted: lambda event: self.preemptions.inc(),
             FirstToken: self._on_first_token,
             NextTokens: self._on_next_tokens,
             RequestFinished: self._on_finished,
             StepFinished: self._on_step,
-            TransferEnded: self.transfers.notify,
+            TransferEnded: self._on_transfer,
         }
 
     def _on_lookup(self, event: PrefixLookup) -> None:
@@ -351,15 +345,6 @@ class _Series:
         share = "none" if not event.hit_tokens else "most" if 2 * event.hit_tokens >= event.queried_tokens else "some"
         self.cached_share[event.request_id] = share
         self.from_device.inc(event.hit_tokens - sum(tokens for _, tokens in event.loaded_tokens))
-
-    def _on_stored(self, event: BlocksStored) -> None:
-        self.stored.inc(len(event.keys))
-
-    def _on_removed(self, event: BlocksRemoved) -> None:
-        self.removed.inc(len(event.keys))
-
-    def _on_preempted(self, event: RequestPreempted) -> None:
-        self.preemptions.inc()
 
     def _on_first_token(self, event: FirstToken) -> None:
         self.first.observe(event.seconds)
@@ -376,7 +361,7 @@ class _Series:
     def _on_finished(self, event: RequestFinished) -> None:
         self.finished[event.reason].inc()
         if event.reason == "moved":
-            return  # whoever finishes it counts the rest
+            return  # the instance that took the request counts the rest
         self.cached_share.pop(event.request_id, None)
         self.prompt.inc(event.prompt_tokens)
         self.prompt_sizes.observe(event.prompt_tokens)
@@ -386,6 +371,17 @@ class _Series:
     def _on_step(self, event: StepFinished) -> None:
         self.step.observe(event.seconds)
         self.step_tokens.observe(event.prefill_tokens + event.decode_tokens)
+
+    def _on_transfer(self, event: TransferEnded) -> None:
+        labels = (self.model, event.kind, event.side)
+        self.transfers.labels(*labels, event.outcome).inc()
+        self.transfer_bytes.labels(*labels).inc(event.bytes)
+        self.transfer_parts.labels(*labels).inc(event.parts)
+        self.transfer_times.labels(*labels).observe(event.seconds)
+        if event.side == "source":
+            self.transfer_hidden.labels(*labels).inc(event.hidden_bytes)
+        if event.pause:
+            self.pauses.observe(event.pause)
 
 
 def _one_two_five(largest: int) -> tuple[float, ...]:

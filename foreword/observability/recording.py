@@ -1,8 +1,7 @@
-"""A server's or a router's traffic as a trace without any text: salted hashes of blocks, lengths and times
-(docs/reference/formats.md).
+"""Traffic recording of a server or a router (`--record`): a trace without text, of salted block hashes, lengths and times.
 
-`foreword simulate` reads it. Nothing of a prompt can be computed from it without the salt, which is drawn anew for each process
-unless it is given, and is never written.
+`foreword simulate` reads it (docs/reference/formats.md). Nothing of a prompt can be computed from it without the salt, which is
+never written, and random for each process unless it is given.
 """
 
 from __future__ import annotations
@@ -25,24 +24,26 @@ from foreword.events import Event, FirstToken, RequestFinished
 
 logger = logging.getLogger(__name__)
 
-# Numbers of this size are exact in every reader of JSON.
+# Integers of this size are exact in every JSON reader.
 _ID_BITS: Final = 53
-_WAITING: Final = 4096
-_OPEN: Final = 65536
+_QUEUE_LENGTH: Final = 4096
+# First-token times of unfinished requests.
+_MAX_UNFINISHED: Final = 65536
 _FLUSH_SECONDS: Final = 1.0
-_WANTED: Final = ("stop", "length")
+# Finish reasons of requests that are recorded.
+_COMPLETE: Final = ("stop", "length")
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """One request that ended well.
+class RequestRecord:
+    """One complete request.
 
     Attributes:
         arrived: seconds of `time.monotonic()`.
-        keys: of the full blocks of the prompt, and of the answer as far as they are known.
-        cached_tokens, ttft, seconds: what became of it; None if that is not known.
-        session: whatever says that requests belong together. It is hashed.
-        replica: where it went.
+        keys: block keys of the prompt's full blocks, and of the output's where they are known.
+        cached_tokens, ttft, seconds: prefix hit, time to first token and duration; None if unknown.
+        session: an identifier that requests of one session have in common. Only its hash is written.
+        replica: the replica that served the request.
     """
 
     arrived: float
@@ -57,15 +58,15 @@ class Recorded:
     replica: str | None = None
 
 
-class Recorder:
-    """Appends a line of JSON per request to a file, on a thread of its own. Close it in the end.
+class TraceRecorder:
+    """Appends a line of JSON per request to a file, on its own thread, until `close`.
 
     Args:
-        path: the file; a new recording never overwrites another.
-        salt: equal salts give equal hashes in the recordings of several processes; None draws one.
-        max_bytes: where the recording ends.
+        path: the file; an existing file is not overwritten.
+        salt: equal salts give equal hashes in the recordings of several processes; None: a random one.
+        max_bytes: size at which the recording ends.
 
-    What comes faster than it can be written is dropped and counted. Raises ConfigError if the file cannot be made.
+    Requests are dropped and counted when the queue to the thread is full. Raises ConfigError if the file cannot be created.
     """
 
     def __init__(
@@ -80,27 +81,27 @@ class Recorder:
         self.written = 0
         self.dropped = 0
         self._salt = blake2b((salt or secrets.token_hex(32)).encode(), digest_size=32).digest()
-        self._begun = clock()
-        self._left = max_bytes
+        self._started = clock()
+        self._bytes_left = max_bytes
         try:
             self._file: IO[str] = path.open("x", encoding="utf-8")
         except FileExistsError:
-            raise ConfigError(f"the recording {path} is there already; name a new file") from None
+            raise ConfigError(f"the recording {path} exists already; name a new file") from None
         except OSError as error:
             raise ConfigError(f"cannot write the recording {path}: {error.strerror}") from error
-        self._queue: queue.Queue[Recorded | None] = queue.Queue(_WAITING)
+        self._queue: queue.Queue[RequestRecord | None] = queue.Queue(_QUEUE_LENGTH)
         self._thread = threading.Thread(target=self._write_all, name="foreword-recorder", daemon=True)
         self._thread.start()
 
     def record(self, request: Recorded) -> None:
-        """Take note of a request. Never waits."""
+        """Add a request to the queue. Never blocks."""
         try:
             self._queue.put_nowait(request)
         except queue.Full:
             self.dropped += 1
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Write what is queued and close the file."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -108,14 +109,14 @@ class Recorder:
             logger.warning("%d requests are missing in the recording %s", self.dropped, self.path)
 
     def line(self, request: Recorded) -> dict[str, Any]:
-        """What is written of a request."""
+        """A request as a JSON object."""
         size = request.block_size
         ids = [self._number(key) for key in request.keys]
         if len(ids) * size < request.prompt_tokens:
-            # The last, partly filled block: nobody shares it.
+            # The last, partial block has a random hash: it is shared with no other request.
             ids.append(secrets.randbits(_ID_BITS))
         fields: dict[str, Any] = {
-            "timestamp": round((request.arrived - self._begun) * 1e3),
+            "timestamp": round((request.arrived - self._started) * 1e3),
             "input_length": request.prompt_tokens,
             "output_length": request.output_tokens,
             "block_size": size,
@@ -150,7 +151,7 @@ class Recorder:
                 self._write(file, request)
 
     def _write(self, file: IO[str], request: Recorded) -> None:
-        if self._left <= 0:
+        if self._bytes_left <= 0:
             self.dropped += 1
             return
         text = json.dumps(self.line(request), separators=(",", ":")) + "\n"
@@ -160,9 +161,9 @@ class Recorder:
             self._end(str(error))
             return
         self.written += 1
-        self._left -= len(text)
-        if self._left <= 0:
-            self._end("it has its full size")
+        self._bytes_left -= len(text)
+        if self._bytes_left <= 0:
+            self._end("it has reached its maximum size")
 
     def _flush(self, file: IO[str]) -> None:
         try:
@@ -171,35 +172,35 @@ class Recorder:
             self._end(str(error))
 
     def _end(self, reason: str) -> None:
-        self._left = 0
+        self._bytes_left = 0
         logger.warning("the recording %s ends: %s", self.path, reason)
 
 
 class EngineRecorder:
-    """An observer that records what an engine did (`--record`). Requests that were cut off are not recorded."""
+    """An observer that records an engine's complete requests; aborted requests are not recorded."""
 
-    def __init__(self, recorder: Recorder, block_size: int) -> None:
+    def __init__(self, recorder: TraceRecorder, block_size: int) -> None:
         self.recorder = recorder
         self._block_size = block_size
-        self._firsts: OrderedDict[str, float] = OrderedDict()
+        self._ttft: OrderedDict[str, float] = OrderedDict()
 
     def notify(self, event: Event) -> None:
         if isinstance(event, FirstToken):
-            self._firsts[event.request_id] = event.seconds
-            while len(self._firsts) > _OPEN:
-                self._firsts.popitem(last=False)
+            self._ttft[event.request_id] = event.seconds
+            while len(self._ttft) > _MAX_UNFINISHED:
+                self._ttft.popitem(last=False)
         elif isinstance(event, RequestFinished):
-            first = self._firsts.pop(event.request_id, None)
-            if event.reason in _WANTED and event.prompt_tokens:
+            ttft = self._ttft.pop(event.request_id, None)
+            if event.reason in _COMPLETE and event.prompt_tokens:
                 self.recorder.record(
-                    Recorded(
+                    RequestRecord(
                         time.monotonic() - event.seconds,
                         event.keys,
                         self._block_size,
                         event.prompt_tokens,
                         max(event.output_tokens, 1),
                         event.cached_tokens,
-                        first,
+                        ttft,
                         event.seconds,
                     )
                 )

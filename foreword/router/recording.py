@@ -6,23 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from foreword.config import ServerConfig
-from foreword.observability.recording import Recorded, Recorder
+from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.routing.fleet import FinishedRequest
 
 
-def open_recorder(config: ServerConfig) -> Recorder | None:
+def open_recorder(config: ServerConfig) -> TraceRecorder | None:
     """None if no recording is configured. Raises ConfigError."""
-    return Recorder(Path(config.record), salt=config.record_salt) if config.record is not None else None
+    return TraceRecorder(Path(config.record), salt=config.record_salt) if config.record is not None else None
 
 
-def record_finished(recorder: Recorder) -> Callable[[FinishedRequest], None]:
+def record_finished(recorder: TraceRecorder) -> Callable[[FinishedRequest], None]:
     """A callback for `Fleet.on_finished`. Requests whose prompt was not tokenized have no blocks and are not recorded."""
 
     def record(request: FinishedRequest) -> None:
         if not request.keys and request.prompt_tokens >= request.block_size:
             return
         recorder.record(
-            Recorded(
+            RequestRecord(
                 request.sent_at,
                 request.keys,
                 request.block_size,

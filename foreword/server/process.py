@@ -25,7 +25,7 @@ from foreword.config import Config, TransferConfig
 from foreword.errors import ConfigError, ForewordError
 from foreword.events import Observer
 from foreword.observability.metrics import PrometheusObserver
-from foreword.observability.recording import EngineRecorder, Recorder
+from foreword.observability.recording import EngineRecorder, TraceRecorder
 from foreword.server.app import create_app
 from foreword.server.limits import Admission
 from foreword.transfer.sockets import parse_address
@@ -238,7 +238,7 @@ def load_engine(
     role, transfer = config.role, config.transfer.with_secret()
     observers: list[Observer] = [registry, events] if events is not None else [registry]
     if config.server.record is not None:
-        recorder = Recorder(Path(config.server.record), salt=config.server.record_salt)
+        recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
         atexit.register(recorder.close)
         observers.append(EngineRecorder(recorder, config.engine.block_size))
     engine = AsyncEngine.from_config(

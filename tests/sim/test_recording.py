@@ -19,7 +19,7 @@ from foreword.blocks.keys import Scope, chain_keys
 from foreword.engine.request import SamplingParams
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError
-from foreword.observability.recording import EngineRecorder, Recorded, Recorder
+from foreword.observability.recording import EngineRecorder, RequestRecord, TraceRecorder
 from foreword.router.recording import record_finished
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery
@@ -30,13 +30,15 @@ from foreword.sim.trace import read_trace
 ROOT = Scope(b"model", 16, b"").root()
 
 
-def request(tokens: list[int], answer: list[int], arrived: float = 0.0, session: str | None = None) -> Recorded:
+def request(tokens: list[int], answer: list[int], arrived: float = 0.0, session: str | None = None) -> RequestRecord:
     keys = chain_keys(ROOT, tokens + answer, 16)
-    return Recorded(arrived, keys, 16, len(tokens), len(answer), 0, 0.5, 1.0, session)
+    return RequestRecord(arrived, keys, 16, len(tokens), len(answer), 0, 0.5, 1.0, session)
 
 
-def record(path: Path, requests: list[Recorded], salt: str | None = None, max_bytes: int = 1 << 30) -> Recorder:
-    recorder = Recorder(path, salt=salt, max_bytes=max_bytes, clock=lambda: 0.0)
+def record(
+    path: Path, requests: list[RequestRecord], salt: str | None = None, max_bytes: int = 1 << 30
+) -> TraceRecorder:
+    recorder = TraceRecorder(path, salt=salt, max_bytes=max_bytes, clock=lambda: 0.0)
     for one in requests:
         recorder.record(one)
     recorder.close()
@@ -47,7 +49,7 @@ def test_what_an_engine_found_the_simulator_finds(tmp_path: Path) -> None:
     """Conversations through the real engine, recorded and simulated: the same tokens are found for each request, answers
     included, and nothing of tokens or keys is in the file."""
     path, rng = tmp_path / "trace.jsonl", random.Random(3)
-    recorder = Recorder(path)
+    recorder = TraceRecorder(path)
     options = {"threads": 1, "partial_reuse": False, "self_check": False, "seed": 0}
     llm = LLM(observers=[EngineRecorder(recorder, 16)], kv_memory="8192 tokens", **options)
     talks = [[rng.randrange(300, 4000) for _ in range(40)] for _ in range(3)]
@@ -109,16 +111,16 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     """A file that is there stays as it is; a folder that is not there is named."""
     path = tmp_path / "trace"
     path.write_text("kept")
-    with pytest.raises(ConfigError, match="there already"):
-        Recorder(path)
+    with pytest.raises(ConfigError, match="exists already"):
+        TraceRecorder(path)
     assert path.read_text() == "kept"
     with pytest.raises(ConfigError, match="cannot write the recording"):
-        Recorder(tmp_path / "none" / "trace")
+        TraceRecorder(tmp_path / "none" / "trace")
 
 
 def test_a_router_records_what_ended_well(tmp_path: Path) -> None:
     """Requests that ended are in the file with replica, hashed session, times and lengths; failed ones are not."""
-    recorder, fleet = Recorder(tmp_path / "trace", clock=lambda: 100.0), Fleet()
+    recorder, fleet = TraceRecorder(tmp_path / "trace", clock=lambda: 100.0), Fleet()
     fleet.on_finished = record_finished(recorder)
     fleet.add("http://a")
     query = PlacementQuery(chain_keys(ROOT, list(range(100)), 16), 100, 16, session="me")
