@@ -93,7 +93,7 @@ class TraceRecorder:
         self._thread = threading.Thread(target=self._write_all, name="foreword-recorder", daemon=True)
         self._thread.start()
 
-    def record(self, request: Recorded) -> None:
+    def record(self, request: RequestRecord) -> None:
         """Add a request to the queue. Never blocks."""
         try:
             self._queue.put_nowait(request)
@@ -108,7 +108,7 @@ class TraceRecorder:
         if self.dropped:
             logger.warning("%d requests are missing in the recording %s", self.dropped, self.path)
 
-    def line(self, request: Recorded) -> dict[str, Any]:
+    def line(self, request: RequestRecord) -> dict[str, Any]:
         """A request as a JSON object."""
         size = request.block_size
         ids = [self._number(key) for key in request.keys]
@@ -150,7 +150,7 @@ class TraceRecorder:
                     return
                 self._write(file, request)
 
-    def _write(self, file: IO[str], request: Recorded) -> None:
+    def _write(self, file: IO[str], request: RequestRecord) -> None:
         if self._bytes_left <= 0:
             self.dropped += 1
             return
