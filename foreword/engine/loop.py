@@ -22,7 +22,8 @@ from foreword.engine.runner import Runner, draw_of
 from foreword.engine.sampling import Sampled
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState, Step
-from foreword.engine.tokenizer import StopFinder, TextStream, Tokenizer
+from foreword.engine.stops import StopFinder
+from foreword.engine.tokenizer import TextStream, Tokenizer
 from foreword.errors import BadRequest, PromptTooLong
 from foreword.events import (
     Event,

@@ -1,7 +1,7 @@
-"""The next token of each sequence, from the logits of a step.
+"""Sampling: the next token of each sequence, from the logits of a step.
 
-Randomness is a function of (seed, sequence index, position), not of a generator's state: the same request draws the same
-numbers whatever else is in the batch, after a preemption, and on another machine.
+A random number is a function of (seed, sequence index, position), not of a generator's state: a request draws the same
+numbers in any batch, after a preemption, and on another machine (docs/decisions/0007-randomness.md).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 
 from foreword.engine.request import SamplingParams, TokenLogprob
 
-# Below this a temperature is zero in float32, and nothing but the likeliest token is left long before.
-_COLDEST = 1e-6
+# Lower temperatures are zero in float32. Only the likeliest token has weight long before that.
+_MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one row of logits needs to know of its sequence.
+    """What sampling one row of logits needs from its sequence.
 
     Attributes:
         position: number of tokens before the one to be sampled.
         prompt, output: token ids so far, for penalties.
-        end_tokens: tokens that must not come before `params.min_tokens` tokens have.
+        end_tokens: tokens that are excluded until there are `params.min_tokens` output tokens.
     """
 
     params: SamplingParams
@@ -41,6 +41,8 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
+    """A sampled token, with log-probabilities if they were requested."""
+
     token: int
     logprob: TokenLogprob | None
 
@@ -55,18 +57,21 @@ def uniform(seed: int, index: int, position: int) -> float:
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
     """One token per row of `logits` `[rows, vocab]`. Log-probabilities are those of the model's own distribution."""
     logits = logits.float()
-    reported = _logprobs(logits, draws)
+    logprobs = _logprobs(logits, draws)
     shaped = logits
     if any(_reshapes(draw) for draw in draws):
         shaped = logits.clone()
         for row, draw in enumerate(draws):
             if _reshapes(draw):
-                _penalise(shaped[row], draw)
+                _apply_penalties(shaped[row], draw)
     tokens: list[int] = torch.argmax(shaped, dim=-1).tolist()
     for row, draw in enumerate(draws):
         if not draw.params.greedy:
             tokens[row] = _choose(shaped[row], draw)
-    return [Sampled(token, _report(reported, row, token, draws[row])) for row, token in enumerate(tokens)]
+    if logprobs is None:
+        return [Sampled(token, None) for token in tokens]
+    counts = [draw.params.logprobs for draw in draws]
+    return [Sampled(token, logprobs.of_token(row, token, counts[row])) for row, token in enumerate(tokens)]
 
 
 def _reshapes(draw: Draw) -> bool:
@@ -80,8 +85,8 @@ def _reshapes(draw: Draw) -> bool:
     )
 
 
-def _penalise(row: Tensor, draw: Draw) -> None:
-    """Bias, repetition (Keskar et al. 2019), presence and frequency penalties (OpenAI), and no early end, in place."""
+def _apply_penalties(row: Tensor, draw: Draw) -> None:
+    """In place: logit bias, repetition (Keskar et al. 2019), presence and frequency penalties (OpenAI) and `min_tokens`."""
     params = draw.params
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*draw.prompt, *draw.output}), dtype=torch.long, device=row.device)
@@ -98,10 +103,10 @@ def _penalise(row: Tensor, draw: Draw) -> None:
 
 
 def _choose(row: Tensor, draw: Draw) -> int:
-    """Temperature, then top-k, min-p and top-p, then the inverse of the cumulative distribution."""
+    """Temperature, then top-k, min-p and top-p, then the inverse of the cumulative distribution function."""
     params = draw.params
     # Subtracting the maximum first keeps tiny temperatures finite.
-    row = (row - row.max()) / max(params.temperature, _COLDEST)
+    row = (row - row.max()) / max(params.temperature, _MIN_TEMPERATURE)
     probabilities = torch.softmax(row, dim=-1)
     ranked, tokens = _rank(probabilities, params)
     if params.min_p > 0:
@@ -119,7 +124,7 @@ def _choose(row: Tensor, draw: Draw) -> int:
 
 
 def _rank(probabilities: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor | None]:
-    """Probabilities best first with their tokens, if an order is needed, else as they are."""
+    """Probabilities in descending order with their tokens, if a filter needs the order, else as they are."""
     if 0 < params.top_k < probabilities.numel():
         ranked, tokens = torch.topk(probabilities, params.top_k)
         return ranked, tokens
@@ -130,24 +135,25 @@ def _rank(probabilities: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Reported:
-    logprobs: Tensor
+class _StepLogprobs:
+    """Log-probabilities `[rows, vocab]`, and each row's largest with their tokens."""
+
+    all: Tensor
     values: list[list[float]]
     tokens: list[list[int]]
 
+    def of_token(self, row: int, token: int, count: int | None) -> TokenLogprob | None:
+        """The token's log-probability and the `count` largest; None if they were not requested."""
+        if count is None:
+            return None
+        top = tuple(zip(self.tokens[row][:count], self.values[row][:count], strict=True))
+        return TokenLogprob(token, float(self.all[row, token]), top)
 
-def _logprobs(logits: Tensor, draws: Sequence[Draw]) -> _Reported | None:
-    wanted = [draw.params.logprobs for draw in draws if draw.params.logprobs is not None]
-    if not wanted:
+
+def _logprobs(logits: Tensor, draws: Sequence[Draw]) -> _StepLogprobs | None:
+    requested = [draw.params.logprobs for draw in draws if draw.params.logprobs is not None]
+    if not requested:
         return None
     logprobs = torch.log_softmax(logits, dim=-1)
-    top = torch.topk(logprobs, min(max(wanted), logits.shape[-1]), dim=-1)
-    return _Reported(logprobs, top.values.tolist(), top.indices.tolist())
-
-
-def _report(reported: _Reported | None, row: int, token: int, draw: Draw) -> TokenLogprob | None:
-    count = draw.params.logprobs
-    if reported is None or count is None:
-        return None
-    top = tuple(zip(reported.tokens[row][:count], reported.values[row][:count], strict=True))
-    return TokenLogprob(token, float(reported.logprobs[row, token]), top)
+    top = torch.topk(logprobs, min(max(requested), logits.shape[-1]), dim=-1)
+    return _StepLogprobs(logprobs, top.values.tolist(), top.indices.tolist())

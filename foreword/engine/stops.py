@@ -1,4 +1,4 @@
-"""Stop strings: found wherever tokens cut the text. Pure."""
+"""Stop strings, also where they span several tokens. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Cuts text at the first stop string; text that may be the beginning of one is held back."""
+    """Cuts a stream of text at the first stop string. Text that may become a stop string is held back."""
 
     __slots__ = ("_held", "_include", "_stops")
 
@@ -16,13 +16,14 @@ class StopFinder:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Text that may leave, and the stop string that was found."""
+        """The text that can be returned now, and the stop string that was found, if any."""
         if not self._stops:
             return text, None
         text = self._held + text
         found = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if found:
-            # The first to be complete, and the longer of two that end together: so it does not matter how tokens cut the text.
+            # The first to be complete, and the longer of two that end together: independent of how tokens split the
+            # text.
             place, stop = min(found, key=lambda item: (item[0] + len(item[1]), item[0]))
             self._held = ""
             return text[: place + (len(stop) if self._include else 0)], stop
@@ -31,10 +32,11 @@ class StopFinder:
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
+        """The text that was held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper beginning of `stop` that `text` ends with."""
+    """Length of the longest proper prefix of `stop` that `text` ends with."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""Text to tokens and back. Wraps a Transformers tokenizer; no torch."""
+"""Tokenizer, chat template and incremental detokenizer, around a Transformers tokenizer. No torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import transformers
 from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
 
-from foreword.engine.stops import StopFinder as StopFinder
 from foreword.errors import BadRequest, ModelNotFound
 
-# Tokens of the prompt that the first new token's text may depend on (a leading space, half a character).
-_CONTEXT = 8
+# Last tokens of the prompt that the text of the first new token may depend on (a leading space, half a character).
+_CONTEXT_TOKENS = 8
 
 
 class Tokenizer:
@@ -32,7 +31,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str, eos_token_ids: tuple[int, ...] = (), *, trust_remote_code: bool = False) -> Tokenizer:
-        """Raises ModelNotFound if there is none."""
+        """From a folder or the hub. Raises ModelNotFound if there is none."""
         path = Path(source).expanduser()
         try:
             inner = transformers.AutoTokenizer.from_pretrained(
@@ -54,14 +53,14 @@ class Tokenizer:
         return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token: int) -> str:
-        """One token as text; bytes that are no character on their own become U+FFFD."""
+        """One token as text; bytes that are not a whole character become U+FFFD."""
         text = self.decode([token], skip_special_tokens=False)
-        # SentencePiece decoders drop a leading space, which they take for the beginning of a text.
+        # SentencePiece decoders drop the leading space at the start of a text.
         piece = self._backend.id_to_token(token) or ""
         return f" {text}" if piece.startswith("\u2581") and not text.startswith(" ") else text
 
     def token_bytes(self, token: int) -> bytes:
-        """One token as the bytes that it stands for."""
+        """The bytes of one token."""
         piece = self._backend.id_to_token(token)
         if piece is None:
             return b""
@@ -72,13 +71,15 @@ class Tokenizer:
         return self.token_text(token).encode()
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[int]:
-        """Token ids of a conversation. Raises BadRequest if the model has no chat template or it rejects the messages."""
+        """Token ids of a conversation. Raises BadRequest if the model has no chat template or it rejects the
+        messages."""
         return self.encode(
             self.chat_text(messages, add_generation_prompt=add_generation_prompt), add_special_tokens=False
         )
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """A conversation as the template writes it, to be encoded without special tokens. Raises what `render_chat` raises."""
+        """A conversation rendered by the chat template, to be encoded without special tokens. Raises as
+        `render_chat`."""
         if not self.has_chat_template:
             raise BadRequest("this model has no chat template; use /v1/completions", param="messages")
         try:
@@ -90,59 +91,60 @@ class Tokenizer:
         return str(text)
 
     def cuts(self) -> list[str]:
-        """Special tokens before which a text may be cut: its parts, encoded without special tokens each for itself, are the
-        whole's tokens.
+        """Special tokens before which a text can be cut: the parts, encoded separately without adding special tokens,
+        give the same tokens as the whole text.
 
-        Added tokens are found before anything else, the leftmost and there the longest, and what lies between them is
-        normalised and split apart from the rest. So this holds for one that neither looks at its neighbours (`lstrip`,
-        `single_word`, `normalized`) nor is hidden by another that overlaps it.
+        A tokenizer finds added tokens first (the leftmost, and of those the longest), then normalizes and splits the
+        text between them. A cut before an added token is therefore safe, unless its match depends on neighboring text
+        (`lstrip`, `single_word`, `normalized`) or another added token that overlaps it can match instead.
         """
         backend = self._backend
         if backend.truncation is not None or backend.padding is not None or backend.encode_special_tokens:
             return []
         added = list(backend.get_added_tokens_decoder().values())
         texts = {one.content for one in added}
-        alone = (one for one in added if not (one.lstrip or one.single_word or one.normalized) and one.content)
-        return [one.content for one in alone if not any(_hides(other, one.content) for other in texts)]
+        independent = (one for one in added if not (one.lstrip or one.single_word or one.normalized) and one.content)
+        return [one.content for one in independent if not any(_hides(other, one.content) for other in texts)]
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
         return TextStream(self, self._backend, prompt)
 
 
 class TextStream:
-    """Tokens of one sequence to text, as they come: only complete characters leave."""
+    """Incremental detokenizer of one sequence: returns complete characters only."""
 
-    __slots__ = ("_backend", "_held", "_stream", "_tokenizer")
+    __slots__ = ("_backend", "_pending", "_stream", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, backend: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._backend = backend
-        self._stream = DecodeStream(ids=list(prompt[-_CONTEXT:]), skip_special_tokens=True)
-        self._held: list[int] = []
+        self._stream = DecodeStream(ids=list(prompt[-_CONTEXT_TOKENS:]), skip_special_tokens=True)
+        self._pending: list[int] = []
 
     def push(self, token: int) -> str:
+        """The text that the token completes; empty for a part of a character."""
         text = self._stream.step(self._backend, token)
         if text is None:
-            self._held.append(token)
+            self._pending.append(token)
             return ""
-        self._held.clear()
+        self._pending.clear()
         return text
 
     def flush(self) -> str:
-        """What the last tokens stand for although it is not complete (U+FFFD for half a character)."""
-        held, self._held = self._held, []
-        return self._tokenizer.decode(held) if held else ""
+        """The text of the pending tokens, with U+FFFD for an incomplete character."""
+        pending, self._pending = self._pending, []
+        return self._tokenizer.decode(pending) if pending else ""
 
 
 def _hides(other: str, token: str) -> bool:
-    """Whether there are texts in which `token` is not found because `other` is: it contains it, or ends as it begins."""
+    """Whether `other` can match in place of `token`: it contains `token`, or ends with the start of it."""
     if other != token and token in other:
         return True
     return any(token.startswith(other[-length:]) for length in range(1, min(len(other), len(token))))
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (Radford et al. 2019), as byte-level BPE vocabularies write them."""
+    """GPT-2's printable characters for bytes (Radford et al. 2019), used in byte-level BPE vocabularies."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]

@@ -121,8 +121,8 @@ def bytes_per_block(layouts: Iterable[LayerLayout], dtype: torch.dtype, block_si
 
 @torch.inference_mode()
 def record_layers(model: Any) -> tuple[LayerRecorder, bool]:
-    """The layers that call for attention, recorded in one pass over two tokens; and whether the model follows `logits_to_keep`
-    (a model that ignores it computes logits for every token of a prompt)."""
+    """The layers that call for attention, recorded in one pass over two tokens; and whether the model follows
+    `logits_to_keep` (a model that ignores it computes logits for every token of a prompt)."""
     recorder = LayerRecorder()
     ids = torch.tensor([[0, 1]], device=model.device)
     with forward_context(recorder):

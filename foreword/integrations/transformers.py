@@ -1,11 +1,10 @@
-"""A cache for `generate()` that is filled from a Foreword store and saved to it: persistent prefixes in a plain script.
+"""A cache for `generate()` that is loaded from a Foreword store and saved to it: prefix caching for scripts.
 
     cache = KVCache(model, "disk:///var/cache/foreword?size=20GiB", inputs.input_ids)
     output = model.generate(**inputs, past_key_values=cache)
     cache.save(output)
 
-Blocks are the engine's own (docs/reference/formats.md): what a Foreword server computed, a script finds, and the other
-way round.
+Blocks have the engine's format (docs/reference/formats.md): a script and a Foreword server share them.
 """
 
 from __future__ import annotations
@@ -30,37 +29,40 @@ from foreword.store.tiered import TieredStore
 from foreword.store.urls import loss_of, open_store
 
 BLOCK_SIZE = 16
-_GROUP = 64
+# Blocks per call of the store.
+_BATCH_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Shapes:
+class _ModelKV:
+    """Fingerprint of a model, and layout of its KV."""
+
     fingerprint: bytes
     layers: tuple[LayerLayout, ...]
     dtype: str
 
 
-_known: weakref.WeakKeyDictionary[Any, _Shapes] = weakref.WeakKeyDictionary()
+_known_models: weakref.WeakKeyDictionary[Any, _ModelKV] = weakref.WeakKeyDictionary()
 
 
 class KVCache(DynamicCache):  # type: ignore[misc]
-    """A `DynamicCache` that begins with the longest stored prefix of a prompt.
+    """A `DynamicCache` that starts with the longest stored prefix of a prompt.
 
     Args:
-        model: any causal language model of Transformers whose layers all keep keys and values. Its weights are read once per
-            process to fingerprint them; they must not be changed afterwards.
-        store: one URL, several (the fastest first), or a `TieredStore` that you opened, keep and close yourself.
-        input_ids: the prompt, `[1, tokens]` or `[tokens]`. Its last token is always left to be computed.
-        salt: blocks of different salts never meet.
-        timeout: seconds that filling may take at most; what is not loaded by then is computed.
+        model: a causal language model of Transformers whose layers all keep keys and values. Its weights
+            are fingerprinted once per process and must not change afterwards.
+        store: one URL, several (the fastest first), or an open `TieredStore`, which the caller closes.
+        input_ids: the prompt, `[1, tokens]` or `[tokens]`. Its last token is always computed.
+        salt: blocks with different salts are never shared.
+        timeout: limit of the load in seconds; tokens that are not loaded by then are computed.
 
     Attributes:
-        loaded_tokens: tokens of the prompt that came from the store.
+        loaded_tokens: cached tokens of the prompt, loaded from the store.
 
     Raises:
         BadRequest: several sequences at once.
-        ModelUnsupported: a layer keeps something else than keys and values.
-        StoreError: a wrong URL. A store that fails later is a miss.
+        ModelUnsupported: a layer keeps other state than keys and values.
+        StoreError: a wrong URL. A store that fails later is a cache miss.
     """
 
     def __init__(
@@ -75,43 +77,43 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._tokens = _one_sequence(input_ids)
-        known = _shapes(model)
+        kv = _model_kv(model)
         urls = () if isinstance(store, TieredStore) else (store,) if isinstance(store, str) else tuple(store)
         loss = loss_of(urls) if urls else ""
-        self._layout = Layout(known.fingerprint, block_size, known.layers, known.dtype, loss=loss)
+        self._layout = Layout(kv.fingerprint, block_size, kv.layers, kv.dtype, loss=loss)
         self._opened = not isinstance(store, TieredStore)
         self._store = store if isinstance(store, TieredStore) else open_store(urls, self._layout)
-        self._root = Scope(known.fingerprint, block_size, salt).root()
+        self._root = Scope(kv.fingerprint, block_size, salt).root()
         self._device = model.device
-        self._dtype = getattr(torch, known.dtype)
+        self._dtype = getattr(torch, kv.dtype)
         self.loaded_tokens = 0
-        self._fill(time.monotonic() + timeout)
+        self._load(time.monotonic() + timeout)
 
     def save(self, output_ids: Tensor | None = None, *, timeout: float = 60.0) -> int:
-        """Keep every full block that this cache holds; returns the number of blocks that are in the store now.
+        """Save every full block of this cache; returns the number of its blocks that are in the store now.
 
-        `output_ids` is what `generate()` returned (the prompt and the new tokens); without it the prompt alone is kept.
-        Closes the store, unless it was given open. A store that fails keeps less; that is no error.
+        `output_ids` is the result of `generate()` (the prompt and the new tokens); without it only the prompt is saved.
+        Closes the store, unless the caller opened it. A store that fails saves fewer blocks and raises no error.
         """
         tokens = self._tokens if output_ids is None else _one_sequence(output_ids)
         if tokens[: len(self._tokens)] != self._tokens:
-            raise BadRequest("these are not the tokens of this cache: they do not begin with its prompt")
+            raise BadRequest("these are not the tokens of this cache: they do not start with its prompt")
         computed = min(len(tokens), self.get_seq_length())
         full = computed // self._layout.block_size
         start = self.loaded_tokens // self._layout.block_size
         keys = chain_keys(self._root, tokens[: full * self._layout.block_size], self._layout.block_size)
-        kept = start
-        for low in range(start, full, _GROUP):
-            kept += self._put(keys, low, min(low + _GROUP, full), time.monotonic() + timeout)
+        saved = start
+        for low in range(start, full, _BATCH_BLOCKS):
+            saved += self._put(keys, low, min(low + _BATCH_BLOCKS, full), time.monotonic() + timeout)
         self.close()
-        return kept
+        return saved
 
     def close(self) -> None:
-        """Let go of the store without saving."""
+        """Close the store without saving."""
         if self._opened:
             self._store.close()
 
-    def _fill(self, deadline: float) -> None:
+    def _load(self, deadline: float) -> None:
         size = self._layout.block_size
         full = (len(self._tokens) - 1) // size
         keys = chain_keys(self._root, self._tokens[: full * size], size)
@@ -119,18 +121,18 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         found: list[Tensor] = []
         with contextlib.suppress(StoreError):
             names = names[: self._store.lookup(names, deadline=deadline)]
-        for low in range(0, len(names), _GROUP):
-            group = self._get(names[low : low + _GROUP], deadline)
+        for low in range(0, len(names), _BATCH_BLOCKS):
+            group = self._get(names[low : low + _BATCH_BLOCKS], deadline)
             found.append(group)
-            if len(group) < len(names[low : low + _GROUP]):
+            if len(group) < len(names[low : low + _BATCH_BLOCKS]):
                 break
         payloads = torch.cat(found) if found else torch.empty(0, 0, dtype=torch.uint8)
         self.loaded_tokens = len(payloads) * size
         if self.loaded_tokens:
-            self._spread(payloads)
+            self._copy_in(payloads)
 
     def _get(self, names: Sequence[bytes], deadline: float) -> Tensor:
-        """Payloads of the first of `names` that come, without a gap, `[blocks, bytes]`."""
+        """Payloads of the leading `names` that the store has, `[blocks, bytes]`."""
         length = HEADER_BYTES + self._layout.block_bytes
         memory = torch.empty(len(names), length, dtype=torch.uint8)
         rows = [memoryview(cast(Any, row.numpy())) for row in memory]
@@ -141,8 +143,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             count += 1
         return memory[:count, HEADER_BYTES:]
 
-    def _spread(self, payloads: Tensor) -> None:
-        """Payloads into the layers' tensors, `[1, kv_heads, tokens, dim]` each."""
+    def _copy_in(self, payloads: Tensor) -> None:
+        """Copy payloads into the layers' tensors, `[1, kv_heads, tokens, dim]` each."""
         offset = 0
         for number, layer in enumerate(self._layout.layers):
             parts = []
@@ -185,25 +187,25 @@ def _one_sequence(ids: Tensor) -> list[int]:
     return tokens
 
 
-def _shapes(model: Any) -> _Shapes:
-    """What the model's layers keep, seen in one pass over two tokens, and what its weights are; once per model."""
-    known = _known.get(model)
-    if known is None:
-        known = _known[model] = _look(model)
-    return known
+def _model_kv(model: Any) -> _ModelKV:
+    """Layout of the model's KV, from one pass over two tokens, and fingerprint of its weights; once per model."""
+    kv = _known_models.get(model)
+    if kv is None:
+        kv = _known_models[model] = _inspect(model)
+    return kv
 
 
 @torch.inference_mode()
-def _look(model: Any) -> _Shapes:
+def _inspect(model: Any) -> _ModelKV:
     trial = DynamicCache()
     model(input_ids=torch.tensor([[0, 1]], device=model.device), past_key_values=trial, use_cache=True)
     layers, kinds = [], set()
     for layer in trial.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.dim() != 4 or keys.shape[2] != 2:
-            raise ModelUnsupported("this model's layers keep something else than keys and values of every token")
+            raise ModelUnsupported("this model's layers keep other state than keys and values of every token")
         layers.append(LayerLayout(keys.shape[1], keys.shape[3], values.shape[3]))
         kinds |= {keys.dtype, values.dtype}
     if len(layers) != model.config.get_text_config().num_hidden_layers or len(kinds) != 1:
         raise ModelUnsupported("not every layer of this model keeps keys and values")
-    return _Shapes(fingerprint_model(model), tuple(layers), str(kinds.pop()).removeprefix("torch."))
+    return _ModelKV(fingerprint_model(model), tuple(layers), str(kinds.pop()).removeprefix("torch."))

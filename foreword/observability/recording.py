@@ -1,7 +1,8 @@
-"""Traffic recording of a server or a router (`--record`): a trace without text, of salted block hashes, lengths and times.
+"""Traffic recording of a server or a router (`--record`): a trace without text, of salted block hashes, lengths and
+times.
 
-`foreword simulate` reads it (docs/reference/formats.md). Nothing of a prompt can be computed from it without the salt, which is
-never written, and random for each process unless it is given.
+`foreword simulate` reads it (docs/reference/formats.md). Nothing of a prompt can be computed from it without the salt,
+which is never written, and random for each process unless it is given.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class TraceRecorder:
         salt: equal salts give equal hashes in the recordings of several processes; None: a random one.
         max_bytes: size at which the recording ends.
 
-    Requests are dropped and counted when the queue to the thread is full. Raises ConfigError if the file cannot be created.
+    Requests are dropped and counted when the queue to the thread is full. Raises ConfigError if the file cannot be
+    created.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from scripted import TOKENIZER, run, say
 from tiny import EOS, prompt
 
 from foreword.engine.request import Delta, SamplingParams
-from foreword.engine.tokenizer import StopFinder
+from foreword.engine.stops import StopFinder
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest, PromptTooLong
 

@@ -19,11 +19,11 @@ _SECONDS = 300
 
 
 class CannotBuild(Exception):
-    """The kernels cannot be had here; the message says why, and what would help."""
+    """The kernels cannot be compiled or loaded. The message says why, and what would help."""
 
 
 def library(flags: Sequence[str] = FLAGS) -> Path:
-    """The compiled kernels, compiled now if they are not there yet. Raises CannotBuild."""
+    """Path of the compiled kernels; compiles them if there is no copy. Raises CannotBuild."""
     compiler = _compiler()
     sources = {name: (files("foreword.engine.kernels") / name).read_bytes() for name in SOURCES}
     path = cache_folder() / f"kernels-{_digest([*compiler, *flags], compiler, sources)}.so"
@@ -36,32 +36,32 @@ def library(flags: Sequence[str] = FLAGS) -> Path:
                 (Path(folder) / name).write_bytes(source)
             made = Path(folder) / "kernels.so"
             _run([*compiler, *flags, "-o", str(made), str(Path(folder) / SOURCES[0])])
-            # Whoever else builds it at the same time makes the same file; the last rename wins.
+            # Another process that compiles at the same time makes the same file; the last rename wins.
             made.replace(path)
     except OSError as error:
         raise CannotBuild(
-            f"cannot write to {path.parent} ({error.strerror}); set XDG_CACHE_HOME to a folder that can be written"
+            f"cannot write to {path.parent} ({error.strerror}); set XDG_CACHE_HOME to a writable folder"
         ) from error
     return path
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: `$XDG_CACHE_HOME/foreword`, by default `~/.cache/foreword`."""
+    """Folder of compiled kernels: `$XDG_CACHE_HOME/foreword`, by default `~/.cache/foreword`."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     try:
         base = Path(named) if Path(named).is_absolute() else Path.home() / ".cache"
     except RuntimeError as error:
-        raise CannotBuild("there is no home directory to keep them in; set XDG_CACHE_HOME") from error
+        raise CannotBuild("there is no home directory for the compiled kernels; set XDG_CACHE_HOME") from error
     return base / "foreword"
 
 
 def _compiler() -> list[str]:
-    """`$CXX`, or the first of the usual names that there is. Raises CannotBuild."""
+    """`$CXX`, or the first usual compiler that exists. Raises CannotBuild."""
     wanted = os.environ.get("CXX", "").split()
     if wanted:
         found = shutil.which(wanted[0])
         if found is None:
-            raise CannotBuild(f"CXX names {wanted[0]}, which is not there")
+            raise CannotBuild(f"CXX names {wanted[0]}, which does not exist")
         return [found, *wanted[1:]]
     for name in COMPILERS:
         found = shutil.which(name)
@@ -71,7 +71,7 @@ def _compiler() -> list[str]:
 
 
 def _digest(command: list[str], compiler: list[str], sources: dict[str, bytes]) -> str:
-    """What the compiled file depends on: two machines that share a home directory keep one each."""
+    """A hash of all that the compiled file depends on: machines that share a home directory have one file each."""
     parts = [" ".join(command).encode(), _run([*compiler, "--version"]).encode(), _processor().encode()]
     digest = hashlib.sha256()
     for part in [*parts, *sources.values()]:
@@ -91,7 +91,7 @@ def _processor() -> str:
 
 
 def _run(command: list[str]) -> str:
-    """Standard output. Raises CannotBuild with the first line of what the compiler says."""
+    """Standard output of a command. Raises CannotBuild with the compiler's first error line."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

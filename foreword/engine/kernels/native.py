@@ -1,4 +1,4 @@
-"""The compiled kernels as Python functions over tensors. Calls release the interpreter's lock."""
+"""The compiled kernels as Python functions over tensors. Calls release the interpreter lock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _fields(pointers: str, integers: str = "", floats: str = "") -> list[tuple[s
 
 
 class PackedWeight(Structure):
-    """A weight `[outputs, inputs]` (or several, one above the other) laid out for the kernels, with its bias (product.h).
+    """A weight `[outputs, inputs]`, or several concatenated, laid out for the kernels, with its bias (product.h).
 
     `memory` are the tensors that it points to, `type` is its dtype's number.
     """
@@ -108,7 +108,7 @@ class Kernels:
         self.lanes: int = lib.fw_lanes()
 
     def multiplies(self, dtype: torch.dtype) -> bool:
-        """Whether its products are the fastest here: it has the widest registers and, for bfloat16, units for that."""
+        """Whether its products are used for this dtype: with AVX-512 registers and, for bfloat16, AVX512-BF16 units."""
         if dtype == torch.bfloat16:
             return bool(self._lib.fw_bfloat16_units())
         return dtype == torch.float32 and self.lanes >= 16
@@ -165,7 +165,7 @@ class Kernels:
 
 @cache
 def load() -> Kernels:
-    """The kernels, compiled if need be. Raises CannotBuild."""
+    """The kernels, compiled at the first use on this machine. Raises CannotBuild."""
     return open_library(build.library())
 
 
@@ -182,8 +182,8 @@ def open_library(path: Path) -> Kernels:
 
 
 def _parallel_region() -> c_void_p:
-    """The function that opens a parallel region in the OpenMP runtime that torch has loaded (GNU's or LLVM's), so the kernels
-    use the same threads. Raises CannotBuild."""
+    """The function that opens a parallel region in the OpenMP runtime that torch has loaded (GNU's or LLVM's), so the
+    kernels use the same threads. Raises CannotBuild."""
     torch.empty(0)
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p)
