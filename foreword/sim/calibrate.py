@@ -1,4 +1,4 @@
-"""What steps and loads of a real engine take on this machine (`foreword bench calibrate`)."""
+"""Measure the costs of steps and loads of a real engine on this machine (`foreword bench calibrate`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BATCHES: Final = (1, 2, 4, 8, 16)
 _DECODED: Final = 12
 _SHORT: Final = (16, 64, 256)
 _SHORTEST: Final = 512
-# KV of a token of the model that the default costs are about.
+# Bytes of KV per token of the model behind the default costs.
 _DEFAULT_KV_BYTES: Final = 327_680
 _TIER_OF: Final = {"memory": 0, "disk": 1}
 _FLUSH_SECONDS: Final = 120.0
@@ -42,11 +42,11 @@ class CalibrationSetup:
     """What to measure.
 
     Attributes:
-        stores: URLs; memory and a temporary folder if there are none.
-        longest: tokens of context.
-        rounds: how often everything is measured after a first time that does not count; the median is taken.
+        stores: URLs of stores; by default memory and a temporary folder.
+        longest: longest context in tokens.
+        rounds: repetitions after a warm-up; the result is the median.
 
-    Raises ConfigError for sizes that say nothing.
+    Raises ConfigError for sizes that are too small.
     """
 
     model: str | None = None
@@ -65,7 +65,7 @@ class CalibrationSetup:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """One step: tokens of prompts, pairs of them with tokens before them, sequences that decode, and their context."""
+    """One step: prefilled tokens, pairs of them with tokens before them, decoding sequences, and their total context."""
 
     tokens: float
     pairs: float
@@ -79,7 +79,7 @@ class StepSample:
 
 @dataclass(slots=True)
 class _StepObserver:
-    """What the engine tells."""
+    """Collects the events of an engine."""
 
     steps: list[StepFinished] = field(default_factory=list)
     firsts: list[float] = field(default_factory=list)
@@ -98,22 +98,22 @@ class _StepObserver:
         self.firsts.clear()
 
 
-def measure(setup: CalibrationSetup, say: Callable[[str], None] = lambda _: None) -> Profile:
-    """Load the model and measure. Takes minutes on a CPU; nothing else should run meanwhile. Raises ForewordError."""
+def measure(setup: CalibrationSetup, report: Callable[[str], None] = lambda _: None) -> Profile:
+    """Load the model and measure it. Takes minutes on a CPU; nothing else should run then. Raises ForewordError."""
     watch = _StepObserver()
     with _opened(setup, watch) as llm:
         info = llm.info
         longest = min(setup.longest, info.max_model_len - _DECODED - 1)
         if longest < _SHORTEST:
-            raise ConfigError(f"{info.name} takes texts of up to {info.max_model_len} tokens: too short to measure")
+            raise ConfigError(f"{info.name} has a maximum length of {info.max_model_len} tokens: too short to measure")
         setup = replace(setup, longest=longest)
-        say(f"{info.name}, {info.parameters / 1e6:.0f}M parameters, {info.dtype} on {info.device}")
-        times = _steps(llm, watch, setup, say)
+        report(f"{info.name}, {info.parameters / 1e6:.0f}M parameters, {info.dtype} on {info.device}")
+        times = _steps(llm, watch, setup, report)
         bytes_per_token = info.kv_bytes_per_block // info.block_size
         model = f"{info.name}, {info.parameters} parameters, {info.dtype} on {info.device}"
     costs, error, worst = fit(times)
-    say(f"steps: fitted within {error:.1%} at the median, {worst:.1%} at worst")
-    loads, told = _loads(setup, bytes_per_token, say)
+    report(f"steps: fitted within {error:.1%} at the median, {worst:.1%} at worst")
+    loads, notes = _loads(setup, bytes_per_token, report)
     about = {
         "model": model,
         "machine": _machine(),
@@ -125,7 +125,7 @@ def measure(setup: CalibrationSetup, say: Callable[[str], None] = lambda _: None
         "rounds": setup.rounds,
         "steps_median_error": round(error, 4),
         "steps_worst_error": round(worst, 4),
-        "loads": told,
+        "loads": notes,
     }
     return Profile(
         replace(costs, loads=loads),
@@ -138,9 +138,10 @@ def measure(setup: CalibrationSetup, say: Callable[[str], None] = lambda _: None
 
 
 def fit(times: Sequence[tuple[StepSample, float]]) -> tuple[EngineCosts, float, float]:
-    """Costs of steps by least squares of the relative errors, none negative; the median and the worst relative error.
+    """Fit the costs of steps by non-negative least squares of the relative errors.
 
-    Raises ConfigError if the samples do not tell what a token takes.
+    Returns the costs, the median and the worst relative error. Raises ConfigError if the samples do not determine the cost of
+    a token.
     """
     import numpy as np
 
@@ -160,7 +161,9 @@ def fit(times: Sequence[tuple[StepSample, float]]) -> tuple[EngineCosts, float, 
     found = found / scales
     base, prefill, attention, each, context = (float(value) for value in found)
     if not prefill > 0:
-        raise ConfigError("what was measured does not tell what a token takes: is something else running here?")
+        raise ConfigError(
+            "the measurements do not determine the cost of a token: is something else running on this machine?"
+        )
     errors = np.abs(rows @ found - seconds) / seconds
     costs = EngineCosts(base, prefill, attention, each, context)
     return costs, float(np.median(errors)), float(errors.max())
@@ -170,13 +173,13 @@ def fit(times: Sequence[tuple[StepSample, float]]) -> tuple[EngineCosts, float, 
 
 
 def _steps(
-    llm: LLM, watch: _StepObserver, setup: CalibrationSetup, say: Callable[[str], None]
+    llm: LLM, watch: _StepObserver, setup: CalibrationSetup, report: Callable[[str], None]
 ) -> list[tuple[StepSample, float]]:
     rng = random.Random(0)
     seen: dict[StepSample, list[float]] = {}
     for number in range(setup.rounds + 1):
         found = [*_prefill(llm, watch, setup, rng), *_decode(llm, watch, setup, rng)]
-        say(f"steps: round {number} of {setup.rounds}, {len(found)} measured" + ("" if number else " (warming up)"))
+        report(f"steps: round {number} of {setup.rounds}, {len(found)} measured" + ("" if number else " (warming up)"))
         for sample, seconds in found if number else ():
             seen.setdefault(sample, []).append(seconds)
     return [(sample, median(values)) for sample, values in seen.items()]
@@ -223,33 +226,35 @@ def _prompt(vocab_size: int, length: int, rng: random.Random) -> list[int]:
 
 
 def _loads(
-    setup: CalibrationSetup, bytes_per_token: int, say: Callable[[str], None]
+    setup: CalibrationSetup, bytes_per_token: int, report: Callable[[str], None]
 ) -> tuple[tuple[LoadCost, ...], dict[str, str]]:
-    """Costs of loads by tier. What is not measured is the default's, in proportion to the bytes of a token."""
+    """Costs of loads by tier. Costs that are not measured are the defaults, in proportion to the bytes of a token."""
     scale = bytes_per_token / _DEFAULT_KV_BYTES
     loads = [LoadCost(one.per_token * scale, one.latency) for one in EngineCosts().loads]
-    told = dict.fromkeys(("memory", "disk", "shared"), "not measured: in proportion to the bytes")
+    notes = dict.fromkeys(("memory", "disk", "shared"), "not measured: default, in proportion to the bytes")
     with tempfile.TemporaryDirectory(prefix="foreword-calibrate-") as folder:
         size = 4 * setup.longest * bytes_per_token
         for url in setup.stores or (f"memory://?size={size}", f"disk://{folder}?size={max(size, 1 << 28)}"):
             scheme = parse(url).scheme
             tier = _TIER_OF.get(scheme, 2)
             load = _load(setup, url)
-            name = tuple(told)[tier]
+            name = tuple(notes)[tier]
             if load is None:
-                say(f"{name}: computing is sooner than loading here; nothing was loaded")
+                report(f"{name}: computing is faster than loading here; nothing was loaded")
                 continue
-            loads[tier], told[name] = load, f"measured with {scheme}://"
+            loads[tier], notes[name] = load, f"measured with {scheme}://"
             rate = bytes_per_token / load.per_token / 1e9 if load.per_token else float("inf")
-            say(
+            report(
                 f"{name}: {load.per_token * 1e6:.2f} us a token ({rate:.2f} GB/s), {load.latency * 1e3:.2f} ms each time"
             )
-    return tuple(loads), told
+    return tuple(loads), notes
 
 
 def _load(setup: CalibrationSetup, url: str) -> LoadCost | None:
-    """A line through what first tokens take longer if the store has the prompt than if the device has it; None if nothing was
-    loaded."""
+    """Load cost of a store, from the time to first token of prompts in the store and on the device. None if nothing was loaded.
+
+    The differences at two lengths give a line: latency and seconds per token.
+    """
     watch, rng = _StepObserver(), random.Random(1)
     points: list[tuple[int, float]] = []
     with _opened(setup, watch, url) as llm:
@@ -262,7 +267,7 @@ def _load(setup: CalibrationSetup, url: str) -> LoadCost | None:
                 llm.clear_cache()
                 _generate(llm, watch, [prompt], 1)
                 loaded, seconds = watch.loaded, watch.firsts[0]
-                # The same again, from the device: what remains is the load.
+                # The same prompt from the device: the difference is the load.
                 _generate(llm, watch, [prompt], 1)
                 if number and loaded * 2 > length:
                     times.append(max(seconds - watch.firsts[0], 0.0))
@@ -279,7 +284,7 @@ def _load(setup: CalibrationSetup, url: str) -> LoadCost | None:
 def _opened(setup: CalibrationSetup, watch: _StepObserver, store: str | None = None) -> Iterator[LLM]:
     from foreword.entrypoints.llm import LLM
 
-    room = max(2 * setup.longest, (_BATCHES[-1] + 1) * (setup.longest // 2 + 64))
+    pool_tokens = max(2 * setup.longest, (_BATCHES[-1] + 1) * (setup.longest // 2 + 64))
     with LLM(
         setup.model,
         store=(store,) if store is not None else (),
@@ -289,7 +294,7 @@ def _opened(setup: CalibrationSetup, watch: _StepObserver, store: str | None = N
         block_size=setup.block_size,
         max_batch_tokens=setup.max_batch_tokens,
         max_num_seqs=_BATCHES[-1],
-        kv_memory=f"{room} tokens",
+        kv_memory=f"{pool_tokens} tokens",
         self_check=False,
         seed=0,
     ) as llm:

@@ -1,4 +1,4 @@
-"""What simulations gave, as numbers, as a table, and as a page with curves that needs no network."""
+"""Report of simulations: numbers, a table, and a self-contained HTML page with curves (SVG)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from foreword.sim.plan import AXES
 from foreword.sim.replica import RequestOutcome
 from foreword.sim.run import SimulationResult
 
@@ -15,16 +16,9 @@ _WIDTH: Final = 860
 _HEIGHT: Final = 300
 _LEFT: Final = 60
 _BOTTOM: Final = 40
-_COLOURS: Final = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#8d6a9f", "#6a994e", "#bc6c25", "#555555")
+_COLORS: Final = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#8d6a9f", "#6a994e", "#bc6c25", "#555555")
 _POINTS: Final = 200
 _TIERS: Final = ("device", "host memory", "disk", "shared store")
-_SIZES: Final = {
-    "replicas": "replicas",
-    "device_tokens": "device",
-    "host_tokens": "memory",
-    "disk_tokens": "disk",
-    "shared_tokens": "shared",
-}
 _WINDOWS: Final = 40
 
 Point = tuple[float, float]
@@ -32,17 +26,18 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One simulation in numbers.
+    """The numbers of one simulation.
 
     Attributes:
-        hit_share: prompt tokens that were not computed, of all.
-        tier_shares: those of them that came from the device, from host memory, disk and the shared store.
-        expected_share: what the router expected to be found.
-        mean, p50, p90, p99: seconds to the first token.
-        per_token, per_token_p90: seconds between tokens of a request, mean over requests, and what nine in ten do not exceed.
-        busiest: busy share of the busiest replica, divided by the mean of all.
-        busy: replica-seconds of computing.
-        replica_hours: per thousand requests: what the traffic cost, idle time included.
+        hit_share: hit rate: share of the prompt tokens that were cached.
+        tier_shares: the parts of it from the device, host memory, disk and the shared store.
+        expected_share: hit rate that the router expected.
+        mean, p50, p90, p99: time to first token in seconds.
+        per_token, per_token_p90: inter-token latency per request in seconds: mean and 90th percentile over requests.
+        moved_share: share of the requests whose session or conversation was on another replica before.
+        busiest: compute time of the busiest replica, divided by the mean of all.
+        busy: compute time of all replicas in seconds.
+        replica_hours: replica-hours per thousand requests, including idle time.
     """
 
     name: str
@@ -64,7 +59,7 @@ class Summary:
 
     @property
     def loaded_share(self) -> float:
-        """Prompt tokens that came from below the device, of all."""
+        """Share of the prompt tokens that were loaded from off the device."""
         return sum(self.tier_shares[1:])
 
 
@@ -72,23 +67,23 @@ def summarize(result: SimulationResult) -> Summary:
     """The numbers of one simulation."""
     outcomes = result.outcomes
     times = sorted(outcome.ttft for outcome in outcomes)
-    between = sorted(outcome.seconds_per_token for outcome in outcomes)
+    latencies = sorted(outcome.seconds_per_token for outcome in outcomes)
     prompts = sum(outcome.request.prompt_tokens for outcome in outcomes)
     busy = [totals.busy for totals in result.replicas.values()]
-    found = sum(outcome.cached_tokens for outcome in outcomes) / prompts
+    hits = sum(outcome.cached_tokens for outcome in outcomes) / prompts
     loaded = [sum(outcome.loaded[i] for outcome in outcomes) / prompts for i in range(3)]
     return Summary(
         name=result.name,
         requests=len(outcomes),
-        hit_share=found,
-        tier_shares=(found - sum(loaded), loaded[0], loaded[1], loaded[2]),
+        hit_share=hits,
+        tier_shares=(hits - sum(loaded), loaded[0], loaded[1], loaded[2]),
         expected_share=sum(outcome.expected_cached for outcome in outcomes) / prompts,
         mean=sum(times) / len(times),
         p50=quantile(times, 0.5),
         p90=quantile(times, 0.9),
         p99=quantile(times, 0.99),
-        per_token=sum(between) / len(between),
-        per_token_p90=quantile(between, 0.9),
+        per_token=sum(latencies) / len(latencies),
+        per_token_p90=quantile(latencies, 0.9),
         moved_share=result.moved / len(outcomes),
         busiest=max(busy) * len(busy) / sum(busy),
         busy=sum(busy),
@@ -98,7 +93,7 @@ def summarize(result: SimulationResult) -> Summary:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value that this share of an ordered, non-empty sequence does not exceed."""
+    """The smallest value of an ordered, non-empty sequence that at least this share of the values does not exceed."""
     return ordered[min(max(-int(-share * len(ordered) // 1) - 1, 0), len(ordered) - 1)]
 
 
@@ -123,7 +118,7 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Summary], str]], ...]] = (
 
 
 def rows(results: Iterable[SimulationResult]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table."""
+    """Header and rows of the table."""
     found = [[text(summarize(result)) for _, text in _COLUMNS] for result in results]
     return [name for name, _ in _COLUMNS], found
 
@@ -142,8 +137,7 @@ def table(results: Iterable[SimulationResult]) -> str:
 
 
 def page(results: Sequence[SimulationResult], title: str = "Simulation", about: str = "") -> str:
-    """One HTML page: what was simulated, the table, TTFT and hit share as curves. No script, nothing from elsewhere. `about`
-    is said above the table."""
+    """An HTML page with the table and curves. It has no scripts and loads nothing. `about` is printed above the table."""
     head, body = rows(results)
     cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in body)
     facts = "; ".join(filter(None, (about, f"{results[0].spec}; {results[0].costs}" if results else "")))
@@ -157,40 +151,38 @@ def page(results: Sequence[SimulationResult], title: str = "Simulation", about: 
 
 
 def drawings(results: Sequence[SimulationResult]) -> dict[str, str]:
-    """The curves as SVG, by a short name. To stand in a file of its own, each needs the namespace (`as_file`)."""
+    """The curves as SVG elements, by a short name. `as_file` makes a document of one."""
     names = [result.name for result in results]
     found = {
-        "ttft": svg(
-            "Requests that had their first token within so many seconds", names, [ttft_curve(o) for o in results]
-        ),
-        "hits": svg("Share of prompt tokens found, over the trace's minutes", names, [hit_curve(o) for o in results]),
+        "ttft": svg("Share of requests by time to first token in seconds", names, [ttft_curve(o) for o in results]),
+        "hits": svg("Hit rate by minute of the trace", names, [hit_curve(o) for o in results]),
         "waits": svg(
-            "Mean seconds to the first token, over the trace's minutes", names, [wait_curve(o) for o in results]
+            "Mean time to first token in seconds, by minute of the trace", names, [wait_curve(o) for o in results]
         ),
-        "tiers": bars("Share of prompt tokens found, by where", [summarize(one) for one in results]),
+        "tiers": bars("Hit rate by tier", [summarize(one) for one in results]),
     }
-    for field, title in _SIZES.items():
+    for field, title in AXES.items():
         lines = _by_size(results, field)
         if lines:
-            found[f"ttft-by-{title}"] = svg(f"Mean seconds to the first token, by {title}", *_means(lines, "mean"))
-            found[f"hits-by-{title}"] = svg(f"Share of prompt tokens found, by {title}", *_means(lines, "hit_share"))
+            found[f"ttft-by-{title}"] = svg(f"Mean time to first token in seconds, by {title}", *_means(lines, "mean"))
+            found[f"hits-by-{title}"] = svg(f"Hit rate by {title}", *_means(lines, "hit_share"))
     return found
 
 
 def as_file(drawing: str) -> str:
-    """A drawing as a document of its own."""
+    """An SVG element as a document."""
     return drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
 
 
 def _by_size(results: Sequence[SimulationResult], field: str) -> dict[str, list[tuple[float, Summary]]]:
-    """Simulations that differ in this field alone, by what they have in common; empty if all have the same value."""
+    """Simulations that differ only in this field, grouped by the rest; empty if all have the same value."""
     groups: dict[str, list[tuple[float, Summary]]] = {}
     for result in results:
         spec = dataclasses.asdict(result.spec)
         value = float(spec.pop(field))
-        differs = {name: spec[name] for name in _SIZES if name != field}
+        differs = {name: spec[name] for name in AXES if name != field}
         varied = [name for name in differs if len({getattr(one.spec, name) for one in results}) > 1]
-        common = ", ".join([result.policy, *(f"{_SIZES[name]} {differs[name]:,}" for name in varied)])
+        common = ", ".join([result.policy, *(f"{AXES[name]} {differs[name]:,}" for name in varied)])
         groups.setdefault(common, []).append((value, summarize(result)))
     return groups if any(len(group) > 1 for group in groups.values()) else {}
 
@@ -209,26 +201,26 @@ _STYLE: Final = (
 
 
 def ttft_curve(result: SimulationResult) -> list[Point]:
-    """Share of requests by seconds to the first token, up to the 99th percentile."""
+    """Share of requests by time to first token, up to the 99th percentile."""
     times = sorted(outcome.ttft for outcome in result.outcomes)
     shares = [i / _POINTS for i in range(1, int(_POINTS * 0.99) + 1)]
     return [(0.0, 0.0)] + [(quantile(times, share), share) for share in shares]
 
 
 def hit_curve(result: SimulationResult) -> list[Point]:
-    """Share of prompt tokens found, by minute of arrival."""
+    """Hit rate by minute of arrival."""
     return _windows(
         result, lambda many: sum(one.cached_tokens for one in many) / sum(one.request.prompt_tokens for one in many)
     )
 
 
 def wait_curve(result: SimulationResult) -> list[Point]:
-    """Mean seconds to the first token, by minute of arrival."""
+    """Mean time to first token by minute of arrival."""
     return _windows(result, lambda many: sum(one.ttft for one in many) / len(many))
 
 
 def _windows(result: SimulationResult, value: Callable[[list[RequestOutcome]], float]) -> list[Point]:
-    """`value` of the requests that arrived in each of forty stretches of the trace, by minutes."""
+    """`value` of the requests that arrived in each of _WINDOWS equal parts of the trace, by minute."""
     end = max(outcome.request.arrival for outcome in result.outcomes)
     wide = max(end / _WINDOWS, 1e-9)
     windows: list[list[RequestOutcome]] = [[] for _ in range(_WINDOWS + 1)]
@@ -238,7 +230,7 @@ def _windows(result: SimulationResult, value: Callable[[list[RequestOutcome]], f
 
 
 def svg(title: str, names: Sequence[str], curves: Sequence[Sequence[Point]]) -> str:
-    """Curves over common axes that begin at 0."""
+    """An SVG element with curves over common axes that start at 0."""
     right = max((x for curve in curves for x, _ in curve), default=1.0) or 1.0
     top = max((y for curve in curves for _, y in curve), default=1.0) or 1.0
     wide, high = _WIDTH - _LEFT - 330, _HEIGHT - _BOTTOM - 30
@@ -253,36 +245,36 @@ def svg(title: str, names: Sequence[str], curves: Sequence[Sequence[Point]]) -> 
         parts.append(f"<text x='{_LEFT - 8}' y='{y + 4:.1f}' text-anchor='end'>{top * i / 4:.3g}</text>")
         parts.append(f"<text x='{x:.1f}' y='{_HEIGHT - _BOTTOM + 18}' text-anchor='middle'>{right * i / 4:.3g}</text>")
     for i, (name, curve) in enumerate(zip(names, curves, strict=True)):
-        colour = _COLOURS[i % len(_COLOURS)]
+        color = _COLORS[i % len(_COLORS)]
         points = " ".join(map(at, curve))
-        parts.append(f"<polyline points='{points}' fill='none' stroke='{colour}' stroke-width='2'/>")
+        parts.append(f"<polyline points='{points}' fill='none' stroke='{color}' stroke-width='2'/>")
         y = 40 + 18 * i
-        parts.append(f"<rect x='{_WIDTH - 310}' y='{y - 9}' width='12' height='4' fill='{colour}'/>")
+        parts.append(f"<rect x='{_WIDTH - 310}' y='{y - 9}' width='12' height='4' fill='{color}'/>")
         parts.append(f"<text x='{_WIDTH - 292}' y='{y}'>{html.escape(name)}</text>")
-    return _document(title, _HEIGHT, parts)
+    return _svg_element(title, _HEIGHT, parts)
 
 
 def bars(title: str, summaries: Sequence[Summary]) -> str:
-    """A bar for each simulation, in pieces: where what it found was."""
+    """An SVG element with a stacked bar per simulation: its hit rate by tier."""
     height = 60 + 22 * len(summaries)
     wide = _WIDTH - _LEFT - 330
     parts = [f"<text x='{_LEFT}' y='16' font-weight='600'>{html.escape(title)}</text>"]
     for i, tier in enumerate(_TIERS):
         left = _LEFT + 130 * i
-        parts.append(f"<rect x='{left}' y='26' width='12' height='8' fill='{_COLOURS[i]}'/>")
+        parts.append(f"<rect x='{left}' y='26' width='12' height='8' fill='{_COLORS[i]}'/>")
         parts.append(f"<text x='{left + 18}' y='34'>{tier}</text>")
     for row, one in enumerate(summaries):
         y, x = 48 + 22 * row, float(_LEFT)
         for i, share in enumerate(one.tier_shares):
             parts.append(
-                f"<rect x='{x:.1f}' y='{y}' width='{max(share, 0) * wide:.1f}' height='16' fill='{_COLOURS[i]}'/>"
+                f"<rect x='{x:.1f}' y='{y}' width='{max(share, 0) * wide:.1f}' height='16' fill='{_COLORS[i]}'/>"
             )
             x += max(share, 0) * wide
         parts.append(f"<text x='{x + 8:.1f}' y='{y + 12}'>{one.hit_share:.1%} {html.escape(one.name)}</text>")
-    return _document(title, height, parts)
+    return _svg_element(title, height, parts)
 
 
-def _document(title: str, height: int, parts: Sequence[str]) -> str:
+def _svg_element(title: str, height: int, parts: Sequence[str]) -> str:
     return (
         f"<svg viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' height='{height}' role='img' "
         f"aria-label='{html.escape(title)}'>{''.join(parts)}</svg>"

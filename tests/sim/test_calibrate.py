@@ -38,7 +38,7 @@ def test_the_fit_finds_what_steps_cost(seed: int, with_attention: bool, with_con
 
 def test_samples_that_tell_nothing_are_refused() -> None:
     """Decoding alone does not say what a prompt's token takes."""
-    with pytest.raises(ConfigError, match="does not tell"):
+    with pytest.raises(ConfigError, match="do not determine"):
         fit([(StepSample(0, 0, 1, 100), 0.01), (StepSample(0, 0, 2, 200), 0.02)])
 
 
