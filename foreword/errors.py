@@ -28,277 +28,182 @@ class ForewordError(Exception):
     retry: ClassVar[bool] = False
     code: ClassVar[str] = "internal_error"
 
+    def __init_subclass__(
+        cls,
+        *,
+        status: int | None = None,
+        code: str | None = None,
+        fault: Fault | None = None,
+        retry: bool | None = None,
+    ) -> None:
+        """A subclass gives what differs from its base class as keywords of its class statement."""
+        for name, value in (("status", status), ("code", code), ("fault", fault), ("retry", retry)):
+            if value is not None:
+                setattr(cls, name, value)
+
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
 
 
-class BadRequest(ForewordError):
+class BadRequest(ForewordError, status=400, code="invalid_request", fault="client"):
     """A parameter is missing, malformed or out of range."""
 
-    fault = "client"
-    status = 400
-    code = "invalid_request"
 
-
-class PromptTooLong(BadRequest):
+class PromptTooLong(BadRequest, code="context_length_exceeded"):
     """The prompt and the requested tokens exceed the maximum length of the model or the size of the block pool."""
 
-    code = "context_length_exceeded"
 
-
-class Unauthorized(ForewordError):
+class Unauthorized(ForewordError, status=401, code="invalid_api_key", fault="client"):
     """The API key is missing or unknown."""
 
-    fault = "client"
-    status = 401
-    code = "invalid_api_key"
 
-
-class NotFound(ForewordError):
+class NotFound(ForewordError, status=404, code="not_found", fault="client"):
     """The named object does not exist."""
 
-    fault = "client"
-    status = 404
-    code = "not_found"
 
-
-class UnknownModel(NotFound):
+class UnknownModel(NotFound, code="model_not_found"):
     """The request names a model that this server does not serve."""
 
-    code = "model_not_found"
 
-
-class UnknownPrefix(NotFound):
+class UnknownPrefix(NotFound, code="prefix_not_found"):
     """The request names a prefix that is not registered."""
-
-    code = "prefix_not_found"
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         super().__init__(f"No prefix named {name!r} is registered{did_you_mean(name, known)}", param="prefix")
 
 
-class PrefixBudgetExceeded(ForewordError):
+class PrefixBudgetExceeded(ForewordError, status=409, code="prefix_budget_exceeded", fault="client"):
     """A named prefix does not fit into the memory that named prefixes may pin."""
 
-    fault = "client"
-    status = 409
-    code = "prefix_budget_exceeded"
 
-
-class QueueFull(ForewordError):
+class QueueFull(ForewordError, status=429, code="queue_full", retry=True):
     """The server's queue is full."""
 
-    status = 429
-    retry = True
-    code = "queue_full"
 
-
-class ShuttingDown(ForewordError):
+class ShuttingDown(ForewordError, status=503, code="shutting_down", retry=True):
     """The server is draining and accepts no new requests."""
 
-    status = 503
-    retry = True
-    code = "shutting_down"
 
-
-class NoReplica(ForewordError):
+class NoReplica(ForewordError, status=503, code="no_replica", retry=True):
     """No replica can accept the request now."""
 
-    status = 503
-    retry = True
-    code = "no_replica"
 
-
-class ReplicaFailed(ForewordError):
+class ReplicaFailed(ForewordError, status=502, code="replica_failed", retry=True):
     """All replicas that were tried failed, or a replica failed during its response and no other can continue it exactly."""
 
-    status = 502
-    retry = True
-    code = "replica_failed"
 
-
-class DeadlineExceeded(ForewordError):
+class DeadlineExceeded(ForewordError, status=504, code="deadline_exceeded", retry=True):
     """The request exceeded its time limit."""
 
-    status = 504
-    retry = True
-    code = "deadline_exceeded"
 
-
-class Forbidden(ForewordError):
+class Forbidden(ForewordError, status=403, code="forbidden", fault="client"):
     """The caller is not allowed to do this."""
 
-    fault = "client"
-    status = 403
-    code = "forbidden"
 
-
-class NotReady(ForewordError):
+class NotReady(ForewordError, status=503, code="not_ready", retry=True):
     """The model is not loaded yet."""
 
-    status = 503
-    retry = True
-    code = "not_ready"
 
-
-class EngineFailed(ForewordError):
+class EngineFailed(ForewordError, code="engine_error"):
     """A step of the engine failed. Its requests were ended and their blocks retracted."""
 
-    code = "engine_error"
 
-
-class ConfigError(ForewordError):
+class ConfigError(ForewordError, code="configuration_error", fault="operator"):
     """A configuration key is unknown, or its value is of the wrong type or out of range."""
 
-    fault = "operator"
-    code = "configuration_error"
 
-
-class ModelNotFound(ForewordError):
+class ModelNotFound(ForewordError, code="model_unavailable", fault="operator"):
     """There is no model with this path or name, or it cannot be read."""
 
-    fault = "operator"
-    code = "model_unavailable"
 
-
-class ModelUnsupported(ForewordError):
+class ModelUnsupported(ForewordError, code="model_unsupported", fault="operator"):
     """The engine refuses the model because it would not compute it correctly."""
 
-    fault = "operator"
-    code = "model_unsupported"
 
-
-class IntegrityError(ForewordError):
+class IntegrityError(ForewordError, code="integrity_error"):
     """An invariant of the block pool is broken. This is a bug in Foreword."""
 
-    code = "integrity_error"
 
-
-class StoreError(ForewordError):
+class StoreError(ForewordError, code="store_error", retry=True):
     """An operation of a store failed. For requests to the engine it counts as a cache miss."""
 
-    retry = True
-    code = "store_error"
 
-
-class StoreUnavailable(StoreError):
+class StoreUnavailable(StoreError, code="store_unavailable"):
     """The store cannot be reached, refuses access, or returns an invalid response."""
 
-    code = "store_unavailable"
 
-
-class StoreTimeout(StoreError):
+class StoreTimeout(StoreError, code="store_timeout"):
     """A store did not respond before the deadline."""
 
-    code = "store_timeout"
 
-
-class StoreFull(StoreError):
+class StoreFull(StoreError, code="store_full"):
     """The store is full: no space on the disk, or all blocks are pinned."""
 
-    code = "store_full"
 
-
-class StoreReadOnly(StoreError):
+class StoreReadOnly(StoreError, code="store_read_only", retry=False):
     """The store is read-only."""
 
-    retry = False
-    code = "store_read_only"
 
-
-class StoreConfigError(StoreError):
+class StoreConfigError(StoreError, code="store_configuration_error", fault="operator", retry=False):
     """The URL of a store is wrong."""
 
-    fault = "operator"
-    retry = False
-    code = "store_configuration_error"
 
-
-class BadFrame(ForewordError):
+class BadFrame(ForewordError, code="bad_frame"):
     """Bytes are not the expected frame. `reason` is a stable word for counters."""
-
-    code = "bad_frame"
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
 
-class TransferError(ForewordError):
+class TransferError(ForewordError, status=503, code="transfer_error", retry=True):
     """A transfer between instances failed. `reason` is a stable word (`transfer.messages.Reason`)."""
 
-    status = 503
-    retry = True
-    code = "transfer_error"
+    default_reason: ClassVar[str] = "failed"
 
-    def __init__(self, message: str, *, reason: str = "failed") -> None:
+    def __init__(self, message: str, *, reason: str = "") -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason = reason or self.default_reason
 
 
-class TransferRefused(TransferError):
+class TransferRefused(TransferError, code="transfer_refused"):
     """The peer refused the transfer."""
 
-    code = "transfer_refused"
 
-
-class TransferUnavailable(TransferError):
+class TransferUnavailable(TransferError, code="transfer_unavailable"):
     """The peer cannot be reached, or the connection was lost."""
 
-    code = "transfer_unavailable"
-
-    def __init__(self, message: str, *, reason: str = "lost") -> None:
-        super().__init__(message, reason=reason)
+    default_reason = "lost"
 
 
-class PeerGone(TransferUnavailable):
+class PeerGone(TransferUnavailable, code="peer_gone"):
     """The peer's address refuses connections: its process has ended."""
 
-    code = "peer_gone"
 
-
-class TransferTimeout(TransferError):
+class TransferTimeout(TransferError, code="transfer_timeout"):
     """A transfer did not end before its deadline."""
 
-    code = "transfer_timeout"
-
-    def __init__(self, message: str, *, reason: str = "deadline") -> None:
-        super().__init__(message, reason=reason)
+    default_reason = "deadline"
 
 
-class PeerRejected(TransferError):
+class PeerRejected(TransferError, code="peer_rejected", fault="operator", retry=False):
     """The two instances do not match: different secrets, versions or layouts. A retry fails again."""
 
-    fault = "operator"
-    retry = False
-    code = "peer_rejected"
 
-
-class ProtocolViolation(TransferError):
+class ProtocolViolation(TransferError, code="protocol_violation", retry=False):
     """The peer sent a message that the protocol does not allow. The connection ends."""
 
-    retry = False
-    code = "protocol_violation"
-
-    def __init__(self, message: str, *, reason: str = "violation") -> None:
-        super().__init__(message, reason=reason)
+    default_reason = "violation"
 
 
-class BadMessage(ProtocolViolation):
+class BadMessage(ProtocolViolation, code="bad_message"):
     """Received bytes are not a message."""
 
-    code = "bad_message"
 
-
-class CannotMove(TransferError):
+class CannotMove(TransferError, status=409, code="cannot_move", fault="client", retry=False):
     """A request cannot be migrated, or not now. It continues on its instance."""
-
-    fault = "client"
-    status = 409
-    retry = False
-    code = "cannot_move"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from foreword.blocks.layout import Layout
@@ -66,44 +66,32 @@ class OffloadStatus:
     declined: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class StoreLoad:
     """One request's search in the stores and the load that may follow.
 
     The engine's thread owns it, a loading thread fills it.
 
     Attributes:
+        names: names of the chain's blocks.
+        deadline: end of the search, then of the load.
         places: the tier of each block that the search found, in chain order; None while the search runs.
-        requested: number of blocks to load, after the first `skip` of the chain, into the device blocks `blocks`.
-        loaded: number of blocks that are on the device, from the first one requested; `tiers` are the tiers they came from.
+        skip, requested: the load skips the first `skip` blocks and loads the next `requested` into the device blocks `blocks`.
+        loaded: number of blocks that were loaded; `tiers` are the tiers that they came from.
         finished: the load has ended.
     """
 
-    __slots__ = (
-        "_lock",
-        "blocks",
-        "deadline",
-        "finished",
-        "loaded",
-        "names",
-        "places",
-        "requested",
-        "skip",
-        "started",
-        "tiers",
-    )
-
-    def __init__(self, names: list[Name], deadline: float) -> None:
-        self._lock = threading.Lock()
-        self.names = names
-        self.deadline = deadline
-        self.places: list[int] | None = None
-        self.skip = 0
-        self.requested = 0
-        self.blocks: list[int] = []
-        self.loaded = 0
-        self.tiers: list[int] = []
-        self.finished = False
-        self.started = 0.0
+    names: list[Name]
+    deadline: float
+    places: list[int] | None = None
+    skip: int = 0
+    requested: int = 0
+    blocks: list[int] = field(default_factory=list)
+    loaded: int = 0
+    tiers: list[int] = field(default_factory=list)
+    started: float = 0.0
+    finished: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def answered(self) -> bool:

@@ -35,7 +35,3 @@ class StagingSlots:
             for slot in slots:
                 heapq.heappush(self._free, slot)
             self._changed.notify_all()
-
-    @property
-    def free(self) -> int:
-        return len(self._free)

@@ -57,11 +57,6 @@ class Summary:
     replica_hours: float
     preemptions: int
 
-    @property
-    def loaded_share(self) -> float:
-        """Share of the prompt tokens that were loaded from off the device."""
-        return sum(self.tier_shares[1:])
-
 
 def summarize(result: SimulationResult) -> Summary:
     """The numbers of one simulation."""
