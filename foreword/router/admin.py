@@ -1,71 +1,75 @@
-"""`/v1/router`: what the router knows and decided, and what an operator may change."""
+"""The operator's API at `/v1/router`: state, replicas and decisions of the router, and changes to them."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-import msgspec
 from aiohttp import web
 
 from foreword.errors import BadRequest, ConfigError
-from foreword.router.pool import Pool
-from foreword.router.replicas import Upstream, clock, parse
+from foreword.router.client_request import decode_object
+from foreword.router.pool import ReplicaPool
+from foreword.router.replicas import Upstream, clock, parse_spec
 from foreword.router.service import Router
 
-_MOST_SHOWN: Final = 1000
+_MAX_DECISIONS: Final = 1000
 
 
 def add_routes(app: web.Application, router: Router) -> None:
     def check(request: web.Request, *, changes: bool) -> None:
-        router.callers.check_admin(request.headers.get("authorization"), changes=changes)
+        router.auth.check_admin(request.headers.get("authorization"), changes=changes)
 
     async def state(request: web.Request) -> web.Response:
-        """Everything at a glance."""
+        """The state of the router and all replicas."""
         check(request, changes=False)
         return web.json_response(_state(router))
 
     async def replicas(request: web.Request) -> web.Response:
-        """Each replica: health, load, what it holds as far as is known, what time costs there."""
+        """Health, load, known blocks and learned costs of each replica."""
         check(request, changes=False)
         return web.json_response(
             {"object": "list", "data": [describe(router, one) for one in router.upstreams.values()]}
         )
 
     async def add(request: web.Request) -> web.Response:
-        """A replica comes: `{"replica": "http://host:8000", "role": "decode"}`."""
+        """Add a replica: `{"replica": "http://host:8000", "role": "decode"}`."""
         check(request, changes=True)
-        body = await _body(request)
+        body = decode_object(await request.read())
         try:
-            spec = parse(_text(body, "replica"), str(body.get("role", "both")))
+            spec = parse_spec(_text(body, "replica"), str(body.get("role", "both")))
             upstream = router.add(spec, "api")
         except ConfigError as error:
             raise BadRequest(error.message, param="replica") from None
         return web.json_response(describe(router, upstream), status=201)
 
     async def remove(request: web.Request) -> web.Response:
-        """A replica goes; its streams go on to their end."""
+        """Remove a replica; its streams continue to their end."""
         check(request, changes=True)
         given = request.query.get("replica")
-        upstream = router.remove(given if given is not None else _text(await _body(request), "replica"))
+        upstream = router.remove(given if given is not None else _text(decode_object(await request.read()), "replica"))
         return web.json_response({"replica": upstream.url, "removed": True, "in_flight": upstream.in_flight})
 
     async def drain(request: web.Request) -> web.Response:
-        """A replica takes no new requests; those in flight go on."""
+        """Send no new requests to a replica; those in flight continue."""
         check(request, changes=True)
-        return web.json_response(describe(router, router.drain(_text(await _body(request), "replica"), True)))
+        return web.json_response(
+            describe(router, router.drain(_text(decode_object(await request.read()), "replica"), True))
+        )
 
     async def undrain(request: web.Request) -> web.Response:
-        """A drained replica takes requests again."""
+        """Send requests to a drained replica again."""
         check(request, changes=True)
-        return web.json_response(describe(router, router.drain(_text(await _body(request), "replica"), False)))
+        return web.json_response(
+            describe(router, router.drain(_text(decode_object(await request.read()), "replica"), False))
+        )
 
     async def decisions(request: web.Request) -> web.Response:
-        """The last decisions and why, the newest first (`?last=100`)."""
+        """The last placement decisions, newest first (`?last=100`)."""
         check(request, changes=False)
         last = request.query.get("last", "100")
         if not last.isdigit():
             raise BadRequest("last: must be a number", param="last")
-        return web.json_response({"object": "list", "data": router.decisions.shown(min(int(last), _MOST_SHOWN))})
+        return web.json_response({"object": "list", "data": router.decisions.last(min(int(last), _MAX_DECISIONS))})
 
     app.router.add_get("/v1/router/state", state)
     app.router.add_get("/v1/router/replicas", replicas)
@@ -76,20 +80,10 @@ def add_routes(app: web.Application, router: Router) -> None:
     app.router.add_get("/v1/router/decisions", decisions)
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(await request.read())
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"The body is not valid JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise BadRequest("The body must be a JSON object")
-    return body
-
-
 def _text(body: dict[str, Any], name: str) -> str:
     found = body.get(name)
     if not isinstance(found, str) or not found.strip():
-        raise BadRequest(f'{name}: must be a text, such as {{"{name}": "http://host:8000"}}', param=name)
+        raise BadRequest(f'{name}: must be a string, such as {{"{name}": "http://host:8000"}}', param=name)
     return found
 
 
@@ -98,12 +92,12 @@ def _state(router: Router) -> dict[str, Any]:
         "ready": router.ready() is None,
         "draining": router.draining,
         "in_flight": sum(one.in_flight for one in router.upstreams.values()),
-        "models": [_pool(pool) for pool in router.pools.values()],
+        "models": [_pool_state(pool) for pool in router.pools.values()],
         "replicas": [describe(router, one) for one in router.upstreams.values()],
     }
 
 
-def _pool(pool: Pool) -> dict[str, Any]:
+def _pool_state(pool: ReplicaPool) -> dict[str, Any]:
     return {
         "model": pool.model,
         "policy": pool.fleet.policy.name,
@@ -119,8 +113,8 @@ def _pool(pool: Pool) -> dict[str, Any]:
 def describe(router: Router, upstream: Upstream) -> dict[str, Any]:
     """One replica as JSON."""
     excluded = upstream.excluded(clock())
-    facts = upstream.facts
-    said: dict[str, Any] = {
+    info = upstream.info
+    described: dict[str, Any] = {
         "replica": upstream.url,
         "role": upstream.spec.role,
         "source": upstream.source,
@@ -130,23 +124,23 @@ def describe(router: Router, upstream: Upstream) -> dict[str, Any]:
         "drained": upstream.drained,
         "in_flight": upstream.in_flight,
     }
-    if facts is not None:
-        said |= {
-            "kind": facts.kind,
-            "models": list(facts.models),
-            "max_model_len": facts.max_model_len,
-            "block_size": facts.block_size,
-            "capacity_tokens": facts.capacity_tokens,
-            "transfer": facts.transfer,
-            "kv_events": [endpoint for endpoint, _ in facts.sources],
+    if info is not None:
+        described |= {
+            "kind": info.kind,
+            "models": list(info.models),
+            "max_model_len": info.max_model_len,
+            "block_size": info.block_size,
+            "capacity_tokens": info.capacity_tokens,
+            "transfer": info.transfer,
+            "kv_events": [endpoint for endpoint, _ in info.event_sources],
         }
-    pool = router.pools.get(upstream.model or "")
+    pool = router.pool_of(upstream)
     if pool is not None and upstream.url in pool.fleet.replicas:
-        said |= _learned(pool, upstream.url)
-    return said
+        described |= _placement_state(pool, upstream.url)
+    return described
 
 
-def _learned(pool: Pool, url: str) -> dict[str, Any]:
+def _placement_state(pool: ReplicaPool, url: str) -> dict[str, Any]:
     replica = pool.fleet.replicas[url]
     costs, accuracy = replica.cost_model.costs, replica.accuracy
     estimated = len(replica.estimated_blocks) if replica.estimated_blocks is not None else None

@@ -1,4 +1,7 @@
-"""Who calls, and how a replica is told: the salt comes from the caller's key and never from what the client sent."""
+"""Authentication of clients, and the headers exchanged between clients and replicas.
+
+A tenant's salt comes from the client's API key, never from what the client sent.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
 from foreword.config import Config
 from foreword.errors import ConfigError, Forbidden
 
-# Headers that concern one connection only (RFC 9110, 7.6.1), and those that the router sets itself.
+# Headers of one connection (RFC 9110, 7.6.1).
 HOP_BY_HOP: Final = frozenset(
     (
         "connection",
@@ -25,13 +28,16 @@ HOP_BY_HOP: Final = frozenset(
         "upgrade",
     )
 )
-_OWN: Final = frozenset(("host", "content-length", "authorization", "x-request-id", "accept-encoding", "expect"))
+# Headers that the router sets.
+_ROUTER_HEADERS: Final = frozenset(
+    ("host", "content-length", "authorization", "x-request-id", "accept-encoding", "expect")
+)
 _NOT_RETURNED: Final = frozenset(("content-length", "date", "server", "x-request-id"))
-_OUR_PREFIX: Final = "x-foreword-"
+_FOREWORD_PREFIX: Final = "x-foreword-"
 
 
-class Callers:
-    """API keys, tenants and the keys of replicas.
+class RouterAuth:
+    """API keys of clients, tenants, and keys for replicas.
 
     Raises ConfigError for malformed keys or weights.
     """
@@ -41,17 +47,17 @@ class Callers:
         self.weights = _weights(config.router.tenant_weights)
         self._admin = config.server.admin_key
         self._replica_key = config.router.replica_key
-        # Without a key of its own the router asks replicas in the name of the first tenant.
-        self._own = self._replica_key or self.tenants.first_key
+        # Without a replica key, probes use the key of the first tenant.
+        self._probe_key = self._replica_key or self.tenants.first_key
 
     @property
-    def apart(self) -> bool:
-        """Whether there are tenants that must be kept apart."""
+    def has_tenants(self) -> bool:
+        """Whether there are tenants, whose blocks must not be shared."""
         return len(self.tenants) > 0
 
     @property
-    def speaks_for_others(self) -> bool:
-        """Whether replicas get the router's own key, so that only the router's salt tells tenants apart."""
+    def uses_own_key(self) -> bool:
+        """Whether replicas get the router's own key, so that only the salt in the request separates tenants."""
         return self._replica_key is not None
 
     def tenant(self, authorization: str | None) -> Tenant:
@@ -59,9 +65,9 @@ class Callers:
         return self.tenants.authenticate(authorization)
 
     def check_admin(self, authorization: str | None, *, changes: bool) -> None:
-        """Raises Unauthorized or Forbidden where the state may not be read, or changed."""
+        """Raises Unauthorized or Forbidden if the client may not read the router's state, or change it."""
         if self._admin is None:
-            if changes or self.apart:
+            if changes or self.has_tenants:
                 raise Forbidden(
                     "The router was started without --admin-key, so its state cannot be reached from outside"
                 )
@@ -69,7 +75,7 @@ class Callers:
         Tenants([(self._admin.encode(), Tenant("admin", b""))]).authenticate(authorization)
 
     def headers(self, tenant: Tenant, authorization: str | None, kind: str) -> dict[str, str]:
-        """What authenticates a request at a replica: the router's key and the tenant's salt, or the caller's own key."""
+        """Authentication at a replica: the router's key and the tenant's salt, or else the client's own key."""
         if self._replica_key is None:
             return {"authorization": authorization} if authorization else {}
         headers = {"authorization": f"Bearer {self._replica_key}"}
@@ -77,34 +83,34 @@ class Callers:
             headers[SALT_HEADER] = tenant.salt.hex()
         return headers
 
-    def own_headers(self) -> dict[str, str]:
-        """What authenticates the router itself, for probes and tokenizing."""
-        return {"authorization": f"Bearer {self._own}"} if self._own else {}
+    def probe_headers(self) -> dict[str, str]:
+        """Authentication of the router's own requests: probes and tokenization."""
+        return {"authorization": f"Bearer {self._probe_key}"} if self._probe_key else {}
 
 
 def cache_salt(tenant: Tenant) -> str | None:
-    """The tenant's salt as vLLM's `cache_salt`, and as Foreword's KV events have it."""
+    """The tenant's salt as vLLM's `cache_salt` and as Foreword's KV events contain it."""
     return tenant.salt.hex() or None
 
 
-def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """A client's headers for a replica: without those of the connection and those that only the router may set."""
-    dropped = HOP_BY_HOP | _OWN | _named(headers)
+def request_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """A client's headers for a replica, without connection headers and those that only the router may set."""
+    dropped = HOP_BY_HOP | _ROUTER_HEADERS | _connection_headers(headers)
     return CIMultiDict(
         (name, value)
         for name, value in headers.items()
-        if (low := name.lower()) not in dropped and not low.startswith(_OUR_PREFIX)
+        if (low := name.lower()) not in dropped and not low.startswith(_FOREWORD_PREFIX)
     )
 
 
-def returned(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """A replica's headers for a client."""
-    dropped = HOP_BY_HOP | _NOT_RETURNED | _named(headers)
+def response_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """A replica's headers for a client, without connection headers."""
+    dropped = HOP_BY_HOP | _NOT_RETURNED | _connection_headers(headers)
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
 
 
-def _named(headers: Mapping[str, str]) -> frozenset[str]:
-    """Headers that `Connection` names as its own."""
+def _connection_headers(headers: Mapping[str, str]) -> frozenset[str]:
+    """The headers that `Connection` lists."""
     found = headers.get("connection")
     return frozenset(name.strip().lower() for name in found.split(",")) if found else frozenset()
 

@@ -1,8 +1,8 @@
-"""Where one replica's answer ends and another's goes on: as if there were one.
+"""Continues a broken stream on another replica.
 
-The continuing replica gets the prompt's and the answer's token ids as a prompt of `/v1/completions`, whatever the client had
-asked for, and its chunks are turned into those of the client's interface. Stop strings are looked for here, because one may
-lie across the seam.
+The next replica gets the token ids of the prompt and of the output so far as a prompt of `/v1/completions`, whatever interface
+the client uses. Its chunks are converted to those of the client's interface. The router searches for stop strings itself,
+because one may span the failover.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from foreword.engine.stops import StopFinder
 from foreword.errors import ReplicaFailed
-from foreword.router.client_request import Asked
+from foreword.router.client_request import ClientRequest
 
-# What would have to begin in the middle, or concerns the first replica only.
+# Fields that a continuation replaces, or that concern the first replica only.
 _DROPPED: Final = frozenset(
     name
     for names in (
@@ -27,8 +27,8 @@ _DROPPED: Final = frozenset(
     )
     for name in names.split()
 )
-# Name, what it means if it is set, and the values that mean "not set".
-_INEXACT: Final[Mapping[str, tuple[object, ...]]] = {
+# Fields that prevent an exact continuation, and their values that mean "not set".
+_UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "tools": (None, []),
     "functions": (None, []),
     "response_format": (None, {"type": "text"}),
@@ -48,18 +48,18 @@ _INEXACT: Final[Mapping[str, tuple[object, ...]]] = {
 }
 
 
-def why_not(asked: Asked) -> str | None:
-    """Why an answer to this request cannot be continued by another replica, if it cannot."""
-    if not asked.single:
+def why_not_continuable(request: ClientRequest) -> str | None:
+    """Why no other replica can continue the response to this request; None if one can."""
+    if not request.single:
         return "it has several prompts or choices"
-    for name, neutral in _INEXACT.items():
-        if asked.body.get(name) not in neutral:
-            return f"{name} cannot begin in the middle of an answer"
-    messages = asked.body.get("messages")
+    for name, neutral in _UNSUPPORTED.items():
+        if request.body.get(name) not in neutral:
+            return f"{name} cannot be continued in the middle of a response"
+    messages = request.body.get("messages")
     if isinstance(messages, list) and not all(_is_text(message) for message in messages):
         return "its prompt is not only text"
-    if asked.body.get("tool_choice") not in (None, "none", "auto"):
-        return "tool_choice cannot begin in the middle of an answer"
+    if request.body.get("tool_choice") not in (None, "none", "auto"):
+        return "tool_choice cannot be continued in the middle of a response"
     return None
 
 
@@ -71,14 +71,14 @@ def _is_text(message: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Where the answer is.
+class StreamPosition:
+    """Where a stream broke.
 
     Attributes:
-        tokens: ids of the answer, as many as whole characters were made of; they become part of the prompt.
-        text: what they stand for.
-        sent: text that the client has; it begins `text` or is longer.
-        repeated: tokens behind `tokens` that the client was told of (ids, log-probabilities) and that come again.
+        tokens: ids of output tokens that form whole characters. They become part of the next prompt.
+        text: their text.
+        sent: text that the client has; a prefix of `text`, or longer.
+        repeated: tokens after `tokens` whose ids or log-probabilities the client has. They are generated again.
     """
 
     tokens: Sequence[int]
@@ -87,72 +87,69 @@ class Known:
     repeated: int
 
 
-class Seam:
-    """What happens to chunks after the seam. Raises ReplicaFailed if the client's text and the tokens do not fit."""
+class Continuation:
+    """Converts the next replica's chunks. Raises ReplicaFailed if the client's text does not match the tokens."""
 
-    def __init__(self, asked: Asked, known: Known) -> None:
-        stops = asked.body.get("stop")
+    def __init__(self, request: ClientRequest, position: StreamPosition) -> None:
+        stops = request.body.get("stop")
         self.stops: tuple[str, ...] = (stops,) if isinstance(stops, str) else tuple(stops or ())
-        self._finder = StopFinder(self.stops, include=bool(asked.body.get("include_stop_str_in_output")))
-        self._chat = asked.interface == "chat"
-        self._top = int(asked.body.get("top_logprobs") or 0)
-        self._wants_logprobs = logprobs_wanted(asked) is not None
-        self._repeated = known.repeated
-        self._offset = len(known.text)
-        # Characters from the answer's beginning: those that left the finder, and those that the client has.
-        self._made, self._sent = 0, len(known.sent)
-        if not known.sent.startswith(known.text) and not known.text.startswith(known.sent):
-            raise ReplicaFailed("the text that was sent is not what its tokens stand for")
-        shown, self._stopped = self._finder.push(known.text)
-        self._waiting = self._beyond(shown)
-
-    @property
-    def stopped(self) -> str | None:
-        """The stop string that the tokens before the seam already contain."""
-        return self._stopped
+        self._finder = StopFinder(self.stops, include=bool(request.body.get("include_stop_str_in_output")))
+        self._chat = request.interface == "chat"
+        self._top = int(request.body.get("top_logprobs") or 0)
+        self._wants_logprobs = num_logprobs(request) is not None
+        self._skip = position.repeated
+        self._offset = len(position.text)
+        # Characters from the start of the output: those that passed the stop finder, and those that the client has.
+        self._produced, self._sent = 0, len(position.sent)
+        if not position.sent.startswith(position.text) and not position.text.startswith(position.sent):
+            raise ReplicaFailed("the text that was sent does not match its tokens")
+        # A stop string that the tokens before the failover already contain.
+        self.stopped: str | None
+        shown, self.stopped = self._finder.push(position.text)
+        self._unsent = self._unseen(shown)
 
     def flush(self) -> str:
-        """All text before the seam that the client does not have, where nothing follows."""
-        return self.opening() + self._beyond(self._finder.flush())
+        """All text before the failover that the client does not have; nothing follows."""
+        return self.take_unsent() + self._unseen(self._finder.flush())
 
-    def opening(self) -> str:
-        """Text before the seam that the client does not have yet."""
-        waiting, self._waiting = self._waiting, ""
-        return waiting
+    def take_unsent(self) -> str:
+        """Text before the failover that the client does not have yet."""
+        unsent, self._unsent = self._unsent, ""
+        return unsent
 
-    def chunk(self, choice: Mapping[str, Any], wants_token_ids: bool) -> dict[str, Any] | None:
-        """The client's chunk for one of the continuing replica; None if there is nothing to tell."""
+    def convert(self, choice: Mapping[str, Any], wants_token_ids: bool) -> dict[str, Any] | None:
+        """The client's choice for one of the next replica; None if there is nothing to send."""
         text, finish = choice.get("text") or "", choice.get("finish_reason")
         shown, stopped = self._finder.push(text)
         if finish is not None and stopped is None:
             shown += self._finder.flush()
-        shown = self.opening() + self._beyond(shown)
+        shown = self.take_unsent() + self._unseen(shown)
         ids = list(choice.get("token_ids") or ())
-        skipped = min(self._repeated, len(ids))
-        self._repeated -= skipped
+        skipped = min(self._skip, len(ids))
+        self._skip -= skipped
         logprobs = self._logprobs(choice.get("logprobs"), skipped)
         reason = "stop" if stopped is not None else finish
         match = stopped if stopped is not None else choice.get("stop_reason")
         if not shown and reason is None and not logprobs and not (wants_token_ids and ids[skipped:]):
             return None
-        made = self.piece(shown, logprobs, reason, match)
+        made = self.make_choice(shown, logprobs, reason, match)
         if wants_token_ids:
             made["token_ids"] = ids[skipped:]
         return made
 
-    def piece(
+    def make_choice(
         self, text: str, logprobs: dict[str, Any] | None, reason: str | None, match: object = None
     ) -> dict[str, Any]:
-        """A choice of the client's interface."""
+        """A choice in the format of the client's interface."""
         body: dict[str, Any] = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
         ended = {"finish_reason": reason, "stop_reason": match} if reason is not None else {"finish_reason": None}
         return {"index": 0, **body, "logprobs": logprobs, **ended}
 
-    def _beyond(self, text: str) -> str:
-        """What of this text the client does not have."""
-        known = min(max(self._sent - self._made, 0), len(text))
-        self._made += len(text)
-        return text[known:]
+    def _unseen(self, text: str) -> str:
+        """The part of this text that the client does not have."""
+        seen = min(max(self._sent - self._produced, 0), len(text))
+        self._produced += len(text)
+        return text[seen:]
 
     def _logprobs(self, found: Any, skipped: int) -> dict[str, Any] | None:
         if not self._wants_logprobs or not isinstance(found, dict) or not found.get("tokens"):
@@ -186,42 +183,45 @@ def _bytes(token: str) -> bytes:
     return token.encode()
 
 
-def logprobs_wanted(asked: Asked) -> int | None:
-    """Alternatives per token, as `/v1/completions` has it."""
-    found = asked.body.get("logprobs")
-    if asked.interface == "completion":
+def num_logprobs(request: ClientRequest) -> int | None:
+    """The value of `logprobs` for `/v1/completions`: the number of alternatives per token."""
+    found = request.body.get("logprobs")
+    if request.interface == "completion":
         return found if isinstance(found, int) and not isinstance(found, bool) else None
-    return int(asked.body.get("top_logprobs") or 0) if found else None
+    return int(request.body.get("top_logprobs") or 0) if found else None
 
 
-def continuation(
-    asked: Asked, prompt: Sequence[int], known: Known, longest: int | None, default_tokens: int | None
+def continuation_body(
+    request: ClientRequest,
+    prompt: Sequence[int],
+    position: StreamPosition,
+    max_model_len: int | None,
+    default_tokens: int | None,
 ) -> dict[str, Any]:
-    """The body that goes on after `known`. `max_tokens` in it is 0 if nothing is left to generate.
+    """The body that continues after `position`. Its `max_tokens` is 0 if nothing is left to generate.
 
     Args:
-        longest: the model's length.
-        default_tokens: what a completion without `max_tokens` may have.
+        max_model_len: maximum length of the model; None if unknown.
+        default_tokens: `max_tokens` of a completion without one.
 
-    Raises ReplicaFailed where the length is unknown and needed.
+    Raises ReplicaFailed if the length is needed and unknown.
     """
-    body = {name: value for name, value in asked.body.items() if name not in _DROPPED}
-    ids = [*prompt, *known.tokens]
-    most = asked.max_tokens if asked.max_tokens is not None else default_tokens
-    room = longest - len(ids) if longest is not None else None
-    if most is None and room is None:
-        raise ReplicaFailed("the model's length is not known, so it is not known how far to go on")
-    left = [max(most - len(known.tokens), 0)] if most is not None else []
-    left += [max(room, 0)] if room is not None else []
+    body = {name: value for name, value in request.body.items() if name not in _DROPPED}
+    ids = [*prompt, *position.tokens]
+    max_tokens = request.max_tokens if request.max_tokens is not None else default_tokens
+    limits = [max_tokens - len(position.tokens)] if max_tokens is not None else []
+    limits += [max_model_len - len(ids)] if max_model_len is not None else []
+    if not limits:
+        raise ReplicaFailed("the maximum length of the model is not known")
     body |= {
         "prompt": ids,
-        "max_tokens": min(left),
+        "max_tokens": max(min(limits), 0),
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
-    if isinstance(fewest := asked.body.get("min_tokens"), int):
-        body["min_tokens"] = min(max(fewest - len(known.tokens), 0), body["max_tokens"])
-    if (alternatives := logprobs_wanted(asked)) is not None:
+    if isinstance(min_tokens := request.body.get("min_tokens"), int):
+        body["min_tokens"] = min(max(min_tokens - len(position.tokens), 0), body["max_tokens"])
+    if (alternatives := num_logprobs(request)) is not None:
         body["logprobs"] = alternatives
     return body

@@ -44,7 +44,7 @@ def _add_data(app: web.Application, router: Router, history: MetricsHistory) -> 
     fills = Fills()
 
     def check(request: web.Request) -> None:
-        router.callers.check_admin(request.headers.get("authorization"), changes=False)
+        router.auth.check_admin(request.headers.get("authorization"), changes=False)
 
     async def kind(request: web.Request) -> web.Response:
         """What this is the page of, and whether the caller may see more. Needs no key."""
@@ -77,7 +77,7 @@ def _now(router: Router, full: dict[str, Fill]) -> dict[str, Any]:
     problem = router.ready()
     status = "shutting_down" if router.draining else "not_ready" if problem else "ready"
     models = [pool.model for pool in router.pools.values() if pool.upstreams]
-    decisions = [{**one, "prices": None} for one in router.decisions.shown(_SHOWN_DECISIONS)]
+    decisions = [{**one, "prices": None} for one in router.decisions.last(_SHOWN_DECISIONS)]
     return {
         "time": time.time(),
         "state": {"status": status, "reason": problem or ""},
@@ -89,7 +89,7 @@ def _now(router: Router, full: dict[str, Fill]) -> dict[str, Any]:
 
 def _replica(router: Router, upstream: Upstream, fill: Fill) -> dict[str, Any]:
     """A replica as `/v1/router/replicas` has it, with its queue in tokens and how full it says it is."""
-    pool = router.pools.get(upstream.model or "")
+    pool = router.pool_of(upstream)
     replica = pool.fleet.replicas.get(upstream.url) if pool is not None else None
     queued = sum(one.computed for one in list(replica.load.waiting.values())) if replica is not None else 0
     return {

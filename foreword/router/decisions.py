@@ -1,4 +1,4 @@
-"""The last decisions, for people who ask why."""
+"""The log of the last placement decisions (`/v1/router/decisions`)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from foreword.router.pool import Ticket
+from foreword.router.attempt import Attempt
 from foreword.routing.placement import Decision
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_HEADER = 1000
+_MAX_HEADER = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """A decision, without the prompt's keys: those of a thousand long prompts would be many."""
+class DecisionRecord:
+    """A decision without the prompt's keys, which would take much memory."""
 
     at: float
     request_id: str
@@ -30,64 +30,66 @@ class _Made:
     words: str
 
 
-class Decisions:
-    """The last `size` of them."""
+class DecisionLog:
+    """The last `size` decisions."""
 
     def __init__(self, size: int) -> None:
-        self._last: deque[_Made] = deque(maxlen=size)
+        self._records: deque[DecisionRecord] = deque(maxlen=size)
 
-    def note(self, request_id: str, tenant: str, ticket: Ticket, why: str = "") -> str:
-        """Remember a decision and return it in words. `why` says why there was another one before."""
-        words = in_words(ticket, why)
+    def record(self, request_id: str, tenant: str, attempt: Attempt, previous: str = "") -> str:
+        """Record a decision and return it in words. `previous` says why an earlier attempt failed."""
+        words = in_words(attempt, previous)
         logger.debug("%s -> %s", request_id, words)
-        tokens, source = ticket.query.tokens, ticket.prompt.source
-        self._last.append(_Made(time.time(), request_id, tenant, ticket.decision, tokens, source, ticket.queued, words))
+        tokens, source = attempt.query.tokens, attempt.prompt.source
+        self._records.append(
+            DecisionRecord(time.time(), request_id, tenant, attempt.decision, tokens, source, attempt.queued, words)
+        )
         return words
 
-    def shown(self, last: int) -> list[dict[str, Any]]:
-        """The last ones as JSON, the newest first."""
-        return [_describe(made) for made in list(self._last)[::-1][:last]]
+    def last(self, count: int) -> list[dict[str, Any]]:
+        """The last decisions as JSON, newest first."""
+        return [_describe(record) for record in list(self._records)[::-1][:count]]
 
 
-def in_words(ticket: Ticket, why: str = "") -> str:
-    said = ticket.decision.in_words()
-    if ticket.queued >= 0.001:
-        said += f"; queued {ticket.queued:.2f} s"
-    if ticket.prompt.source == "text" and ticket.query.keys:
-        said += "; compared as text"
-    return f"{why}: {said}" if why else said
+def in_words(attempt: Attempt, previous: str = "") -> str:
+    text = attempt.decision.in_words()
+    if attempt.queued >= 0.001:
+        text += f"; queued {attempt.queued:.2f} s"
+    if attempt.prompt.source == "text" and attempt.query.keys:
+        text += "; compared as text"
+    return f"{previous}: {text}" if previous else text
 
 
-def header(words: str) -> str:
-    """Words as the value of a header."""
+def as_header(words: str) -> str:
+    """Words as the value of an HTTP header."""
     line = " ".join(words.split())
-    return line.encode("ascii", "replace").decode()[:_LONGEST_HEADER]
+    return line.encode("ascii", "replace").decode()[:_MAX_HEADER]
 
 
-def _describe(made: _Made) -> dict[str, Any]:
-    decision = made.decision
+def _describe(record: DecisionRecord) -> dict[str, Any]:
+    decision = record.decision
     return {
-        "time": made.at,
-        "request_id": made.request_id,
-        "tenant": made.tenant,
+        "time": record.at,
+        "request_id": record.request_id,
+        "tenant": record.tenant,
         "replica": decision.replica,
         "prefill": decision.prefill,
         "reason": decision.reason,
         "home": decision.home,
-        "prompt_tokens": made.tokens,
-        "tokens_from": made.source,
+        "prompt_tokens": record.tokens,
+        "tokens_from": record.source,
         "expected_cached_tokens": decision.expected_cached,
-        "queued_seconds": round(made.queued, 4),
-        "in_words": made.words,
+        "queued_seconds": round(record.queued, 4),
+        "in_words": record.words,
         "prices": [
             {
-                "replica": price.replica,
-                "seconds": round(price.total, 4),
-                "reused_tokens": price.reused,
-                "computed_tokens": price.computed,
-                "excluded": price.excluded,
-                "in_words": price.in_words(),
+                "replica": estimate.replica,
+                "seconds": round(estimate.total, 4),
+                "reused_tokens": estimate.reused,
+                "computed_tokens": estimate.computed,
+                "excluded": estimate.excluded,
+                "in_words": estimate.in_words(),
             }
-            for price in decision.estimates
+            for estimate in decision.estimates
         ],
     }

@@ -1,26 +1,26 @@
-"""Prompts that another replica computes: Foreword servers are told where to fetch the KV, vLLM's are asked in two steps."""
+"""Disaggregated prefill through the router.
+
+A Foreword server gets the address of the prefill replica and fetches the KV itself. vLLM servers are called in two steps: the
+prefill replica computes the prompt and returns `kv_transfer_params`, which go into the request for the decode replica.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-import aiohttp
 import msgspec
 
 from foreword.errors import ReplicaFailed
-from foreword.router import attempt as calls
-from foreword.router import client_request as asking
-from foreword.router.pool import Ticket
-from foreword.router.replicas import LOST, Upstream
-
-if TYPE_CHECKING:
-    from foreword.router.attempt import Call
+from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, retry_after
+from foreword.router.client_request import ClientRequest, replica_body
+from foreword.router.proxied_request import ProxiedRequest
+from foreword.router.replicas import CONNECTION_ERRORS, Upstream
 
 logger = logging.getLogger(__name__)
 
-_ASK_PREFILL: Final = {
+_PREFILL_ONLY: Final = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -28,89 +28,83 @@ _ASK_PREFILL: Final = {
     "remote_host": None,
     "remote_port": None,
 }
-# What concerns the answer only: it is left to the replica that decodes.
-_ANSWER: Final = frozenset(("stream_options", "min_tokens", "logprobs", "top_logprobs", "return_token_ids"))
-# With these vLLM computes the whole prompt where it decodes, whatever it could be sent.
-_COMPUTED_THERE: Final = ("prompt_logprobs", "echo", "use_beam_search")
+# Fields that only concern the decode replica.
+_DECODE_FIELDS: Final = frozenset(("stream_options", "min_tokens", "logprobs", "top_logprobs", "return_token_ids"))
+# With these vLLM computes the whole prompt on the decode replica in any case.
+_NO_TRANSFER: Final = ("prompt_logprobs", "echo", "use_beam_search")
 
 
-async def body(call: Call, ticket: Ticket) -> bytes:
-    """The body for the replica that decodes. If the prefill replica fails, the prompt is computed where it decodes."""
+async def decode_body(proxied: ProxiedRequest, attempt: Attempt) -> bytes:
+    """The body for the decode replica. If the prefill replica fails, the decode replica computes the prompt."""
     transfer = None
-    if ticket.prefill is not None:
-        transfer = await _transfer(call, ticket)
+    if attempt.prefill is not None:
+        transfer = await _transfer_params(proxied, attempt, attempt.prefill)
         if transfer is None:
-            call.words += "; after all it is computed where it decodes"
-    return asking.for_replica(call.asked, ticket.upstream.kind, call.salt, transfer)
+            proxied.decision_text += "; prefill fell back to the decode replica"
+    return replica_body(proxied.request, attempt.upstream.kind, proxied.salt, transfer)
 
 
-async def _transfer(call: Call, ticket: Ticket) -> Mapping[str, Any] | None:
-    prefill = ticket.prefill
-    assert prefill is not None
-    if ticket.upstream.kind == "foreword" and prefill.facts is not None and prefill.facts.transfer is not None:
-        return {"prefill": prefill.facts.transfer}
-    if ticket.upstream.kind == "vllm" and prefill.kind == "vllm":
-        return await _prefill(call, prefill) if _can_be_split(call.asked) else None
-    logger.info(
-        "%s and %s cannot share a request: the prompt is computed where it decodes", prefill.url, ticket.upstream.url
-    )
+async def _transfer_params(proxied: ProxiedRequest, attempt: Attempt, prefill: Upstream) -> Mapping[str, Any] | None:
+    """`kv_transfer_params` for the decode replica; None if it has to compute the prompt."""
+    kind = attempt.upstream.kind
+    if kind == "foreword" and prefill.info is not None and prefill.info.transfer is not None:
+        return {"prefill": prefill.info.transfer}
+    if kind == "vllm" and prefill.kind == "vllm":
+        return await _prefill(proxied, prefill) if _can_be_split(proxied.request) else None
+    logger.info("no disaggregated prefill between %s and %s: their kinds differ", prefill.url, attempt.upstream.url)
     return None
 
 
-def _can_be_split(asked: asking.Asked) -> bool:
-    """Whether one `kv_transfer_params` says all: of several prompts or answers vLLM tells only one."""
-    return asked.single and not any(asked.body.get(name) for name in _COMPUTED_THERE)
+def _can_be_split(request: ClientRequest) -> bool:
+    """vLLM returns one `kv_transfer_params`, which is not enough for several prompts or choices."""
+    return request.single and not any(request.body.get(name) for name in _NO_TRANSFER)
 
 
-async def _prefill(call: Call, prefill: Upstream) -> Mapping[str, Any] | None:
-    """vLLM's first step: one token, and where its KV can be fetched. None if it failed."""
+async def _prefill(proxied: ProxiedRequest, prefill: Upstream) -> Mapping[str, Any] | None:
+    """vLLM's first step: compute the prompt and one token. None if it failed."""
     prefill.in_flight += 1
     try:
-        response, data = await call.fetch(prefill, _first_step(call))
-    except (*LOST, ReplicaFailed) as error:
-        reason, certain = calls.sentence(error), calls.is_certain(error)
-        logger.warning("request %s: %s computes no prompt: %s", call.request_id, prefill.url, reason)
-        call.router.failed(prefill, reason, certain=certain)
+        response, data = await proxied.fetch(prefill, _prefill_body(proxied))
+    except (*CONNECTION_ERRORS, ReplicaFailed) as error:
+        _prefill_failed(proxied, prefill, describe_error(error), certain=is_certain(error))
         return None
     finally:
         prefill.in_flight -= 1
-    if response.status != 200:
-        _blame(call, prefill, response, data)
-        return None
-    call.router.succeeded(prefill)
-    return _told(prefill, data)
-
-
-def _first_step(call: Call) -> bytes:
-    asked = {name: value for name, value in call.asked.body.items() if name not in _ANSWER}
-    most = "max_completion_tokens" if "max_completion_tokens" in asked else "max_tokens"
-    asked |= {"stream": False, most: 1, "kv_transfer_params": _ASK_PREFILL, "cache_salt": call.salt}
-    if not call.salt:
-        del asked["cache_salt"]
-    return msgspec.json.encode(asked)
-
-
-def _blame(call: Call, prefill: Upstream, response: aiohttp.ClientResponse, data: bytes) -> None:
-    """What the client did wrong the other replica will say; one that has too much to do is left alone for a while."""
     if response.status == 429:
-        call.router.paused(prefill, calls.pause_of(response))
+        proxied.router.paused(prefill, retry_after(response))
     elif response.status >= 500:
-        reason = f"it says {response.status}{calls.said(data)}"
-        logger.warning("request %s: %s computes no prompt: %s", call.request_id, prefill.url, reason)
-        call.router.failed(prefill, reason)
+        _prefill_failed(proxied, prefill, describe_response(response.status, data))
+    if response.status != 200:  # the decode replica will report errors of the client
+        return None
+    proxied.router.succeeded(prefill)
+    return _returned_params(prefill, data)
 
 
-def _told(prefill: Upstream, data: bytes) -> Mapping[str, Any] | None:
+def _prefill_body(proxied: ProxiedRequest) -> bytes:
+    body = {name: value for name, value in proxied.request.body.items() if name not in _DECODE_FIELDS}
+    limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    body |= {"stream": False, limit: 1, "kv_transfer_params": _PREFILL_ONLY, "cache_salt": proxied.salt}
+    if not proxied.salt:
+        del body["cache_salt"]
+    return msgspec.json.encode(body)
+
+
+def _prefill_failed(proxied: ProxiedRequest, prefill: Upstream, reason: str, *, certain: bool = False) -> None:
+    logger.warning("request %s: prefill on %s failed: %s", proxied.request_id, prefill.url, reason)
+    proxied.router.failed(prefill, reason, certain=certain)
+
+
+def _returned_params(prefill: Upstream, data: bytes) -> Mapping[str, Any] | None:
     try:
         found = msgspec.json.decode(data).get("kv_transfer_params")
     except (msgspec.DecodeError, AttributeError):
         found = None
-    handed_over = isinstance(found, dict)
-    if prefill.hands_over and not handed_over:
+    params = found if isinstance(found, dict) else None
+    if prefill.returns_transfer and params is None:
         logger.warning(
-            "%s does not say where the KV of a prompt is that it computed, so that it is computed again: it needs a KV "
-            "connector that hands over (ours with kv_role kv_producer, or kv_both and transfer)",
+            "%s computed a prompt but returned no kv_transfer_params, so the prompt is recomputed. It needs a KV "
+            "connector that sends KV (Foreword's with kv_role kv_producer, or kv_both and transfer)",
             prefill.url,
         )
-    prefill.hands_over = handed_over
-    return found if handed_over else None
+    prefill.returns_transfer = params is not None
+    return params

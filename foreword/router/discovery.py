@@ -1,4 +1,4 @@
-"""Replicas that come and go: by flags, by a file that is watched, by a name that is resolved again and again."""
+"""Discovery of replicas: from flags, a watched file, and a DNS name that is resolved periodically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 
 from foreword.config import RouterConfig
 from foreword.errors import ConfigError
-from foreword.router.replicas import Spec, parse, url_parts
+from foreword.router.replicas import ReplicaSpec, parse_spec, url_parts
 from foreword.router.service import Router
 
 logger = logging.getLogger(__name__)
@@ -20,11 +20,12 @@ _FILE_SECONDS: Final = 1.0
 _DNS_SECONDS: Final = 5.0
 
 
-def named(config: RouterConfig) -> list[Spec]:
-    """The replicas that flags name. Raises ConfigError, also if there is no way to learn of any."""
-    # Where there is a pool for prompts, the others do not compute prompts for each other.
-    usual = "decode" if config.prefill else "both"
-    specs = [parse(text, usual) for text in config.replicas] + [parse(text, "prefill") for text in config.prefill]
+def configured_replicas(config: RouterConfig) -> list[ReplicaSpec]:
+    """The replicas given as flags. Raises ConfigError, also for an invalid file or DNS name."""
+    # If there are prefill replicas, the others do not compute prompts for each other.
+    default = "decode" if config.prefill else "both"
+    specs = [parse_spec(text, default) for text in config.replicas]
+    specs += [parse_spec(text, "prefill") for text in config.prefill]
     seen: set[str] = set()
     for spec in specs:
         if spec.url in seen:
@@ -37,71 +38,70 @@ def named(config: RouterConfig) -> list[Spec]:
     return specs
 
 
-def read_file(path: Path) -> list[Spec]:
+def read_file(path: Path) -> list[ReplicaSpec]:
     """Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the file of replicas {path}: {error}") from error
-    bare = (line.partition("#")[0].strip() for line in lines)
-    return [parse(line) for line in bare if line]
+        raise ConfigError(f"cannot read the replica file {path}: {error}") from error
+    without_comments = (line.partition("#")[0].strip() for line in lines)
+    return [parse_spec(line) for line in without_comments if line]
 
 
-class Membership:
-    """Keeps the router's replicas as file and names say."""
+class Discovery:
+    """Adds replicas to the router and removes them as the file and DNS names change."""
 
     def __init__(self, router: Router, config: RouterConfig) -> None:
         self._router = router
         self._config = config
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, specs: Iterable[Spec]) -> None:
+    def start(self, specs: Iterable[ReplicaSpec]) -> None:
         for spec in specs:
             self._router.add(spec, "flag")
         if self._config.replica_file is not None:
             self._tasks.append(asyncio.create_task(self._watch_file(Path(self._config.replica_file))))
         for url in self._config.replica_dns:
-            self._tasks.append(asyncio.create_task(self._resolve(url)))
+            self._tasks.append(asyncio.create_task(self._watch_dns(url)))
 
     def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
 
     async def _watch_file(self, path: Path) -> None:
-        seen: tuple[int, int, int] | None = None
+        applied: tuple[int, int, int] | None = None
         while True:
             try:
-                found = path.stat()
-                mark = (found.st_mtime_ns, found.st_size, found.st_ino)
-                if mark != seen:
+                status = path.stat()
+                version = (status.st_mtime_ns, status.st_size, status.st_ino)
+                if version != applied:
                     self._apply(read_file(path), "file")
-                    seen = mark
+                    applied = version
             except (OSError, ConfigError) as error:
-                # A file that is being written, or is broken, changes nothing.
-                logger.warning("the replicas stay as they are: %s", error)
+                # A broken or half-written file changes nothing.
+                logger.warning("the list of replicas is unchanged: %s", error)
                 await asyncio.sleep(_FILE_SECONDS * 4)
             await asyncio.sleep(_FILE_SECONDS)
 
-    async def _resolve(self, url: str) -> None:
+    async def _watch_dns(self, url: str) -> None:
         host, port = _dns_parts(url)
-        source = f"dns {url}"
         while True:
             try:
-                loop = asyncio.get_running_loop()
-                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 addresses = sorted({str(entry[4][0]) for entry in found})
-                self._apply([Spec(f"http://{_shown(address)}:{port}") for address in addresses], source)
+                self._apply([ReplicaSpec(f"http://{_in_url(address)}:{port}") for address in addresses], f"dns {url}")
             except OSError as error:
-                # A name server that fails says nothing about the replicas.
-                logger.warning("cannot resolve %s, the replicas stay as they are: %s", host, error)
+                # A failing name server says nothing about the replicas.
+                logger.warning("cannot resolve %s; the list of replicas is unchanged: %s", host, error)
             await asyncio.sleep(_DNS_SECONDS)
 
-    def _apply(self, wanted: list[Spec], source: str) -> None:
-        router, urls = self._router, {spec.url: spec for spec in wanted}
+    def _apply(self, wanted: list[ReplicaSpec], source: str) -> None:
+        """Make the replicas from this source equal to `wanted`."""
+        router, by_url = self._router, {spec.url: spec for spec in wanted}
         for url, upstream in list(router.upstreams.items()):
-            if upstream.source == source and urls.get(url) != upstream.spec:
+            if upstream.source == source and by_url.get(url) != upstream.spec:
                 router.remove(url)
-        for url, spec in urls.items():
+        for url, spec in by_url.items():
             if url not in router.upstreams:
                 router.add(spec, source)
 
@@ -115,5 +115,5 @@ def _dns_parts(url: str) -> tuple[str, int]:
     return parts.hostname, parts.port or 80
 
 
-def _shown(address: str) -> str:
+def _in_url(address: str) -> str:
     return f"[{address}]" if ":" in address else address

@@ -1,4 +1,4 @@
-"""The replicas of one model: placement, and a fair queue for when all have too much to do."""
+"""The replicas of one model: placement, and a fair queue for requests when all replicas are overloaded."""
 
 from __future__ import annotations
 
@@ -11,48 +11,36 @@ from typing import Final
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.config import RouterConfig
 from foreword.errors import BadRequest, DeadlineExceeded, NoReplica, QueueFull
-from foreword.router.prompts import Prompt
+from foreword.router.attempt import Attempt
+from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import Upstream, clock
 from foreword.routing.baselines import policy_named
 from foreword.routing.directory import Directory
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.fleet import Fleet
-from foreword.routing.placement import Decision, PlacementQuery
+from foreword.routing.placement import PlacementQuery
 from foreword.routing.queue import FairQueue, QueueEntry
 from foreword.routing.sessions import SessionTable
 
-_BLOCK: Final = 16
+_DEFAULT_BLOCK_SIZE: Final = 16
+_MAX_ROOTS: Final = 1024
+# Reasons with this prefix are temporary: requests wait for the replica.
 _OVERLOADED: Final = "overloaded"
-# Policies that look at the prompt.
-_READS: Final = frozenset(("cost", "consistent-hashing", "longest-prefix", "two-choices"))
+# Policies that use the prompt.
+_PROMPT_POLICIES: Final = frozenset(("cost", "consistent-hashing", "longest-prefix", "two-choices"))
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
-    """A request that was placed. Whoever has it must end it with `Pool.finished` or `Pool.failed`."""
-
-    id: str
-    upstream: Upstream
-    decision: Decision
-    query: PlacementQuery
-    prompt: Prompt
-    queued: float
-    prefill: Upstream | None = None
-    begun: bool = False
-    guess: asyncio.TimerHandle | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Waiter:
+class _QueuedRequest:
     id: str
     query: PlacementQuery
-    prompt: Prompt
+    prompt: TokenizedPrompt
     avoid: Sequence[str]
-    placed: asyncio.Future[Ticket]
+    placed: asyncio.Future[Attempt]
 
 
-class Pool:
-    """All on the event loop's thread."""
+class ReplicaPool:
+    """The replicas of one model. Runs on one event loop."""
 
     def __init__(self, model: str, config: RouterConfig, weights: Mapping[str, float]) -> None:
         self.model = model
@@ -63,93 +51,103 @@ class Pool:
             disaggregation=DisaggregationPolicy(min_tokens=config.min_prefill),
         )
         self.upstreams: dict[str, Upstream] = {}
-        self.queue: FairQueue[_Waiter] = FairQueue(config.max_queue, dict(weights))
-        self.reads_prompts = config.policy in _READS
+        self.queue: FairQueue[_QueuedRequest] = FairQueue(config.max_queue, dict(weights))
+        self._policy_needs_prompts = config.policy in _PROMPT_POLICIES
         self._max_waiting = config.max_waiting
         self._roots: dict[tuple[str, int, str], bytes] = {}
-        self._alarm: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     # Replicas
 
     def add(self, upstream: Upstream) -> None:
-        facts = upstream.facts
-        assert facts is not None
+        info = upstream.info
+        assert info is not None
         self.upstreams[upstream.url] = upstream
         self.fleet.add(
             upstream.url,
-            role=upstream.spec.role,  # type: ignore[arg-type]  # checked when it was read
-            sends_events=bool(facts.sources),
-            block_size=facts.block_size,
-            capacity_tokens=facts.capacity_tokens,
-            max_queued=upstream.spec.max_waiting or self._max_waiting,
+            role=upstream.spec.role,  # type: ignore[arg-type]  # checked by parse_spec
+            sends_events=bool(info.event_sources),
+            block_size=info.block_size,
+            capacity_tokens=info.capacity_tokens,
+            max_queued=self._waiting_limit(upstream),
         )
         self.refresh(upstream)
 
     def remove(self, upstream: Upstream) -> None:
-        """Streams that come from there go on to their end."""
+        """Streams from the replica continue to their end."""
         if self.upstreams.pop(upstream.url, None) is not None:
             self.fleet.remove(upstream.url)
-            self.pump()
+            self.serve_queue()
 
     def refresh(self, upstream: Upstream) -> None:
-        """What is known of a replica's health has changed."""
+        """Apply a change of a replica's state."""
         if upstream.url in self.upstreams:
             self.fleet.exclude(upstream.url, upstream.excluded(clock()))
-            self.pump()
+            self.serve_queue()
 
-    def names(self) -> set[str]:
-        """Names under which its models can be asked for."""
-        found = {name for upstream in self.upstreams.values() if upstream.facts for name in upstream.facts.models}
+    def model_names(self) -> set[str]:
+        """The names of all models and adapters that its replicas serve."""
+        found = {name for upstream in self.upstreams.values() if upstream.info for name in upstream.info.models}
         return found | {self.model}
 
-    def able(self, avoid: Sequence[str] = ()) -> list[Upstream]:
-        """Replicas that can tokenize, the one with least to do first, those to avoid last."""
+    def tokenizing_replicas(self, avoid: Sequence[str] = ()) -> list[Upstream]:
+        """Replicas that can tokenize: the least loaded first, those to avoid last."""
         now = clock()
-        found = [one for one in self.upstreams.values() if one.facts and one.facts.tokenize]
+        found = [one for one in self.upstreams.values() if one.info and one.info.tokenize_path]
         return sorted(found, key=lambda one: (one.url in avoid, bool(one.excluded(now)), one.in_flight, one.url))
 
-    # Requests
+    def _waiting_limit(self, upstream: Upstream) -> int:
+        return upstream.spec.max_waiting or self._max_waiting
+
+    # Placement
 
     @property
-    def compares(self) -> bool:
-        """Whether it matters what the prompt is: there is a choice and the policy looks at it, or somebody keeps a record."""
-        return (self.reads_prompts and len(self.upstreams) > 1) or self.fleet.on_finished is not None
+    def needs_prompts(self) -> bool:
+        """Whether prompts must be tokenized: placement depends on them, or they are recorded."""
+        return (self._policy_needs_prompts and len(self.upstreams) > 1) or self.fleet.on_finished is not None
 
     def query(
-        self, prompt: Prompt, model: str | None, salt: str | None, session: str | None, most: int | None
+        self, prompt: TokenizedPrompt, model: str | None, salt: str | None, session: str | None, max_output: int | None
     ) -> PlacementQuery:
-        """What placement wants to know of a prompt."""
-        sizes = Counter(one.facts.block_size for one in self.upstreams.values() if one.facts and one.facts.block_size)
-        main, *others = [size for size, _ in sizes.most_common()] or [_BLOCK]
-        named = model or self.model
-        keys = self._keys(prompt, named, main, salt)
-        further = {size: self._keys(prompt, named, size, salt) for size in others}
-        return PlacementQuery(keys, max(len(prompt.tokens), 1), main, session, most, further)
+        sizes = Counter(one.info.block_size for one in self.upstreams.values() if one.info and one.info.block_size)
+        main, *others = [size for size, _ in sizes.most_common()] or [_DEFAULT_BLOCK_SIZE]
+        name = model or self.model
+        keys = self._keys(prompt, name, main, salt)
+        other_keys = {size: self._keys(prompt, name, size, salt) for size in others}
+        return PlacementQuery(keys, max(len(prompt.tokens), 1), main, session, max_output, other_keys)
 
-    def _keys(self, prompt: Prompt, model: str, size: int, salt: str | None) -> list[bytes]:
+    def _keys(self, prompt: TokenizedPrompt, model: str, size: int, salt: str | None) -> list[bytes]:
         name = (model, size, salt or "")
         root = self._roots.get(name)
         if root is None:
-            if len(self._roots) >= 1024:
+            if len(self._roots) >= _MAX_ROOTS:
                 self._roots.clear()
             root = self._roots[name] = Scope(model.encode(), size, (salt or "").encode()).root()
         try:
             return chain_keys(root, prompt.tokens, size)
-        except BadRequest:  # not token ids: the replica will say so
+        except BadRequest:  # invalid token ids; the replica reports the error
             return []
 
     async def place(
-        self, name: str, tenant: str, query: PlacementQuery, prompt: Prompt, deadline: float, avoid: Sequence[str] = ()
-    ) -> Ticket:
-        """Find a replica, or wait for one. Raises QueueFull, NoReplica, or DeadlineExceeded."""
+        self,
+        name: str,
+        tenant: str,
+        query: PlacementQuery,
+        prompt: TokenizedPrompt,
+        deadline: float,
+        avoid: Sequence[str] = (),
+    ) -> Attempt:
+        """Place a request, after waiting in the queue if necessary. Raises QueueFull, NoReplica or DeadlineExceeded."""
         if not len(self.queue):
-            ticket = self._try(name, query, prompt, avoid)
-            if ticket is not None:
-                return ticket
+            attempt = self._try_place(name, query, prompt, avoid)
+            if attempt is not None:
+                return attempt
         return await self._wait(name, tenant, query, prompt, deadline, avoid)
 
-    def _try(self, name: str, query: PlacementQuery, prompt: Prompt, avoid: Sequence[str]) -> Ticket | None:
-        """None if all that could take it have too much to do. Raises NoReplica if there is none."""
+    def _try_place(
+        self, name: str, query: PlacementQuery, prompt: TokenizedPrompt, avoid: Sequence[str]
+    ) -> Attempt | None:
+        """None if all suitable replicas are overloaded. Raises NoReplica if there are none."""
         now = clock()
         for upstream in self.upstreams.values():
             if upstream.pause_until:
@@ -158,150 +156,146 @@ class Pool:
         if decision.replica is None and avoid:
             decision = self.fleet.place(query, now)
         if decision.replica is None:
-            if any(price.excluded.startswith(_OVERLOADED) for price in decision.estimates):
+            if any(estimate.excluded.startswith(_OVERLOADED) for estimate in decision.estimates):
                 return None
             raise NoReplica(decision.in_words())
         self.fleet.sent(name, query, decision, now)
         upstream = self.upstreams[decision.replica]
         upstream.in_flight += 1
         if upstream.breaker.half_open:
-            upstream.trying = True
-        if upstream.trying or upstream.in_flight >= upstream.most:
+            upstream.trial = True
+        if upstream.trial or upstream.in_flight >= upstream.max_in_flight:
             self.fleet.exclude(upstream.url, upstream.excluded(now))
         prefill = self.upstreams.get(decision.prefill) if decision.prefill else None
-        return Ticket(name, upstream, decision, query, prompt, 0.0, prefill)
+        return Attempt(name, upstream, decision, query, prompt, 0.0, prefill)
+
+    # The queue
 
     async def _wait(
-        self, name: str, tenant: str, query: PlacementQuery, prompt: Prompt, deadline: float, avoid: Sequence[str]
-    ) -> Ticket:
+        self,
+        name: str,
+        tenant: str,
+        query: PlacementQuery,
+        prompt: TokenizedPrompt,
+        deadline: float,
+        avoid: Sequence[str],
+    ) -> Attempt:
         began = clock()
-        future: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
         entry, displaced = self.queue.push(
-            _Waiter(name, query, prompt, avoid, future), tenant, float(query.tokens), deadline, began
+            _QueuedRequest(name, query, prompt, avoid, future), tenant, float(query.tokens), deadline, began
         )
         if displaced is not None:
-            _fail(displaced, QueueFull("The queue is full, and this request's tenant has most in it; try again later"))
-        self._set_alarm()
+            _fail(displaced, QueueFull("The queue is full, and this tenant has the largest share of it; retry later"))
+        self._set_timer()
         try:
-            ticket = await future
+            attempt = await future
         except asyncio.CancelledError:
             self.queue.remove(entry)
             if future.done() and not future.cancelled() and future.exception() is None:
                 self.failed(future.result())
             raise
-        ticket.queued = clock() - began
-        return ticket
+        attempt.queued = clock() - began
+        return attempt
 
-    def pump(self) -> None:
-        """Place those who wait, as far as there is room."""
-        while len(self.queue) and self._room():
+    def serve_queue(self) -> None:
+        """Place queued requests while a replica has room."""
+        while len(self.queue) and self._has_room():
             entry = self.queue.pop(clock())
             if entry is None:
                 break
-            waiter = entry.item
-            if waiter.placed.done():
+            request = entry.item
+            if request.placed.done():
                 continue
             try:
-                ticket = self._try(waiter.id, waiter.query, waiter.prompt, waiter.avoid)
+                attempt = self._try_place(request.id, request.query, request.prompt, request.avoid)
             except NoReplica as error:
                 _fail(entry, error)
                 continue
-            if ticket is None:
-                _fail(entry, NoReplica("No replica could take the request after it had waited"))
+            if attempt is None:
+                _fail(entry, NoReplica("No replica could take the request when its turn in the queue came"))
             else:
-                waiter.placed.set_result(ticket)
-        if len(self.queue) and not self._hope():
-            self._give_up()
-        self._set_alarm()
+                request.placed.set_result(attempt)
+        if len(self.queue) and not self._has_hope():
+            while (entry := self.queue.pop(clock())) is not None:
+                _fail(entry, NoReplica("No replica takes requests any more"))
+        self._set_timer()
 
-    def _hope(self) -> bool:
-        """Whether any replica takes requests, now or as soon as it has room."""
-        now = clock()
-        reasons = [one.excluded(now) for one in self.upstreams.values()]
-        return any(
-            not reason or reason.startswith(_OVERLOADED) or one.trying
-            for reason, one in zip(reasons, self.upstreams.values(), strict=True)
-        )
-
-    def _give_up(self) -> None:
-        """Nobody is left to wait for."""
-        while (entry := self.queue.pop(clock())) is not None:
-            _fail(entry, NoReplica("No replica takes requests any more"))
-
-    def _room(self) -> bool:
+    def _has_room(self) -> bool:
         now = clock()
         return any(
-            not one.excluded(now) and len(self.fleet.replicas[url].load.waiting) < self._limit(one)
+            not one.excluded(now) and len(self.fleet.replicas[url].load.waiting) < self._waiting_limit(one)
             for url, one in self.upstreams.items()
             if one.spec.role != "prefill"
         )
 
-    def _limit(self, upstream: Upstream) -> int:
-        return upstream.spec.max_waiting or self._max_waiting
+    def _has_hope(self) -> bool:
+        """Whether a replica takes requests now or when it is not overloaded any more."""
+        now = clock()
+        reasons = ((one.excluded(now), one.trial) for one in self.upstreams.values())
+        return any(not reason or reason.startswith(_OVERLOADED) or trial for reason, trial in reasons)
 
-    def _set_alarm(self) -> None:
-        """Wake up when the first deadline passes, or a replica that asked to wait may be asked again."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+    def _set_timer(self) -> None:
+        """Wake up at the first deadline, or when the pause of an overloaded replica ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if not len(self.queue) and self.queue.next_deadline == float("inf"):
             return
         now = clock()
         pauses = [one.pause_until for one in self.upstreams.values() if one.pause_until > now]
         wake = min([self.queue.next_deadline, *pauses])
-        self._alarm = asyncio.get_running_loop().call_later(max(wake - now, 0.005), self._on_alarm)
+        self._timer = asyncio.get_running_loop().call_later(max(wake - now, 0.005), self._on_timer)
 
-    def _on_alarm(self) -> None:
-        self._alarm = None
+    def _on_timer(self) -> None:
+        self._timer = None
         for entry in self.queue.expired(clock()):
-            _fail(entry, DeadlineExceeded("The request's time was over before a replica had room for it"))
-        self.pump()
+            _fail(entry, DeadlineExceeded("The request's deadline passed before a replica had room for it"))
+        self.serve_queue()
 
-    # What became of them
+    # Results of attempts
 
-    def first_token(self, ticket: Ticket) -> None:
-        self.fleet.first_token(ticket.id, clock())
+    def first_token(self, attempt: Attempt) -> None:
+        self.fleet.first_token(attempt.id, clock())
         if len(self.queue):
-            self.pump()
+            self.serve_queue()
 
-    def guess_first_token(self, ticket: Ticket) -> None:
-        """An answer that is not streamed does not show when its prompt was computed: it counts as computed when that was
-        expected."""
-        price = ticket.decision.estimate
-        seconds = price.total if price is not None else 0.0
-        ticket.guess = asyncio.get_running_loop().call_later(seconds, self.first_token, ticket)
+    def expect_first_token(self, attempt: Attempt) -> None:
+        """For a response that is not streamed: its prompt counts as computed at the expected time."""
+        estimate = attempt.decision.estimate
+        seconds = estimate.total if estimate is not None else 0.0
+        attempt.first_token_timer = asyncio.get_running_loop().call_later(seconds, self.first_token, attempt)
 
     def finished(
-        self, ticket: Ticket, cached: int | None, output: int | None, prompt_tokens: int | None = None
+        self, attempt: Attempt, cached: int | None, output: int | None, prompt_tokens: int | None = None
     ) -> None:
-        """It ended well. `cached` counts the replica's tokens, `prompt_tokens` of them in all."""
-        if cached is not None and not ticket.prompt.exact:
-            # What was compared as text is counted in other units.
-            cached = round(cached * ticket.query.tokens / prompt_tokens) if prompt_tokens else None
-        if not ticket.prompt.tokens or ticket.prefill is not None:
-            # It was not looked at, so nothing was expected; or the answer tells of what came from the prefill replica.
+        """The attempt succeeded. `cached` and `prompt_tokens` are as reported by the replica."""
+        if cached is not None and not attempt.prompt.exact:
+            # The prompt was compared as text: convert to its units.
+            cached = round(cached * attempt.query.tokens / prompt_tokens) if prompt_tokens else None
+        if not attempt.prompt.tokens or attempt.prefill is not None:
+            # Nothing was expected, or the number includes what came from the prefill replica.
             cached = None
-        guessed = ticket.guess is not None
+        guessed = attempt.first_token_timer is not None
         if guessed:
-            self.fleet.first_token(ticket.id, clock())  # at the latest now
-        self.fleet.finished(ticket.id, clock(), cached_tokens=cached, output_tokens=output, guessed=guessed)
-        self._left(ticket)
+            self.fleet.first_token(attempt.id, clock())
+        self.fleet.finished(attempt.id, clock(), cached_tokens=cached, output_tokens=output, guessed=guessed)
+        self._release(attempt)
 
-    def failed(self, ticket: Ticket) -> None:
-        """It ended without an answer, or its client went away."""
-        self.fleet.failed(ticket.id, clock())
-        self._left(ticket)
+    def failed(self, attempt: Attempt) -> None:
+        """The attempt failed, or the client disconnected."""
+        self.fleet.failed(attempt.id, clock())
+        self._release(attempt)
 
-    def _left(self, ticket: Ticket) -> None:
-        upstream = ticket.upstream
-        if ticket.guess is not None:
-            ticket.guess.cancel()
+    def _release(self, attempt: Attempt) -> None:
+        upstream = attempt.upstream
+        if attempt.first_token_timer is not None:
+            attempt.first_token_timer.cancel()
         upstream.in_flight -= 1
-        if upstream.trying:
-            upstream.trying = False
+        upstream.trial = False
         self.refresh(upstream)
 
 
-def _fail(entry: QueueEntry[_Waiter], error: Exception) -> None:
+def _fail(entry: QueueEntry[_QueuedRequest], error: Exception) -> None:
     if not entry.item.placed.done():
         entry.item.placed.set_exception(error)

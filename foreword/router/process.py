@@ -1,4 +1,4 @@
-"""The process: bind, serve, drain, exit."""
+"""The router as a process: listen, serve, drain, exit."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from foreword.api.listener import bind
 from foreword.config import Config
 from foreword.errors import ConfigError
 from foreword.router.app import create_app
-from foreword.router.auth import Callers
-from foreword.router.discovery import Membership, named
-from foreword.router.replicas import Spec
+from foreword.router.auth import RouterAuth
+from foreword.router.discovery import Discovery, configured_replicas
+from foreword.router.replicas import ReplicaSpec
 from foreword.router.service import Router
 from foreword.routing.baselines import policy_named
 
 logger = logging.getLogger(__name__)
 
-# Seconds; longer than clients keep idle connections.
-_KEEP_ALIVE = 75.0
-_FLUSH = 2.0
-# Objects after which the youngest are looked at, and how often the older ones are: a look at a few thousand takes less than a
-# millisecond, one at all of them tens of milliseconds, with all streams waiting.
-_COLLECT_AFTER = (5_000, 10, 100)
-# Seconds that a thread that tokenizes may keep the interpreter from the loop.
-_SWITCH = 0.0005
-# Two connections for each stream.
-_FEW_FILES = 4096
+# Longer than clients keep idle connections.
+_KEEP_ALIVE_SECONDS = 75.0
+_FLUSH_SECONDS = 2.0
+# Thresholds of the garbage collector. A collection of a few thousand objects takes less than a millisecond, a full one tens of
+# milliseconds, during which all streams wait.
+_GC_THRESHOLDS = (5_000, 10, 100)
+# How long a tokenizing thread may keep the interpreter from the event loop.
+_SWITCH_SECONDS = 0.0005
+# A stream needs two connections: to the client and to the replica.
+_MIN_OPEN_FILES = 4096
 
 
 def run(config: Config) -> int:
-    """Route until a signal; returns the exit status. Raises ConfigError before anything is started."""
+    """Run the router until a signal; returns the exit status. Raises ConfigError before anything is started."""
     logging.basicConfig(
         level=config.server.log_level.upper(),
         format="%(asctime)s %(levelname)s %(message)s",
         stream=sys.stderr,
         force=True,
     )
-    specs = named(config.router)
+    specs = configured_replicas(config.router)
     if not specs and not config.router.replica_file and not config.router.replica_dns and not config.server.admin_key:
         raise ConfigError("name at least one replica: foreword route --replica http://host:8000")
     policy_named(config.router.policy)
-    Callers(config)  # complains now, not on the loop
+    RouterAuth(config)  # raises configuration errors early
     listener = bind(config.server)
-    _open_more_files()
-    gc.set_threshold(*_COLLECT_AFTER)
-    sys.setswitchinterval(_SWITCH)
+    _raise_open_files()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     with _runner() as runner:
         return runner.run(_serve(config, listener, specs))
 
@@ -67,8 +67,8 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
-def _open_more_files() -> None:
-    """As many as the system allows: every stream has a connection to the client and one to the replica."""
+def _raise_open_files() -> None:
+    """Raise the limit of open files to the system's maximum."""
     try:
         import resource
     except ImportError:  # not on every platform
@@ -79,28 +79,28 @@ def _open_more_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
         except (ValueError, OSError) as error:
-            logger.warning("the limit of open files stays at %d: %s", soft, error)
-    if 0 <= soft < _FEW_FILES:
-        logger.warning("%d open files are enough for %d streams; for more, raise ulimit -n", soft, soft // 2)
+            logger.warning("cannot raise the limit of open files above %d: %s", soft, error)
+    if 0 <= soft < _MIN_OPEN_FILES:
+        logger.warning("the limit of %d open files allows %d streams; raise it with ulimit -n", soft, soft // 2)
 
 
-async def _serve(config: Config, listener: socket.socket, specs: list[Spec]) -> int:
+async def _serve(config: Config, listener: socket.socket, specs: list[ReplicaSpec]) -> int:
     router = Router(config)
     await router.start()
-    membership = Membership(router, config.router)
+    discovery = Discovery(router, config.router)
     runner = web.AppRunner(
         create_app(router),
         handler_cancellation=True,
-        keepalive_timeout=_KEEP_ALIVE,
+        keepalive_timeout=_KEEP_ALIVE_SECONDS,
         access_log=None,
-        shutdown_timeout=_FLUSH,
+        shutdown_timeout=_FLUSH_SECONDS,
     )
     await runner.setup()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal(number: int) -> None:
-        if stop.is_set():  # a second one does not wait
+        if stop.is_set():  # a second signal does not wait for requests
             logging.shutdown()
             os._exit(128 + number)
         stop.set()
@@ -108,16 +108,16 @@ async def _serve(config: Config, listener: socket.socket, specs: list[Spec]) -> 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     site = web.SockSite(runner, listener)
-    # What is loaded by now stays, the tokenizer's libraries too, and no collection looks at it again.
+    # Exclude everything that is loaded now, such as the tokenizer's libraries, from later collections.
     gc.collect()
     gc.freeze()
     await site.start()
-    membership.start(specs)
+    discovery.start(specs)
     host, port = listener.getsockname()[:2]
     logger.info("Foreword %s routes on http://%s:%d", __version__, f"[{host}]" if ":" in host else host, port)
     await stop.wait()
     await _drain(router, config.server.drain_seconds)
-    membership.stop()
+    discovery.stop()
     await runner.cleanup()
     await router.stop()
     logger.info("stopped")
@@ -125,10 +125,10 @@ async def _serve(config: Config, listener: socket.socket, specs: list[Spec]) -> 
 
 
 async def _drain(router: Router, seconds: float) -> None:
-    """Take no new requests, and let those inside come to their end."""
+    """Reject new requests and wait for active ones."""
     router.draining = True
-    logger.info("shutting down: running requests may take %g s more", seconds)
+    logger.info("shutting down: waiting up to %g s for active requests", seconds)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            while router.inside:
+            while router.active:
                 await asyncio.sleep(0.05)

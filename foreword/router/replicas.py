@@ -1,4 +1,4 @@
-"""One replica as the router talks to it: what it is, whether it lives, what it serves. Asks and listens; decides nothing."""
+"""One replica as the router sees it: its specification, health, and what it serves. Sends probes; decides nothing."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from foreword.errors import ConfigError, ReplicaFailed, did_you_mean
 from foreword.router.breaker import ReplicaBreaker
 
 _ROLES: Final = ("both", "prefill", "decode")
-_METRIC: Final = re.compile(rb"^vllm:(num_requests_running|num_requests_waiting)\{[^}]*\}\s+([0-9.e+]+)", re.MULTILINE)
-_CACHE: Final = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_OPTIONS: Final = ("role", "events", "replay", "max_waiting")
+_REQUESTS: Final = re.compile(
+    rb"^vllm:(num_requests_running|num_requests_waiting)\{[^}]*\}\s+([0-9.e+]+)", re.MULTILINE
+)
+_CACHE_CONFIG: Final = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _LABEL: Final = re.compile(rb'(\w+)="([^"]*)"')
-_MOST_METRICS: Final = 8 << 20
-# What an aiohttp call raises when the other side is not there, or goes away.
-LOST: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
+_MAX_METRICS_BYTES: Final = 8 << 20
+_ANY_ADDRESS: Final = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
+# What an aiohttp call raises when the server is unreachable or the connection breaks.
+CONNECTION_ERRORS: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """A replica as it is written down: `URL [role=...] [events=...] [replay=...] [max_waiting=N]`."""
+class ReplicaSpec:
+    """A replica as configured: `URL [role=...] [events=...] [replay=...] [max_waiting=N]`."""
 
     url: str
     role: str = "both"
@@ -36,7 +40,7 @@ class Spec:
     max_waiting: int | None = None
 
 
-def parse(text: str, role: str = "both") -> Spec:
+def parse_spec(text: str, role: str = "both") -> ReplicaSpec:
     """Raises ConfigError."""
     url, *options = text.split()
     if "@" in url or "?" in url or "#" in url:
@@ -47,9 +51,8 @@ def parse(text: str, role: str = "both") -> Spec:
     given: dict[str, Any] = {"role": role}
     for option in options:
         name, _, value = option.partition("=")
-        if name not in ("role", "events", "replay", "max_waiting") or not value:
-            known = did_you_mean(name, ("role", "events", "replay", "max_waiting"))
-            raise ConfigError(f"replica {url}: {option!r} is not an option{known}")
+        if name not in _OPTIONS or not value:
+            raise ConfigError(f"replica {url}: {option!r} is not an option{did_you_mean(name, _OPTIONS)}")
         given[name] = value
     if given["role"] not in _ROLES:
         raise ConfigError(f"replica {url}: its role is both, prefill or decode, not {given['role']!r}")
@@ -57,11 +60,11 @@ def parse(text: str, role: str = "both") -> Spec:
         if not given["max_waiting"].isdigit() or int(given["max_waiting"]) < 1:
             raise ConfigError(f"replica {url}: max_waiting is a number of at least 1")
         given["max_waiting"] = int(given["max_waiting"])
-    return Spec(f"{parts.scheme}://{parts.netloc}", **given)
+    return ReplicaSpec(f"{parts.scheme}://{parts.netloc}", **given)
 
 
 def url_parts(url: str) -> SplitResult | None:
-    """None if the URL has no host, or a port that is none."""
+    """None if the URL has no host or an invalid port."""
     try:
         parts = urlsplit(url)
         return parts if parts.hostname and parts.port != 0 else None
@@ -70,17 +73,17 @@ def url_parts(url: str) -> SplitResult | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What a replica said about itself.
+class ReplicaInfo:
+    """What a replica reports about itself.
 
     Attributes:
-        kind: `foreword`, `vllm` or `openai` (anything else).
-        models: ids, the base model first.
-        cards: the models as `/v1/models` has them.
-        transfer: where it takes KV transfers.
-        sources: endpoints of its KV events: `(events, replay)`.
-        salt_from: who tells a Foreword server's tenants apart for the router.
-        tokenize: path of the endpoint that tokenizes, if there is one.
+        kind: `foreword`, `vllm` or `openai` (any other server).
+        models: model ids, the base model first.
+        cards: the models as in `/v1/models`.
+        transfer: address for KV transfers.
+        event_sources: endpoints of its KV events: `(events, replay)`.
+        salt_from: where a Foreword server takes tenants' salts from.
+        tokenize_path: path of its tokenization endpoint; None if it has none.
     """
 
     kind: str
@@ -90,41 +93,43 @@ class Facts:
     block_size: int | None = None
     capacity_tokens: int | None = None
     transfer: str | None = None
-    sources: tuple[tuple[str, str | None], ...] = ()
+    event_sources: tuple[tuple[str, str | None], ...] = ()
     salt_from: str | None = None
-    tokenize: str | None = None
+    tokenize_path: str | None = None
 
 
 @dataclass(eq=False)
 class Upstream:
-    """One replica.
+    """One replica and its present state.
 
     Attributes:
-        source: who named it: `flag`, `file`, `api` or `dns`.
-        facts: None until it answered for the first time.
-        drained: takes no new requests by an operator's wish.
-        pause_until: it said that it has too much to do.
-        in_flight: requests sent there by this router, by whatever path; `most` at a time.
-        trying: one request is on its way to show whether it is well again.
-        dead: the last probe did not reach it: streams from there will not go on.
-        lives: what is awaited from there.
-        hands_over: False once it computed a prompt for another vLLM server and did not say where its KV is.
+        source: where it was configured: `flag`, `file`, `api` or `dns`.
+        info: None until the replica has answered for the first time.
+        drained: an operator drained it; it gets no new requests.
+        pause_until: it replied that it is overloaded; it gets no requests until then.
+        in_flight: requests that this router sent there and that have not ended, at most `max_in_flight`.
+        trial: the breaker is half-open, and the trial request is in flight.
+        unreachable: the last probe got no answer, so its streams will not continue.
+        awaited: responses that are being awaited or read.
+        returns_transfer: False after it computed a prompt for another vLLM server without returning `kv_transfer_params`.
+        problem: result of the last failed probe.
+        isolation_problem: why it would let tenants share blocks; empty if it would not.
     """
 
-    spec: Spec
+    spec: ReplicaSpec
     source: str
     breaker: ReplicaBreaker
-    facts: Facts | None = None
+    info: ReplicaInfo | None = None
     drained: bool = False
     pause_until: float = 0.0
     in_flight: int = 0
-    most: int = 512
-    trying: bool = False
-    dead: bool = False
-    lives: set[Live] = field(default_factory=set)
-    hands_over: bool = True
+    max_in_flight: int = 512
+    trial: bool = False
+    unreachable: bool = False
+    awaited: set[AwaitedResponse] = field(default_factory=set)
+    returns_transfer: bool = True
     problem: str = "it has not answered yet"
-    apart: str = ""
+    isolation_problem: str = ""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
@@ -133,60 +138,73 @@ class Upstream:
 
     @property
     def kind(self) -> str:
-        return self.facts.kind if self.facts else "openai"
+        return self.info.kind if self.info else "openai"
 
     @property
     def model(self) -> str | None:
-        return self.facts.models[0] if self.facts and self.facts.models else None
+        return self.info.models[0] if self.info and self.info.models else None
 
     def excluded(self, now: float) -> str:
-        """Why it takes no new requests now; empty if it does."""
+        """Why it gets no new requests now; empty if it does."""
         if self.drained:
             return "draining"
-        if self.facts is None:
+        if self.info is None:
             return f"unhealthy: {self.problem}"
         if self.breaker.state == "open":
             return f"unhealthy: {self.breaker.reason}"
-        if self.apart:
-            return self.apart
-        if self.trying:
-            return "overloaded: it was away, and one request is tried there first"
+        if self.isolation_problem:
+            return self.isolation_problem
+        if self.trial:
+            return "overloaded: the circuit is half-open, and one trial request is in flight"
         if self.pause_until > now:
-            return f"overloaded: it asked to wait {self.pause_until - now:.1f} s"
-        if self.in_flight >= self.most:
+            return f"overloaded: it asked to retry in {self.pause_until - now:.1f} s"
+        if self.in_flight >= self.max_in_flight:
             return f"overloaded: {self.in_flight} requests are in flight there"
         return ""
 
 
 @dataclass(eq=False)
-class Live:
-    """Something that comes from a replica: when the last byte came, and how to end it from outside (`end`)."""
+class AwaitedResponse:
+    """A response that is awaited or read from a replica.
 
-    end: Callable[[], object]
+    Attributes:
+        cancel: ends it from outside.
+        last: time of the last byte.
+        begun: whether output has arrived.
+        aborted: why it was ended from outside; empty if it was not.
+    """
+
+    cancel: Callable[[], object]
     last: float
     begun: bool = False
     aborted: str = ""
 
     def abort(self, reason: str) -> None:
         self.aborted = reason
-        self.end()
+        self.cancel()
 
 
-class Health(NamedTuple):
-    """What a probe found: what is wrong, if anything, whether that leaves no doubt, and whether streams from there are dead.
-    `late`: no answer came in time."""
+class ProbeResult(NamedTuple):
+    """Result of a health probe.
+
+    Attributes:
+        problem: None if the replica is healthy.
+        certain: one such result is enough to open the circuit.
+        unreachable: no answer; streams from the replica will not continue.
+        timed_out: no answer within the time limit.
+    """
 
     problem: str | None = None
     certain: bool = False
-    dead: bool = False
-    late: bool = False
+    unreachable: bool = False
+    timed_out: bool = False
 
 
-WELL: Final = Health()
+HEALTHY: Final = ProbeResult()
 
 
-class Probe:
-    """Asks replicas how they are and what they are."""
+class ReplicaProbe:
+    """Asks replicas for their health and for what they serve."""
 
     def __init__(self, config: RouterConfig, session: aiohttp.ClientSession, headers: Mapping[str, str]) -> None:
         self._config = config
@@ -194,26 +212,26 @@ class Probe:
         self._headers = headers
         self._timeout = aiohttp.ClientTimeout(total=config.health_timeout)
 
-    async def health(self, upstream: Upstream) -> Health:
-        """How it is. Foreword servers say at `/ready` whether they take requests, vLLM at `/health`; of others only
-        `/v1/models` is certain to exist."""
+    async def health(self, upstream: Upstream) -> ProbeResult:
+        """Probe `/ready` (Foreword servers), then `/health` (vLLM), then `/v1/models` (any other server)."""
         try:
             for path in ("/ready", "/health", "/v1/models"):
                 status, body = await self._get(upstream.url + path)
                 if status < 400 or (path == "/v1/models" and status in (401, 403)):
-                    return WELL
+                    return HEALTHY
                 if status != 404 or path == "/v1/models":
                     reason = body.get("reason") if isinstance(body, dict) else None
-                    return Health(f"{path} says {status}{f': {reason}' if reason else ''}", status == 503)
+                    return ProbeResult(f"{path} says {status}{f': {reason}' if reason else ''}", status == 503)
         except aiohttp.ClientConnectorError as error:
-            return Health(f"cannot connect: {error.strerror or error}", certain=True, dead=True)
+            return ProbeResult(f"cannot connect: {error.strerror or error}", certain=True, unreachable=True)
         except TimeoutError:
-            return Health(f"no answer within {self._config.health_timeout:g} s", dead=True, late=True)
-        except LOST as error:
-            return Health(f"the connection broke: {type(error).__name__}", dead=True)
-        return WELL
+            problem = f"no answer within {self._config.health_timeout:g} s"
+            return ProbeResult(problem, unreachable=True, timed_out=True)
+        except CONNECTION_ERRORS as error:
+            return ProbeResult(f"the connection broke: {type(error).__name__}", unreachable=True)
+        return HEALTHY
 
-    async def facts(self, upstream: Upstream) -> Facts:
+    async def info(self, upstream: Upstream) -> ReplicaInfo:
         """Raises ReplicaFailed."""
         try:
             status, listed = await self._get(f"{upstream.url}/v1/models")
@@ -223,39 +241,38 @@ class Probe:
             cards = tuple(card for card in listed["data"] if isinstance(card, dict) and isinstance(card.get("id"), str))
             if not cards:
                 raise ReplicaFailed("/v1/models names no model")
-            return await self._more(upstream, cards, listed.get("salt_from"))
-        except LOST as error:
-            raise ReplicaFailed(f"it does not say what it serves: {type(error).__name__}") from None
+            return await self._details(upstream, cards, listed.get("salt_from"))
+        except CONNECTION_ERRORS as error:
+            raise ReplicaFailed(f"/v1/models failed: {type(error).__name__}") from None
 
-    async def _more(self, upstream: Upstream, cards: tuple[Mapping[str, Any], ...], salt_from: object) -> Facts:
+    async def _details(
+        self, upstream: Upstream, cards: tuple[Mapping[str, Any], ...], salt_from: object
+    ) -> ReplicaInfo:
         # Adapters have a parent; the base model comes first.
         cards = tuple(sorted(cards, key=lambda card: bool(card.get("parent"))))
-        owner = cards[0].get("owned_by")
+        owner, length = cards[0].get("owned_by"), cards[0].get("max_model_len")
         kind = owner if owner in ("foreword", "vllm") else "openai"
-        longest = cards[0].get("max_model_len")
         names = tuple(str(card["id"]) for card in cards)
+        max_model_len = length if isinstance(length, int) else None
         if kind == "openai":
-            return Facts(kind, names, cards, longest if isinstance(longest, int) else None)
-        block, capacity = await self._cache_config(upstream)
-        transfer = await self._transfer(upstream) if kind == "foreword" else None
-        sources = await self._sources(upstream)
-        tokenize = "/v1/tokenize" if kind == "foreword" else "/tokenize"
-        said = salt_from if isinstance(salt_from, str) else None
-        return Facts(
+            return ReplicaInfo(kind, names, cards, max_model_len)
+        block_size, capacity = await self._cache_config(upstream)
+        return ReplicaInfo(
             kind,
             names,
             cards,
-            longest if isinstance(longest, int) else None,
-            block,
+            max_model_len,
+            block_size,
             capacity,
-            transfer,
-            sources,
-            said,
-            tokenize,
+            transfer=await self._transfer(upstream) if kind == "foreword" else None,
+            event_sources=await self._event_sources(upstream),
+            salt_from=salt_from if isinstance(salt_from, str) else None,
+            tokenize_path="/v1/tokenize" if kind == "foreword" else "/tokenize",
         )
 
     async def _cache_config(self, upstream: Upstream) -> tuple[int | None, int | None]:
-        found = _CACHE.search(await self._metrics(upstream))
+        """Block size and capacity in tokens."""
+        found = _CACHE_CONFIG.search(await self._metrics(upstream))
         pairs = _LABEL.findall(found[1]) if found else []
         labels = {name.decode(): value.decode("utf-8", "replace") for name, value in pairs}
         size, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
@@ -263,22 +280,20 @@ class Probe:
             return None, None
         return int(size), int(size) * int(blocks) if blocks.isdigit() else None
 
-    async def load(self, upstream: Upstream) -> tuple[int, int] | None:
-        """Requests that run and wait there, whoever sent them; None if it does not say."""
+    async def load(self, upstream: Upstream) -> int | None:
+        """Requests that run or wait there, from any client; None if the replica does not report them."""
         try:
-            found = {name: float(value) for name, value in _METRIC.findall(await self._metrics(upstream))}
-        except LOST:
+            found = dict(_REQUESTS.findall(await self._metrics(upstream)))
+        except CONNECTION_ERRORS:
             return None
-        if not found:
-            return None
-        return int(found.get(b"num_requests_running", 0)), int(found.get(b"num_requests_waiting", 0))
+        return sum(int(float(number)) for number in found.values()) if found else None
 
     async def _metrics(self, upstream: Upstream) -> bytes:
-        """All of them, in however many pieces they come; what is longer than 8 MiB is left."""
+        """The first 8 MiB of the replica's metrics."""
         found = bytearray()
-        async with self._session.get(f"{upstream.url}/metrics", timeout=self._timeout) as answer:
-            while answer.status == 200 and len(found) < _MOST_METRICS:
-                if not (piece := await answer.content.readany()):
+        async with self._session.get(f"{upstream.url}/metrics", timeout=self._timeout) as response:
+            while response.status == 200 and len(found) < _MAX_METRICS_BYTES:
+                if not (piece := await response.content.readany()):
                     break
                 found += piece
         return bytes(found)
@@ -288,7 +303,7 @@ class Probe:
         found = body.get("transfer") if status == 200 and isinstance(body, dict) else None
         return found if isinstance(found, str) else None
 
-    async def _sources(self, upstream: Upstream) -> tuple[tuple[str, str | None], ...]:
+    async def _event_sources(self, upstream: Upstream) -> tuple[tuple[str, str | None], ...]:
         if upstream.spec.events is not None:
             return ((upstream.spec.events, upstream.spec.replay),)
         status, body = await self._get(f"{upstream.url}/kv_event_sources")
@@ -297,33 +312,34 @@ class Probe:
         host = urlsplit(upstream.url).hostname or ""
         found = [one for one in body.values() if isinstance(one, dict) and isinstance(one.get("endpoint"), str)]
         found = [one for one in found if one.get("publisher", "zmq") == "zmq"]
-        return tuple((_reachable(one["endpoint"], host), _replay(one, host)) for one in found)
+        return tuple((_reachable(one["endpoint"], host), _replay_endpoint(one, host)) for one in found)
 
     async def _get(self, url: str) -> tuple[int, Any]:
-        async with self._session.get(url, headers=self._headers, timeout=self._timeout) as answer:
-            if not answer.content_type.endswith("json"):
-                await answer.read()
-                return answer.status, None
+        """Status and JSON body; None for any other body."""
+        async with self._session.get(url, headers=self._headers, timeout=self._timeout) as response:
+            if not response.content_type.endswith("json"):
+                await response.read()
+                return response.status, None
             try:
-                return answer.status, await answer.json()
-            except ValueError:  # what is no JSON says nothing
-                return answer.status, None
+                return response.status, await response.json()
+            except ValueError:
+                return response.status, None
 
 
-def _replay(source: Mapping[str, Any], host: str) -> str | None:
+def _replay_endpoint(source: Mapping[str, Any], host: str) -> str | None:
     found = source.get("replay_endpoint")
     return _reachable(found, host) if isinstance(found, str) else None
 
 
 def _reachable(endpoint: str, host: str) -> str:
-    """An endpoint that listens on all addresses is reached at the replica's own."""
+    """Replace "all addresses" in a ZeroMQ endpoint by the replica's host."""
     shown = f"[{host}]" if ":" in host else host
-    for anywhere in ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"):
+    for anywhere in _ANY_ADDRESS:
         if endpoint.startswith(anywhere):
             return f"tcp://{shown}:{endpoint.removeprefix(anywhere)}"
     return endpoint
 
 
 def clock() -> float:
-    """The one clock of the router: seconds that never go back."""
+    """The router's clock: monotonic seconds."""
     return time.monotonic()

@@ -1,4 +1,4 @@
-"""A streamed answer: one client, one replica after the other."""
+"""Forwards a streamed response to the client, with failover to other replicas."""
 
 from __future__ import annotations
 
@@ -15,331 +15,347 @@ import msgspec
 from aiohttp import web
 from yarl import URL
 
+from foreword.api import sse
 from foreword.api.errors import error_body
-from foreword.api.sse import EventParser, ServerSentEvent, encode
 from foreword.errors import DeadlineExceeded, ForewordError, ReplicaFailed
-from foreword.router import auth as tenancy
-from foreword.router import client_request as asking
-from foreword.router import continuation as seam
 from foreword.router import disaggregated
-from foreword.router.attempt import Call, again, answered, is_certain, said, sentence
-from foreword.router.decisions import header
-from foreword.router.pool import Ticket
-from foreword.router.prompts import Prompt
-from foreword.router.replicas import LOST, Live, Upstream, clock
-from foreword.router.response_stream import Answer
+from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain
+from foreword.router.auth import response_headers
+from foreword.router.client_request import PATHS
+from foreword.router.continuation import Continuation, StreamPosition, continuation_body, why_not_continuable
+from foreword.router.decisions import as_header
+from foreword.router.prompts import TokenizedPrompt
+from foreword.router.proxied_request import ProxiedRequest
+from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock
+from foreword.router.response_stream import ResponseStream
 
 logger = logging.getLogger(__name__)
 
-MOVED: Final = "foreword.moved"
-# What a completion without `max_tokens` has, in Foreword and vLLM.
-_COMPLETION_TOKENS: Final = 16
+MIGRATED_EVENT: Final = "foreword.moved"
+# `max_tokens` of a completion without one, in Foreword and vLLM.
+_DEFAULT_COMPLETION_TOKENS: Final = 16
 _END_SECONDS: Final = 0.5
 
 
-class ClientGone(Exception):
-    """Nobody reads the answer any more."""
+class ClientDisconnected(Exception):
+    """The client closed the connection."""
 
 
-async def streamed(call: Call) -> web.StreamResponse:
-    stream = _Stream(call)
+async def proxy_stream(proxied: ProxiedRequest) -> web.StreamResponse:
+    """Raises ForewordError if nothing was sent to the client."""
+    proxy = _StreamProxy(proxied)
     try:
-        return await stream.run()
-    except ClientGone:
+        return await proxy.run()
+    except ClientDisconnected:
         raise asyncio.CancelledError from None
     except asyncio.CancelledError:
-        if stream.out is None or not _time_is_over(call):
+        if proxy.out is None or clock() < proxied.deadline - 0.001:
             raise
-        # The deadline, not the client: it learns why its stream ends.
-        await stream.fail(DeadlineExceeded("The request's time is over"))
-        return stream.out
+        # The deadline, not the client: report it.
+        await proxy.fail(DeadlineExceeded("The request's deadline passed"))
+        return proxy.out
 
 
-def _time_is_over(call: Call) -> bool:
-    return clock() >= call.deadline - 0.001
+class _StreamProxy:
+    """One streamed response: one client, and one replica after another.
 
+    Attributes:
+        out: the response to the client, once its head was sent.
+    """
 
-class _Stream:
-    """A streamed answer: one client, one replica after the other."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.answer = Answer(call.asked)
+    def __init__(self, proxied: ProxiedRequest) -> None:
+        self.proxied = proxied
+        self.stream = ResponseStream(proxied.request)
         self.out: web.StreamResponse | None = None
-        self._path = call.asked.path
+        # Path, body and prompt of the next attempt; body and prompt are set for a continuation.
+        self._path = proxied.request.path
         self._body: bytes | None = None
-        self._prompt: Prompt | None = None
-        # Where the answer comes from now: not where it was sent, once it has moved.
-        self._at: Upstream | None = None
+        self._prompt: TokenizedPrompt | None = None
+        # The replica to which the request migrated, if it did.
+        self._migrated_to: Upstream | None = None
 
     async def run(self) -> web.StreamResponse:
-        call = self.call
+        proxied = self.proxied
         while True:
             try:
-                ticket = await call.place(self._prompt)
+                attempt = await proxied.place(self._prompt)
             except ForewordError as error:
                 return await self._end_with(error)
             try:
-                response = await self._open(ticket)
+                response = await self._open(attempt)
                 if response is None:
                     continue
                 if isinstance(response, web.StreamResponse):
                     return response
-                await self._relay(ticket, response)
-            except ClientGone:
-                call.pool.failed(ticket)
+                await self._relay(attempt, response)
+            except ClientDisconnected:
+                proxied.pool.failed(attempt)
                 raise
-            except (*LOST, ReplicaFailed) as error:
-                # aiohttp's errors about the client's connection are ClientGone by now.
-                call.lost(ticket, sentence(error), certain=is_certain(error), at=self._at)
-                self._at = None
+            except (*CONNECTION_ERRORS, ReplicaFailed) as error:
+                # Errors of the client's connection were converted to ClientDisconnected.
+                proxied.lost(attempt, describe_error(error), certain=is_certain(error), at=self._migrated_to)
+                self._migrated_to = None
                 try:
-                    finished = await self._prepare_next(error)
+                    complete = await self._prepare_failover(error)
                 except ForewordError as fatal:
                     return await self._end_with(fatal)
-                if finished:
+                if complete:
                     return await self._close()
                 continue
             except BaseException:
-                call.pool.failed(ticket)
+                proxied.pool.failed(attempt)
                 raise
-            self._note_end(ticket)
+            self._succeeded(attempt)
             return await self._close()
 
-    async def _open(self, ticket: Ticket) -> aiohttp.ClientResponse | web.StreamResponse | None:
-        """Send it. A response that streams, the whole response of another kind, or None: the next replica, please."""
-        call = self.call
-        body = self._body if self._body is not None else await disaggregated.body(call, ticket)
-        if self._body is not None:
-            body = self._with_salt(ticket.upstream, self._body)
-        response = await call.send(ticket, body, self._path)
+    async def _open(self, attempt: Attempt) -> aiohttp.ClientResponse | web.StreamResponse | None:
+        """Send the request. Returns a stream of the replica, a whole response to the client, or None to retry."""
+        proxied = self.proxied
+        if self._body is None:
+            body = await disaggregated.decode_body(proxied, attempt)
+        else:
+            body = self._with_salt(attempt.upstream, self._body)
+        response = await proxied.send(attempt.upstream, body, self._path)
         if response.status == 200 and response.content_type == "text/event-stream":
             return response
         data = await response.read()
-        if again(call, ticket, response, data):
+        if proxied.retries(attempt, response, data):
             return None
         if self.out is not None:
-            raise ReplicaFailed(f"it says {response.status}{said(data)}")
-        return answered(call, ticket, response, data)
+            raise ReplicaFailed(describe_response(response.status, data))
+        return proxied.respond(attempt, response, data)
 
     def _with_salt(self, upstream: Upstream, body: bytes) -> bytes:
-        if upstream.kind != "vllm" or not self.call.salt:
+        if upstream.kind != "vllm" or not self.proxied.salt:
             return body
-        return msgspec.json.encode({**msgspec.json.decode(body), "cache_salt": self.call.salt})
+        return msgspec.json.encode({**msgspec.json.decode(body), "cache_salt": self.proxied.salt})
 
-    async def _relay(self, ticket: Ticket, response: aiohttp.ClientResponse) -> None:
-        """Events from the replica to the client, to the end. Raises what a lost replica raises, or ClientGone."""
-        while (moved := await self._pass_on(ticket, response)) is not None:
-            response = await self._follow(moved)
-        end = self.answer.end()
+    # From the replica to the client
+
+    async def _relay(self, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
+        """Forward all events, also after a migration. Raises what a lost replica raises, or ClientDisconnected."""
+        while (migrated := await self._forward(attempt, response)) is not None:
+            response = await self._follow_migration(migrated)
+        end = self.stream.end()
         if end is not None:
             await self._write(response, end)
 
-    async def _pass_on(self, ticket: Ticket, response: aiohttp.ClientResponse) -> ServerSentEvent | None:
-        """One server's events. Returns the one by which it moves the answer, if it does. Raises ReplicaFailed or ClientGone.
-
-        A coroutine and not a generator, with little between reading and writing: this is what every token costs.
-        """
-        answer, upstream = self.answer, self._at or ticket.upstream
-        live = Live(response.close, clock(), answer.begun)
-        upstream.lives.add(live)
-        events, read, moved = EventParser(), response.content.readany, None
+    async def _forward(self, attempt: Attempt, response: aiohttp.ClientResponse) -> sse.ServerSentEvent | None:
+        """Forward one response and close it. Returns the event that announces a migration, if there is one."""
+        stream, upstream = self.stream, self._migrated_to or attempt.upstream
+        awaited = AwaitedResponse(response.close, clock(), stream.begun)
+        upstream.awaited.add(awaited)
+        migrated = None
         try:
-            while not (answer.done or answer.cut or moved):
-                try:
-                    piece = await read()
-                except LOST as error:
-                    raise ReplicaFailed(live.aborted or sentence(error)) from error
-                if not piece:
-                    if live.aborted:
-                        raise ReplicaFailed(live.aborted)
-                    return None
-                live.last = clock()
-                moved = await self._take(ticket, response, events.feed(piece))
-                live.begun = answer.begun
-            if answer.done and moved is None:
+            migrated = await self._forward_events(attempt, response, awaited)
+            if stream.done and migrated is None:
                 await _read_to_end(response)
+            return migrated
         finally:
-            upstream.lives.discard(live)
-            if answer.done and moved is None:
+            upstream.awaited.discard(awaited)
+            if stream.done and migrated is None:
                 response.release()
             else:
                 response.close()
-        return moved
 
-    async def _take(
-        self, ticket: Ticket, response: aiohttp.ClientResponse, batch: list[ServerSentEvent]
-    ) -> ServerSentEvent | None:
-        """What came at once, to the client at once. Returns the event by which the answer moves; nothing follows it."""
-        answer, pieces = self.answer, list[bytes]()
+    async def _forward_events(
+        self, attempt: Attempt, response: aiohttp.ClientResponse, awaited: AwaitedResponse
+    ) -> sse.ServerSentEvent | None:
+        """The loop over a response's events. This is the cost of every token: keep it short."""
+        stream, parser, read = self.stream, sse.EventParser(), response.content.readany
+        while not (stream.done or stream.cut):
+            try:
+                data = await read()
+            except CONNECTION_ERRORS as error:
+                raise ReplicaFailed(awaited.aborted or describe_error(error)) from error
+            if not data:
+                if awaited.aborted:
+                    raise ReplicaFailed(awaited.aborted)
+                return None
+            awaited.last = clock()
+            migrated = await self._write_events(attempt, response, parser.feed(data))
+            awaited.begun = stream.begun
+            if migrated is not None:
+                return migrated
+        return None
+
+    async def _write_events(
+        self, attempt: Attempt, response: aiohttp.ClientResponse, events: list[sse.ServerSentEvent]
+    ) -> sse.ServerSentEvent | None:
+        """Send events that arrived together in one write. Returns the event that announces a migration."""
+        stream, pieces = self.stream, list[bytes]()
         try:
-            for event in batch:
-                if event.name == MOVED:
+            for event in events:
+                if event.name == MIGRATED_EVENT:
                     return event
-                if (piece := answer.take(event)) is not None:
+                if (piece := stream.take(event)) is not None:
                     pieces.append(piece)
-                if answer.done or answer.cut:
+                if stream.done or stream.cut:
                     break
         finally:
-            # Also what came before an event that ends it: it counts as sent.
-            if answer.begun and not ticket.begun:
-                self._begin(ticket)
+            # Also if an event raised: what came before it counts as sent.
+            if stream.begun and not attempt.begun:
+                self._first_token(attempt)
             if pieces:
                 await self._write(response, pieces[0] if len(pieces) == 1 else b"".join(pieces))
         return None
 
-    async def _follow(self, moved: ServerSentEvent) -> aiohttp.ClientResponse:
-        """Go on reading where the answer went. Raises ReplicaFailed."""
-        call = self.call
+    async def _follow_migration(self, migrated: sse.ServerSentEvent) -> aiohttp.ClientResponse:
+        """Open the stream at the server to which the request migrated. Raises ReplicaFailed."""
+        proxied = self.proxied
         try:
-            told = json.loads(moved.data)
-            there = call.router.upstreams.get(str(told["to"]).rstrip("/"))
-            name, count = str(told["request_id"]), int(told["tokens"])
+            target = json.loads(migrated.data)
+            upstream = proxied.router.upstreams.get(str(target["to"]).rstrip("/"))
+            name, count = str(target["request_id"]), int(target["tokens"])
         except (ValueError, KeyError, TypeError):
-            raise ReplicaFailed("the replica moved the answer without saying where to") from None
-        if there is None:
-            raise ReplicaFailed(f"the answer moved to {told['to']}, which is not one of the router's replicas")
-        url = f"{there.url}/v1/requests/{quote(name, safe='')}/stream?from={count}"
-        headers = call.headers(there)
+            raise ReplicaFailed("the request migrated, but the replica did not say where to") from None
+        if upstream is None:
+            raise ReplicaFailed(f"the request migrated to {target['to']}, which is not one of the router's replicas")
+        url = f"{upstream.url}/v1/requests/{quote(name, safe='')}/stream?from={count}"
         try:
-            response = await call.router.session.get(URL(url, encoded=True), headers=headers)
-        except LOST as error:
-            raise ReplicaFailed(f"the answer moved to {there.url}: {sentence(error)}") from None
+            response = await proxied.router.session.get(URL(url, encoded=True), headers=proxied.headers(upstream))
+        except CONNECTION_ERRORS as error:
+            raise ReplicaFailed(f"the request migrated to {upstream.url}: {describe_error(error)}") from None
         if response.status != 200:
-            data = await response.read()
-            raise ReplicaFailed(f"the answer moved to {there.url}, which says {response.status}{said(data)}")
-        self._at = there
-        call.router.metrics.moved()
-        logger.info("request %s moved to %s", call.request_id, there.url)
+            problem = describe_response(response.status, await response.read())
+            raise ReplicaFailed(f"the request migrated to {upstream.url}: {problem}")
+        self._migrated_to = upstream
+        proxied.router.metrics.migrated()
+        logger.info("request %s migrated to %s", proxied.request_id, upstream.url)
         return response
 
-    def _begin(self, ticket: Ticket) -> None:
-        call = self.call
-        ticket.begun = True
-        if ticket.upstream.trying and self._at is None:
-            # It is well again; the others need not wait for the end of this answer.
-            ticket.upstream.trying = False
-            call.router.succeeded(ticket.upstream)
-            call.router.refresh(ticket.upstream)
-        call.pool.first_token(ticket)
-        call.router.metrics.first_token(ticket.upstream.url, clock() - call.arrived)
+    def _first_token(self, attempt: Attempt) -> None:
+        proxied, upstream = self.proxied, attempt.upstream
+        attempt.begun = True
+        if upstream.trial and self._migrated_to is None:
+            # The trial request succeeds: other requests need not wait for the end of this response.
+            upstream.trial = False
+            proxied.router.succeeded(upstream)
+            proxied.router.refresh(upstream)
+        proxied.pool.first_token(attempt)
+        proxied.router.metrics.first_token(upstream.url, clock() - proxied.arrived)
 
-    def _note_end(self, ticket: Ticket) -> None:
-        answer, call = self.answer, self.call
-        count = answer.output_tokens if answer.seam is None else None
-        cached = answer.cached_tokens if answer.seam is None else None
-        call.pool.finished(ticket, cached, count, answer.prompt_tokens)
-        call.succeeded(ticket)
+    def _succeeded(self, attempt: Attempt) -> None:
+        stream, proxied = self.stream, self.proxied
+        # The usage of a continuation counts the output so far as prompt.
+        exact = stream.continuation is None
+        proxied.pool.finished(
+            attempt,
+            stream.cached_tokens if exact else None,
+            stream.output_tokens if exact else None,
+            stream.prompt_tokens,
+        )
+        proxied.succeeded(attempt)
 
-    # The next replica
+    # Failover
 
-    async def _prepare_next(self, error: BaseException) -> bool:
-        """What the next replica is asked. True if the answer was complete but for its end. Raises ForewordError."""
-        call, answer = self.call, self.answer
-        if answer.done:
+    async def _prepare_failover(self, error: BaseException) -> bool:
+        """Prepare the next attempt. True if the response is already complete. Raises ForewordError."""
+        proxied, stream = self.proxied, self.stream
+        if stream.done:
             return True
-        if answer.finish_reason is not None:
-            await self._write(None, answer.end() or b"")
+        if stream.finish_reason is not None:
+            await self._write(None, stream.end() or b"")
             return True
-        if not call.may_try_again():
-            raise ReplicaFailed(f"The request failed on {call.attempts} replicas; the last: {sentence(error)}")
-        if not answer.begun:
-            answer.begin_again()
-            call.router.metrics.retry()
+        if not proxied.may_retry():
+            raise ReplicaFailed(f"The request failed on {proxied.attempts} replicas; the last: {describe_error(error)}")
+        if not stream.begun:
+            stream.restart()
+            proxied.router.metrics.retry()
             return False
         try:
-            return await self._continue(error)
+            return await self._prepare_continuation()
         except ReplicaFailed as problem:
-            call.router.metrics.continued("impossible")
+            proxied.router.metrics.continued("impossible")
             raise ReplicaFailed(
-                f"The replica that answered is gone ({sentence(error)}), and no other can go on exactly there: "
-                f"{problem.message}"
+                f"The replica failed in the middle of the response ({describe_error(error)}), and no other replica can "
+                f"continue it exactly: {problem.message}"
             ) from None
 
-    async def _continue(self, error: BaseException) -> bool:
-        call, answer = self.call, self.answer
-        reason = seam.why_not(call.asked)
-        if reason is None and not answer.continues:
-            reason = "its tokens are not known" if answer.plain else "part of it is no plain text"
+    async def _prepare_continuation(self) -> bool:
+        """The next attempt continues the response. True if the response is already complete. Raises ReplicaFailed."""
+        proxied, stream = self.proxied, self.stream
+        request, pool = proxied.request, proxied.pool
+        reason = why_not_continuable(request)
+        if reason is None and not stream.can_continue:
+            reason = "its tokens are not known" if stream.text_only else "part of it is not text"
         if reason is not None:
             raise ReplicaFailed(reason)
-        known = await self._known()
-        joint = seam.Seam(call.asked, known)
-        ended = answer.go_on(joint, known)
-        if ended is None:
-            longest = max(
-                (one.facts.max_model_len or 0 for one in call.pool.upstreams.values() if one.facts), default=0
-            )
-            default = _COMPLETION_TOKENS if call.asked.interface == "completion" else None
-            body = seam.continuation(call.asked, answer.prompt_ids, known, longest or None, default)
+        position = await self._position()
+        continuation = Continuation(request, position)
+        end = stream.continue_from(continuation, position)
+        if end is None:
+            lengths = [one.info.max_model_len or 0 for one in pool.upstreams.values() if one.info]
+            default = _DEFAULT_COMPLETION_TOKENS if request.interface == "completion" else None
+            body = continuation_body(request, stream.prompt_ids, position, max(lengths, default=0) or None, default)
             if body["max_tokens"] == 0:
-                ended = answer.finish(joint.flush(), "length")
-        if ended is not None:
-            await self._write(None, ended)
+                end = stream.finish(continuation.flush(), "length")
+        if end is not None:
+            await self._write(None, end)
             return True
-        self._path, self._body = asking.PATHS["completion"], msgspec.json.encode(body)
-        self._prompt = Prompt(body["prompt"], "client") if call.pool.compares else call.prompt
-        call.router.metrics.continued("continued")
-        logger.info("request %s goes on after %d tokens", call.request_id, len(known.tokens))
+        self._path, self._body = PATHS["completion"], msgspec.json.encode(body)
+        self._prompt = TokenizedPrompt(body["prompt"], "client") if pool.needs_prompts else proxied.prompt
+        proxied.router.metrics.continued("continued")
+        logger.info("request %s continues after %d tokens", proxied.request_id, len(position.tokens))
         return False
 
-    async def _known(self) -> seam.Known:
-        """What is certain of the answer. Raises ReplicaFailed."""
-        answer = self.answer
-        sent, tokens = answer.sent_text(), list(answer.tokens)
-        if answer.settled and not self.call.asked.body.get("stop"):
-            return seam.Known(tokens, sent, sent, max(answer.entries - len(tokens), 0))
-        able = self.call.pool.able(self.call.avoid)
-        count, text = await self.call.router.prompts.text_of(answer.prompt_ids, tokens, sent, able)
-        return seam.Known(tokens[:count], text, sent, max(answer.entries - count, 0))
+    async def _position(self) -> StreamPosition:
+        """Where the stream broke. Raises ReplicaFailed."""
+        proxied, stream = self.proxied, self.stream
+        sent, tokens = stream.sent_text(), list(stream.tokens)
+        if stream.settled and not proxied.request.body.get("stop"):
+            return StreamPosition(tokens, sent, sent, max(stream.entries - len(tokens), 0))
+        replicas = proxied.pool.tokenizing_replicas(proxied.avoid)
+        count, text = await proxied.router.prompts.text_of(stream.prompt_ids, tokens, sent, replicas)
+        return StreamPosition(tokens[:count], text, sent, max(stream.entries - count, 0))
 
-    # The client
+    # The response to the client
 
     async def _write(self, response: aiohttp.ClientResponse | None, data: bytes) -> None:
         try:
             if self.out is None:
-                self.out = await self._prepare(response)
+                self.out = await self._send_head(response)
             await self.out.write(data)
         except (ConnectionError, aiohttp.ClientConnectionError) as error:
-            raise ClientGone from error
+            raise ClientDisconnected from error
 
-    async def _prepare(self, response: aiohttp.ClientResponse | None) -> web.StreamResponse:
+    async def _send_head(self, response: aiohttp.ClientResponse | None) -> web.StreamResponse:
         given: Mapping[str, str] = response.headers if response is not None else {}
-        headers = tenancy.returned(given)
-        headers["x-foreword-route"], headers["x-request-id"] = header(self.call.words), self.call.request_id
+        headers = response_headers(given)
+        headers["x-foreword-route"] = as_header(self.proxied.decision_text)
+        headers["x-request-id"] = self.proxied.request_id
         headers["content-type"], headers["cache-control"] = "text/event-stream; charset=utf-8", "no-cache"
         headers["x-accel-buffering"] = "no"
         out = web.StreamResponse(headers=headers)
-        await out.prepare(self.call.request)
+        await out.prepare(self.proxied.http_request)
         return out
 
     async def _close(self) -> web.StreamResponse:
         if self.out is None:
-            raise ReplicaFailed("The replica's answer was empty")
+            raise ReplicaFailed("The replica's response was empty")
         try:
             await self.out.write_eof()
         except (ConnectionError, aiohttp.ClientConnectionError) as error:
-            raise ClientGone from error
+            raise ClientDisconnected from error
         return self.out
 
     async def _end_with(self, error: ForewordError) -> web.StreamResponse:
-        """An error before anything was sent has a status of its own; one after it is an event and ends the stream."""
-        if self.out is None:
-            raise error
+        """Raise an error if nothing was sent; otherwise send it as an event and end the stream."""
         await self.fail(error)
+        assert self.out is not None
         return self.out
 
     async def fail(self, error: ForewordError) -> None:
         if self.out is None:
             raise error
-        logger.warning("request %s ends with an error: %s", self.call.request_id, error.message)
-        await self._write(None, encode(error_body(error)))
+        logger.warning("request %s ends with an error: %s", self.proxied.request_id, error.message)
+        await self._write(None, b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n")
         await self._close()
 
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:
-    """The end of the response follows the last event; a connection that has seen it can be used again."""
-    with contextlib.suppress(*LOST):
+    """Read the end of the response after its last event, so that the connection can be reused."""
+    with contextlib.suppress(*CONNECTION_ERRORS):
         async with asyncio.timeout(_END_SECONDS):
             while await response.content.readany():
                 pass

@@ -1,7 +1,7 @@
-"""Conversations to tokens, without tokenizing again what was there before.
+"""Caches of tokenized text, and tokenization of conversations message by message.
 
-The text of a turn begins with that of the turn before, and many conversations begin with the same system prompt. A text may be
-cut before special tokens without changing its tokens (`Tokenizer.cuts`), so each message is tokenized once.
+Successive turns of a conversation repeat earlier messages, and many conversations share a system prompt. A chat text may be
+split before special tokens without changing its tokens (`Tokenizer.cuts`), so each message is tokenized once.
 """
 
 from __future__ import annotations
@@ -20,32 +20,73 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KEPT_TOKENS: Final = 4_000_000
-# Conversations that are tokenized whole as well: a tokenizer that does not keep the rule is found out.
+_MAX_TOKENS: Final = 4_000_000
+# The size of an entry beyond its tokens.
+_ENTRY_TOKENS: Final = 64
+# The first conversations are also tokenized as a whole, to detect a tokenizer for which splitting is wrong.
 _CHECKED: Final = 16
 
 
-class Turns:
-    """Keeps the tokens of messages: at most 4 million tokens, the least recently used forgotten first. Thread-safe."""
+class TokenLru:
+    """A thread-safe LRU cache of token arrays with a budget in tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, most: int = _KEPT_TOKENS) -> None:
-        self._tokenizer = tokenizer
-        self._most = most
-        cuts = sorted(tokenizer.cuts(), key=len, reverse=True)
-        # Splits before each of them.
-        self._cut = re.compile(f"(?={'|'.join(map(re.escape, cuts))})") if cuts else None
-        self._known: OrderedDict[bytes, array[int]] = OrderedDict()
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()
         self._held = 0
-        self._to_check = _CHECKED
         self._lock = threading.Lock()
 
     @property
     def held(self) -> int:
-        """Tokens that are remembered."""
+        """The size of all entries in tokens."""
         return self._held
 
+    def get(self, name: bytes) -> array[int] | None:
+        with self._lock:
+            found = self._entries.get(name)
+            if found is not None:
+                self._entries.move_to_end(name)
+            return found
+
+    def put(self, name: bytes, tokens: array[int]) -> None:
+        size = len(tokens) + _ENTRY_TOKENS
+        with self._lock:
+            if name in self._entries or size > self._max_tokens:
+                return
+            self._entries[name] = tokens
+            self._held += size
+            while self._held > self._max_tokens:
+                self._held -= len(self._entries.popitem(last=False)[1]) + _ENTRY_TOKENS
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._held = 0
+
+
+def digest(text: bytes) -> bytes:
+    """The name of a text in a cache."""
+    return blake2b(text, digest_size=16).digest()
+
+
+class MessageTokenizer:
+    """Tokenizes conversations and caches the tokens of their messages. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int = _MAX_TOKENS) -> None:
+        self._tokenizer = tokenizer
+        cuts = sorted(tokenizer.cuts(), key=len, reverse=True)
+        # Matches before each of them.
+        self._cut = re.compile(f"(?={'|'.join(map(re.escape, cuts))})") if cuts else None
+        self._cache = TokenLru(max_tokens)
+        self._to_check = _CHECKED
+
+    @property
+    def held(self) -> int:
+        """Cached tokens."""
+        return self._cache.held
+
     def tokens(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> array[int]:
-        """Of a conversation. Raises BadRequest as `Tokenizer.render_chat` does."""
+        """Tokens of a conversation. Raises BadRequest as `Tokenizer.render_chat` does."""
         text = self._tokenizer.chat_text(messages, add_generation_prompt=add_generation_prompt)
         cut = self._cut
         if cut is None:
@@ -56,35 +97,21 @@ class Turns:
         return self._checked(text, found) if self._to_check else found
 
     def _part(self, text: str) -> array[int]:
-        name = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        with self._lock:
-            known = self._known.get(name)
-            if known is not None:
-                self._known.move_to_end(name)
-                return known
-        made = self._encode(text)
-        with self._lock:
-            if name not in self._known:
-                self._known[name] = made
-                self._held += _size(made)
-            while self._held > self._most:
-                self._held -= _size(self._known.popitem(last=False)[1])
-        return made
+        name = digest(text.encode("utf-8", "surrogatepass"))
+        tokens = self._cache.get(name)
+        if tokens is None:
+            tokens = self._encode(text)
+            self._cache.put(name, tokens)
+        return tokens
 
     def _checked(self, text: str, found: array[int]) -> array[int]:
         self._to_check -= 1
         whole = self._encode(text)
         if whole != found:
-            logger.warning("this tokenizer makes other tokens of a whole text than of its parts: nothing is kept")
-            with self._lock:
-                self._cut, self._to_check, self._held = None, 0, 0
-                self._known.clear()
+            logger.warning("with this tokenizer a text and its parts have different tokens: messages are not cached")
+            self._cut, self._to_check = None, 0
+            self._cache.clear()
         return whole
 
     def _encode(self, text: str) -> array[int]:
         return array("I", self._tokenizer.encode(text, add_special_tokens=False))
-
-
-def _size(tokens: array[int]) -> int:
-    """A part that is kept costs more than its tokens."""
-    return len(tokens) + 64

@@ -225,7 +225,7 @@ def test_membership_by_file(servers: list[LedProcess], tmp_path: Path) -> None:
     try:
         assert set(state(router)) == {servers[0].url()}
         path.write_text("no URL at all\n")
-        until(lambda: "stay as they are" in router.text)
+        until(lambda: "is unchanged" in router.text)
         assert set(state(router)) == {servers[0].url()}
         path.write_text(f"{servers[1].url()} max_waiting=7\n")
         until(lambda: set(state(router)) == {servers[1].url()})

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from foreword.engine.tokenizer import Tokenizer as Foreword
-from foreword.router.token_cache import Turns
+from foreword.router.token_cache import MessageTokenizer
 
 TEXT = ["the cat sat on the mat", "a dog and a cat", "no mat no cat", " two  spaces ", "<b> <bc> <c> [x] aa aaa"]
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}{{ message['content'] }}{% endfor %}"
@@ -68,7 +68,7 @@ def test_the_same_tokens_as_of_the_whole(kind: str) -> None:
     """Whatever stands in the messages, the tokens are those of the conversation tokenized as a whole, and the second turn
     tokenizes only what is new."""
     made = tokenizer(*KINDS[kind])
-    turns = Turns(made)
+    turns = MessageTokenizer(made)
 
     @settings(max_examples=150, deadline=None)
     @given(st.lists(PIECES, min_size=1, max_size=4))
@@ -86,7 +86,7 @@ def test_a_tokenizer_that_cannot_be_cut() -> None:
     """Where every special token looks at its neighbours or is hidden by another, texts are tokenized as a whole."""
     made = tokenizer(FIRST, None, special("<b>", lstrip=True), special("aa"), special("a<c"), special("<c>"))
     assert made.cuts() == ["[unk]"]
-    turns = Turns(made)
+    turns = MessageTokenizer(made)
     messages = [{"role": "<c>", "content": " aaa<c> <b>"}]
     whole = made.render_chat(messages, add_generation_prompt=False)
     assert list(turns.tokens(messages, add_generation_prompt=False)) == whole
@@ -95,7 +95,7 @@ def test_a_tokenizer_that_cannot_be_cut() -> None:
 def test_bounded() -> None:
     """What is kept stays within its bound, whatever comes."""
     made = tokenizer(BYTES, None, special("<c>"))
-    turns = Turns(made, 2000)
+    turns = MessageTokenizer(made, 2000)
     for number in range(200):
         messages = [{"role": "<c>", "content": f"cat {number} " * (number % 50)}]
         whole = made.render_chat(messages, add_generation_prompt=False)

@@ -6,23 +6,23 @@ import pytest
 
 from foreword.config import RouterConfig
 from foreword.errors import ConfigError
-from foreword.router.discovery import named
-from foreword.router.replicas import Spec, parse
+from foreword.router.discovery import configured_replicas
+from foreword.router.replicas import ReplicaSpec, parse_spec
 
 
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
-        ("http://a:8000", Spec("http://a:8000")),
-        ("https://a/v1", Spec("https://a")),
-        ("http://[::1]:8000/", Spec("http://[::1]:8000")),
-        ("http://a:1 role=prefill max_waiting=7", Spec("http://a:1", role="prefill", max_waiting=7)),
-        ("http://a:1 events=tcp://a:2 replay=tcp://a:3", Spec("http://a:1", events="tcp://a:2", replay="tcp://a:3")),
+        ("http://a:8000", ReplicaSpec("http://a:8000")),
+        ("https://a/v1", ReplicaSpec("https://a")),
+        ("http://[::1]:8000/", ReplicaSpec("http://[::1]:8000")),
+        ("http://a:1 role=prefill max_waiting=7", ReplicaSpec("http://a:1", role="prefill", max_waiting=7)),
+        ("http://a:1 events=tcp://a:2 replay=tcp://a:3", ReplicaSpec("http://a:1", events="tcp://a:2", replay="tcp://a:3")),
     ],
 )
-def test_what_is_written_is_meant(text: str, spec: Spec) -> None:
+def test_what_is_written_is_meant(text: str, spec: ReplicaSpec) -> None:
     """A URL with options is that replica."""
-    assert parse(text) == spec
+    assert parse_spec(text) == spec
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_is_written_is_meant(text: str, spec: Spec) -> None:
 def test_mistakes_are_named_and_passwords_are_not(text: str, said: str) -> None:
     """What is no replica is refused with a sentence that helps, which repeats no password."""
     with pytest.raises(ConfigError) as refused:
-        parse(text)
+        parse_spec(text)
     assert said in str(refused.value) and "hunt" not in str(refused.value)
 
 
@@ -62,5 +62,5 @@ def test_mistakes_are_named_and_passwords_are_not(text: str, said: str) -> None:
 def test_names_that_are_looked_up(url: str, said: str) -> None:
     """The same holds for names whose addresses are replicas."""
     with pytest.raises(ConfigError) as refused:
-        named(RouterConfig(replica_dns=(url,)))
+        configured_replicas(RouterConfig(replica_dns=(url,)))
     assert said in str(refused.value) and "hunt" not in str(refused.value)
