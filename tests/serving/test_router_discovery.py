@@ -17,7 +17,10 @@ from foreword.router.replicas import ReplicaSpec, parse_spec
         ("https://a/v1", ReplicaSpec("https://a")),
         ("http://[::1]:8000/", ReplicaSpec("http://[::1]:8000")),
         ("http://a:1 role=prefill max_waiting=7", ReplicaSpec("http://a:1", role="prefill", max_waiting=7)),
-        ("http://a:1 events=tcp://a:2 replay=tcp://a:3", ReplicaSpec("http://a:1", events="tcp://a:2", replay="tcp://a:3")),
+        (
+            "http://a:1 events=tcp://a:2 replay=tcp://a:3",
+            ReplicaSpec("http://a:1", events="tcp://a:2", replay="tcp://a:3"),
+        ),
     ],
 )
 def test_what_is_written_is_meant(text: str, spec: ReplicaSpec) -> None:
