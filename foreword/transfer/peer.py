@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from foreword.blocks.layout import Layout
@@ -26,8 +26,8 @@ from foreword.errors import (
     TransferError,
     TransferTimeout,
 )
-from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
-from foreword.store.frame import Frame
+from foreword.store.base import Name, StoreStatus, time_left
+from foreword.store.bases import ReadOnlyStore
 from foreword.store.urls import Opener, StoreUrl, UrlOptions
 from foreword.transfer.connection import Connection
 from foreword.transfer.endpoint import TransferEndpoint
@@ -43,7 +43,7 @@ _LONGEST_PAUSE: Final = 5.0
 _CHECK_INTERVAL: Final = 0.5
 
 
-class PeerStore(Store):
+class PeerStore(ReadOnlyStore):
     """Implements `Store` over an instance that listens at `address`; it need not be running yet.
 
     `put`, `delete` and `pin` do nothing and return 0, `scan` is empty. Records stay in this process; the peer does not store
@@ -60,13 +60,11 @@ class PeerStore(Store):
     def __init__(
         self, address: str, layout: Layout | None = None, *, config: TransferConfig | None = None, label: str = "peer"
     ) -> None:
-        self.label = label
-        self.readers = 1
+        super().__init__(label)
         self.address = address
         config = config or TransferConfig()
         _check_address(address, config)
         self._endpoint = TransferEndpoint(config, TransferService(layout))
-        self._records: dict[str, bytes] = {}
         self._counts: Counter[str] = Counter()
         self._connection: Connection | None = None
         self._last_failure = "no attempt has been made yet"
@@ -75,50 +73,15 @@ class PeerStore(Store):
         self._changed = threading.Condition()
         threading.Thread(target=self._keep_connected, name=f"foreword-{label}", daemon=True).start()
 
-    # Blocks
-
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         return self._call(lambda peer: peer.locate(names, deadline=deadline), deadline)
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         return self._call(lambda peer: peer.get(names, buffers, deadline=deadline), deadline)
 
-    def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        return self._check_open(deadline)
-
-    def delete(self, names: Sequence[Name], *, deadline: float) -> int:
-        return self._check_open(deadline)
-
-    def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
-        return self._check_open(deadline)
-
-    def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
-        self._check_open(deadline)
-        return iter(())
-
-    def _check_open(self, deadline: float) -> int:
-        """The result of a write, which does nothing. Raises StoreTimeout, StoreUnavailable."""
-        time_left(deadline)
+    def check_open(self, deadline: float) -> None:
+        super().check_open(deadline)
         self._raise_if_closed()
-        return 0
-
-    # Records
-
-    def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
-        self._check_open(deadline)
-        self._records[check_record_key(key)] = bytes(check_record(data))
-
-    def get_record(self, key: str, *, deadline: float) -> bytes | None:
-        self._check_open(deadline)
-        return self._records.get(key)
-
-    def delete_record(self, key: str, *, deadline: float) -> bool:
-        self._check_open(deadline)
-        return self._records.pop(key, None) is not None
-
-    def records(self, prefix: str, *, deadline: float) -> list[str]:
-        self._check_open(deadline)
-        return sorted(key for key in list(self._records) if key.startswith(prefix))
 
     # Status and end
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.config import TransferConfig
 from foreword.errors import ConfigError
-from foreword.store.base import Name, Store, StoredBlock, StoreStatus
-from foreword.store.frame import Frame
+from foreword.store.base import Name, Store
+from foreword.store.bases import ReadOnlyStore
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import Opener, StoreUrl, open_store
 from foreword.transfer.peer import PeerStore, opener
@@ -20,51 +20,7 @@ from foreword.transfer.sockets import Address, parse_address
 _ASKING = TransferConfig(links=("tcp",), ring="64KiB", queue="64KiB")
 
 
-class Unwritten(Store):
-    """A store that keeps nothing. Subclass it for what can be read."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.readers = 1
-
-    def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
-        return 0
-
-    def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
-        return [0] * len(names)
-
-    def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        return 0
-
-    def delete(self, names: Sequence[Name], *, deadline: float) -> int:
-        return 0
-
-    def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
-        return 0
-
-    def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
-        return iter(())
-
-    def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
-        """Nothing is kept here."""
-
-    def get_record(self, word: str, *, deadline: float) -> bytes | None:
-        return None
-
-    def delete_record(self, word: str, *, deadline: float) -> bool:
-        return False
-
-    def records(self, start: str, *, deadline: float) -> list[str]:
-        return []
-
-    def status(self) -> StoreStatus:
-        return StoreStatus()
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-
-class ByRank(Unwritten):
+class ByRank(ReadOnlyStore):
     """What several ranks have, each of them a store of its own; a name's fingerprint says whose it is. It is only searched."""
 
     def __init__(self, label: str) -> None:

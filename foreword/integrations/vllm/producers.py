@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from foreword.errors import ConfigError, TransferError, TransferTimeout
-from foreword.integrations.vllm.peers import Unwritten
 from foreword.integrations.vllm.step_messages import Lender
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
+from foreword.store.bases import ReadOnlyStore
 from foreword.store.tiered import StoreTier
 from foreword.transfer.connection import Connection
 from foreword.transfer.endpoint import TransferEndpoint
@@ -54,7 +54,7 @@ class Loan:
         return self._answered.wait(max(timeout, 0))
 
 
-class Lenders(Unwritten):
+class Lenders(ReadOnlyStore):
     """Implements `Store` over whoever lends what is being loaded now. Every lender has a circuit breaker of its own.
 
     Args:
@@ -137,7 +137,7 @@ class Lenders(Unwritten):
 
     def _tier(self, address: str) -> StoreTier:
         with self._lock:
-            tier = self._tiers.pop(address, None) or StoreTier(Unwritten(address), writable=False)
+            tier = self._tiers.pop(address, None) or StoreTier(ReadOnlyStore(address), writable=False)
             self._tiers[address] = tier
             if len(self._tiers) > _KNOWN:
                 self._tiers.popitem(last=False)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from foreword.errors import StoreConfigError, StoreFull, StoreTimeout, StoreUnavailable
-from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
+from foreword.store.base import Name, StoredBlock, StoreStatus, time_left
+from foreword.store.bases import LocalRecords
 from foreword.store.frame import Frame
 from foreword.store.memory.arena import ArenaUsage, MemoryArena, populate_pages
 from foreword.store.memory.slot_table import SlotTable
@@ -39,7 +40,7 @@ class _Reservation:
     full: bool = False
 
 
-class MemoryStore(Store):
+class MemoryStore(LocalRecords):
     """A store of `size` bytes of memory.
 
     Args:
@@ -60,8 +61,7 @@ class MemoryStore(Store):
             raise StoreConfigError(
                 f"no memory store of {size} bytes with slots of {slot_bytes} and a pin share of {pin_share}"
             )
-        self.label = label
-        self.readers = 1
+        super().__init__(label)
         self.on_evicted: Callable[[Name], None] | None = None
         self._size = size
         self._pin_share = pin_share
@@ -69,7 +69,6 @@ class MemoryStore(Store):
         self._written = threading.Condition(self._lock)
         self._arena: MemoryArena | None = MemoryArena(size)
         self._slots: SlotTable | None = None if slot_bytes is None else SlotTable(size, slot_bytes)
-        self._records: dict[str, bytes] = {}
         self._evictions = 0
         self._refused = 0
         self._usage = ArenaUsage()
@@ -182,25 +181,9 @@ class MemoryStore(Store):
             yield from blocks
             start += _SCAN_SLOTS
 
-    def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
-        check_record_key(key)
-        check_record(data)
-        self._open_records(deadline)[key] = bytes(data)
-
-    def get_record(self, key: str, *, deadline: float) -> bytes | None:
-        return self._open_records(deadline).get(key)
-
-    def delete_record(self, key: str, *, deadline: float) -> bool:
-        return self._open_records(deadline).pop(key, None) is not None
-
-    def records(self, prefix: str, *, deadline: float) -> list[str]:
-        return sorted(key for key in list(self._open_records(deadline)) if key.startswith(prefix))
-
-    def _open_records(self, deadline: float) -> dict[str, bytes]:
-        """The records, unless the store is closed. Single operations of a dict are atomic."""
-        time_left(deadline)
+    def check_open(self, deadline: float) -> None:
+        super().check_open(deadline)
         self._open()
-        return self._records
 
     def status(self) -> StoreStatus:
         """`notes`: slots, slot_bytes (0 before the first put), refused (frames longer than a slot)."""
@@ -225,7 +208,7 @@ class MemoryStore(Store):
             # Running calls and the populating thread have references to the arena; the last of them releases it.
             self._arena = None
             self._slots = None
-            self._records = {}
+            self._records.clear()
 
     def _open(self) -> MemoryArena:
         if self._arena is None:
