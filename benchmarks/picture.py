@@ -56,7 +56,7 @@ def draw(passes: list[dict[str, Any]]) -> str:
     subtitle = f"{len(passes[0]['answers'])} answers, {tokens:,} prompt tokens per pass, median; embedded model, CPU"
     rows = []
     for one, color in zip(passes, COLORS, strict=True):
-        value = statistics.median(answer["first_token"] for answer in one["answers"]) * 1000
+        value = statistics.median(answer["ttft"] for answer in one["answers"]) * 1000
         share = _share(one["answers"])
         label = f"{value:,.0f} ms" + (f", {share:.0%} of the prompt reused" if share else "")
         rows.append(Bar(one["name"], value, label, color))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,8 +19,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from foreword import __version__
 from foreword.cli import main as cli
 from foreword.cli.doctor import examine
+from foreword.cli.flags import config_flags, with_config
 from foreword.config import Config, EngineConfig
 
 runner = CliRunner()
@@ -42,7 +45,7 @@ def seen_config(*arguments: str) -> Config:
     """The configuration that a command with these arguments gets."""
     seen: list[Config] = []
     app = typer.Typer()
-    app.command()(cli.with_config(lambda config: seen.append(config)))
+    app.command()(with_config(lambda config: seen.append(config)))
     result = runner.invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return seen[0]
@@ -63,17 +66,17 @@ def test_every_key_has_a_flag_with_a_description() -> None:
     shown = "".join(
         runner.invoke(cli.app, [command, "--help"], terminal_width=200).output for command in ("serve", "route")
     )
-    flags = list(cli._flags())
+    flags = list(config_flags())
     assert len(flags) == sum(
-        len(dataclasses.fields(getattr(Config(), room.name))) for room in dataclasses.fields(Config)
+        len(dataclasses.fields(getattr(Config(), section.name))) for section in dataclasses.fields(Config)
     )
     for flag in flags:
-        assert flag.text, f"{flag.room}.{flag.key} has no description in its class's docstring"
+        assert flag.text, f"{flag.section}.{flag.key} has no description in its class's docstring"
         assert flag.key in ("model", "replicas") or f"--{flag.name} " in shown
 
 
 def test_flags_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags of every type arrive in their room, over the environment, over the file."""
+    """Flags of every type arrive in their section, over the environment, over the file."""
     path = tmp_path / "f.toml"
     path.write_text("[engine]\nblock_size = 8\nthreads = 3\nmax_num_seqs = 5\n", encoding="utf-8")
     monkeypatch.setenv("FOREWORD_ENGINE_THREADS", "4")
@@ -116,16 +119,35 @@ def test_mistakes(
     assert sentence in captured.err and "Traceback" not in captured.err and captured.out == ""
 
 
-def test_additions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A module named in ADDITIONS adds its commands."""
-    code = "def register(app):\n    @app.command()\n    def extra() -> None:\n        print('added')\n"
-    (tmp_path / "an_addition.py").write_text(code, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(cli, "ADDITIONS", ("an_addition",))
-    monkeypatch.setattr(cli, "app", typer.Typer())
-    cli.app.command()(lambda: None)
-    assert run_main(monkeypatch, "extra") == 0
-    assert "added" in capsys.readouterr().out
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--version` prints the version."""
+    assert run_main(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"foreword {__version__}\n"
+
+
+def test_shell_completion() -> None:
+    """`--install-completion` exists, and the shell's completion knows the commands."""
+    shown = runner.invoke(cli.app, ["--help"], terminal_width=200).output
+    assert "--install-completion" in shown
+    environ = {**os.environ, "_FOREWORD_COMPLETE": "complete_bash", "COMP_WORDS": "foreword ser", "COMP_CWORD": "1"}
+    code = "from foreword.cli.main import app; app(prog_name='foreword')"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+    assert found.stdout.strip() == "serve"
+
+
+def test_flags_are_grouped() -> None:
+    """`serve --help` lists its flags under a heading for each section of the configuration."""
+    shown = runner.invoke(cli.app, ["serve", "--help"], terminal_width=200).output
+    headings = ["Arguments:", "Options:", "Engine:", "Server:", "Named prefixes:", "Stores:"]
+    assert [heading for heading in headings if heading in shown] == headings
+    assert shown.index("Engine:") < shown.index("--block-size") < shown.index("Server:") < shown.index("--port")
+
+
+def test_help_contains_no_requirement_numbers_and_no_python() -> None:
+    """Help is in plain words: without requirement numbers, and without values such as None."""
+    for command in ("serve", "route", "doctor", "demo", "simulate", "verify", "forget"):
+        shown = runner.invoke(cli.app, [command, "--help"], terminal_width=200).output
+        assert not re.search(r"\bR\d+\b|\bNone\b|\bTrue\b|\bFalse\b", shown), command
 
 
 def test_doctor_without_a_model() -> None:
@@ -147,10 +169,10 @@ def test_doctor_loads_the_model() -> None:
     """`doctor` loads the embedded model and says how large it is; a missing model is a finding, not a crash."""
     engine = EngineConfig(kv_memory="1024 tokens", threads=1)
     found = {item.topic: item for item in examine(Config(engine), load=True)}
-    assert found["model"].fine and "room for 1024 tokens of KV" in found["model"].text
+    assert found["model"].ok and "KV memory for 1024 tokens" in found["model"].text
     missing = dataclasses.replace(engine, model="/nonexistent/model")
     found = {item.topic: item for item in examine(Config(missing), load=True)}
-    assert not found["model"].fine and "/nonexistent/model" in found["model"].text
+    assert not found["model"].ok and "/nonexistent/model" in found["model"].text
 
 
 class Recorder(BaseHTTPRequestHandler):

@@ -1,7 +1,6 @@
-"""`foreword demo`: real conversations with a long shared beginning, without the cache, with it cold, and with it warm.
+"""`foreword demo`: conversations with a long common prefix, without prefix caching, with a cold cache and with a warm one.
 
-Starts the real server as a process of its own, twice, talks to it over HTTP from several clients at once, streaming, and
-prints what a person would have waited.
+Starts the real server twice, as a subprocess. Several clients stream answers over HTTP at once; the table shows their TTFT.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class DemoFailed(ForewordError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer as a client saw it. Seconds since the request was sent."""
+class DemoAnswer:
+    """One answer as its client saw it. `ttft` and `seconds` count from sending the request."""
 
     text: str
-    first_token: float
+    ttft: float
     seconds: float
     prompt_tokens: int
     cached_tokens: int
@@ -56,44 +55,44 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class DemoPass:
     """All conversations, once."""
 
     name: str
     seconds: float
-    answers: tuple[Answer, ...]
+    answers: tuple[DemoAnswer, ...]
 
     @property
-    def median_first_token(self) -> float:
-        return statistics.median(answer.first_token for answer in self.answers)
+    def median_ttft(self) -> float:
+        return statistics.median(answer.ttft for answer in self.answers)
 
     @property
-    def worst_first_token(self) -> float:
-        return max(answer.first_token for answer in self.answers)
+    def worst_ttft(self) -> float:
+        return max(answer.ttft for answer in self.answers)
 
     @property
     def tokens_per_second(self) -> float:
         return sum(answer.output_tokens for answer in self.answers) / self.seconds
 
     @property
-    def share_reused(self) -> float:
+    def cached_share(self) -> float:
         return sum(a.cached_tokens for a in self.answers) / sum(a.prompt_tokens for a in self.answers)
 
 
 def manual() -> str:
-    """The long beginning: a manual that every machine has, the first half of Python's own textwrap module."""
+    """The long common prefix: the first half of Python's own textwrap module."""
     return inspect.getsource(textwrap)[:9000]
 
 
 def run_demo(
     say: Callable[[str], None], *, max_tokens: int = 32, environment: Mapping[str, str] | None = None
-) -> list[Pass]:
-    """Run the three passes; `say` is told what happens. Raises DemoFailed."""
+) -> list[DemoPass]:
+    """Run the three passes and report progress through `say`. Raises DemoFailed."""
     extra = dict(environment or {})
-    say("Starting a server with the cache switched off ...")
+    say("Starting a server without prefix caching ...")
     with server({"FOREWORD_ENGINE_ENABLE_PREFIX_CACHING": "false", **extra}) as url:
         off = asyncio.run(_converse(PASSES[0], url, max_tokens, say))
-    say("Starting a server with the cache on ...")
+    say("Starting a server with prefix caching ...")
     with server(extra) as url:
         cold = asyncio.run(_converse(PASSES[1], url, max_tokens, say))
         warm = asyncio.run(_converse(PASSES[2], url, max_tokens, say))
@@ -137,8 +136,8 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise DemoFailed(f"the server was not ready after {START_SECONDS:.0f} seconds")
 
 
-async def _converse(name: str, url: str, max_tokens: int, say: Callable[[str], None]) -> Pass:
-    """All clients at once; each asks its questions one after the other, with all that was said before."""
+async def _converse(name: str, url: str, max_tokens: int, say: Callable[[str], None]) -> DemoPass:
+    """All clients at once. Each asks its questions one after the other; every prompt contains the conversation so far."""
     import httpx
 
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
@@ -148,11 +147,11 @@ async def _converse(name: str, url: str, max_tokens: int, say: Callable[[str], N
         seconds = time.perf_counter() - started
     answers = tuple(answer for talk in talks for answer in talk)
     say(f"  {name}: {len(answers)} answers for {len(QUESTIONS)} clients in {seconds:.1f} s")
-    return Pass(name, seconds, answers)
+    return DemoPass(name, seconds, answers)
 
 
-async def _talk(client: httpx.AsyncClient, questions: Sequence[str], max_tokens: int) -> list[Answer]:
-    messages = [{"role": "system", "content": f"Answer questions about this module.\n\n{manual()}"}]
+async def _talk(client: httpx.AsyncClient, questions: Sequence[str], max_tokens: int) -> list[DemoAnswer]:
+    messages = [{"role": "system", "content": f"DemoAnswer questions about this module.\n\n{manual()}"}]
     answers = []
     for question in questions:
         messages.append({"role": "user", "content": question})
@@ -162,7 +161,7 @@ async def _talk(client: httpx.AsyncClient, questions: Sequence[str], max_tokens:
     return answers
 
 
-async def _ask(client: httpx.AsyncClient, messages: Sequence[Mapping[str, str]], max_tokens: int) -> Answer:
+async def _ask(client: httpx.AsyncClient, messages: Sequence[Mapping[str, str]], max_tokens: int) -> DemoAnswer:
     body = {
         "messages": list(messages),
         "max_tokens": max_tokens,
@@ -176,14 +175,14 @@ async def _ask(client: httpx.AsyncClient, messages: Sequence[Mapping[str, str]],
     async for chunk in _events(client, body):
         for choice in chunk.get("choices", ()):
             piece = choice["delta"].get("content") or ""
-            # The chunk that carries only the role comes before anything is computed: it is no token.
+            # The chunk that carries only the role is sent before the first token.
             if (piece or choice.get("finish_reason")) and not first:
                 first = time.perf_counter() - started
             text += piece
         usage = chunk.get("usage") or usage
     seconds = time.perf_counter() - started
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Answer(text, first or seconds, seconds, usage["prompt_tokens"], cached, usage["completion_tokens"])
+    return DemoAnswer(text, first or seconds, seconds, usage["prompt_tokens"], cached, usage["completion_tokens"])
 
 
 async def _events(client: httpx.AsyncClient, body: Mapping[str, object]) -> AsyncIterator[dict[str, Any]]:
@@ -194,37 +193,37 @@ async def _events(client: httpx.AsyncClient, body: Mapping[str, object]) -> Asyn
             if line.startswith("data: ") and line != "data: [DONE]":
                 chunk = json.loads(line[6:])
                 if "error" in chunk:
-                    raise DemoFailed(f"the server broke off: {chunk['error']['message']}")
+                    raise DemoFailed(f"the server ended the stream: {chunk['error']['message']}")
                 yield chunk
 
 
-def same_answers(passes: Sequence[Pass]) -> bool:
-    """Whether every pass gave the same texts."""
+def same_answers(passes: Sequence[DemoPass]) -> bool:
+    """Whether all passes gave the same texts."""
     texts = [[answer.text for answer in one.answers] for one in passes]
     return all(other == texts[0] for other in texts)
 
 
-def as_json(passes: Sequence[Pass]) -> str:
+def as_json(passes: Sequence[DemoPass]) -> str:
     return json.dumps([asdict(one) for one in passes], indent=1)
 
 
-def rows(passes: Sequence[Pass]) -> list[tuple[str, ...]]:
-    """The table: one row per pass, in words and numbers."""
+def rows(passes: Sequence[DemoPass]) -> list[tuple[str, ...]]:
+    """The table: one row per pass."""
     base = passes[0]
     return [
         (
             one.name,
-            f"{one.median_first_token * 1000:.0f} ms",
-            f"{one.worst_first_token * 1000:.0f} ms",
-            f"{base.median_first_token / one.median_first_token:.1f}x",
+            f"{one.median_ttft * 1000:.0f} ms",
+            f"{one.worst_ttft * 1000:.0f} ms",
+            f"{base.median_ttft / one.median_ttft:.1f}x faster",
             f"{one.tokens_per_second:.0f}",
-            f"{one.share_reused:.0%}",
+            f"{one.cached_share:.0%}",
         )
         for one in passes
     ]
 
 
-HEAD = ("", "first token after (median)", "worst", "sooner", "tokens/s", "prompt tokens not computed again")
+HEAD = ("", "TTFT (median)", "TTFT (worst)", "TTFT speedup", "tokens/s", "cached prompt tokens")
 
 
 def register(app: typer.Typer) -> None:
@@ -233,9 +232,9 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def demo(
         max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 32,
-        json_file: Annotated[Path | None, typer.Option("--json", help="Also write every figure to this file.")] = None,
+        json_file: Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")] = None,
     ) -> None:
-        """Real conversations with a long shared beginning: without the cache, with it cold, and with it warm."""
+        """Compare TTFT without prefix caching, with a cold and with a warm cache, for prompts with a long common prefix."""
         from rich.console import Console
         from rich.table import Table
 
@@ -255,5 +254,5 @@ def register(app: typer.Typer) -> None:
         if json_file is not None:
             json_file.write_text(as_json(passes), encoding="utf-8")
         if not same_answers(passes):
-            raise DemoFailed("the answers differ between the passes; that must not happen")
-        console.print("The answers are the same in all three passes.")
+            raise DemoFailed("the answers differ between the passes, which is an error in Foreword")
+        console.print("All three passes gave the same answers.")

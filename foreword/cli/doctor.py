@@ -1,4 +1,4 @@
-"""`foreword doctor`: what this machine and this configuration are good for, one finding at a time."""
+"""`foreword doctor`: check this machine and a configuration."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from foreword import __version__
+from foreword.cli.flags import GroupedCommand, with_config
 from foreword.config import Config, EngineConfig
 from foreword.errors import ForewordError
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "starlette", "uvicorn", "pydantic", "prometheus_client")
-# Features that decide how fast a model runs on a CPU.
+# Instruction sets that determine how fast a model runs on a CPU.
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 _GIB = 2**30
 
@@ -27,11 +31,29 @@ class Finding:
 
     topic: str
     text: str
-    fine: bool = True
+    ok: bool = True
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(cls=GroupedCommand)(with_config(doctor))
+
+
+def doctor(
+    config: Config,
+    *,
+    load: Annotated[bool, typer.Option("--load/--no-load", help="Load the model and check that it computes.")] = True,
+) -> None:
+    """Check this machine and this configuration. Status 1 if something would not work."""
+    healthy = True
+    for finding in examine(config, load):
+        healthy &= finding.ok
+        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.topic:<10} {finding.text}", flush=True)
+    raise typer.Exit(0 if healthy else 1)
 
 
 def examine(config: Config, load: bool) -> Iterator[Finding]:
-    """Findings, cheap ones first; `load` also loads the model, which takes its time and memory."""
+    """Findings, cheap ones first. `load` also loads the model, which takes time and memory."""
     yield Finding("versions", _versions())
     yield Finding("cores", _cores())
     yield Finding("memory", _memory())
@@ -81,34 +103,34 @@ def _features() -> str:
 
 
 def _kernels(config: EngineConfig) -> Finding:
-    """Which kernels compute on this CPU; they are compiled now if they were not yet."""
+    """The kernels for this CPU. Compiles them if that has not been done."""
     if config.kernels == "torch":
-        return Finding("kernels", "PyTorch's operators, as engine.kernels says")
+        return Finding("kernels", "PyTorch's operators (engine.kernels=torch)")
     try:
         from foreword.engine.kernels import native
         from foreword.engine.kernels.build import CannotBuild
     except ModuleNotFoundError as error:
-        return Finding("kernels", f"PyTorch's operators will be needed, but {error.name} is not installed", fine=False)
+        return Finding("kernels", f"PyTorch's operators are needed, but {error.name} is not installed", ok=False)
     try:
         kernels = native.load()
     except CannotBuild as error:
         needed = config.kernels == "native"
-        return Finding("kernels", f"PyTorch's operators, slower, since there are no native ones: {error}", not needed)
+        return Finding("kernels", f"PyTorch's operators, which are slower; no native kernels: {error}", not needed)
     products = [name for name, dtype in native.NAMES.items() if kernels.multiplies(dtype)]
-    text = f"native, compiled for {kernels.lanes * 32}-bit vectors; products in {' and '.join(products) or 'no dtype'}"
+    text = f"native, compiled for {kernels.lanes * 32}-bit vectors; matrix products in {' and '.join(products) or 'no dtype'}"
     return Finding("kernels", text + ("" if len(products) == len(native.NAMES) else ", the others by PyTorch"))
 
 
 def _port(host: str, port: int) -> Finding:
     if port == 0:
-        return Finding("port", "a free one will be taken")
+        return Finding("port", "a free port will be used")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        return Finding("port", f"cannot listen on {host} port {port}: {error.strerror}", fine=False)
+        return Finding("port", f"cannot listen on {host} port {port}: {error.strerror}", ok=False)
     return Finding("port", f"{host} port {port} is free")
 
 
@@ -119,7 +141,7 @@ def _model(config: Config) -> Finding:
     try:
         engine = AsyncEngine.from_config(config.engine, prefixes=config.prefixes)
     except ForewordError as error:
-        return Finding("model", error.message, fine=False)
+        return Finding("model", error.message, ok=False)
     seconds = time.monotonic() - began
     info = engine.info
     engine.close()
@@ -127,7 +149,7 @@ def _model(config: Config) -> Finding:
     each = info.kv_bytes_per_block // info.block_size
     text = f"{info.name}: loaded in {seconds:.1f} s, {info.parameters} parameters, {info.dtype} on {info.device}, "
     return Finding(
-        "model", text + f"up to {info.max_model_len} tokens, room for {pool} tokens of KV at {each} bytes each"
+        "model", text + f"up to {info.max_model_len} tokens, KV memory for {pool} tokens at {each} bytes each"
     )
 
 

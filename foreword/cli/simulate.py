@@ -23,28 +23,41 @@ bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich
 
 _LIST = "one or several, separated by commas"
 _SIZE = "in tokens, or in bytes (40GiB)"
-Traces = Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Traces (docs/reference/formats.md).")]
-Replicas = Annotated[str, typer.Option("--replicas", help=f"How many replicas: {_LIST}.")]
-Policies = Annotated[str, typer.Option("--policy", help=f"Placement: {_LIST}; `all` for every one.")]
-Device = Annotated[str, typer.Option("--device", help=f"KV memory of a replica's device, {_SIZE}: {_LIST}.")]
-Memory = Annotated[str, typer.Option("--memory", help="Host memory of each replica for KV, likewise.")]
-Disk = Annotated[str, typer.Option("--disk", help="Disk of each replica for KV, likewise.")]
-Shared = Annotated[str, typer.Option("--shared", help="A store that all share, likewise.")]
+Traces = Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Trace files (docs/reference/formats.md).")]
+Replicas = Annotated[str, typer.Option("--replicas", help=f"Number of replicas: {_LIST}.")]
+Policies = Annotated[str, typer.Option("--policy", help=f"Routing policies: {_LIST}; `all` for all of them.")]
+Device = Annotated[str, typer.Option("--device", help=f"KV memory on each replica's device, {_SIZE}; {_LIST}.")]
+Memory = Annotated[str, typer.Option("--memory", help="Host memory tier of each replica, in the same format.")]
+Disk = Annotated[str, typer.Option("--disk", help="Disk tier of each replica, in the same format.")]
+Shared = Annotated[str, typer.Option("--shared", help="Tier that all replicas share, in the same format.")]
 Costs = Annotated[
-    Path | None, typer.Option("--costs", help="What steps and loads take, from `foreword bench calibrate`.")
+    Path | None,
+    typer.Option("--costs", help="File with the times of steps and loads, from `foreword bench calibrate`."),
 ]
-KvBytes = Annotated[int | None, typer.Option("--kv-bytes", help="Bytes of KV that a token takes.")]
+KvBytes = Annotated[int | None, typer.Option("--kv-bytes", help="Bytes of KV per token.")]
 BlockSize = Annotated[
-    int | None, typer.Option("--block-size", help="Tokens per block; else the costs' file's or the trace's own.")
+    int | None,
+    typer.Option("--block-size", help="Tokens per block; by default that of the --costs file or of the trace."),
 ]
-Batch = Annotated[int | None, typer.Option("--max-batch-tokens", help="Tokens computed in a step at most. [2048]")]
-Seqs = Annotated[int | None, typer.Option("--max-num-seqs", help="Sequences in a step at most. [256]")]
-Events = Annotated[bool, typer.Option("--events/--no-events", help="Replicas tell what they hold, or it is estimated.")]
+Batch = Annotated[
+    int | None, typer.Option("--max-batch-tokens", help="Maximum number of tokens in a step. [default: 2048]")
+]
+Seqs = Annotated[
+    int | None, typer.Option("--max-num-seqs", help="Maximum number of sequences in a step. [default: 256]")
+]
+Events = Annotated[
+    bool,
+    typer.Option("--events/--no-events", help="Replicas publish KV events, or the router estimates them."),
+]
 Learn = Annotated[bool, typer.Option("--learn/--know", help="The router learns the costs, or knows them.")]
-Speed = Annotated[float, typer.Option("--speed", help="2 lets everything come twice as fast.")]
-Limit = Annotated[int | None, typer.Option("--limit", help="Take the first so many requests.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Write a page with curves (HTML) here.")]
-Svg = Annotated[Path | None, typer.Option("--svg", help="Write the curves (SVG) into this folder.")]
+Speed = Annotated[
+    float, typer.Option("--speed", help="Factor for the arrival rate: 2 halves the time between requests.")
+]
+Limit = Annotated[
+    int | None, typer.Option("--limit", help="Number of requests to simulate, from the start of the trace.")
+]
+Out = Annotated[Path | None, typer.Option("--out", help="Write an HTML page with charts to this file.")]
+Svg = Annotated[Path | None, typer.Option("--svg", help="Write the charts as SVG files to this folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -76,9 +89,9 @@ def simulate(
     svg: Svg = None,
     as_json: AsJson = False,
 ) -> None:
-    """What hit share, TTFT and cost to expect: a trace through the real scheduler, pool, stores' policy and placement.
+    """Simulate a trace with the real scheduler, block pool, eviction and routing in virtual time: hit rate, TTFT, cost.
 
-    Time is virtual. Every combination of the values given is simulated.
+    Simulates every combination of the given values.
     """
     from foreword.sim.plan import SimulationPlan, counts, sizes
     from foreword.sim.profile import Profile, read_profile
@@ -104,7 +117,7 @@ def simulate(
         learn,
     )
     results = _run(SimulationPlan(base, axes, _policies(policy)), trace, profile)
-    _tell(results, _about(traces, trace, costs, profile), out, svg, as_json)
+    _write_results(results, _about(traces, trace, costs, profile), out, svg, as_json)
 
 
 def _default_costs() -> Any:
@@ -163,7 +176,7 @@ def _one(
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar on standard error, if that is a terminal and tqdm is there."""
+    """A progress bar on standard error, if that is a terminal and tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -183,14 +196,16 @@ def _about(traces: Sequence[Path], trace: Sequence[TraceRequest], costs: Path | 
     names = ", ".join(path.name for path in traces)
     where = "default costs (about a model of 70 billion parameters on eight accelerators)"
     if costs is not None:
-        told = "; ".join(
+        about = "; ".join(
             f"{key}: {value}" for key, value in profile.about.items() if isinstance(value, str | int | float)
         )
-        where = f"costs from {costs.name} ({told})"
+        where = f"costs from {costs.name} ({about})"
     return f"{names}: {len(trace)} requests, {tokens:,} prompt tokens in {trace[-1].arrival:,.0f} s; {where}"
 
 
-def _tell(results: Sequence[SimulationResult], about: str, out: Path | None, svg: Path | None, as_json: bool) -> None:
+def _write_results(
+    results: Sequence[SimulationResult], about: str, out: Path | None, svg: Path | None, as_json: bool
+) -> None:
     from foreword.sim.report import as_file, drawings, page, summarize, table
 
     if as_json:
@@ -215,25 +230,29 @@ def _tell(results: Sequence[SimulationResult], about: str, out: Path | None, svg
 @bench_app.command("calibrate")
 def calibrate(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A folder or a hub name; the embedded model if not given.")
+        str | None,
+        typer.Argument(metavar="MODEL", help="Folder or Hugging Face name; by default the embedded model."),
     ] = None,
     *,
-    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("costs.json"),
+    out: Annotated[Path, typer.Option("--out", help="File to write.")] = Path("costs.json"),
     store: Annotated[
-        list[str] | None, typer.Option("--store", help="Stores to measure loads from; memory and disk if not given.")
+        list[str] | None,
+        typer.Option("--store", help="URL of a store whose loads are measured; by default memory and disk."),
     ] = None,
     threads: Annotated[int | None, typer.Option("--threads", help="CPU threads.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="See `foreword serve`.")] = "auto",
     block_size: Annotated[int, typer.Option("--block-size", help="Tokens per block.")] = 16,
-    max_batch_tokens: Annotated[int, typer.Option("--max-batch-tokens", help="Tokens in a step at most.")] = 512,
+    max_batch_tokens: Annotated[
+        int, typer.Option("--max-batch-tokens", help="Maximum number of tokens in a step.")
+    ] = 512,
     longest: Annotated[int, typer.Option("--longest", help="Longest context to measure, in tokens.")] = 4096,
-    rounds: Annotated[int, typer.Option("--rounds", help="How often everything is measured.")] = 3,
+    rounds: Annotated[int, typer.Option("--rounds", help="Number of measurements of each value.")] = 3,
 ) -> None:
-    """Measure what steps and loads of an engine take on this machine, and write it down for `foreword simulate --costs`."""
+    """Measure the times of an engine's steps and loads on this machine, for `foreword simulate --costs`."""
     from foreword.sim.calibrate import CalibrationSetup, measure
 
     if out.exists():
-        raise ConfigError(f"{out} is there already; name a new file with --out")
+        raise ConfigError(f"{out} exists already; name a new file with --out")
     setup = CalibrationSetup(model, tuple(store or ()), threads, dtype, block_size, max_batch_tokens, longest, rounds)
     profile = measure(setup, lambda text: print(text, flush=True))
     try:

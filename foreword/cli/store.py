@@ -1,4 +1,4 @@
-"""`foreword inspect`, `foreword verify` and `foreword forget`: what is in a store, whether it is sound, and its removal."""
+"""`foreword inspect`, `foreword verify` and `foreword forget`: list, check and remove the contents of stores."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from foreword.store.base import StoredBlock
     from foreword.store.tiered import StoreTier, TieredStore
 
-Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Stores, for example disk:///var/cache/foreword.")]
+Urls = Annotated[
+    list[str], typer.Argument(metavar="URL...", help="URLs of stores, for example disk:///var/cache/foreword.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _BATCH = 32
 _CALL_WITHIN = 60.0
-# A frame whose size the store does not tell is read into a buffer of so many bytes.
+# The buffer for a frame whose size the store does not list.
 _LARGEST_FRAME = 64 << 20
 
 
@@ -51,7 +53,7 @@ def _opened(urls: list[str]) -> Iterator[TieredStore]:
 
 
 def inspect_store(urls: Urls, *, as_json: Json = False) -> None:
-    """What is in a store: models, chains, bytes, hits, ages, named prefixes. Changes nothing."""
+    """List what stores contain: models, blocks, bytes, hits, ages, named prefixes. Changes nothing."""
     from foreword.prefixes.erasure import layouts, named_prefixes
 
     with _opened(urls) as store:
@@ -130,7 +132,7 @@ def _print_tier(tier: dict[str, Any]) -> None:
         f"{tier['tier']}: {tier['blocks']} blocks, {_size(tier['bytes'])}{budget}, {_size(tier['pinned_bytes'])} pinned"
     )
     for group in tier["layouts"]:
-        name = group["model"] or "a model that the store does not describe"
+        name = group["model"] or "unknown model"
         about = f"  {group['dtype']}, {group['block_size']} tokens a block" if group["model"] else ""
         print(f"  {name} (layout {group['layout']}){about}")
         print(
@@ -162,7 +164,7 @@ def _age(then: float) -> str:
 
 
 @dataclass(slots=True)
-class _Findings:
+class _TierFindings:
     sound: int = 0
     gone: int = 0
     read: int = 0
@@ -175,36 +177,36 @@ def verify(
     urls: Urls,
     *,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Remove what is bad: it is computed again when needed.")
+        bool, typer.Option("--repair", help="Remove damaged blocks. They are recomputed when they are needed.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Read every block and check it to the last byte. Status 1 if something was bad and stays."""
+    """Read every block and check its checksum. Status 1 if a damaged block remains."""
     with _opened(urls) as store:
         found = {tier.label: _verify_tier(tier, repair) for tier in store.tiers}
     if as_json:
         print(json.dumps({label: _findings(one) for label, one in found.items()}, indent=2))
     else:
         for label, one in found.items():
-            bad = ", ".join(f"{count} {reason}" for reason, count in sorted(one.bad.items())) or "none bad"
-            gone = f", {one.gone} gone meanwhile" if one.gone else ""
-            print(f"{label}: {one.sound} blocks sound, {_size(one.read)} read, {bad}{gone}, {one.removed} removed")
+            bad = ", ".join(f"{count} {reason}" for reason, count in sorted(one.bad.items())) or "none damaged"
+            gone = f", {one.gone} evicted meanwhile" if one.gone else ""
+            print(f"{label}: {one.sound} blocks intact, {_size(one.read)} read, {bad}{gone}, {one.removed} removed")
     if any(sum(one.bad.values()) > one.removed for one in found.values()):
         raise typer.Exit(1)
 
 
-def _findings(one: _Findings) -> dict[str, Any]:
+def _findings(one: _TierFindings) -> dict[str, Any]:
     return {"sound": one.sound, "bad": dict(one.bad), "gone": one.gone, "bytes": one.read, "removed": one.removed}
 
 
-def _verify_tier(tier: StoreTier, repair: bool) -> _Findings:
+def _verify_tier(tier: StoreTier, repair: bool) -> _TierFindings:
     from rich.console import Console
     from rich.progress import Progress
 
     from foreword.prefixes.erasure import SCAN_WITHIN
 
     entries = sorted(tier.store.scan(deadline=time.monotonic() + SCAN_WITHIN), key=lambda entry: entry.name)
-    found = _Findings()
+    found = _TierFindings()
     with Progress(console=Console(file=sys.stderr)) as bar:
         task = bar.add_task(f"{tier.label}: {len(entries)} blocks", total=len(entries))
         for low in range(0, len(entries), _BATCH):
@@ -216,7 +218,7 @@ def _verify_tier(tier: StoreTier, repair: bool) -> _Findings:
     return found
 
 
-def _verify_batch(tier: StoreTier, batch: list[StoredBlock], found: _Findings) -> None:
+def _verify_batch(tier: StoreTier, batch: list[StoredBlock], found: _TierFindings) -> None:
     from foreword.store.frame import check
 
     buffers = [memoryview(bytearray(entry.size or _LARGEST_FRAME)) for entry in batch]
@@ -239,35 +241,43 @@ def _verify_batch(tier: StoreTier, batch: list[StoredBlock], found: _Findings) -
 
 
 def forget(
-    urls: Annotated[list[str] | None, typer.Argument(metavar="[URL...]", help="Stores; or use --server.")] = None,
+    urls: Annotated[
+        list[str] | None, typer.Argument(metavar="[URL...]", help="URLs of stores; or use --server.")
+    ] = None,
     *,
-    tenant: Annotated[str | None, typer.Option("--tenant", help="A tenant's name, with --tenant-secret.")] = None,
+    tenant: Annotated[str | None, typer.Option("--tenant", help="Name of a tenant; needs --tenant-secret.")] = None,
     tenant_secret: Annotated[
-        str | None, typer.Option("--tenant-secret", envvar="FOREWORD_SERVER_TENANT_SECRET", help="The servers' secret.")
+        str | None,
+        typer.Option(
+            "--tenant-secret",
+            envvar="FOREWORD_SERVER_TENANT_SECRET",
+            help="The servers' secret.",
+        ),
     ] = None,
-    everyone: Annotated[
-        bool, typer.Option("--no-tenant", help="What servers without API keys stored (the tenant with the empty salt).")
-    ] = False,
-    prefix: Annotated[str | None, typer.Option("--prefix", help="A named prefix, and what continues it.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="A model's name or fingerprint.")] = None,
+    everyone: Annotated[bool, typer.Option("--no-tenant", help="Blocks of servers without API keys.")] = False,
+    prefix: Annotated[
+        str | None, typer.Option("--prefix", help="A named prefix and the blocks that continue it.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Name or fingerprint of a model.")] = None,
     server: Annotated[
-        str | None, typer.Option("--server", help="A running server: everything of the caller, its device included.")
+        str | None,
+        typer.Option("--server", help="URL of a server: all blocks of the caller."),
     ] = None,
-    api_key: Annotated[str | None, typer.Option("--api-key", help="The caller, for --server.")] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", help="API key of the caller, for --server.")] = None,
 ) -> None:
-    """Remove blocks for good, from every tier given, and print a receipt as JSON. Status 1 if something is left."""
+    """Delete blocks from all given stores and print a receipt as JSON. Status 1 if blocks remain."""
     chosen = [name for name, given in _choices(tenant, everyone, prefix, model, server) if given]
     if len(chosen) != 1:
         raise ConfigError(
-            "say what to forget with exactly one of --tenant, --no-tenant, --prefix, --model and --server"
+            "choose what to delete with exactly one of --tenant, --no-tenant, --prefix, --model and --server"
         )
     if server is not None:
-        from foreword.cli.main import call_server
+        from foreword.cli.client import call_server
 
         _print_receipt(call_server(server, api_key, "DELETE", "/v1/cache"))
         return
     if not urls:
-        raise ConfigError("give the stores to remove from, for example disk:///var/cache/foreword")
+        raise ConfigError("name the stores to delete from, for example disk:///var/cache/foreword")
     with _opened(urls) as store:
         receipt = _forget(store, tenant, tenant_secret, everyone, prefix, model)
     _print_receipt(receipt.plain())
@@ -290,7 +300,7 @@ def _forget(
         return erasure.forget_tenant(store, b"")
     assert tenant is not None
     if secret is None:
-        raise ConfigError("a tenant's blocks are found with the servers' --tenant-secret")
+        raise ConfigError("--tenant needs the servers' --tenant-secret: it determines the names of the tenant's blocks")
     from foreword.api.tenants import derive_salt
 
     return erasure.forget_tenant(store, derive_salt(secret.encode(), tenant))

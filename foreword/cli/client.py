@@ -1,0 +1,47 @@
+"""Calls of a running server's HTTP API, for commands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from foreword.errors import BadRequest, ConfigError, ForewordError
+
+if TYPE_CHECKING:
+    import httpx
+
+
+def call_server(server: str, api_key: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """The server's JSON answer. Raises BadRequest with the server's message, or ConfigError if no server answers."""
+    import httpx
+
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        # No read timeout: computing a long prefix may take minutes.
+        timeout = httpx.Timeout(10, read=None)
+        answer = httpx.request(method, server.rstrip("/") + path, json=body, headers=headers, timeout=timeout)
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise ConfigError(f"no answer from {server}: {error} (--server)") from error
+    try:
+        found = answer.json()
+    except ValueError:
+        raise ConfigError(f"{server} did not answer as a Foreword server does (HTTP {answer.status_code})") from None
+    if not answer.is_success:
+        _raise_error(server, answer, found)
+    return found
+
+
+def _raise_error(server: str, answer: httpx.Response, body: Any) -> NoReturn:
+    status = answer.status_code
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error  # vLLM asks for its key with a bare text
+    if not isinstance(message, str):
+        raise ConfigError(f"{server} did not answer as a Foreword server does (HTTP {status}){_vllm_hint(answer)}")
+    if status >= 500:
+        raise ForewordError(message)
+    raise BadRequest(message)
+
+
+def _vllm_hint(answer: httpx.Response) -> str:
+    if answer.status_code != 404 or not answer.request.url.path.startswith("/v1/prefixes"):
+        return ""
+    return "; vLLM has named prefixes with --middleware foreword.integrations.vllm.NamedPrefixes"

@@ -1,0 +1,172 @@
+"""Command-line flags from the configuration's dataclasses: one flag per key, grouped by section in `--help`.
+
+A flag's help is the description of its key in the dataclass's docstring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from foreword.config import Config, load_config
+
+SECTIONS = {
+    "engine": "Engine",
+    "server": "Server",
+    "prefixes": "Named prefixes",
+    "store": "Stores",
+    "transfer": "KV transfer between instances",
+    "router": "Router",
+}
+_ENGINE_SECTIONS = ("engine", "server", "prefixes", "store", "transfer")
+_ROUTER_SECTIONS = ("server", "router")
+# Keys of the server that a router does not have.
+_NOT_FOR_ROUTERS = {
+    ("server", key) for key in ("max_queue", "router_key", "kv_events", "kv_events_replay", "role", "drain_to", "peers")
+}
+_POSITIONAL = ("engine", "model")
+_NAME_PREFIX = {"engine": "", "server": "", "prefixes": "prefix-", "router": ""}
+_NAMES = {
+    ("store", "urls"): "store",
+    ("server", "peers"): "peer",
+    ("router", "replicas"): "replica",
+    ("router", "tenant_weights"): "tenant-weight",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConfigFlag:
+    """One configuration key as a flag. `variable` is its name among the command's arguments."""
+
+    section: str
+    key: str
+    kind: Any
+    text: str
+    default: Any
+
+    @property
+    def name(self) -> str:
+        given = _NAMES.get((self.section, self.key))
+        return given or _NAME_PREFIX.get(self.section, f"{self.section}-") + self.key.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def help(self) -> str:
+        text = self.text[:1].upper() + self.text[1:]
+        return text if self.default in (None, ()) else f"{text} [default: {self.shown_default}]"
+
+    @property
+    def shown_default(self) -> str:
+        return ("on" if self.default else "off") if self.kind is bool else str(self.default)
+
+    def parameter(self) -> inspect.Parameter:
+        """The parameter for typer. None means "not given": then the environment, the file or the default decides."""
+        shown = f"--{self.name}/--no-{self.name}" if self.kind is bool else f"--{self.name}"
+        panel = SECTIONS[self.section]
+        option = typer.Option(None, shown, help=self.help, show_default=False, rich_help_panel=panel)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self.variable, kind, default=option, annotation=self.kind | None)
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose `--help` lists options in groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
+        for name, records in groups.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
+def config_flags() -> Iterator[ConfigFlag]:
+    """The flags of all sections."""
+    for section, kind in typing.get_type_hints(Config).items():
+        texts = attribute_texts(kind.__doc__ or "")
+        hints = typing.get_type_hints(kind)
+        for item in dataclasses.fields(kind):
+            yield ConfigFlag(section, item.name, _flag_type(hints[item.name]), texts.get(item.name, ""), item.default)
+
+
+def attribute_texts(doc: str) -> dict[str, str]:
+    """The description of each attribute in a class's docstring."""
+    texts: dict[str, str] = {}
+    names: list[str] = []
+    for line in inspect.cleandoc(doc).partition("Attributes:")[2].splitlines():
+        if match := re.fullmatch(r"    ([a-z_]+(?:, [a-z_]+)*): (.+)", line):
+            names = match[1].split(", ")
+            texts |= dict.fromkeys(names, match[2])
+        elif line.startswith("        "):
+            texts |= {name: f"{texts[name]} {line.strip()}" for name in names}
+    return texts
+
+
+def _flag_type(hint: Any) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    wanted = next(option for option in options if option is not type(None))
+    return list[str] if typing.get_origin(wanted) is tuple else wanted
+
+
+def with_config(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the argument MODEL, the flag --config and a flag per key of a server.
+
+    The command is called with the resulting `Config`, and with its other keyword arguments. Raises ConfigError.
+    """
+    return _with_flags(command, [flag for flag in config_flags() if flag.section in _ENGINE_SECTIONS])
+
+
+def with_router_config(command: Callable[..., None]) -> Callable[..., None]:
+    """The same without MODEL, and with the keys of a router."""
+    flags = [flag for flag in config_flags() if flag.section in _ROUTER_SECTIONS]
+    return _with_flags(command, [flag for flag in flags if (flag.section, flag.key) not in _NOT_FOR_ROUTERS])
+
+
+def _with_flags(command: Callable[..., None], known: list[ConfigFlag]) -> Callable[..., None]:
+    flags = [flag for flag in known if (flag.section, flag.key) != _POSITIONAL]
+    own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "config"]
+
+    def run(config: Path | None, model: str | None = None, **given: Any) -> None:
+        chosen: dict[str, dict[str, Any]] = {}
+        for flag in flags:
+            value = given.pop(flag.variable)
+            if value not in (None, []):
+                chosen.setdefault(flag.section, {})[flag.key] = value
+        if model is not None:
+            chosen.setdefault("engine", {})["model"] = model
+        command(load_config(config, flags=chosen), **given)
+
+    positional = [_model_parameter()] if len(flags) < len(known) else []
+    parameters = [*positional, _file_parameter(), *own, *(flag.parameter() for flag in flags)]
+    # Typer reads the name, the docstring, the signature and the annotations.
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {item.name: item.annotation for item in parameters}
+    return run
+
+
+def _model_parameter() -> inspect.Parameter:
+    text = "Folder or Hugging Face name of the model; by default the embedded model."
+    annotation = Annotated[str | None, typer.Argument(metavar="MODEL", help=text, show_default=False)]
+    return inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+
+
+def _file_parameter() -> inspect.Parameter:
+    annotation = Annotated[Path | None, typer.Option("--config", help="TOML file with the configuration.")]
+    return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
