@@ -95,11 +95,12 @@ class Proxy:
             one.close()
 
 
+@pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.slow)], ids=["one-place", "many-places"])
 @pytest.mark.parametrize("fault", ["flip", "drop", "cut", "stall"])
-def test_a_wire_that_misbehaves(fault: str) -> None:
+def test_a_wire_that_misbehaves(fault: str, count: int) -> None:
     """Wherever in the stream the wire does it, nothing wrong reaches the service, both sides end, and blocks are free again."""
     draw = random.Random(fault)
-    for at in [draw.randrange(600, 90_000) for _ in range(3 if fault == "stall" else 12)]:
+    for at in [draw.randrange(600, 90_000) for _ in range(min(count, 3) if fault == "stall" else count)]:
         prefill, decode = Prefill(), Decode()
         with ExitStack() as stack:
             listening = TransferEndpoint(config(links=("tcp",), **QUICK), prefill)
@@ -233,7 +234,7 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_strangers(sends: bytes | str) -> None:
     """Whoever says nothing, something else, or repeats what it is sent is let go of in time; others are served meanwhile."""
-    listening = TransferEndpoint(config(connect_timeout=5.0, secret=SECRET), TransferService(LAYOUT))
+    listening = TransferEndpoint(config(connect_timeout=2.0, secret=SECRET), TransferService(LAYOUT))
     address = listening.listen()
     calling = TransferEndpoint(config(secret=SECRET), TransferService(LAYOUT))
     with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as stranger:
@@ -562,7 +563,7 @@ def test_a_destination_that_takes_too_long() -> None:
     decode, giving = Decode(stop="complete"), Recorder()
     with ExitStack() as stack:
         listening = TransferEndpoint(config(lease_seconds=60.0), decode)
-        calling = TransferEndpoint(config(lease_seconds=3.0), giving)
+        calling = TransferEndpoint(config(lease_seconds=1.5), giving)
         stack.callback(listening.close)
         stack.callback(calling.close)
         connection = calling.connect(listening.listen())
@@ -574,6 +575,7 @@ def test_a_destination_that_takes_too_long() -> None:
         decode.check()
 
 
+@pytest.mark.slow
 def test_nobody_can_be_asked() -> None:
     """If the peer neither answers nor is gone, the source ends after two leases without the request: never both have it."""
     stuck = listen_with(lambda line: Decode(stop="complete", tell=line.tell), ("tcp",), beat_seconds=1.0)
@@ -589,6 +591,7 @@ def test_nobody_can_be_asked() -> None:
         calling.close()
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_stopped() -> None:
     """A process that stands still, though its connections do not break, is noticed by its silence."""
     stuck = listen_with(lambda line: Prefill(stop="sending", tell=line.tell), ("shm", "tcp"), beat_seconds=1.0)

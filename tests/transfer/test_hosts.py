@@ -42,7 +42,7 @@ def missing() -> str:
     return ""
 
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "there")]
 
 
 def enter(namespace: str) -> None:

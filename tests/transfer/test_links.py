@@ -62,6 +62,7 @@ class TestTcp(_Contract):
     pass
 
 
+@pytest.mark.slow
 class TestTcpOverUnix(_Contract):
     where = "unix:{}/s"
 
@@ -75,6 +76,7 @@ class TestShmOverUnix(_Contract):
     links_of = ("shm", "tcp")
 
 
+@pytest.mark.slow
 class TestTcp6(_Contract):
     where = "[::1]:0"
 

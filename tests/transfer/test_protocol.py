@@ -340,4 +340,11 @@ class TwoSides(RuleBasedStateMachine):
 
 
 TestTwoSides = TwoSides.TestCase
-TestTwoSides.settings = settings(max_examples=500, stateful_step_count=20, deadline=None)
+TestTwoSides.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.slow
+class TestTwoSidesLong(TwoSides.TestCase):  # type: ignore[name-defined]
+    """The same with many more runs."""
+
+    settings = settings(max_examples=1000, stateful_step_count=20, deadline=None)
