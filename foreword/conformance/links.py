@@ -1,4 +1,4 @@
-"""What any link must pass. For tests: needs pytest.
+"""The tests that every link must pass. Needs pytest.
 
     class TestMine(LinkContract):
         @pytest.fixture
@@ -31,14 +31,14 @@ PATIENCE = 60.0
 
 
 class Meeting(Protocol):
-    """Where two sides meet. Both calls end in one new link each; they need each other, so they run at the same time."""
+    """Connects two sides. Each call returns one end of a new link; both must run at the same time."""
 
     def dial(self) -> Link: ...
     def answer(self) -> Link: ...
 
 
 def soon(seconds: float = PATIENCE) -> float:
-    """A deadline that no sound link passes in a test."""
+    """A deadline that a working link does not reach in a test."""
     return time.monotonic() + seconds
 
 
@@ -58,7 +58,7 @@ def pair(meeting: Meeting) -> Iterator[tuple[Link, Link]]:
 
 @contextmanager
 def child(work: Callable[[], None]) -> Iterator[int]:
-    """A forked process that does `work`; killed at the end if it still runs."""
+    """A forked process that runs `work`; killed at the end if it still runs."""
     number = os.fork()
     if not number:
         try:
@@ -93,7 +93,7 @@ class LinkContract:
             yield both
 
     def test_messages_arrive_in_order_and_whole(self, links: tuple[Link, Link]) -> None:
-        """Hundreds of messages, with payloads of all sizes in one or more buffers and without any, arrive as they were sent."""
+        """Hundreds of messages, with payloads of all sizes in one or more buffers or without payload, arrive as they were sent."""
         near, far = links
         draw = random.Random(5)
         plan = [draw.choice([0, 1, 63, 64, 65, 4097, 70_000]) for _ in range(300)]
@@ -132,9 +132,9 @@ class LinkContract:
                 assert message == Frames(number, ()) and got == data
             sending.result(PATIENCE)
 
-    def test_messages_that_go_together(self, links: tuple[Link, Link]) -> None:
-        """Messages that may wait for the next one arrive with it, in order and whole, also when they are more than the link
-        holds; one that nothing follows goes at once."""
+    def test_batched_messages(self, links: tuple[Link, Link]) -> None:
+        """Batched messages arrive in order and whole, also if they are more than the link holds; the last one of a batch is sent at
+        once."""
         near, far = links
         size = near.largest // 5
         data = random.Random(10).randbytes(size)
@@ -156,7 +156,7 @@ class LinkContract:
         assert [take(far)[0], take(far)[0]] == [Taken(), Heartbeat()]
 
     def test_both_ways_at_once(self, links: tuple[Link, Link]) -> None:
-        """Each side sends a lot while it receives a lot."""
+        """Each side sends large payloads while it receives large payloads."""
         data = random.Random(7).randbytes(300_000)
 
         def send(link: Link) -> None:
@@ -177,7 +177,7 @@ class LinkContract:
                 assert other.result(PATIENCE) == [KVPart(number, 1, 0, 1, 1) for number in range(60)]
 
     def test_buffers_may_change_after_send(self, links: tuple[Link, Link]) -> None:
-        """What the sender does with its memory after `send` has returned does not reach the receiver."""
+        """Changes of the sender's buffers after `send` has returned do not reach the receiver."""
         near, far = links
         buffer = bytearray(20_000)
         for number in range(5):
@@ -188,7 +188,7 @@ class LinkContract:
             assert take(far)[1] == bytes([number + 1]) * len(buffer)
 
     def test_payloads_stay_until_released(self, links: tuple[Link, Link]) -> None:
-        """What is held does not change while more arrives, in whatever order things are released."""
+        """An unreleased payload does not change while more arrive, in any order of releases."""
         near, far = links
         draw = random.Random(8)
         held: list[tuple[bytes, Received]] = []
@@ -201,8 +201,8 @@ class LinkContract:
                 assert one.payload.view == expected and one.sound()
                 one.payload.release()
 
-    def test_a_slow_receiver_holds_the_sender_up(self, links: tuple[Link, Link]) -> None:
-        """While nothing is released the sender stops after a bounded number of bytes; once it is, all arrives."""
+    def test_a_slow_receiver_blocks_the_sender(self, links: tuple[Link, Link]) -> None:
+        """While nothing is released the sender blocks after a bounded number of bytes; after that everything arrives."""
         near, far = links
         size = min(near.largest // 4, 1 << 20)
         count = 40 + 4 * near.largest // size
@@ -231,7 +231,7 @@ class LinkContract:
             sending.result(PATIENCE)
 
     def test_a_sender_gives_up_at_its_deadline(self, links: tuple[Link, Link]) -> None:
-        """When nothing moves, `send` ends with TransferTimeout."""
+        """Without progress `send` raises TransferTimeout."""
         near, _ = links
         data = bytes(min(near.largest, 1 << 20))
         with pytest.raises(TransferTimeout):  # noqa: PT012 - how many fit is the kernel's affair
@@ -239,7 +239,7 @@ class LinkContract:
                 near.send(KVPart(0, 1, 0, 1, 1), ID, [data], deadline=soon(0.3))
 
     def test_receiving_in_time_slices_loses_nothing(self, links: tuple[Link, Link]) -> None:
-        """A TransferTimeout of `receive` is no more than that: the next call gets what comes."""
+        """A TransferTimeout of `receive` loses nothing: the next call gets the next message."""
         near, far = links
         for number in range(3):
             with pytest.raises(TransferTimeout):
@@ -248,7 +248,7 @@ class LinkContract:
             assert take(far) == (KVPart(number, 1, 0, 1, 1), b"x" * 100)
 
     def test_close_wakes_the_receiver(self, links: tuple[Link, Link]) -> None:
-        """Closing ends a `receive` that waits on another thread, and whatever is called later; twice is fine."""
+        """Closing ends a `receive` that waits on another thread, and all later calls fail; closing twice is allowed."""
         near, _ = links
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(lambda: near.receive(deadline=soon()))
@@ -261,8 +261,8 @@ class LinkContract:
         with pytest.raises(TransferUnavailable):
             near.send(Heartbeat(), deadline=soon())
 
-    def test_what_was_sent_before_the_end_arrives(self, links: tuple[Link, Link]) -> None:
-        """After the peer has closed, its last messages still come, then TransferUnavailable; held payloads stay readable."""
+    def test_messages_before_the_end_arrive(self, links: tuple[Link, Link]) -> None:
+        """After the peer has closed, its last messages still arrive, then TransferUnavailable; unreleased payloads stay readable."""
         near, far = links
         near.send(KVPart(0, 1, 0, 1, 1), ID, [b"last words"], deadline=soon())
         near.send(Taken(), ID, deadline=soon())
@@ -276,7 +276,7 @@ class LinkContract:
         received.payload.release()
 
     def test_a_killed_receiver(self, meeting: Meeting) -> None:
-        """When the peer's process is killed while payloads are on the way, the sender ends with an error, soon."""
+        """When the peer's process is killed while payloads are on the way, the sender gets an error."""
         ready, tell = os.pipe()
 
         def work() -> None:
@@ -302,7 +302,7 @@ class LinkContract:
         os.close(tell)
 
     def test_a_killed_sender(self, meeting: Meeting) -> None:
-        """When the peer's process is killed, whole messages of before may come, then TransferUnavailable, and nothing half."""
+        """When the peer's process is killed, whole messages may still arrive, then TransferUnavailable; never half a message."""
 
         def work() -> None:
             link = meeting.answer()

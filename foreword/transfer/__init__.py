@@ -1,6 +1,7 @@
-"""How KV travels between instances: pulled while it is computed, pushed with a running request, fetched as from a store.
+"""KV transfer between instances: remote prefill (pull), migration of running requests (push), reading blocks (fetch).
 
-`endpoint.Endpoint` is the door: it listens, connects, and calls a `service.Service`. Under it, top down: `transfers` (what a
-service holds in its hands), `connection` (many transfers over one link), `protocol` (the states, without I/O), `messages` (the
-wire format), `link` with `tcp` and `shm` (how bytes move). docs/concepts/transfer.md tells it from outside.
+Bottom up: `messages` (wire format), `sockets`, `link` with `tcp` and `shm` (moving bytes), `handshake`, `channel` (the sending
+half of a connection), `protocol` (states without I/O), `transfers` (the two sides of a transfer), `service` (what an instance
+does for its peers), `registry`, `fetch`, `connection`, `endpoint` (listen and connect), `peer` (another instance as a store).
+docs/concepts/transfer.md describes the whole.
 """

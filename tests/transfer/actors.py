@@ -1,4 +1,4 @@
-"""Services for the tests: real blocks of a real pool on the destination's side, and KV that can be told from any other."""
+"""Services for the tests: real blocks of a real pool on the destination, and KV whose content is unique per block."""
 
 import queue
 import random
@@ -31,7 +31,7 @@ QUICK = {"answer_timeout": 2.0, "progress_timeout": 2.0, "lease_seconds": 2.0, "
 
 
 def config(**other: object) -> TransferConfig:
-    """Small buffers, and time for everything that is not told otherwise."""
+    """Small buffers and long time limits, unless given."""
     return TransferConfig(**{"ring": "1MiB", "queue": "1MiB", **PATIENT, **other})  # type: ignore[arg-type]
 
 
@@ -40,7 +40,7 @@ def keys_of(seed: int, tokens: int) -> list[bytes]:
 
 
 def content(seed: int, part: KVPart) -> bytes:
-    """The KV of a part: the same for the same block and layer, whichever part it comes in."""
+    """The KV of a part: the same for the same block and layer in any part."""
     pieces = []
     per_token = LAYOUT.item_bytes * LAYOUT.layers[0].elements
     for layer in range(part.first_layer, part.first_layer + part.layers):
@@ -62,7 +62,7 @@ def parts_of(seed: int, tokens: int, first: int = 0, target: int = 20_000) -> It
 
 
 class Recorder(TransferService):
-    """Keeps what it is told in queues that can be waited for."""
+    """Puts its notifications into a queue that tests can wait for."""
 
     def __init__(self, layout: Layout | None = LAYOUT) -> None:
         super().__init__(layout)
@@ -71,7 +71,7 @@ class Recorder(TransferService):
         self.lock = threading.Lock()
 
     def await_(self, what: str) -> TransferSide:
-        """The transfer about which the next thing of this kind is told; other things on the way are passed over."""
+        """The transfer of the next notification of this kind; other notifications are skipped."""
         while True:
             said, transfer = self.heard.get(timeout=PATIENCE)
             if said == what:
@@ -87,7 +87,7 @@ class Recorder(TransferService):
 
 
 class Prefill(Recorder):
-    """Computes what is wanted: `request` is `seed tokens`; sends it and `result seed`.
+    """Computes pulled KV: `request` is `seed tokens`; sends the parts and `result seed`.
 
     Attributes:
         stop: `asked`, `refused` or `sending`: goes no further than that.
@@ -105,7 +105,7 @@ class Prefill(Recorder):
         threading.Thread(target=self.compute, args=(source,), daemon=True).start()
 
     def compute(self, source: KVSource) -> None:
-        """On a thread of its own, where the end of the transfer is an event like any other; an error while it lives is one."""
+        """Runs on its own thread. An error after the end of the transfer is expected; any other error is raised."""
         try:
             self._compute(source)
         except TransferError:
@@ -133,7 +133,7 @@ class Prefill(Recorder):
 
 
 class Decode(Recorder):
-    """Puts what comes into blocks of a pool, and checks that it is what was wanted.
+    """Receives KV into blocks of a pool and checks its content.
 
     Attributes:
         stop: `considered`, `receiving` or `complete`: goes no further than that.
@@ -195,15 +195,15 @@ class Decode(Recorder):
         super().ended(transfer)
 
     def check(self) -> None:
-        """Nothing leaked: every block is free again, the pool's own check passes, nobody was told of an end twice."""
+        """Nothing leaked: every block is free again, the pool's check passes, and each end was notified once."""
         self.pool.check()
         assert self.pool.num_free == self.pool.num_blocks
         assert set(self.ends.values()) <= {1}
         assert not self.wrong
 
 
-class Library(Recorder):
-    """Gives frames: as many names as it has."""
+class FrameService(Recorder):
+    """Serves the frames that it has."""
 
     def __init__(self, frames: dict[bytes, bytes], batch: int = 3) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What breaks: wires that flip, drop, stall and cut; processes that are killed in every state; peers that do not fit."""
+"""Faults: wires that flip, drop, stall and cut; processes killed in every state; peers that do not match."""
 
 import os
 import random
@@ -34,15 +34,15 @@ def request(seed: int, tokens: int) -> bytes:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another thread does."""
+    """Wait until another thread has done something."""
     ends = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < ends, "it never happened"
+        assert time.monotonic() < ends, "the condition did not become true"
         time.sleep(0.005)
 
 
 class Proxy:
-    """A wire that misbehaves: passes bytes between a client and a server, and does something to those from the server.
+    """A faulty wire: passes bytes between a client and a server, and injects one fault into those from the server.
 
     Args:
         fault: `flip`, `drop`, `stall` or `cut`, at byte `at` of what the server sends.
@@ -98,7 +98,7 @@ class Proxy:
 @pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.slow)], ids=["one-place", "many-places"])
 @pytest.mark.parametrize("fault", ["flip", "drop", "cut", "stall"])
 def test_a_wire_that_misbehaves(fault: str, count: int) -> None:
-    """Wherever in the stream the wire does it, nothing wrong reaches the service, both sides end, and blocks are free again."""
+    """Wherever in the stream the fault is, no wrong KV reaches the service, both sides end, and all blocks are free again."""
     draw = random.Random(fault)
     for at in [draw.randrange(600, 90_000) for _ in range(min(count, 3) if fault == "stall" else count)]:
         prefill, decode = Prefill(), Decode()
@@ -119,7 +119,7 @@ def test_a_wire_that_misbehaves(fault: str, count: int) -> None:
 
 
 def test_a_flipped_payload_fails_one_transfer() -> None:
-    """A payload that does not fit its checksum ends its transfer with that reason; the connection goes on."""
+    """A payload that does not match its checksum ends its transfer with that reason; the connection continues."""
     prefill, decode = Prefill(), Decode()
     with ExitStack() as stack:
         listening = TransferEndpoint(config(links=("tcp",)), prefill)
@@ -142,7 +142,7 @@ def test_a_flipped_payload_fails_one_transfer() -> None:
 
 
 def refused(theirs: TransferConfig, ours: TransferConfig, layouts: tuple[Layout | None, Layout | None]) -> str:
-    """Why a connection does not come about; both sides must see it and be none the worse."""
+    """Why a connection is refused; both sides must notice it and stay usable."""
     with ExitStack() as stack:
         listening = TransferEndpoint(theirs, TransferService(layouts[0]))
         stack.callback(listening.close)
@@ -164,12 +164,12 @@ def refused(theirs: TransferConfig, ours: TransferConfig, layouts: tuple[Layout 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(SECRET, SECRET + "!"), (SECRET, None), (None, SECRET)])
 def test_the_wrong_secret(theirs: str | None, ours: str | None) -> None:
-    """Another secret, or none on one side, is refused with a sentence that says what to set."""
+    """A different secret, or none on one side, is refused with a message that names the setting."""
     assert "transfer.secret" in refused(config(secret=theirs), config(secret=ours), (LAYOUT, LAYOUT))
 
 
 def test_the_right_secret() -> None:
-    """The same secret on both sides lets them talk."""
+    """With the same secret on both sides they connect."""
     with ExitStack() as stack:
         listening = TransferEndpoint(config(secret=SECRET), TransferService(LAYOUT))
         stack.callback(listening.close)
@@ -190,13 +190,13 @@ def test_the_right_secret() -> None:
     ids=["block-size", "dtype", "layers", "model", "order"],
 )
 def test_another_layout(other: Layout, says: str) -> None:
-    """KV that means something else is refused with a sentence that says what differs, whoever calls."""
+    """A peer with another KV layout is refused with a message that says what differs, in both directions."""
     assert says in refused(config(), config(), (other, LAYOUT))
     assert says in refused(config(), config(), (LAYOUT, other))
 
 
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer of another version is refused with both numbers."""
+    """A peer with another protocol version is refused with both versions in the message."""
     listening = TransferEndpoint(config(), TransferService(LAYOUT))
     address = listening.listen()
     with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as peer:
@@ -233,7 +233,7 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     "sends", [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(100), "echo"], ids=["silence", "http", "echo"]
 )
 def test_strangers(sends: bytes | str) -> None:
-    """Whoever says nothing, something else, or repeats what it is sent is let go of in time; others are served meanwhile."""
+    """A client that sends nothing, sends garbage, or echoes is disconnected in time; other clients are served meanwhile."""
     listening = TransferEndpoint(config(connect_timeout=2.0, secret=SECRET), TransferService(LAYOUT))
     address = listening.listen()
     calling = TransferEndpoint(config(secret=SECRET), TransferService(LAYOUT))
@@ -258,7 +258,7 @@ def test_strangers(sends: bytes | str) -> None:
 
 
 def test_a_wrong_proof() -> None:
-    """A client that does not know the secret gets one byte, no, and nothing that it could learn from, whatever it says."""
+    """A client that does not know the secret gets one byte ("no") and nothing from which it could learn the secret."""
     listening = TransferEndpoint(config(secret=SECRET), TransferService(LAYOUT))
     address = listening.listen()
     with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as stranger:
@@ -273,8 +273,8 @@ def test_a_wrong_proof() -> None:
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", "10.1.2.3:9000", "example.org:1"])
-def test_no_open_door_without_a_secret(bind: str) -> None:
-    """An address that others can reach is not bound without a secret; the error says what to do."""
+def test_no_public_address_without_a_secret(bind: str) -> None:
+    """An address that other hosts can reach is not bound without a secret; the error names the setting."""
     with pytest.raises(ConfigError, match=r"transfer\.secret"):
         TransferEndpoint(TransferConfig(bind=bind))
     endpoint = TransferEndpoint(config(), TransferService())
@@ -289,14 +289,14 @@ def test_no_open_door_without_a_secret(bind: str) -> None:
      {"beat_seconds": float("nan")}, {"max_transfers": 0}],
     ids=lambda wrong: next(iter(wrong)),
 )  # fmt: skip
-def test_settings_that_make_no_sense(wrong: dict[str, object]) -> None:
+def test_settings_out_of_range(wrong: dict[str, object]) -> None:
     """Values out of range are ConfigErrors that name the key."""
     with pytest.raises(ConfigError, match=f"transfer.{next(iter(wrong))}"):
         TransferConfig(**wrong)  # type: ignore[arg-type]
 
 
 def test_shared_memory_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers that do not see each other's segments (containers, other hosts) fall back to TCP, whichever of them cannot."""
+    """If either peer cannot open the other's segment (containers, other hosts), both fall back to TCP."""
     for fails_at in (0, 1):
         calls = iter(range(10))
         real = handshake.open_peers
@@ -325,7 +325,7 @@ def test_shared_memory_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Line:
-    """What a child tells its parent: words, one per line."""
+    """A pipe from a child process to its parent: words, one per line."""
 
     def __init__(self) -> None:
         self.read, self.write = os.pipe()
@@ -349,7 +349,7 @@ class Line:
 
 @contextmanager
 def other_process(work: Callable[[Line], None]) -> Iterator[tuple[int, Line]]:
-    """A child that listens, tells its address, and does `work` as it goes."""
+    """A child process that runs `work`, which reports its address."""
     line = Line()
     with child(lambda: work(line)) as number:
         yield number, line
@@ -375,7 +375,7 @@ def settled(endpoint: TransferEndpoint) -> bool:
 @over_each_link
 @pytest.mark.parametrize("state", ["asked", "sending", "delivered"])
 def test_a_killed_source_of_a_pull(state: str, links: tuple[str, ...]) -> None:
-    """Killed in any state, the source leaves a destination that ends, gives its blocks back, or has everything already."""
+    """If the source is killed in any state, the destination ends and frees its blocks, or has everything already."""
     with other_process(listen_with(lambda line: Prefill(stop=state, tell=line.tell), links)) as (number, line):
         decode = Decode(stop="complete" if state == "delivered" else "")
         calling = TransferEndpoint(config(links=links), decode)
@@ -399,7 +399,7 @@ def test_a_killed_source_of_a_pull(state: str, links: tuple[str, ...]) -> None:
 @over_each_link
 @pytest.mark.parametrize("state", ["considered", "receiving", "complete"])
 def test_a_killed_destination_of_a_push(state: str, links: tuple[str, ...]) -> None:
-    """Killed in any state before it took the request, the destination leaves a source that has it again, with every buffer."""
+    """If the destination is killed before it took the request, the source owns it again and gets every buffer back."""
     with other_process(listen_with(lambda line: Decode(stop=state, tell=line.tell), links)) as (number, line):
         giving = Recorder()
         calling = TransferEndpoint(config(links=links), giving)
@@ -426,7 +426,7 @@ def test_a_killed_destination_of_a_push(state: str, links: tuple[str, ...]) -> N
 
 
 def ask_from(address: str, line: Line, stop: str, links: tuple[str, ...]) -> None:
-    """A child that wants something and goes no further than `stop`."""
+    """A child process that requests a pull and stops at the state `stop`."""
     decode = Decode(stop=stop, tell=line.tell)
     endpoint = TransferEndpoint(config(links=links), decode)
     connection = endpoint.connect(address)
@@ -436,7 +436,7 @@ def ask_from(address: str, line: Line, stop: str, links: tuple[str, ...]) -> Non
 
 
 def offer_from(address: str, line: Line, stop: str, links: tuple[str, ...]) -> None:
-    """A child that offers a request and goes no further than `stop`."""
+    """A child process that requests a push and stops at the state `stop`."""
     giving = Recorder()
     endpoint = TransferEndpoint(config(links=links), giving)
     source = endpoint.connect(address).push(request(4, 500), keys_of(4, 500), 500)
@@ -464,7 +464,7 @@ def caller(
 def calling_process(
     run: Callable[[Line, int], None], service: Recorder, links: tuple[str, ...]
 ) -> Iterator[tuple[int, Line, TransferEndpoint]]:
-    """A child that is forked before this process has threads, then told where to call."""
+    """A child process, forked before this process has threads, that gets the address to connect to later."""
     told, tell = os.pipe()
     line = Line()
     with child(lambda: run(line, told)) as number:
@@ -480,7 +480,7 @@ def calling_process(
 @over_each_link
 @pytest.mark.parametrize(("stop", "until_word"), [("asked", "wanted"), ("sending", "receiving"), ("", "complete")])
 def test_a_killed_destination_of_a_pull(stop: str, until_word: str, links: tuple[str, ...]) -> None:
-    """Killed in any state, the destination leaves a source whose lease ends at once."""
+    """If the destination is killed in any state, the source's lease ends at once."""
     prefill = Prefill(stop=stop)
     here = until_word if until_word in ("receiving", "complete") else ""
     with calling_process(caller(ask_from, here, links), prefill, links) as (number, line, listening):
@@ -496,7 +496,7 @@ def test_a_killed_destination_of_a_pull(stop: str, until_word: str, links: tuple
 @over_each_link
 @pytest.mark.parametrize("state", ["offered", "sending", "delivered"])
 def test_a_killed_source_of_a_push(state: str, links: tuple[str, ...]) -> None:
-    """Killed in any state, the source leaves a destination that gives its blocks back, or has taken the request already."""
+    """If the source is killed in any state, the destination frees its blocks, or has taken the request already."""
     decode = Decode(stop="considered" if state == "offered" else "complete")
     with calling_process(caller(offer_from, state, links), decode, links) as (number, line, listening):
         assert line.hear() == state
@@ -520,8 +520,8 @@ def delivered(giving: Recorder, connection: Connection, seed: int = 5) -> object
     return source
 
 
-def test_a_word_that_was_lost() -> None:
-    """The connection breaks after the destination took a request and before its word arrives: the source asks and learns it."""
+def test_a_lost_taken_message() -> None:
+    """The connection breaks after the destination took a request and before `Taken` arrives: the source asks and learns it."""
     decode, giving = Decode(stop="complete"), Recorder()
     with ExitStack() as stack:
         listening, calling = TransferEndpoint(config(), decode), TransferEndpoint(config(), giving)
@@ -541,9 +541,9 @@ def test_a_word_that_was_lost() -> None:
         decode.check()
 
 
-def test_a_question_decides() -> None:
-    """The connection breaks before the destination took it: the source asks and has it again, and the destination cannot take
-    it any more, even if it has not noticed."""
+def test_an_ownership_query_decides() -> None:
+    """The connection breaks before the destination took the request: the source asks and owns it again. The destination
+    cannot take it any more, even if it has not noticed."""
     decode, giving = Decode(stop="complete"), Recorder()
     with ExitStack() as stack:
         listening, calling = TransferEndpoint(config(), decode), TransferEndpoint(config(), giving)
@@ -559,7 +559,7 @@ def test_a_question_decides() -> None:
 
 
 def test_a_destination_that_takes_too_long() -> None:
-    """After its lease the source asks over the connection that there is, and the answer settles it."""
+    """After its lease the source asks over the existing connection, and the answer decides."""
     decode, giving = Decode(stop="complete"), Recorder()
     with ExitStack() as stack:
         listening = TransferEndpoint(config(lease_seconds=60.0), decode)
@@ -576,8 +576,8 @@ def test_a_destination_that_takes_too_long() -> None:
 
 
 @pytest.mark.slow
-def test_nobody_can_be_asked() -> None:
-    """If the peer neither answers nor is gone, the source ends after two leases without the request: never both have it."""
+def test_a_peer_that_does_not_answer_the_query() -> None:
+    """If a running peer does not answer, the source gives the request up after two leases: never do both sides own it."""
     stuck = listen_with(lambda line: Decode(stop="complete", tell=line.tell), ("tcp",), beat_seconds=1.0)
     with other_process(stuck) as (number, line):
         giving = Recorder()
@@ -593,7 +593,7 @@ def test_nobody_can_be_asked() -> None:
 
 @pytest.mark.slow
 def test_a_peer_that_is_stopped() -> None:
-    """A process that stands still, though its connections do not break, is noticed by its silence."""
+    """A stopped process, whose connections do not break, is detected by its missing heartbeats."""
     stuck = listen_with(lambda line: Prefill(stop="sending", tell=line.tell), ("shm", "tcp"), beat_seconds=1.0)
     with other_process(stuck) as (number, line):
         decode = Decode()

@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missi
 
 
 def enter(namespace: str) -> None:
-    """This thread's network is the namespace's from now on."""
+    """Move this thread into the network namespace."""
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
@@ -81,7 +81,7 @@ class Wire:
         subprocess.run(["ip", *words], check=True, capture_output=True)
 
     def open(self, name: str) -> None:
-        """A TUN device is in the namespace of whoever opens it: a thread that ends after that."""
+        """Open a TUN device in a namespace: it belongs to the namespace of the thread that opens it."""
         enter(name)
         device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", b"wire", IFF_TUN | IFF_NO_PI))
@@ -185,8 +185,8 @@ def push(endpoint: TransferEndpoint, line: Line) -> None:
 
 @pytest.mark.parametrize("links", [("tcp",), ("shm", "tcp")], ids=["tcp", "shm"])
 def test_delay_and_loss(wire: Wire, links: tuple[str, ...]) -> None:
-    """Between hosts whose network delays every packet and loses some, all of it arrives; two namespaces of one host find out
-    that they can share memory although their addresses do not tell."""
+    """Between hosts whose network delays and loses packets, everything arrives. Two namespaces of one host detect that they
+    can share memory, although their addresses do not show it."""
     here, there = Line(), Line()
     with child(lambda: serve(wire, Prefill(), links, here)):
         assert here.hear() == "listening"
@@ -199,8 +199,8 @@ def test_delay_and_loss(wire: Wire, links: tuple[str, ...]) -> None:
     there.close()
 
 
-def test_push_over_a_bad_wire(wire: Wire) -> None:
-    """A request moves from host to host all the same."""
+def test_push_over_a_lossy_network(wire: Wire) -> None:
+    """A request is migrated over a network that delays and loses packets."""
     here, there = Line(), Line()
     with child(lambda: serve(wire, Decode(), ("tcp",), here)):
         assert here.hear() == "listening"
@@ -211,8 +211,8 @@ def test_push_over_a_bad_wire(wire: Wire) -> None:
     there.close()
 
 
-def test_a_wire_that_is_cut(wire: Wire) -> None:
-    """When no packet passes any more, without a word from the kernel, both hosts notice and give everything back."""
+def test_a_silent_network_failure(wire: Wire) -> None:
+    """When the network silently drops all packets, both hosts notice and free everything."""
     here, there = Line(), Line()
     quick = {**QUICK, "answer_timeout": 20.0}
 
@@ -235,8 +235,8 @@ def test_a_wire_that_is_cut(wire: Wire) -> None:
     there.close()
 
 
-def test_loopback_is_not_for_others(wire: Wire) -> None:
-    """An instance that binds what it binds by default is not reached from another host."""
+def test_loopback_is_not_reachable_from_other_hosts(wire: Wire) -> None:
+    """An instance with the default bind address cannot be reached from another host."""
     here, there = Line(), Line()
 
     def listen(line: Line) -> None:

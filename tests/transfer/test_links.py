@@ -1,4 +1,4 @@
-"""Every link against the contract, with what only one of them has."""
+"""Every link against the link contract, and tests of single links."""
 
 import os
 import secrets
@@ -25,7 +25,7 @@ RING = 1 << 20
 
 
 class Place:
-    """A listening socket and what both sides bring."""
+    """A listening socket and the identities of both sides."""
 
     def __init__(self, address: str, links: tuple[str, ...]) -> None:
         self.listener, self.address = listen(parse_address(address))
@@ -54,7 +54,7 @@ class _Contract(LinkContract):
         place.listener.close()
 
     def test_the_link_is_the_one_meant(self, links: tuple[Link, Link]) -> None:
-        """Both sides agree on the best that both have."""
+        """Both sides agree on the preferred link that both have."""
         assert {link.name for link in links} == {self.links_of[0]}
 
 
@@ -90,7 +90,7 @@ class TestTcp6(_Contract):
 
 
 def test_no_segment_stays_behind(tmp_path: Path) -> None:
-    """Once two sides have agreed, no file of theirs is left in /dev/shm, and only the user could have opened it before."""
+    """After the handshake no file is left in /dev/shm; before, only the same user could open it."""
     before = set(os.listdir(FOLDER))
     place = Place("127.0.0.1:0", ("shm", "tcp"))
     with pair(place) as (near, _):
@@ -103,7 +103,7 @@ def test_no_segment_stays_behind(tmp_path: Path) -> None:
 
 
 def test_only_the_peers_segment_is_opened(tmp_path: Path) -> None:
-    """Another token, another size, another file and a path that leads elsewhere are all refused."""
+    """A wrong token, a wrong size, a missing file and a path outside the folder are refused."""
     own = OwnSegment(RING, named=True)
     try:
         with pytest.raises(TransferError):
@@ -120,7 +120,7 @@ def test_only_the_peers_segment_is_opened(tmp_path: Path) -> None:
 
 
 def test_old_files_are_removed() -> None:
-    """A segment that a killed process left behind goes when the next one starts; a fresh one stays."""
+    """An old segment that a killed process left behind is removed when the next process starts; a new one stays."""
     old, fresh = OwnSegment(RING, named=True), OwnSegment(RING, named=True)
     os.utime(FOLDER / old.place, (1, 1))
     remove_stale()
@@ -130,14 +130,14 @@ def test_old_files_are_removed() -> None:
 
 
 def test_no_room_for_a_segment() -> None:
-    """A ring that the system has no room for is an error when it is made, not a crash when it is written to."""
+    """A ring that does not fit into memory is an error when it is made, not a crash when it is written."""
     with pytest.raises(TransferError):
         OwnSegment(1 << 50, named=True)
 
 
 @given(st.data())
-def test_a_ring_never_gives_what_is_taken(data: st.DataObject) -> None:
-    """Pieces lie within the ring, in one piece each, and do not overlap as long as they are not released."""
+def test_ring_pieces_do_not_overlap(data: st.DataObject) -> None:
+    """Allocated pieces are contiguous, lie within the ring, and do not overlap until they are released."""
     size = 4096
     ring, order = RingAllocator(size), ReleaseOrder()
     out: list[tuple[int, int, list[int]]] = []
@@ -161,8 +161,8 @@ def test_a_ring_never_gives_what_is_taken(data: st.DataObject) -> None:
             out.append((place, length, order.add(place, length)))
 
 
-def test_a_ring_that_is_kept_up_with_stays_small() -> None:
-    """While no more than three pieces are out, a ring uses its first megabytes only; all of it when more are."""
+def test_a_ring_with_few_pieces_stays_small() -> None:
+    """With three pieces in use a ring uses its first megabytes only; with more it uses all of its memory."""
     ring, order = RingAllocator(64 << 20), ReleaseOrder()
     out: list[list[int]] = []
     for number in range(400):
@@ -179,8 +179,8 @@ def test_a_ring_that_is_kept_up_with_stays_small() -> None:
     assert len(out) > 55
 
 
-def test_a_ring_believes_no_nonsense() -> None:
-    """A peer that releases more than there is, or takes back what it released, is not believed."""
+def test_impossible_releases_are_refused() -> None:
+    """A release beyond what is allocated, or behind an earlier release, is refused."""
     ring = RingAllocator(4096)
     ring.allocate(100)
     for upto in (129, 1 << 60):
@@ -191,8 +191,8 @@ def test_a_ring_believes_no_nonsense() -> None:
         ring.release(64)
 
 
-def test_an_arena_is_bounded_and_used_again() -> None:
-    """No more than the limit is out at a time, one payload always is, and memory that was released is used again."""
+def test_receive_buffers_are_bounded_and_reused() -> None:
+    """Unreleased payloads are bounded, one payload is always possible, and released memory is reused."""
     buffers = ReceiveBuffers(1 << 20)
     first = buffers.take(1 << 19, 0)
     second = buffers.take(1 << 19, 0)
@@ -212,7 +212,7 @@ def test_an_arena_is_bounded_and_used_again() -> None:
 
 @pytest.mark.parametrize("place", [100, RING - 10, 1 << 40], ids=["before", "across", "far"])
 def test_payloads_outside_of_the_ring(place: int) -> None:
-    """A message that says that its payload lies where none can lie ends the link, and nothing is read there."""
+    """A message with an impossible payload position ends the link; nothing is read there."""
     spot = Place("127.0.0.1:0", ("shm", "tcp"))
     with pair(spot) as (near, far):
         far.send(KVPart(0, 1, 0, 1, 1), ID, [b"x" * 500], deadline=soon())
@@ -224,8 +224,8 @@ def test_payloads_outside_of_the_ring(place: int) -> None:
     spot.listener.close()
 
 
-def test_bytes_that_are_no_message() -> None:
-    """Noise instead of a message, and a message that is cut off, end the link with an error."""
+def test_bytes_that_are_not_a_message() -> None:
+    """Random bytes or a truncated message end the link with an error."""
     for noise in (b"GET / HTTP/1.1\r\n" * 10, encode(Heartbeat())[:40], struct.pack("<4sH", b"FWTX", 9) + bytes(100)):
         ours, theirs = socket.socketpair()
         link = TcpLink(SocketStream(tune(ours)), ring=RING)
@@ -246,7 +246,7 @@ def test_bytes_that_are_no_message() -> None:
     ],
 )
 def test_addresses(text: str, address: Address) -> None:
-    """What an address is, and that it reads as it is written."""
+    """Valid addresses are parsed, and printing one gives the same address again."""
     assert parse_address(text) == address
     assert parse_address(str(address)) == address
 
@@ -254,14 +254,14 @@ def test_addresses(text: str, address: Address) -> None:
 @pytest.mark.parametrize(
     "text", ["", "host", ":80", "host:", "host:x", "host:70000", "unix:", "host:-1", "unix:" + "x" * 200]
 )
-def test_what_is_no_address(text: str) -> None:
-    """Anything else is a ConfigError."""
+def test_invalid_addresses(text: str) -> None:
+    """An invalid address is a ConfigError."""
     with pytest.raises(ConfigError):
         parse_address(text)
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
-    """Connecting to where nobody listens says that nobody is there, for TCP and for a socket file that was left behind."""
+def test_connecting_without_a_listener(tmp_path: Path) -> None:
+    """Connecting to an address without a listener raises PeerGone, for TCP and for a stale socket file."""
     listener, address = listen(parse_address("127.0.0.1:0"))
     listener.close()
     with pytest.raises(PeerGone):

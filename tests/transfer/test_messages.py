@@ -82,8 +82,8 @@ def read(data: bytes) -> tuple[messages.Head, TransferMessage]:
 
 
 @given(OF_TRANSFER, st.integers(0, MAX_PAYLOAD), st.integers(0, (1 << 64) - 1), large)
-def test_messages_of_transfers_come_back(message: TransferMessage, size: int, summed: int, position: int) -> None:
-    """Decoding gives what was encoded: the message, its transfer, and all that is said of its payload."""
+def test_messages_of_transfers_round_trip(message: TransferMessage, size: int, summed: int, position: int) -> None:
+    """Decoding returns what was encoded: the message, its transfer, and the description of its payload."""
     size = size if isinstance(message, KVPart | Frames) else 0
     head, found = read(encode(message, ID, payload=size, payload_sum=summed, position=position))
     assert found == message and type(found) is type(message)
@@ -91,7 +91,7 @@ def test_messages_of_transfers_come_back(message: TransferMessage, size: int, su
 
 
 @given(OF_CONNECTION)
-def test_messages_of_connections_come_back(message: TransferMessage) -> None:
+def test_messages_of_connections_round_trip(message: TransferMessage) -> None:
     """The same for messages that belong to no transfer."""
     head, found = read(encode(message))
     assert found == message and head.transfer == bytes(16)
@@ -106,7 +106,7 @@ def test_every_kind_is_tried() -> None:
 
 
 def test_the_written_form() -> None:
-    """The bytes of two messages are fixed: other versions and machines must read them."""
+    """The bytes of two messages are fixed, because other versions and machines must read them."""
     part = encode(KVPart(1, 2, 3, 4, 50, bytes(range(96))), ID, payload=100, payload_sum=7, position=9)
     assert part[:56].hex() == (
         "46575458" "0100" "05" "01" "000102030405060708090a0b0c0d0e0f" "9a000000" "00000000"
@@ -120,7 +120,7 @@ def test_the_written_form() -> None:
 
 @given(OF_TRANSFER | OF_CONNECTION, st.data())
 def test_cut_messages_are_refused(message: TransferMessage, data: st.DataObject) -> None:
-    """Every true prefix of a message, and a message with something behind it, is a TransferError and nothing else."""
+    """A truncated message, and one with extra bytes, raises TransferError and no other exception."""
     whole = _encoded(message)
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
     for wrong in (cut, whole + b"\x00"):
@@ -131,7 +131,7 @@ def test_cut_messages_are_refused(message: TransferMessage, data: st.DataObject)
 @given(OF_TRANSFER | OF_CONNECTION, st.data())
 @settings(max_examples=300)
 def test_flipped_bits_are_noticed(message: TransferMessage, data: st.DataObject) -> None:
-    """One flipped bit anywhere in head or metadata is a TransferError."""
+    """One flipped bit anywhere in head or metadata raises TransferError."""
     whole = bytearray(_encoded(message))
     bit = data.draw(st.integers(0, 8 * len(whole) - 1))
     whole[bit // 8] ^= 1 << bit % 8
@@ -143,15 +143,15 @@ def test_flipped_bits_are_noticed(message: TransferMessage, data: st.DataObject)
 @example(b"")
 @example(b"FWTX" + bytes(60))
 def test_noise_is_refused(data: bytes) -> None:
-    """Whatever bytes come, nothing but a TransferError leaves the decoder."""
+    """For any bytes the decoder raises TransferError and no other exception."""
     with pytest.raises(TransferError):
         read(data)
 
 
 @given(st.sampled_from(sorted(messages._KINDS)), st.binary(max_size=100), st.booleans())
 @settings(max_examples=300)
-def test_metadata_that_lies_is_refused(kind: int, metadata: bytes, summed: bool) -> None:
-    """Metadata of anybody's making under a right head and checksum is a message or a TransferError."""
+def test_arbitrary_metadata_is_refused(kind: int, metadata: bytes, summed: bool) -> None:
+    """Arbitrary metadata under a valid head and checksum is a message or raises TransferError."""
     transfer = bytes(16) if messages._KINDS[kind] in messages._OF_CONNECTION else ID
     head = messages._HEAD.pack(b"FWTX", 1, kind, int(summed), transfer, len(metadata), 0, 0, 0, 0)
     whole = head + struct.pack("<Q", messages.payload_checksum([head + metadata])) + metadata
@@ -188,7 +188,7 @@ def test_values_out_of_bounds_are_refused(kind: int, values: dict[str, object]) 
 
 
 def test_lengths_are_bounded() -> None:
-    """Nobody is made to allocate more than the protocol allows, or to send it."""
+    """Lengths beyond the protocol's limits are refused before anything is allocated, on both sides."""
     with pytest.raises(BadMessage):
         encode(KVPart(0, 1, 0, 1, 1), ID, payload=MAX_PAYLOAD + 1)
     with pytest.raises(BadMessage):
@@ -207,13 +207,13 @@ def test_lengths_are_bounded() -> None:
     ids=["payload", "no-transfer", "transfer"],
 )
 def test_messages_in_the_wrong_place(message: TransferMessage, transfer: bytes, payload: int) -> None:
-    """A payload only after messages that have one; a transfer's id with all of its messages, and no others."""
+    """Only some messages may have a payload, and only messages about a transfer have a transfer id."""
     with pytest.raises(BadMessage):
         read(encode(message, transfer, payload=payload, payload_sum=1))
 
 
 def test_a_part_has_a_checksum() -> None:
-    """KV without a checksum is not even looked at."""
+    """KV without a checksum is refused."""
     with pytest.raises(BadMessage):
         read(encode(KVPart(0, 1, 0, 1, 1), ID, payload=10))
 
@@ -225,8 +225,8 @@ def test_the_checksum_does_not_depend_on_the_buffers(buffers: list[bytes]) -> No
 
 
 @given(st.lists(st.binary(min_size=32, max_size=32), max_size=5))
-def test_keys_come_back(some: list[bytes]) -> None:
-    """Keys as one field and back."""
+def test_keys_round_trip(some: list[bytes]) -> None:
+    """Joining and splitting keys is the identity."""
     assert split_keys(join_keys(some)) == some
 
 

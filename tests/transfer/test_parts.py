@@ -31,7 +31,7 @@ def whole(layout: Layout, tokens: int) -> KVPart:
 
 @given(layouts, st.integers(0, 100), st.integers(1, 5000), st.integers(0, 9))
 def test_parts_cover_everything_once(layout: Layout, tokens: int, target: int, first: int) -> None:
-    """Every block of every layer is in exactly one part, full blocks have keys, and only the last one may be partly filled."""
+    """Every block of every layer is in exactly one part, full blocks have keys, and only the last block may be partial."""
     size = layout.block_size
     keys = keys_of(tokens // size)
     seen: dict[tuple[int, int], int] = {}
@@ -69,7 +69,7 @@ def test_payloads_have_the_bytes_of_their_tokens(layout: Layout, tokens: int) ->
 
 @given(layouts, st.integers(1, 100), st.integers(1, 3000), st.data())
 def test_a_missing_part_is_a_gap(layout: Layout, tokens: int, target: int, data: st.DataObject) -> None:
-    """With all parts nothing is missing; without any one of them something is."""
+    """With all parts nothing is missing; without any one of them there is a gap."""
     keys = keys_of(tokens // layout.block_size)
     parts = list(split(layout, tokens, keys, target=target))
     left_out = data.draw(st.integers(-1, len(parts) - 1))
@@ -82,8 +82,8 @@ def test_a_missing_part_is_a_gap(layout: Layout, tokens: int, target: int, data:
     assert (received.find_gap(tokens) is None) == (left_out < 0)
 
 
-def test_blocks_that_are_there_need_not_come() -> None:
-    """A destination that has the first blocks gets the rest; they must have been named."""
+def test_cached_blocks_need_not_arrive() -> None:
+    """A destination that has the first blocks needs only the rest, but the keys of all blocks."""
     layout = Layout(b"m", 4, LAYERS, "float32")
     keys = keys_of(5)
     received = ReceivedParts(layout, join_keys(keys), have=3)
@@ -97,7 +97,7 @@ def test_blocks_that_are_there_need_not_come() -> None:
 
 
 def test_a_block_that_grew() -> None:
-    """A block that came partly filled may come again with more tokens, then full and with its key."""
+    """A partial block may arrive again with more tokens, and finally full and with its key."""
     layout = Layout(b"m", 4, LAYERS, "float32")
     received = ReceivedParts(layout, b"", 0)
     for tokens in (1, 3, 4):
@@ -119,14 +119,14 @@ def test_a_block_that_grew() -> None:
         (KVPart(0, 1, 1, 1, 4, keys_of(1)[0]), 0, "another key"),
     ],
 )
-def test_parts_that_do_not_fit(part: KVPart, size: int, says: str) -> None:
-    """Each way in which a part can be wrong is found, and said."""
+def test_faults_of_parts(part: KVPart, size: int, says: str) -> None:
+    """Each possible fault of a part is detected and described."""
     layout = Layout(b"m", 4, LAYERS, "float32")
     received = ReceivedParts(layout, join_keys(keys_of(2)), 0)
     assert says in str(received.find_fault(part, payload_bytes(layout, part) + size))
 
 
 def test_keys_must_fit_the_tokens() -> None:
-    """Whoever cuts parts must name each full block."""
+    """Splitting requires a key for each full block."""
     with pytest.raises(TransferError):
         list(split(Layout(b"m", 4, LAYERS, "float32"), 9, keys_of(1)))

@@ -1,4 +1,4 @@
-"""Another instance as a store: what it has comes back or is a miss, in bounded time, whatever becomes of it."""
+"""Another instance as a store: a block is read or is a miss, in bounded time, whatever happens to the instance."""
 
 import logging
 import random
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from actors import LAYOUT, PATIENCE, Library, config
+from actors import LAYOUT, PATIENCE, FrameService, config
 from test_faults import Proxy, until
 
 from foreword.blocks.layout import Layout
@@ -35,12 +35,12 @@ def shelf(frames: Sequence[Frame]) -> dict[bytes, bytes]:
 
 
 class Place:
-    """An instance that gives frames, and stores that read them."""
+    """An instance that serves frames."""
 
     def __init__(self, frames: Sequence[Frame] = (), layout: Layout | None = LAYOUT, **settings: object) -> None:
-        self.library = Library(shelf(frames))
-        self.library._layout = layout
-        self.endpoint = TransferEndpoint(config(**settings), self.library)
+        self.service = FrameService(shelf(frames))
+        self.service._layout = layout
+        self.endpoint = TransferEndpoint(config(**settings), self.service)
         self.address = self.endpoint.listen()
 
     def close(self) -> None:
@@ -90,8 +90,8 @@ class TestContract(ReadOnlyStoreContract):
 # Who is there, and who is not
 
 
-def test_nobody_is_there(reader: Open) -> None:
-    """Where nobody listens every question is an error that says so, at once, and the store says that it is not connected."""
+def test_a_peer_that_is_down(reader: Open) -> None:
+    """Without a listener every call fails at once with the reason, and the status says that the store is not connected."""
     gone = Place()
     gone.close()
     store = reader(gone.address)
@@ -103,8 +103,8 @@ def test_nobody_is_there(reader: Open) -> None:
     until(lambda: store.status().notes["failed"] >= 2)
 
 
-def test_a_peer_that_comes_later_and_again(serve: Serve, reader: Open) -> None:
-    """A peer that starts after its reader is found, and found again after each restart, with what it has then."""
+def test_a_peer_that_starts_later_and_restarts(serve: Serve, reader: Open) -> None:
+    """A peer that starts after its reader is found, and again after each restart, with its current blocks."""
     first = Place()
     first.close()
     store = reader(first.address)
@@ -121,8 +121,8 @@ def test_a_peer_that_comes_later_and_again(serve: Serve, reader: Open) -> None:
     assert store.status().notes["connections"] == 3
 
 
-def test_attempts_become_rare(reader: Open) -> None:
-    """A peer that stays away is not called again by every question: attempts have pauses between them that grow."""
+def test_attempts_to_connect_back_off(reader: Open) -> None:
+    """While a peer is down, calls do not trigger attempts to connect; the pauses between attempts grow."""
     gone = Place()
     gone.close()
     store = reader(gone.address)
@@ -134,7 +134,7 @@ def test_attempts_become_rare(reader: Open) -> None:
 
 
 def test_a_wrong_secret(serve: Serve, reader: Open, caplog: pytest.LogCaptureFixture) -> None:
-    """A peer with another secret, or with one where this side has none, is not read; the log says once what to do."""
+    """A peer with another secret, or with one where this side has none, is not read; the log names the setting once."""
     frames = make_frames(1, 3, 100)
     place = serve(frames, secret=SECRET)
     for settings in ({"secret": "another secret of the tests"}, {}):
@@ -154,7 +154,7 @@ def test_a_wrong_secret(serve: Serve, reader: Open, caplog: pytest.LogCaptureFix
 
 
 def test_another_layout(serve: Serve, reader: Open) -> None:
-    """A peer whose blocks look different is refused with a sentence that says what differs; it is never read."""
+    """A peer with another layout is refused with a message that says what differs; it is never read."""
     frames = make_frames(1, 3, 100)
     for other, word in ((replace(LAYOUT, block_size=32), "block size"), (replace(LAYOUT, model=b"other"), "model")):
         store = reader(serve(frames, other).address)
@@ -164,7 +164,7 @@ def test_another_layout(serve: Serve, reader: Open) -> None:
 
 
 def test_closing_while_it_dials(reader: Open) -> None:
-    """close does not wait for a peer that does not answer, and whoever asked gets an error."""
+    """`close` does not wait for a peer that does not answer; waiting calls fail."""
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         store = reader(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout=PATIENCE)
@@ -178,8 +178,8 @@ def test_closing_while_it_dials(reader: Open) -> None:
 # What goes wrong on the way
 
 
-class Slow(Library):
-    """Gives its first batch and then waits until it is let go."""
+class Slow(FrameService):
+    """Serves its first batch and then blocks until the test continues it."""
 
     def __init__(self, frames: Sequence[Frame]) -> None:
         super().__init__(shelf(frames), batch=2)
@@ -195,8 +195,8 @@ class Slow(Library):
 
 
 def test_a_peer_that_stalls(stack: ExitStack, reader: Open) -> None:
-    """A peer that stalls in the middle of a batch costs no more than the deadline; nothing is written into the buffers after
-    that; and when it answers again it is read again."""
+    """A peer that stalls in the middle of a batch costs no more than the deadline. Nothing is written to the buffers after
+    that. When it answers again it is read again."""
     frames = make_frames(1, 6, 500)
     slow = Slow(frames)
     endpoint = TransferEndpoint(config(progress_timeout=PATIENCE), slow)
@@ -215,7 +215,7 @@ def test_a_peer_that_stalls(stack: ExitStack, reader: Open) -> None:
 
 
 def test_a_peer_that_ends_in_the_middle(stack: ExitStack, reader: Open) -> None:
-    """A peer that goes away in the middle of a batch is an error, at once; what had come is not counted."""
+    """A peer that closes in the middle of a batch is an error at once; blocks that had arrived do not count."""
     frames = make_frames(1, 6, 500)
     slow = Slow(frames)
     endpoint = TransferEndpoint(config(), slow)
@@ -235,8 +235,7 @@ def test_a_peer_that_ends_in_the_middle(stack: ExitStack, reader: Open) -> None:
 @pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.slow)], ids=["two-places", "many-places"])
 @pytest.mark.parametrize("fault", ["flip", "drop", "cut"])
 def test_a_wire_that_misbehaves(fault: str, count: int, serve: Serve, stack: ExitStack) -> None:
-    """Whatever the wire does to the bytes, a block that comes through the tiers is the right one; the others are misses, and
-    counted."""
+    """Whatever the wire does to the bytes, every block that the tiers return is correct; the others are misses, and counted."""
     draw = random.Random(fault)
     frames = make_frames(1, 10, 5000)
     place = serve(frames, links=("tcp",))
@@ -262,7 +261,7 @@ def test_a_wire_that_misbehaves(fault: str, count: int, serve: Serve, stack: Exi
 
 
 def test_a_peer_that_stalls_harms_no_other_tier(stack: ExitStack, reader: Open) -> None:
-    """A peer that takes all the time of a search is what failed, and not the tier behind it, which was not asked."""
+    """If a peer uses up the time of a lookup, the failure counts for the peer, not for the tier behind it."""
     silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     memory = MemoryStore(1 << 20)
     frames = make_frames(1, 3, 100)
@@ -274,7 +273,7 @@ def test_a_peer_that_stalls_harms_no_other_tier(stack: ExitStack, reader: Open) 
 
 
 def test_several_peers(serve: Serve, reader: Open) -> None:
-    """Of several peers each is asked for what those before it do not have; one that is gone is a miss like any other."""
+    """Each of several peers is asked for what those before it do not have; a dead one is a miss like any other."""
     frames = make_frames(1, 12, 500)
     near, far = serve(frames[:5]), serve(frames[3:])
     gone = Place()
@@ -289,7 +288,7 @@ def test_several_peers(serve: Serve, reader: Open) -> None:
 
 
 def test_a_tier_that_is_never_written_to(serve: Serve, reader: Open) -> None:
-    """Blocks go into the tiers that take them, what a peer had goes up into those before it, and the peer is not bothered."""
+    """Blocks are written to writable tiers only; blocks of a peer are promoted into the tiers before it."""
     frames = make_frames(1, 8, 500)
     place = serve(frames[:4])
     memory = MemoryStore(1 << 20)
@@ -302,11 +301,11 @@ def test_a_tier_that_is_never_written_to(serve: Serve, reader: Open) -> None:
     assert tiers.pin(names_of(frames), deadline=soon()) == 8
     peer = tiers.tiers[1].counters
     assert (peer.written_blocks, peer.write_seconds, peer.errors) == (0, 0.0, {})
-    assert set(place.library.frames) == set(names_of(frames[:4]))
+    assert set(place.service.frames) == set(names_of(frames[:4]))
 
 
 def test_a_breaker_around_a_dead_peer(serve: Serve, reader: Open) -> None:
-    """After some failures in a row a dead peer is not even asked; when it is back, so are its blocks."""
+    """After several failures the circuit breaker skips a dead peer; when the peer is back its blocks are found again."""
     frames = make_frames(1, 3, 100)
     place = Place(frames)
     tiers = TieredStore([reader(place.address)], writable=[])
@@ -322,7 +321,7 @@ def test_a_breaker_around_a_dead_peer(serve: Serve, reader: Open) -> None:
 
 
 def test_records_stay_here(serve: Serve, reader: Open) -> None:
-    """Records are kept by a tier that is written to, and in this process where there is none."""
+    """Records are kept by a writable tier, or in this process if there is none."""
     place = serve()
     alone = TieredStore([reader(place.address)], writable=[])
     alone.put_record("a/b", b"one", deadline=soon())
@@ -342,7 +341,7 @@ def peers(settings: TransferConfig | None = None) -> dict[str, object]:
 
 
 def test_urls(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
-    """A URL names the address and where the secret is; the configuration's secret is used where it names none."""
+    """A URL names the address and the source of the secret; without one the configured secret is used."""
     frames = make_frames(1, 3, 100)
     place = serve(frames, secret=SECRET)
     serve(frames, bind=f"unix:{tmp_path}/socket", secret=SECRET)
@@ -363,7 +362,7 @@ def test_urls(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
 
 
 def test_urls_that_are_wrong(tmp_path: Path) -> None:
-    """A URL that cannot be right is an error at start that says what to write instead, and shows no secret."""
+    """An invalid URL is an error at start that says what to write instead, and shows no secret."""
     for url, word in (
         ("peer://somewhere", "peer://host:port"),
         ("peer://", "peer://host:port"),
@@ -388,7 +387,7 @@ def test_urls_that_are_wrong(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_only_read(tmp_path: Path) -> None:
-    """A disk opened with read_only=1 is a tier that is never written to either: nothing fails, and it goes on being read."""
+    """A disk opened with read_only=1 is never written either: nothing fails, and it is still read."""
     frames = make_frames(1, 8, 500)
     first = open_store([f"disk://{tmp_path}/kv?size=1MiB"])
     first.put(frames[:4], deadline=soon())
@@ -404,7 +403,7 @@ def test_a_disk_that_is_only_read(tmp_path: Path) -> None:
 
 
 def test_time_is_bounded_while_nobody_answers(stack: ExitStack, reader: Open) -> None:
-    """A peer that accepts and says nothing costs a question no more than its deadline, and after that nothing."""
+    """A peer that accepts connections and does not answer costs a call no more than its deadline."""
     silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     store = reader(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout=0.5)
     with pytest.raises((StoreTimeout, StoreUnavailable)):

@@ -1,4 +1,4 @@
-"""The table of states: what it says of itself, and two sides of it over a channel that breaks, with crashes."""
+"""The table of states: its properties, and two sides over a channel that breaks, with crashes."""
 
 from collections import deque
 from pathlib import Path
@@ -51,7 +51,7 @@ def owns(side: Transfer) -> bool:
 
 @pytest.mark.parametrize("role", Role)
 def test_every_state_has_a_way_out(role: Role) -> None:
-    """Every state that can be reached has a deadline that leads on, and no path of deadlines goes in circles."""
+    """Every reachable state has a deadline with a transition, and deadlines alone lead to the end."""
     reached, todo = set(), [FIRST[role]]
     while todo:
         state = todo.pop()
@@ -69,16 +69,16 @@ def test_every_state_has_a_way_out(role: Role) -> None:
 
 
 @pytest.mark.parametrize("role", Role)
-def test_the_end_is_told_once(role: Role) -> None:
-    """Whatever leads to the end tells the service, and says how it ended; nothing else does."""
+def test_the_end_is_notified_once(role: Role) -> None:
+    """Every transition to the end notifies the service and has an outcome; no other transition does."""
     for ways in TABLE[role].values():
         assert (Action.NOTIFY_ENDED in ways.actions) == (ways.state is State.ENDED) == (ways.outcome is not None)
         assert ways.actions.count(Action.NOTIFY_ENDED) <= 1
 
 
 @pytest.mark.parametrize("role", Role)
-def test_messages_that_may_not_come(role: Role) -> None:
-    """Every message without a rule is a ProtocolViolation before the end, nothing after it; a command is a TransferError."""
+def test_messages_that_are_not_allowed(role: Role) -> None:
+    """A message without a transition is a ProtocolViolation, or ignored after the end; a command is a TransferError."""
     for state in {state for state, _ in TABLE[role]} | {State.ENDED}:
         for event in TransferEvent:
             side = Transfer(role, TIMES, 0.0)
@@ -97,12 +97,12 @@ def test_messages_that_may_not_come(role: Role) -> None:
 
 @pytest.mark.parametrize("role", Role)
 def test_the_docs_show_the_table(role: Role) -> None:
-    """docs/concepts/transfer.md has this role's diagram as the code draws it."""
+    """docs/concepts/transfer.md shows this role's diagram as it is drawn from the table."""
     assert f"```mermaid\n{diagram(role)}\n```" in DOCS.read_text(encoding="utf-8")
 
 
 def test_reasons_survive() -> None:
-    """Why a transfer ended is kept, and a command that comes too late says it."""
+    """The reason of the end is kept, and a command after the end raises an error with it."""
     side = Transfer(Role.PUSH_SOURCE, TIMES, 0.0)
     side.handle(TransferEvent.GOT_REFUSE, 1.0, Reason.FULL, "no room for 12 blocks")
     assert (side.outcome, side.reason, side.message) == (
@@ -116,8 +116,8 @@ def test_reasons_survive() -> None:
 
 
 @pytest.mark.parametrize("state", [State.RECEIVING, State.COMPLETE])
-def test_no_is_binding(state: State) -> None:
-    """A destination that answers that it has not taken a request cannot take it any more."""
+def test_the_answer_no_is_binding(state: State) -> None:
+    """A destination that has answered "not taken" cannot take the request any more."""
     side = Transfer(Role.PUSH_DESTINATION, TIMES, 0.0)
     side.state = state
     assert Action.SEND_NO in side.handle(TransferEvent.GOT_QUERY, 1.0)
@@ -127,7 +127,7 @@ def test_no_is_binding(state: State) -> None:
 
 
 class TwoSides(RuleBasedStateMachine):
-    """Source and destination, a channel that keeps the order and may break in the middle, and clocks.
+    """Source and destination, an ordered channel that may break, and clocks.
 
     A broken channel delivers some of what was on the way, then says so to each side, at its own time. Questions go over a
     channel of their own and may be lost. A side that crashed is gone with all it knew.
@@ -141,7 +141,7 @@ class TwoSides(RuleBasedStateMachine):
         reachable=st.booleans(),
     )
     def begin(self, push: bool, ahead: int, lost: int | None, noticed: bool, reachable: bool) -> None:
-        """Some way along already, perhaps with a connection that has just broken: most runs would not come so far."""
+        """Start in an advanced state, perhaps with a connection that has just broken: most runs would not get that far."""
         self.push = push
         self.now = 0.0
         self.source = Transfer(Role.PUSH_SOURCE if push else Role.PULL_SOURCE, TIMES, 0.0)
@@ -196,7 +196,7 @@ class TwoSides(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def a_command(self, data: st.DataObject) -> None:
-        """The service does what it may at this moment."""
+        """The service gives a command that is possible now."""
         able = [
             (name, event)
             for name in ("source", "destination")
@@ -212,7 +212,7 @@ class TwoSides(RuleBasedStateMachine):
 
     @rule(first=st.sampled_from(["source", "destination"]), count=st.integers(1, 4))
     def a_delivery(self, first: str, count: int) -> None:
-        """Some of what is on the way to one side arrives; to the other one, if nothing is."""
+        """Some messages on the way to one side arrive; to the other side if there are none."""
         other = "destination" if first == "source" else "source"
         self.deliver(first if self.to[first] else other, count)
 
@@ -222,7 +222,7 @@ class TwoSides(RuleBasedStateMachine):
 
     @rule(spoiled=st.sampled_from([TransferEvent.GOT_BAD_PART, TransferEvent.GOT_GAPS]))
     def spoil(self, spoiled: TransferEvent) -> None:
-        """A part arrives that does not fit, or parts are missing at the end."""
+        """A bad part arrives, or parts are missing at the end."""
         wanted = TransferEvent.GOT_PART if spoiled is TransferEvent.GOT_BAD_PART else TransferEvent.GOT_FINISHED
         queue = self.to["destination"]
         if queue and queue[0] is wanted:
@@ -252,7 +252,7 @@ class TwoSides(RuleBasedStateMachine):
 
     @rule(reachable=st.booleans())
     def partition(self, reachable: bool) -> None:
-        """Whether new connections come about."""
+        """Whether new connections are possible."""
         self.reachable = reachable
 
     @precondition(lambda self: self.asking and self.source.state is State.DOUBT)
@@ -279,7 +279,7 @@ class TwoSides(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0.1, 40))
     def pass_time(self, seconds: float) -> None:
-        """Meanwhile the source asks, if it is in doubt and the other side can be reached."""
+        """Time passes; the source asks if it is in doubt and the other side can be reached."""
         if self.asking and self.source.state is State.DOUBT and "source" not in self.crashed:
             self.cut_off |= not self.reachable
             self.ask()
@@ -295,7 +295,7 @@ class TwoSides(RuleBasedStateMachine):
 
     @invariant()
     def at_most_one_goes_on(self) -> None:
-        """A pushed request is never decoded on both sides, nor at the source while it may be on the other side."""
+        """A pushed request is never decoded on both sides, nor at the source while the other side may own it."""
         if not hasattr(self, "push") or not self.push:
             return
         source_goes_on = "source" not in self.crashed and (
@@ -308,7 +308,7 @@ class TwoSides(RuleBasedStateMachine):
 
     @invariant()
     def no_lease_outlives_its_deadline(self) -> None:
-        """After each tick, whatever has not ended ends later."""
+        """After each tick a transfer that has not ended has a later deadline."""
         for name in ("source", "destination"):
             if hasattr(self, "push") and name not in self.crashed:
                 side = self.side(name)
@@ -317,7 +317,7 @@ class TwoSides(RuleBasedStateMachine):
                 assert self.told[name] == side.ended, "the end is told exactly once"
 
     def teardown(self) -> None:
-        """Both sides reach an end without any help, and agree on what became of it unless somebody could not be asked."""
+        """Both sides end without help, and agree on the outcome unless one of them could not be reached."""
         if not hasattr(self, "push"):
             return
         for _ in range(LONGEST):

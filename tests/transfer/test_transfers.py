@@ -1,4 +1,4 @@
-"""Transfers between two endpoints, over each link, through the doors that an engine uses."""
+"""Transfers between two endpoints, over each link, through the API that an engine uses."""
 
 import random
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from actors import LAYOUT, PATIENCE, Decode, Library, Prefill, Recorder, config, content, keys_of, parts_of
+from actors import LAYOUT, PATIENCE, Decode, FrameService, Prefill, Recorder, config, content, keys_of, parts_of
 from networks import LINKS
 
 from foreword.blocks.layout import Layout
@@ -61,17 +61,17 @@ def pull(connection: Connection, decode: Decode, seed: int, tokens: int, have: i
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another thread does."""
+    """Wait until another thread has done something."""
     ends = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < ends, "it never happened"
+        assert time.monotonic() < ends, "the condition did not become true"
         time.sleep(0.005)
 
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("tokens", [1, 16, 100, 1000])
 def test_pull(link: str, tokens: int) -> None:
-    """KV that is computed elsewhere arrives whole and checked, a last block that is not full included, with the result."""
+    """KV computed on another instance arrives complete and checked, with a partial last block and the result."""
     prefill, decode = Prefill(), Decode()
     with two(prefill, decode, link) as (connection, listening):
         destination = pull(connection, decode, 1, tokens)
@@ -85,8 +85,8 @@ def test_pull(link: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_only_what_is_missing_travels(link: str) -> None:
-    """Of 4,000 tokens of which 3,504 are there, the KV of 496 travels."""
+def test_only_missing_blocks_are_sent(link: str) -> None:
+    """Of 4,000 tokens of which 3,504 are cached, only the KV of 496 is sent."""
     prefill, decode = Prefill(), Decode()
     with two(prefill, decode, link) as (connection, _):
         assert pull(connection, decode, 2, 4000, have=219).wait(PATIENCE) is TransferOutcome.TAKEN
@@ -96,7 +96,7 @@ def test_only_what_is_missing_travels(link: str) -> None:
 
 @pytest.mark.parametrize("link", LINKS)
 def test_push_in_rounds(link: str) -> None:
-    """A request that goes on while its KV is copied: full blocks first, what is new after that, then the end and its owner."""
+    """A request that decodes while its KV is sent: full blocks first, then new tokens, then the change of ownership."""
     decode, giving = Decode(), Recorder()
     with two(decode, giving, link) as (connection, _):
         source = connection.push(request(3, 330), keys_of(3, 160), 160)
@@ -114,8 +114,8 @@ def test_push_in_rounds(link: str) -> None:
         decode.check()
 
 
-def test_a_refusal_is_heard() -> None:
-    """Full, wrong role, unknown request: the other side gets the word and the sentence."""
+def test_a_refusal_reaches_the_peer() -> None:
+    """A refusal reaches the other side with its reason and its message."""
     prefill, decode = Prefill(stop="refused"), Decode()
     with two(prefill, decode) as (connection, _):
         destination = pull(connection, decode, 4, 100)
@@ -128,7 +128,7 @@ def test_a_refusal_is_heard() -> None:
 
 
 def test_a_destination_without_memory() -> None:
-    """A push to a side whose pool is full is refused, and the source keeps its request."""
+    """A push to an instance without free blocks is refused, and the source keeps its request."""
     decode, giving = Decode(blocks=4), Recorder()
     with two(decode, giving) as (connection, _):
         source = connection.push(request(5, 100), keys_of(5, 96), 96)
@@ -139,7 +139,7 @@ def test_a_destination_without_memory() -> None:
 
 @pytest.mark.parametrize("link", LINKS)
 def test_a_hundred_at_once(link: str) -> None:
-    """A hundred transfers over one connection, some cancelled in the middle, some refused: nothing mixed up, nothing leaked."""
+    """A hundred transfers over one connection, some cancelled: nothing is mixed up, nothing leaks."""
     prefill, decode = Prefill(), Decode(blocks=2000)
     with two(prefill, decode, link, max_transfers=200) as (connection, listening):
         draw = random.Random(6)
@@ -157,7 +157,7 @@ def test_a_hundred_at_once(link: str) -> None:
 
 
 def test_more_than_allowed() -> None:
-    """What exceeds the number of transfers is refused, here and there, and what is under way goes on."""
+    """Transfers beyond the limit are refused on both sides; those in progress continue."""
     prefill, decode = Prefill(stop="asked"), Decode()
     with two(prefill, decode, max_transfers=3) as (connection, _):
         held = [pull(connection, decode, seed, 10) for seed in range(3)]
@@ -172,8 +172,8 @@ def test_more_than_allowed() -> None:
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_a_slow_service_holds_the_sender_up(link: str) -> None:
-    """A receiver that does not release holds the sender up: queue and ring are bounded, and each buffer is given back."""
+def test_a_slow_service_blocks_the_sender(link: str) -> None:
+    """A receiver that does not release payloads blocks the sender: queue and ring are bounded, and each buffer is returned."""
     hold = threading.Event()
 
     class Slow(Decode):
@@ -204,12 +204,12 @@ def test_a_slow_service_holds_the_sender_up(link: str) -> None:
         decode.check()
 
 
-def test_an_end_frees_a_sender_that_waits() -> None:
-    """Whoever waits for room for a part does not wait on once the transfer has ended."""
+def test_an_end_frees_a_waiting_sender() -> None:
+    """A thread that waits for room in the queue stops waiting when its transfer ends."""
     hold, end = threading.Event(), threading.Event()
 
     class Stuck(Decode):
-        """Says in its first part, when it is told to, that it wants no more, and then reads no further for a while."""
+        """Cancels in its first part, when the test says so, and then blocks the reader for a while."""
 
         def part(self, destination: KVDestination, part: KVPart, payload: Payload) -> None:
             payload.release()
@@ -234,8 +234,8 @@ def test_an_end_frees_a_sender_that_waits() -> None:
         decode.check()
 
 
-def test_deadlines_end_what_nobody_ends() -> None:
-    """A source that stops in the middle, a service that never answers, one that never takes: all end by themselves."""
+def test_deadlines_end_stuck_transfers() -> None:
+    """Deadlines end a source that stops sending, a service that never answers, and one that never takes."""
     for stop in ("asked", "sending"):
         prefill, decode = Prefill(stop=stop), Decode()
         with two(prefill, decode, answer_timeout=0.3, progress_timeout=0.3) as (connection, listening):
@@ -252,8 +252,8 @@ def test_deadlines_end_what_nobody_ends() -> None:
         assert not destination.take(), "it is too late"
 
 
-def test_working_keeps_a_transfer_alive() -> None:
-    """A source that computes for longer than the time limits, and says so, is waited for."""
+def test_keep_alive() -> None:
+    """A source that computes for longer than the time limits stays alive with `keep_alive`."""
 
     class Busy(Prefill):
         def send(self, source: KVSource, seed: int, tokens: int, first: int) -> None:
@@ -269,8 +269,8 @@ def test_working_keeps_a_transfer_alive() -> None:
         decode.check()
 
 
-def test_a_part_that_is_not_what_it_should_be() -> None:
-    """A part with another block's key fails the transfer with a reason, on both sides; the service never sees it."""
+def test_a_part_with_a_wrong_key() -> None:
+    """A part with a wrong key fails the transfer with a reason on both sides; the service never sees it."""
 
     class Wrong(Prefill):
         def send(self, source: KVSource, seed: int, tokens: int, first: int) -> None:
@@ -298,7 +298,7 @@ def test_a_part_that_is_not_what_it_should_be() -> None:
 
 
 def test_an_end_with_gaps() -> None:
-    """A source that says it has finished while a part is missing is not believed."""
+    """A source that finishes while a part is missing fails the transfer."""
 
     class Hasty(Prefill):
         def send(self, source: KVSource, seed: int, tokens: int, first: int) -> None:
@@ -315,7 +315,7 @@ def test_an_end_with_gaps() -> None:
 
 
 def test_a_service_that_fails() -> None:
-    """An exception in a service ends its transfer on both sides with a reason; the connection and other transfers go on."""
+    """An exception in a service ends its transfer on both sides with a reason; the connection and other transfers continue."""
 
     class Broken(Decode):
         def part(self, destination: KVDestination, part: KVPart, payload: Payload) -> None:
@@ -333,7 +333,7 @@ def test_a_service_that_fails() -> None:
 
 
 def test_cancel_waits_for_the_part_under_way() -> None:
-    """When `cancel` has returned, no part is being written into the blocks that are given back now."""
+    """After `cancel` has returned no part is being written into the blocks that are freed now."""
     inside, go, left = threading.Event(), threading.Event(), threading.Event()
 
     class Slow(Decode):
@@ -353,8 +353,8 @@ def test_cancel_waits_for_the_part_under_way() -> None:
         decode.check()
 
 
-def test_commands_at_the_wrong_moment() -> None:
-    """What cannot be done now is a TransferError that says why, and changes nothing."""
+def test_commands_in_the_wrong_state() -> None:
+    """A command that is not possible now raises TransferError with the reason and changes nothing."""
     prefill, decode = Prefill(stop="asked"), Decode()
     with two(prefill, decode) as (connection, _):
         destination = pull(connection, decode, 13, 100)
@@ -382,7 +382,7 @@ def test_commands_at_the_wrong_moment() -> None:
 
 
 def test_messages_that_the_protocol_does_not_allow() -> None:
-    """A peer that says what it may not say there loses the connection, and its transfers end."""
+    """A peer that sends a message that is not allowed loses the connection, and its transfers end."""
     prefill, decode = Prefill(stop="asked"), Decode()
     with two(prefill, decode) as (connection, listening):
         destination = pull(connection, decode, 14, 100)
@@ -402,11 +402,11 @@ def frames(count: int, size: int) -> dict[bytes, bytes]:
 
 @pytest.mark.parametrize("link", LINKS)
 def test_fetch(link: str) -> None:
-    """An instance as a store: how many blocks of a chain it has, and their frames byte for byte; missing ones have length 0."""
+    """Reading another instance: how many blocks of a chain it has, and their frames byte for byte; missing ones have length 0."""
     kept = frames(50, 30_000)
     names = [*kept]
     asked = [*names[:20], bytes(48), *names[20:], bytes([1]) * 48]
-    with two(Library(kept), TransferService(), link) as (connection, _):
+    with two(FrameService(kept), TransferService(), link) as (connection, _):
         deadline = time.monotonic() + PATIENCE
         assert connection.locate(asked, deadline=deadline) == 20
         assert connection.locate(names, deadline=deadline) == 50
@@ -421,12 +421,12 @@ def test_fetch(link: str) -> None:
 
 
 def test_fetching_from_several_threads() -> None:
-    """Questions and answers of many threads over one connection do not mix, while parts travel beside them."""
+    """Fetches of many threads over one connection are not mixed up while parts are sent over it too."""
     kept = frames(200, 5000)
     names = [*kept]
     failures: list[object] = []
 
-    class Both(Library, Prefill):
+    class Both(FrameService, Prefill):
         def __init__(self) -> None:
             Prefill.__init__(self)
             self.frames, self.batch = kept, 3
@@ -454,11 +454,11 @@ def test_fetching_from_several_threads() -> None:
         decode.check()
 
 
-def test_a_library_that_fails_or_hangs() -> None:
-    """What a service raises is a refusal; one that takes too long is a timeout, after which no buffer is written to."""
+def test_a_frame_service_that_fails_or_hangs() -> None:
+    """An exception in a service refuses the fetch; a slow service causes a timeout, after which no buffer is written."""
     go = threading.Event()
 
-    class Bad(Library):
+    class Bad(FrameService):
         def locate(self, names: Sequence[bytes], deadline: float) -> int:
             raise RuntimeError("a defect")
 
@@ -480,9 +480,9 @@ def test_a_library_that_fails_or_hangs() -> None:
         assert all(bytes(buffer) == bytes(100) for buffer in buffers)
 
 
-def test_a_tool_without_blocks_can_only_fetch() -> None:
-    """An instance without a layout may ask for frames; it can neither want nor be wanted from."""
-    with two(Library(frames(1, 10)), TransferService()) as (connection, _):
+def test_an_instance_without_blocks_can_only_fetch() -> None:
+    """An instance without a layout can fetch frames; it can neither pull nor push."""
+    with two(FrameService(frames(1, 10)), TransferService()) as (connection, _):
         with pytest.raises(TransferError):
             connection.pull(b"")
         with pytest.raises(TransferError):
@@ -491,7 +491,7 @@ def test_a_tool_without_blocks_can_only_fetch() -> None:
 
 
 def test_one_connection_per_peer() -> None:
-    """Connecting again gives the connection that there is, from either side; a broken one is replaced."""
+    """Connecting again returns the existing connection, from either side; a broken one is replaced."""
     with endpoints(TransferService(LAYOUT), TransferService(LAYOUT)) as (calling, listening):
         connection = calling.connect(listening.address)
         assert calling.connect(listening.address) is connection
@@ -505,7 +505,7 @@ def test_one_connection_per_peer() -> None:
 
 
 def test_close_ends_everything() -> None:
-    """Closing an endpoint ends its transfers on both sides, and nobody listens any more."""
+    """Closing an endpoint ends its transfers on both sides and closes its listener."""
     prefill, decode = Prefill(stop="sending"), Decode()
     with endpoints(prefill, decode) as (calling, listening):
         connection = calling.connect(listening.address)
@@ -521,8 +521,8 @@ def test_close_ends_everything() -> None:
         decode.check()
 
 
-def test_an_order_of_its_own() -> None:
-    """KV whose inside only its engine knows travels in whole blocks."""
+def test_engine_specific_order() -> None:
+    """KV in an order that only its engine knows is sent in whole blocks."""
     packed = Layout(LAYOUT.model, 16, LAYOUT.layers, "bfloat16", order="vllm-cpu-amx")
     got: list[int] = []
 
