@@ -93,7 +93,7 @@ class LinkContract:
             yield both
 
     def test_messages_arrive_in_order_and_whole(self, links: tuple[Link, Link]) -> None:
-        """Hundreds of messages, with payloads of all sizes in one or more buffers or without payload, arrive as they were sent."""
+        """Hundreds of messages, without payload or with one of any size in one or more buffers, arrive as they were sent."""
         near, far = links
         draw = random.Random(5)
         plan = [draw.choice([0, 1, 63, 64, 65, 4097, 70_000]) for _ in range(300)]
@@ -133,8 +133,8 @@ class LinkContract:
             sending.result(PATIENCE)
 
     def test_batched_messages(self, links: tuple[Link, Link]) -> None:
-        """Batched messages arrive in order and whole, also if they are more than the link holds; the last one of a batch is sent at
-        once."""
+        """Batched messages arrive in order and whole, also if they are more than the link holds. The last one of a batch is
+        sent at once."""
         near, far = links
         size = near.largest // 5
         data = random.Random(10).randbytes(size)
@@ -224,7 +224,7 @@ class LinkContract:
                     before, since = sent, time.monotonic()
                 elif time.monotonic() - since > 0.7:
                     break
-            assert not sending.done(), "a sender whom nobody listens to waits"
+            assert not sending.done(), "the sender waits while nothing is released"
             for number in range(count):
                 message, got = take(far)
                 assert message == KVPart(number, 1, 0, 1, 1) and got == data
@@ -234,7 +234,7 @@ class LinkContract:
         """Without progress `send` raises TransferTimeout."""
         near, _ = links
         data = bytes(min(near.largest, 1 << 20))
-        with pytest.raises(TransferTimeout):  # noqa: PT012 - how many fit is the kernel's affair
+        with pytest.raises(TransferTimeout):  # noqa: PT012 - the kernel decides how many fit
             for _ in range(1000):
                 near.send(KVPart(0, 1, 0, 1, 1), ID, [data], deadline=soon(0.3))
 
@@ -262,7 +262,7 @@ class LinkContract:
             near.send(Heartbeat(), deadline=soon())
 
     def test_messages_before_the_end_arrive(self, links: tuple[Link, Link]) -> None:
-        """After the peer has closed, its last messages still arrive, then TransferUnavailable; unreleased payloads stay readable."""
+        """After the peer has closed, its last messages still arrive, then TransferUnavailable; payloads stay readable."""
         near, far = links
         near.send(KVPart(0, 1, 0, 1, 1), ID, [b"last words"], deadline=soon())
         near.send(Taken(), ID, deadline=soon())
@@ -292,7 +292,7 @@ class LinkContract:
                 link.send(KVPart(0, 1, 0, 1, 1), ID, [data], deadline=soon())
             assert select.select([ready], [], [], PATIENCE)[0]
             os.kill(number, signal.SIGKILL)
-            with pytest.raises(TransferError):  # noqa: PT012 - how many still fit is the kernel's affair
+            with pytest.raises(TransferError):  # noqa: PT012 - the kernel decides how many fit
                 while True:
                     link.send(KVPart(0, 1, 0, 1, 1), ID, [data], deadline=soon(1))
             with pytest.raises(TransferUnavailable):
@@ -302,7 +302,7 @@ class LinkContract:
         os.close(tell)
 
     def test_a_killed_sender(self, meeting: Meeting) -> None:
-        """When the peer's process is killed, whole messages may still arrive, then TransferUnavailable; never half a message."""
+        """When the peer's process is killed, whole messages may still arrive, then TransferUnavailable; never half a one."""
 
         def work() -> None:
             link = meeting.answer()

@@ -247,11 +247,11 @@ def test_loopback_is_not_reachable_from_other_hosts(wire: Wire) -> None:
     def ask(endpoint: TransferEndpoint, line: Line) -> None:
         with pytest.raises(PeerGone):
             endpoint.connect(f"10.231.0.1:{PORT}")
-        line.tell("nobody")
+        line.tell("refused")
 
     with child(lambda: listen(here)):
         assert here.hear() == f"127.0.0.1:{PORT}"
         with child(lambda: call(wire, ("tcp",), there, ask, Recorder())):
-            assert there.hear() == "nobody"
+            assert there.hear() == "refused"
     here.close()
     there.close()

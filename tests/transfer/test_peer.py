@@ -402,7 +402,7 @@ def test_a_disk_that_is_only_read(tmp_path: Path) -> None:
     tiers.close()
 
 
-def test_time_is_bounded_while_nobody_answers(stack: ExitStack, reader: Open) -> None:
+def test_time_is_bounded_without_an_answer(stack: ExitStack, reader: Open) -> None:
     """A peer that accepts connections and does not answer costs a call no more than its deadline."""
     silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     store = reader(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout=0.5)

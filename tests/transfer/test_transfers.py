@@ -402,7 +402,7 @@ def frames(count: int, size: int) -> dict[bytes, bytes]:
 
 @pytest.mark.parametrize("link", LINKS)
 def test_fetch(link: str) -> None:
-    """Reading another instance: how many blocks of a chain it has, and their frames byte for byte; missing ones have length 0."""
+    """Reading another instance: how many blocks of a chain it has, and their frames; missing ones have length 0."""
     kept = frames(50, 30_000)
     names = [*kept]
     asked = [*names[:20], bytes(48), *names[20:], bytes([1]) * 48]
