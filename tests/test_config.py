@@ -1,4 +1,4 @@
-"""The configuration: files, environment and flags, and the sentences about what is wrong with them."""
+"""The configuration: files, environment, flags, and error messages."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ SECRETS = {
 
 
 def test_secrets_are_not_printed() -> None:
-    """Whoever prints a configuration, or one of its sections, prints no key, secret, salt or URL that may hold a password."""
+    """A printed configuration or section shows no key, secret, salt or URL that may contain a password."""
     environ = {f"FOREWORD_{section}_{key}".upper(): text for (section, key), text in SECRETS.items()}
     config = load_config(environ=environ)
     for (section, key), text in SECRETS.items():

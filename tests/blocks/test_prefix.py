@@ -231,7 +231,7 @@ def test_a_prompt_cached_to_its_last_token_needs_one_token() -> None:
 
 
 def test_the_tail_of_a_running_sequence_is_copied() -> None:
-    """A partly filled block in use is copied into the new sequence's own block; it may go on growing."""
+    """A partly filled block in use is copied into a block of the new sequence; the original may still grow."""
     cache = PrefixCache(8, 4)
     running, _ = admit(cache, ABC)
     cache.note_partial(running, 10)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -525,11 +526,23 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 assert self.memory[block, slot] == (*before, *held[: slot + 1])
 
 
-TestAWrongBlockIsImpossible = PrefixCacheMachine.TestCase
-TestAWrongBlockIsImpossible.__doc__ = "Whatever happens in whatever order, the cache does what the obvious model does."
-TestAWrongBlockIsImpossible.settings = settings(
-    max_examples=300,
-    stateful_step_count=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-)
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=count,
+        stateful_step_count=60,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+
+
+class TestAgainstTheModel(PrefixCacheMachine.TestCase):
+    """After any sequence of operations, the cache is in the state of the model."""
+
+    settings = examples(60)
+
+
+@pytest.mark.slow
+class TestAgainstTheModelLong(PrefixCacheMachine.TestCase):
+    """The same with many more sequences of operations."""
+
+    settings = examples(500)

@@ -1,4 +1,4 @@
-"""`foreword simulate`: from a trace on disk to a table, a page and drawings."""
+"""`foreword simulate`: from a trace file to a table, an HTML page and SVG files."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def trace(tmp_path: Path) -> Path:
 def test_every_combination_is_simulated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
 ) -> None:
-    """Two fleets and two policies are four rows, four curves each, curves over the number of replicas, and valid SVG."""
+    """Two fleets and two policies give four rows and curves, curves over the number of replicas, and valid SVG."""
     out, svg = tmp_path / "page.html", tmp_path / "svg"
-    asked = ["--replicas", "1,2", "--policy", "cost,round-robin", "--out", str(out), "--svg", str(svg)]
-    assert run(monkeypatch, str(trace), *asked) == 0
+    arguments = ["--replicas", "1,2", "--policy", "cost,round-robin", "--out", str(out), "--svg", str(svg)]
+    assert run(monkeypatch, str(trace), *arguments) == 0
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.startswith("| ")]
     assert [row.split("|")[1].strip() for row in rows if not row.startswith("| :")] == [
@@ -68,11 +68,11 @@ def test_every_combination_is_simulated(
         assert ET.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
 
-def test_numbers_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path) -> None:
-    """JSON with the shares by tier, which sum up to the whole, and the machines behind them."""
+def test_json_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+    """`--json` prints the hit rate by tier, which adds up to the total, and the simulated fleet."""
     assert run(monkeypatch, str(trace), "--device", "8192", "--memory", "1000000", "--replicas", "1", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    [one] = told["simulations"]
+    output = json.loads(capsys.readouterr().out)
+    [one] = output["simulations"]
     assert one["hit_share"] == pytest.approx(sum(one["tier_shares"]))
     assert one["tier_shares"][1] > 0.1 and one["tier_shares"][2] == 0
     assert one["spec"]["host_tokens"] == 1_000_000 and one["spec"]["block_size"] == 512
@@ -82,22 +82,22 @@ def test_numbers_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_sizes_in_bytes_need_the_size_of_a_token(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
 ) -> None:
-    """1 GiB at 1 MiB a token is 1,024 tokens; without knowing, the error says what to do; a file of costs knows."""
-    asked = [str(trace), "--replicas", "1", "--memory", "1GiB", "--json"]
-    assert run(monkeypatch, *asked) == 2
+    """1 GiB at 1 MiB per token is 1,024 tokens. The size of a token comes from --kv-bytes or --costs, else it is an error."""
+    arguments = [str(trace), "--replicas", "1", "--memory", "1GiB", "--json"]
+    assert run(monkeypatch, *arguments) == 2
     assert "--kv-bytes" in capsys.readouterr().err
-    assert run(monkeypatch, *asked, "--kv-bytes", str(1 << 20)) == 0
+    assert run(monkeypatch, *arguments, "--kv-bytes", str(1 << 20)) == 0
     assert json.loads(capsys.readouterr().out)["simulations"][0]["spec"]["host_tokens"] == 1024
     costs = tmp_path / "costs.json"
     costs.write_text(Profile(EngineCosts(), 1 << 19, about={"model": "a model"}).to_json())
-    assert run(monkeypatch, *asked, "--costs", str(costs)) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["simulations"][0]["spec"]["host_tokens"] == 2048
-    assert "a model" in told["about"]
+    assert run(monkeypatch, *arguments, "--costs", str(costs)) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["simulations"][0]["spec"]["host_tokens"] == 2048
+    assert "a model" in output["about"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--policy", "least-load"], "least-loaded"),
         (["--replicas", "many"], "--replicas takes whole numbers"),
@@ -111,15 +111,15 @@ def test_sizes_in_bytes_need_the_size_of_a_token(
     ],
 )
 def test_mistakes_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path, arguments: list[str], said: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path, arguments: list[str], message: str
 ) -> None:
-    """Status 2 and a sentence that names the flag or the value."""
+    """Wrong arguments give exit status 2 and a message that names the flag or the value."""
     assert run(monkeypatch, str(trace), *arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
-    """What was written is read, number by number."""
+    """A profile that is written and read again is equal."""
     costs = EngineCosts(0.1, 2e-4, 3e-9, 4e-4, 5e-8, (LoadCost(1e-5, 1e-3), LoadCost(2e-5, 2e-3), LoadCost(3e-5, 3e-3)))
     profile = Profile(costs, 1234, 16, 512, 64, {"machine": "here", "loads": {"disk": "measured"}})
     path = tmp_path / "costs.json"
@@ -128,7 +128,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[", "cannot read the costs"),
         ("{}", "format 1"),
@@ -138,12 +138,12 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
         ('{"format": 1, "costs": {"base": "much", "loads": []}}', "float"),
     ],
 )
-def test_what_is_no_profile_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    """File and reason are named."""
+def test_invalid_profiles_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    """The error names the file and the reason."""
     from foreword.errors import ConfigError
 
     path = tmp_path / "costs.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         read_profile(path)
     assert str(path) in str(caught.value)

@@ -1,4 +1,4 @@
-"""Recordings: no text, no tokens, and enough for the simulator to find what the engine found."""
+"""Recordings contain no text and no tokens, and the simulator reproduces the engine's cache hits from them."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def record(
     return recorder
 
 
-def test_what_an_engine_found_the_simulator_finds(tmp_path: Path) -> None:
-    """Conversations through the real engine, recorded and simulated: the same tokens are found for each request, answers
-    included, and nothing of tokens or keys is in the file."""
+def test_the_simulator_reproduces_the_engines_hits(tmp_path: Path) -> None:
+    """Conversations through the real engine, recorded and simulated: each request has the same number of cached tokens, and
+    the file contains no tokens and no keys."""
     path, rng = tmp_path / "trace.jsonl", random.Random(3)
     recorder = TraceRecorder(path)
     options = {"threads": 1, "partial_reuse": False, "self_check": False, "seed": 0}
@@ -65,12 +65,12 @@ def test_what_an_engine_found_the_simulator_finds(tmp_path: Path) -> None:
     text = path.read_text()
     for block in (talks[0][:16], talks[1][16:32]):
         assert ", ".join(map(str, block)) not in text and ",".join(map(str, block)) not in text
-    # Slowly, so that an answer has ended before its conversation goes on, as it had.
+    # Slowly, so that each output ends before the next turn arrives, as in the recording.
     trace = read_trace(path, speed=0.001)
     outcomes = simulate(trace, FleetSpec(replicas=1, device_tokens=8192, block_size=16)).outcomes
     assert [one.cached_tokens for one in outcomes] == found
     assert [json.loads(line)["cached_tokens"] for line in text.splitlines()] == found
-    assert sum(found) > 9 * 20, "answers are found too"
+    assert sum(found) > 9 * 20, "outputs are cached too"
 
 
 def test_hashes_depend_on_the_salt(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_lengths_that_are_no_multiple_of_a_block(tmp_path: Path) -> None:
 
 
 def test_a_recording_ends_at_its_size(tmp_path: Path) -> None:
-    """It stays within a line of its bound, the rest is counted, and the lines are whole."""
+    """A recording exceeds its size limit by less than a line, dropped requests are counted, and all lines are complete."""
     recorder = record(tmp_path / "trace", [request(list(range(160)), [1])] * 50, max_bytes=1000)
     lines = (tmp_path / "trace").read_text().splitlines()
     assert recorder.written == len(lines) and recorder.written + recorder.dropped == 50
@@ -108,7 +108,7 @@ def test_a_recording_ends_at_its_size(tmp_path: Path) -> None:
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    """A file that is there stays as it is; a folder that is not there is named."""
+    """An existing file is not changed; a missing folder is an error."""
     path = tmp_path / "trace"
     path.write_text("kept")
     with pytest.raises(ConfigError, match="exists already"):
@@ -118,8 +118,8 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         TraceRecorder(tmp_path / "none" / "trace")
 
 
-def test_a_router_records_what_ended_well(tmp_path: Path) -> None:
-    """Requests that ended are in the file with replica, hashed session, times and lengths; failed ones are not."""
+def test_a_router_records_successful_requests(tmp_path: Path) -> None:
+    """Finished requests are recorded with replica, hashed session, times and lengths; failed ones are not."""
     recorder, fleet = TraceRecorder(tmp_path / "trace", clock=lambda: 100.0), Fleet()
     fleet.on_finished = record_finished(recorder)
     fleet.add("http://a")
@@ -138,8 +138,9 @@ def test_a_router_records_what_ended_well(tmp_path: Path) -> None:
     assert "ttft" not in second and second["hash_ids"][:6] == first["hash_ids"][:6]
 
 
+@pytest.mark.slow
 def test_a_server_records_its_traffic(tmp_path: Path) -> None:
-    """`foreword serve --record`: after SIGTERM the file has what was asked, readable by the simulator."""
+    """`foreword serve --record`: after SIGTERM the file contains the requests and the simulator can read it."""
     path = tmp_path / "trace.jsonl"
     flags = ["--port", "0", "--threads", "1", "--kv-memory", "4096 tokens", "--no-self-check", "--record", str(path)]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}

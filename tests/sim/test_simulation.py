@@ -1,4 +1,4 @@
-"""The simulator: small traces whose results can be reckoned by hand, and what must hold for any."""
+"""The simulator: small traces with results computed by hand, and properties that hold for any trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from foreword.sim.report import page, quantile, summarize, table
 from foreword.sim.run import SimulationResult, simulate
 from foreword.sim.trace import TraceRequest, block_size_of, read_trace
 
-# A token computed takes 1 ms, a step nothing besides; loading a token takes 0.1, 0.2 or 0.4 ms.
+# Computing a token takes 1 ms, a step has no other cost; loading a token takes 0.1, 0.2 or 0.4 ms.
 COSTS = EngineCosts(
     base=0.0,
     prefill=1e-3,
@@ -39,7 +39,7 @@ def request(arrival: float, ids: list[int], output: int = 1, *, tokens: int | No
 
 
 def random_trace(seed: int, count: int) -> list[TraceRequest]:
-    """Conversations that go on, over a common beginning."""
+    """Conversations with several turns and a common prefix."""
     rng, talks, found = random.Random(seed), [[0] for _ in range(6)], []
     for i in range(count):
         talk = rng.choice(talks)
@@ -52,8 +52,8 @@ def random_trace(seed: int, count: int) -> list[TraceRequest]:
     return sorted(found, key=lambda one: one.arrival)
 
 
-def test_one_request_takes_what_it_costs() -> None:
-    """640 tokens at 1 ms each, then two tokens at 10 ms each."""
+def test_the_times_of_one_request() -> None:
+    """A request takes 1 ms for each of 640 prompt tokens, then 10 ms for each of two output tokens."""
     result = simulate([request(0.0, list(range(10)), 3)], ONE, costs=COSTS)
     outcome = result.outcomes[0]
     assert outcome.ttft == pytest.approx(0.64)
@@ -61,61 +61,60 @@ def test_one_request_takes_what_it_costs() -> None:
     assert outcome.seconds_per_token == pytest.approx(0.01)
 
 
-def test_a_prefix_on_the_device_is_not_computed() -> None:
+def test_a_prefix_on_the_device_is_cached() -> None:
     """The second request shares eight of ten blocks: 128 tokens are computed."""
-    asked = [request(0.0, list(range(10))), request(10.0, [*range(8), 77, 78])]
-    result = simulate(asked, ONE, costs=COSTS)
+    trace = [request(0.0, list(range(10))), request(10.0, [*range(8), 77, 78])]
+    result = simulate(trace, ONE, costs=COSTS)
     assert result.outcomes[1].cached_tokens == result.outcomes[1].expected_cached == 512
     assert result.outcomes[1].ttft == pytest.approx(0.128)
     assert summarize(result).hit_share == pytest.approx(512 / 1280)
 
 
-def test_a_prefix_off_the_device_is_loaded_where_that_is_sooner() -> None:
-    """A device of 12 blocks, of which others left two: eight of ten blocks come back from host memory at 0.1 ms a token, and
-    none from one that is slower than computing."""
+def test_a_prefix_off_the_device_is_loaded_if_that_is_faster() -> None:
+    """A prefix that was evicted from the device is loaded from host memory, but not if loading is slower than computing."""
     spec = FleetSpec(replicas=1, device_tokens=64 * 12, host_tokens=64 * 100, block_size=64, max_batch_tokens=512)
-    asked = [request(0.0, list(range(10))), request(10.0, list(range(20, 30))), request(20.0, list(range(10)))]
-    outcome = simulate(asked, spec, costs=COSTS).outcomes[2]
+    trace = [request(0.0, list(range(10))), request(10.0, list(range(20, 30))), request(20.0, list(range(10)))]
+    outcome = simulate(trace, spec, costs=COSTS).outcomes[2]
     assert outcome.loaded_tokens == 511
-    assert outcome.ttft == pytest.approx(512 * 1e-4 + 1e-2), "the last token is computed again, as a step of its own"
+    assert outcome.ttft == pytest.approx(512 * 1e-4 + 1e-2), "the last token is recomputed in a separate step"
     slow = EngineCosts(0.0, 1e-3, 0.0, 1e-2, 0.0, (LoadCost(2e-3), LoadCost(2e-3), LoadCost(2e-3)))
-    assert simulate(asked, spec, costs=slow).outcomes[2].loaded_tokens == 0
+    assert simulate(trace, spec, costs=slow).outcomes[2].loaded_tokens == 0
 
 
-def test_loads_from_one_tier_follow_each_other() -> None:
-    """Two prompts of which all comes from host memory at 64 ms each: the second waits for the first one's load."""
+def test_loads_from_one_tier_are_serialized() -> None:
+    """Two prompts are loaded from host memory, 64 ms each: the second load waits for the first."""
     spec = FleetSpec(replicas=1, device_tokens=64 * 24, host_tokens=64 * 100, block_size=64, max_batch_tokens=2048)
-    asked = [request(0.0, list(range(10))), request(10.0, list(range(10, 20))), request(20.0, list(range(20, 43)))]
-    asked += [request(30.0, list(range(10))), request(30.0, list(range(10, 20)))]
-    result = simulate(asked, spec, costs=COSTS)
+    trace = [request(0.0, list(range(10))), request(10.0, list(range(10, 20))), request(20.0, list(range(20, 43)))]
+    trace += [request(30.0, list(range(10))), request(30.0, list(range(10, 20)))]
+    result = simulate(trace, spec, costs=COSTS)
     assert [outcome.loaded_tokens for outcome in result.outcomes[3:]] == [639, 639]
     assert result.outcomes[3].ttft == pytest.approx(0.064 + 0.01)
     assert result.outcomes[4].ttft == pytest.approx(0.128 + 0.01)
 
 
-def test_what_one_computed_another_loads_from_the_shared_store() -> None:
-    """Two replicas that take turns: the second finds in the shared store what the first one wrote."""
+def test_replicas_share_a_store() -> None:
+    """A replica loads from the shared store what another replica computed."""
     spec = FleetSpec(replicas=2, device_tokens=64 * 50, shared_tokens=64 * 100, block_size=64)
-    asked = [request(0.0, list(range(10))), request(10.0, list(range(10)))]
-    result = simulate(asked, spec, "round-robin", COSTS)
+    trace = [request(0.0, list(range(10))), request(10.0, list(range(10)))]
+    result = simulate(trace, spec, "round-robin", COSTS)
     assert [outcome.replica for outcome in result.outcomes] == ["r0", "r1"]
     assert result.outcomes[1].loaded_tokens == 639
 
 
-def test_a_full_tier_gives_up_tails_of_old_chains() -> None:
-    """Host memory of 15 blocks after 10 of one chain and 10 of another: the second is whole, of the first half is left."""
+def test_a_full_tier_evicts_old_chains_from_their_end() -> None:
+    """Host memory of 15 blocks gets two chains of 10 blocks: the second is complete, of the first the leading part is left."""
     spec = FleetSpec(replicas=1, device_tokens=64 * 12, host_tokens=64 * 15, block_size=64, max_batch_tokens=1024)
-    asked = [
+    trace = [
         request(0.0, list(range(10))),
         request(10.0, list(range(20, 30))),
         request(20.0, list(range(40, 41))),
         request(30.0, list(range(10))),
     ]
-    assert simulate(asked, spec, costs=COSTS).outcomes[3].cached_tokens == 64 * 4
+    assert simulate(trace, spec, costs=COSTS).outcomes[3].cached_tokens == 64 * 4
 
 
 def test_the_router_knows_what_replicas_hold() -> None:
-    """With events, what the router expects is what requests find, but for what changes while they wait."""
+    """With events, the expected hit rate is the actual one, except for changes while requests wait."""
     result = simulate(random_trace(1, 300), FleetSpec(replicas=3, device_tokens=64 * 200, block_size=64), costs=COSTS)
     numbers = summarize(result)
     assert numbers.hit_share > 0.3
@@ -123,7 +122,7 @@ def test_the_router_knows_what_replicas_hold() -> None:
 
 
 def test_without_events_the_router_estimates() -> None:
-    """Estimates come within five points of the truth, and lose little."""
+    """Without events, the expected hit rate is within five points of the actual one."""
     spec = FleetSpec(replicas=3, device_tokens=64 * 200, block_size=64, events=False)
     numbers = summarize(simulate(random_trace(1, 300), spec, costs=COSTS))
     assert numbers.hit_share > 0.3
@@ -133,7 +132,7 @@ def test_without_events_the_router_estimates() -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(sorted(POLICIES)), st.integers(1, 3), st.booleans())
 def test_every_request_ends_and_runs_are_repeatable(seed: int, policy: str, replicas: int, stores: bool) -> None:
-    """Whatever the policy and the memory, all requests end, after they came, and the same trace gives the same result."""
+    """With any policy and memory, all requests end, and simulating the same trace again gives the same result."""
     spec = FleetSpec(
         replicas=replicas,
         device_tokens=64 * 40,
@@ -162,8 +161,8 @@ def test_every_request_ends_and_runs_are_repeatable(seed: int, policy: str, repl
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
-def test_steps_taken_together_change_nothing(seed: int, stores: bool) -> None:
-    """Decoding steps that the scheduler would repeat are taken at once: the same as one after the other."""
+def test_combined_steps_change_nothing(seed: int, stores: bool) -> None:
+    """Combining decoding steps that the scheduler would repeat gives the same result as single steps."""
     costs = replace(COSTS, base=1e-2, decode_context=1e-5)
     spec = FleetSpec(
         replicas=2, device_tokens=64 * 60, host_tokens=64 * 100 if stores else 0, block_size=64, max_num_seqs=6
@@ -185,24 +184,23 @@ def test_steps_taken_together_change_nothing(seed: int, stores: bool) -> None:
 
 
 def test_steps_that_decode_grow_with_their_context() -> None:
-    """After 64 tokens: four more at 10 ms each, and 0.01 ms for each token before them."""
+    """Four tokens after a prompt of 64 take 10 ms each, and 0.01 ms for each token before them."""
     costs = replace(COSTS, decode_context=1e-5)
     outcome = simulate([request(0.0, [1], 5)], ONE, costs=costs).outcomes[0]
     assert outcome.finished - outcome.first_token == pytest.approx(4 * 0.01 + (64 + 65 + 66 + 67) * 1e-5)
 
 
-def test_an_answer_is_found_by_the_next_turn() -> None:
-    """A prompt of 128 tokens, an answer of 128, a next turn that begins with both: 192 tokens were computed for it already, as
-    blocks of 64 that were full before the last token."""
-    asked = [
+def test_an_output_is_cached_for_the_next_turn() -> None:
+    """The next turn starts with the prompt and output of the previous one: its full blocks are cached."""
+    trace = [
         TraceRequest(0.0, array("I", [1, 2, 3, 4]), 64, 128, 128),
         TraceRequest(10.0, array("I", [1, 2, 3, 4, 5]), 64, 320, 1),
     ]
-    assert simulate(asked, ONE, costs=COSTS).outcomes[1].cached_tokens == 192
+    assert simulate(trace, ONE, costs=COSTS).outcomes[1].cached_tokens == 192
 
 
-def test_placement_by_cost_beats_taking_turns() -> None:
-    """Conversations over three replicas: first tokens come sooner, more is found, and less is computed."""
+def test_placement_by_cost_beats_round_robin() -> None:
+    """Conversations over three replicas: lower TTFT, a higher hit rate, and less computation."""
     spec = FleetSpec(replicas=3, device_tokens=64 * 100, block_size=64)
     ours, turns = (summarize(simulate(random_trace(5, 300), spec, name, COSTS)) for name in ("cost", "round-robin"))
     assert ours.mean < 0.9 * turns.mean
@@ -214,7 +212,7 @@ def test_placement_by_cost_beats_taking_turns() -> None:
 
 
 def test_mooncakes_format(tmp_path: Path) -> None:
-    """Numbers stand for 512 tokens each, the last for what is left; equal numbers give equal prefixes."""
+    """Each number stands for 512 tokens, the last one for the rest; equal numbers give equal prefixes."""
     lines = [
         {"timestamp": 5000, "input_length": 1100, "output_length": 7, "hash_ids": [0, 1, 2]},
         {"timestamp": 2000, "input_length": 1024, "output_length": 0, "hash_ids": [0, 1]},
@@ -237,7 +235,7 @@ def test_mooncakes_format(tmp_path: Path) -> None:
 
 
 def test_agent_sessions(tmp_path: Path) -> None:
-    """Text becomes tokens of four bytes, so that a text that goes on shares its prefix; sessions keep their names."""
+    """Text becomes tokens of four bytes: a continued text shares its prefix. Sessions keep their names."""
     lines = [
         {"timestamp": 10_000_000, "input": "Über uns der Himmel", "output": "ja", "session_id": "x"},
         {"timestamp": 11_500_000, "input": "Über uns der Himmel, unter uns", "output": "ja, ja", "session_id": "x"},
@@ -250,8 +248,8 @@ def test_agent_sessions(tmp_path: Path) -> None:
     assert second.prompt()[:5] == first.prompt()[:5]
 
 
-def test_answers_of_mooncakes_turns(tmp_path: Path) -> None:
-    """What stands in a next turn after an earlier prompt is its answer; what shares less, or is too short, is no next turn."""
+def test_outputs_in_mooncakes_traces(tmp_path: Path) -> None:
+    """The output of a request is taken from the prompt of its next turn; other prompts are not taken for a next turn."""
     lines = [
         {"timestamp": 0, "input_length": 1100, "output_length": 600, "hash_ids": [0, 1, 2]},
         {"timestamp": 1, "input_length": 1100, "output_length": 600, "hash_ids": [0, 9, 8]},
@@ -266,7 +264,7 @@ def test_answers_of_mooncakes_turns(tmp_path: Path) -> None:
 
 
 def test_recordings_with_large_numbers(tmp_path: Path) -> None:
-    """Hashes of 53 bits become smaller numbers, the same in every file; those of the answer may follow the prompt's."""
+    """Hashes of 53 bits become small numbers, the same in every file; hashes of the output may follow those of the prompt."""
     lines = [
         {
             "timestamp": 0,
@@ -293,7 +291,7 @@ def test_recordings_with_large_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "line 1: not a request of a known trace format"),
         ('{"timestamp": 1}', "'input' is missing"),
@@ -302,16 +300,16 @@ def test_recordings_with_large_numbers(tmp_path: Path) -> None:
         ("", "no requests"),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    """File, line and reason are named."""
+def test_invalid_traces_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    """The error names file, line and reason."""
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_trace(path)
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    """A missing file, a prompt longer than the device, an unknown policy, a fleet without replicas."""
+    """Errors for a missing file, a request longer than the device, an unknown policy and an impossible fleet."""
     with pytest.raises(ConfigError, match="cannot read the trace"):
         read_trace(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="more than a device"):
@@ -336,14 +334,14 @@ def results() -> list[SimulationResult]:
 
 
 def test_the_table_has_a_row_for_each(results: list[SimulationResult]) -> None:
-    """Head, rule, one row per simulation, all of one width."""
+    """The table has a header, a rule and one row per simulation, all of one width."""
     lines = table(results).splitlines()
     assert len(lines) == 4 and len(set(map(len, lines))) == 1
     assert lines[2].startswith("| cost ") and lines[3].startswith("| round-robin ")
 
 
-def test_the_page_stands_alone(results: list[SimulationResult]) -> None:
-    """Valid drawings with a curve for each simulation, and nothing that is fetched from elsewhere."""
+def test_the_page_is_self_contained(results: list[SimulationResult]) -> None:
+    """The page has valid SVG with a curve for each simulation, and loads nothing."""
     text = page(results, "A <title>")
     assert "A &lt;title&gt;" in text and "http" not in text and "<script" not in text
     drawings = [ET.fromstring("<svg" + part.split("</svg>")[0] + "</svg>") for part in text.split("<svg")[1:]]
