@@ -1,11 +1,11 @@
-"""What other instances may read of this one: the blocks on its device and in its memory tiers (`peer://` in their stores).
+"""Lets other instances read this engine's blocks, on its device and in its memory tiers (stores at `peer://`).
 
-Asking what is there (`locate`) reads the index of the device from another thread; it is a hint. Giving blocks (`get`) takes
-references on the engine's thread, between two steps, when every block that has a name is computed; copies on a thread of the
-endpoint's while the engine goes on; and gives the references back. So a step waits for some bookkeeping and never for a copy,
-at most one copy runs at a time, and no more than a share of the pool is held for peers.
+`locate` reads the device's index from another thread; its answer is a hint. `get` refers to blocks on the engine's thread,
+between two steps, when every published block is computed; copies them on a thread of the endpoint while the engine computes;
+and releases them. A step waits for some bookkeeping and never for a copy, one copy runs at a time, and peers hold a
+share of the pool at most.
 
-Whoever asks must know a block's key, and with it the salt of its tenant.
+A reader must know a block's key, and with it the salt of its tenant.
 """
 
 from __future__ import annotations
@@ -25,21 +25,18 @@ from foreword.store.base import Name, Store
 if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena
 
-# Of the pool, the part that one batch may hold; and of the free blocks, the part that it may take.
+# One batch holds at most this part of the pool, and at most that part of the free blocks.
 _HELD_SHARE: Final = 8
 _FREE_SHARE: Final = 2
-# A long chain's bookkeeping takes milliseconds of the engine's time: so often at most.
-_TIDY_SECONDS: Final = 0.5
+# Seconds between two updates of the eviction order: a long chain takes milliseconds of the engine's time.
+_TOUCH_SECONDS: Final = 0.5
 
 # Runs a function on the engine's thread between two steps; False if the engine has ended.
 Post = Callable[[Callable[[], None]], bool]
 
 
 class ChainIndex:
-    """An observer that knows the place of every named block on the device in its chain, which the pool does not need to know.
-
-    The engine's thread writes and reads it.
-    """
+    """An observer that knows where in its chain each published block of the device is. On the engine's thread."""
 
     def __init__(self) -> None:
         self._places: dict[bytes, tuple[bytes, int]] = {}
@@ -55,34 +52,34 @@ class ChainIndex:
                 self._places.pop(key, None)
 
     def _stored(self, event: BlocksStored) -> None:
-        # Parents leave the device after their children, so one that is not known is the root.
-        above = self._places.get(event.parent)
-        parent, depth = event.parent, 0 if above is None else above[1] + 1
+        # Children are evicted before their parent, so an unknown parent is the root.
+        place = self._places.get(event.parent)
+        parent, depth = event.parent, 0 if place is None else place[1] + 1
         for key in event.keys:
             self._places[key] = parent, depth
             parent, depth = key, depth + 1
 
     def place(self, key: bytes) -> tuple[bytes, int] | None:
-        """The key before it, and its number in the chain."""
+        """The key of the block before it, and its number in the chain."""
         return self._places.get(key)
 
     def before(self, key: bytes) -> list[bytes]:
-        """Keys of the blocks before this one that are here, the first of the chain first."""
-        above: list[bytes] = []
+        """Keys of the blocks before this one that are on the device, in chain order."""
+        parents: list[bytes] = []
         place = self._places.get(key)
         while place is not None and place[0] in self._places:
-            above.append(place[0])
+            parents.append(place[0])
             place = self._places[place[0]]
-        return above[::-1]
+        return parents[::-1]
 
 
 class BlockServer(FrameServer):
-    """What an engine gives: its memory tiers, and the named blocks of its device.
+    """Gives blocks of an engine: those in its memory tiers, and the published ones on its device.
 
     Args:
-        layout: of the engine's blocks; names of any other are not there.
-        pool, chains: of the device. `chains` has observed the pool from the beginning.
-        staging: slots for frames and copies out of the device, used by nobody else.
+        layout: of the engine's blocks; blocks of another layout are missing.
+        pool, chains: of the device. `chains` has observed the pool since it was empty.
+        staging: slots for frames and copies out of the device, for this server only.
         memory: stores of this process's memory, the fastest first.
     """
 
@@ -99,14 +96,14 @@ class BlockServer(FrameServer):
         self._pool = pool
         self._chains = chains
         self._post = post
-        # The engine's thread's own: ends of chains that were read since the last `_tidy`.
-        self._ends: dict[bytes, None] = {}
-        self._tidying = False
+        # Last blocks that were read of each chain since `_touch_chains`; for the engine's thread only.
+        self._last_read: dict[bytes, None] = {}
+        self._touching = False
 
     @property
-    def tidy(self) -> bool:
-        """Whether all that was read so far is counted as used."""
-        return not self._tidying
+    def settled(self) -> bool:
+        """Whether the eviction order reflects all reads so far."""
+        return not self._touching
 
     # On the endpoint's threads
 
@@ -114,15 +111,15 @@ class BlockServer(FrameServer):
         return len(self._pool.lookup(keys))
 
     def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> list[HeldBlock]:
-        """References to what the device has of these names; none if the engine does not come to it in time."""
+        """Refer to the named blocks that are on the device; to none if the engine's thread does not do it in time."""
         answer: Future[list[HeldBlock]] = Future()
 
         def work() -> None:
             if not answer.set_running_or_notify_cancel():
-                return  # nobody waits any more
+                return  # the peer's deadline has passed
             try:
                 answer.set_result(self._take(wanted))
-            except BaseException as error:  # noqa: BLE001 - handed to the peer's thread: the engine goes on
+            except BaseException as error:  # noqa: BLE001 - handed to the peer's thread; the engine continues
                 answer.set_exception(error)
 
         if not self._post(work):
@@ -130,10 +127,10 @@ class BlockServer(FrameServer):
         try:
             return answer.result(max(deadline - time.monotonic(), 0))
         except TimeoutError:
-            # Either it is not begun and never will be, or the engine is at it in this moment.
+            # Either the call has not started and is cancelled, or it is running now.
             return [] if answer.cancel() else answer.result()
 
-    def _let_go(self, held: Sequence[HeldBlock]) -> None:
+    def _release_held(self, held: Sequence[HeldBlock]) -> None:
         self._post(lambda: self._give_back(held))
 
     # On the engine's thread
@@ -149,29 +146,29 @@ class BlockServer(FrameServer):
                 continue
             free = pool.count_free(blocks)
             if free > spare:
-                continue  # what is free is about to be needed
+                continue  # the engine is about to need what is free
             spare -= free
             pool.share(blocks)
             held.append(HeldBlock(number, blocks[0], self._header(key, *place)))
         return held
 
     def _give_back(self, held: Sequence[HeldBlock]) -> None:
-        """Release what was read. The blocks before it are counted as used a little later, once for many reads of a chain."""
+        """Release what was read. The blocks before it are marked as used later, once for many reads of a chain."""
         self._pool.release([one.block for one in held])
         first, last = held[0].header, held[-1].header
-        self._ends.pop(first.parent, None)
-        self._ends[last.key] = None
-        if not self._tidying:
-            self._tidying = True
-            later = threading.Timer(_TIDY_SECONDS, lambda: self._post(self._tidy))
+        self._last_read.pop(first.parent, None)
+        self._last_read[last.key] = None
+        if not self._touching:
+            self._touching = True
+            later = threading.Timer(_TOUCH_SECONDS, lambda: self._post(self._touch_chains))
             later.daemon = True
             later.start()
 
-    def _tidy(self) -> None:
-        """Whoever reads a chain's end uses all of it: a block that had been used after its parent would outlive it."""
-        for key in self._ends:
+    def _touch_chains(self) -> None:
+        """Mark the chains that were read as used up to their last block read: a parent must not be evicted before its child."""
+        for key in self._last_read:
             chain = self._pool.lookup([*self._chains.before(key), key])
             self._pool.share(chain)
             self._pool.release(chain)
-        self._ends.clear()
-        self._tidying = False
+        self._last_read.clear()
+        self._touching = False

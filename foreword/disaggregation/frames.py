@@ -1,7 +1,6 @@
-"""Sealed frames for other instances: from this process's memory tiers, and from blocks of its device.
+"""Gives other instances sealed frames of blocks, from this process's memory tiers and from its device.
 
-What of the device may be read, and how it is kept from changing meanwhile, is the business of whoever runs it: a subclass of
-`FrameServer` says so. This class alone gives what is in memory.
+`FrameServer` reads the memory tiers. A subclass decides which blocks of the device may be read, and holds them during the copy.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from foreword.transfer.messages import Buffer
 if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena
 
-# What is read in one go, and copied for peers at a time.
+# Bounds of one batch: what is read and copied at a time.
 BATCH_BYTES: Final = 8 << 20
 BATCH_BLOCKS: Final = 512
 ARENA_BYTES: Final = 4 * BATCH_BYTES
@@ -31,7 +30,7 @@ ARENA_BYTES: Final = 4 * BATCH_BYTES
 
 @dataclass(frozen=True, slots=True)
 class HeldBlock:
-    """A block of the device that does not change for now: which name of the batch it is for, its number, and its header."""
+    """A block of the device that does not change while it is held. `number` is the position of its name in the batch."""
 
     number: int
     block: int
@@ -40,7 +39,7 @@ class HeldBlock:
 
 @dataclass(frozen=True, slots=True)
 class ServedStatus:
-    """Blocks since the start: given from the device, given from memory, asked for and not there."""
+    """Blocks since the start: given from the device, given from memory, and asked for in vain."""
 
     device: int
     memory: int
@@ -51,8 +50,8 @@ class FrameServer:
     """Answers `locate` and `get` of a transfer service (`foreword.transfer.service.Service`), on the endpoint's threads.
 
     Args:
-        layout: of the engine's blocks; names of any other are not there.
-        staging: slots for frames and copies out of the device, used by nobody else.
+        layout: of the engine's blocks; blocks of another layout are missing.
+        staging: slots for frames and copies out of the device, for this server only.
         memory: stores of this process's memory, the fastest first.
         most: blocks of the device that one batch may hold.
     """
@@ -73,17 +72,17 @@ class FrameServer:
     # The device, for subclasses
 
     def _on_device(self, keys: Sequence[bytes]) -> int:
-        """How many of these blocks, from the first on, may be read on the device. A hint."""
+        """How many of these blocks, from the first on, can be read on the device. A hint."""
         return 0
 
     def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> Sequence[HeldBlock]:
-        """Keep those of the names that the device has from changing until `_let_go`; fewer or none if that cannot be had."""
+        """Hold named blocks of the device until `_release_held`; fewer or none if that is not possible."""
         return ()
 
-    def _let_go(self, held: Sequence[HeldBlock]) -> None:
-        """The copies are made."""
+    def _release_held(self, held: Sequence[HeldBlock]) -> None:
+        """The copies are done."""
 
-    # Asked by peers
+    # For peers
 
     def status(self) -> ServedStatus:
         return ServedStatus(self._counts["device"], self._counts["memory"], self._counts["missing"])
@@ -102,7 +101,7 @@ class FrameServer:
         return done
 
     def get(self, names: Sequence[Name], longest: int, deadline: float) -> Iterator[Sequence[Buffer | None]]:
-        """Sealed frames in the order of `names`, in batches; a batch's memory is used again when the next one is asked for."""
+        """Sealed frames in the order of `names`, in batches. The next batch reuses the memory of the one before."""
         if longest < self._staging.frame_bytes:
             return
         for start in range(0, len(names), self._batch):
@@ -116,7 +115,7 @@ class FrameServer:
                 self._slots.give(slots)
 
     def _frames(self, names: Sequence[Name], slots: Sequence[int], deadline: float) -> list[Buffer | None]:
-        """A batch. What is in memory is taken from there, because that does not concern the engine."""
+        """One batch, from memory where possible: that does not disturb the engine."""
         buffers = [self._staging.buffer(slot) for slot in slots]
         frames: list[Buffer | None] = [None] * len(names)
         for store in self._memory:
@@ -145,7 +144,7 @@ class FrameServer:
     def _from_device(
         self, names: Sequence[Name], which: Sequence[int], slots: Sequence[int], deadline: float
     ) -> list[int]:
-        """Copy those of the names that the device has into their slots; returns which ones."""
+        """Copy the named blocks that are on the device into their slots; returns their positions."""
         held = self._hold([(i, names[i]) for i in which], deadline)
         if not held:
             return []
@@ -154,7 +153,7 @@ class FrameServer:
             with self._copying:
                 self._staging.gather([one.block for one in held], targets)
         finally:
-            self._let_go(held)
+            self._release_held(held)
         for one, slot in zip(held, targets, strict=True):
             seal(one.header, self._staging.buffer(slot))
         return [one.number for one in held]
@@ -169,7 +168,7 @@ class FrameServer:
 
 
 def found_in(stores: Sequence[Store], names: Sequence[Name], deadline: float) -> int:
-    """How many of the names, from the first on, these stores have together; one that fails has none."""
+    """How many of the named blocks, from the first on, the stores have together. A store that fails has none."""
     done = 0
     for store in stores:
         if done < len(names):
@@ -181,5 +180,5 @@ def found_in(stores: Sequence[Store], names: Sequence[Name], deadline: float) ->
 
 
 def num_frame_slots(layout: Layout) -> int:
-    """How many blocks the arena has room for from which they are given to peers."""
+    """Slots of the staging arena through which peers read blocks."""
     return max(ARENA_BYTES // (layout.block_bytes + HEADER_BYTES), 4)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class KVReceive:
     """What a remote prefill and an incoming migration have in common. With `close`, subclasses are an
-    `engine.kv_source.KVSource`.
+    `engine.external_kv.ExternalKV`.
 
     Attributes:
         done, closed: nothing more will come; `close` was called.

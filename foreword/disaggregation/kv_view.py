@@ -1,9 +1,8 @@
-"""The paged tensors as a transfer sees them: parts of blocks and layers as bytes, in the order of `transfer.parts`.
+"""The KV tensors as a transfer sees them: parts of blocks and layers as bytes, in the order of `transfer.parts`.
 
-On a CPU a part is a view of the tensors. On another device it is copied through page-locked host memory, on a stream of the
-thread's own, beside the engine's work. A *mark* is what orders the two: an event on the engine's stream, recorded by the
-engine's thread. What is read was written before its mark; what is written goes into blocks whose last use by the engine came
-before its mark.
+On a CPU a part is a view of the tensors. On another device it is copied through page-locked host memory, on a separate stream
+per thread, beside the engine's work. A *mark* orders the two: an event on the engine's stream, recorded by the engine's thread.
+A read sees what was written before its mark. A write goes into blocks that the engine last used before its mark.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from foreword.transfer.messages import Buffer, KVPart
 
 
 class KVView:
-    """Reads parts out of paged tensors and writes parts into them. Threads may call at once, for different blocks.
+    """Reads parts of the KV tensors and writes parts into them. Thread-safe for different blocks.
 
     Args:
         layers: of the engine, `[num_blocks, block_size, kv_heads, dim]` each.
-        layout: what they look like to others; its order is `tokens`.
+        layout: as other instances see them; its order is `tokens`.
     """
 
     def __init__(self, layers: Mapping[int, Paged], layout: Layout) -> None:
@@ -49,13 +48,12 @@ class KVView:
         return len(self.position) - 1
 
     def mark(self) -> Any:
-        """What the device has been told so far, for `read` and `write`; None where it does everything at once. On the engine's
-        thread, whose stream is meant."""
+        """The work queued on the device so far, for `read` and `write`; None on a CPU. On the engine's thread."""
         return None if self._copies is None else self._copies.mark()
 
     def read(self, part: KVPart, blocks: Sequence[int], mark: Any = None) -> list[Buffer]:
         """A part's payload, of `blocks` from `part.first_block` on. On a CPU these are views: the blocks must not change until
-        they were sent. What was written before `mark` is in it; without one, what the device has been told by now."""
+        they were sent. Without a `mark`, all work queued by now counts."""
         runs = _slot_runs(blocks, part.tokens, self._size)
         if self._copies is not None:
             return [self._copies.read(self._tensors(part), _slots(runs), mark)]
@@ -66,8 +64,7 @@ class KVView:
         return buffers
 
     def write(self, part: KVPart, blocks: Sequence[int], payload: memoryview, mark: Any = None) -> None:
-        """Copy a part's payload into `blocks`, after what the device was told before `mark`. When it returns, they hold it, and
-        the payload may go."""
+        """Copy a part's payload into `blocks`, after the work before `mark`. It is done when the call returns."""
         data = np.frombuffer(payload, np.uint8)
         runs = _slot_runs(blocks, part.tokens, self._size)
         if self._copies is not None:
@@ -85,9 +82,7 @@ class KVView:
 
 
 class DeviceRows:
-    """Rows of device tensors to and from bytes in host memory. Threads may call at once; each has a stream of its own.
-
-    It also works for tensors on a CPU, without streams.
+    """Copies rows of device tensors to and from host memory, on a stream per thread. On a CPU it works without streams.
 
     Args:
         rows: `[slots, bytes]` uint8, on one device.
@@ -101,19 +96,19 @@ class DeviceRows:
         self._local = threading.local()
 
     def mark(self) -> Any:
-        """Everything that the calling thread has told the device, on the stream on which it computes."""
+        """The work that the calling thread has queued, on the stream on which it computes."""
         if not self._cuda:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # pragma: no cover - needs a GPU
-        # The device by name: a thread's current device is the first one, whichever the engine uses.
+        # With the device: a thread's current device is the first one, not the engine's.
         event.record(torch.cuda.current_stream(self._device))  # pragma: no cover - needs a GPU
         return event  # pragma: no cover - needs a GPU
 
     @torch.inference_mode()
     def read(self, tensors: Sequence[int], slots: Sequence[int], mark: Any) -> memoryview:
-        """The rows `slots` of each of `tensors`, in a row. The memory is its caller's."""
+        """The rows `slots` of each of `tensors`, one tensor after the other, in new memory."""
         size = len(slots) * sum(self._widths[number] for number in tensors)
-        # Page-locked memory comes from torch's cache of it, which waits for copies under way before it gives it out again.
+        # torch caches page-locked memory, and reuses it only when the copies out of it are done.
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda)
         at = 0
         with self._beside(mark):
@@ -127,9 +122,8 @@ class DeviceRows:
 
     @torch.inference_mode()
     def write(self, tensors: Sequence[int], slots: Sequence[int], data: Any, mark: Any) -> None:
-        """The other way; `data` is a uint8 array, and is not read any more when this returns."""
-        # A copy from pageable memory would make this thread wait; and the link's memory may not be written to, which torch
-        # does not accept.
+        """Write rows; `data` is a uint8 array that may change when this returns."""
+        # A copy from pageable memory would block this thread, and torch does not take the link's read-only memory.
         host = torch.empty(len(data), dtype=torch.uint8, pin_memory=self._cuda)
         cast(Any, host.numpy())[:] = data
         at = 0
@@ -147,8 +141,8 @@ class DeviceRows:
 
     @contextlib.contextmanager
     def _beside(self, mark: Any) -> Iterator[None]:
-        """What is told to the device within comes after `mark`, and is done at the end. Memory that was taken within belongs to
-        this thread's stream, so nothing else is given it before."""
+        """Work queued within runs after `mark`, and is done at the end. Memory that is allocated within belongs to this
+        thread's stream, so no other stream gets it before."""
         if not self._cuda:
             yield
             return

@@ -22,7 +22,7 @@ from foreword.disaggregation.context import EngineContext
 from foreword.disaggregation.kv_receive import KVReceive
 from foreword.disaggregation.kv_send import KVSend, KVSender
 from foreword.disaggregation.messages import MigrationOffer, MigrationState, decode, encode, pack, unpack
-from foreword.engine.kv_source import KVArrival
+from foreword.engine.external_kv import KVArrival
 from foreword.engine.request import MigratedTo, Request
 from foreword.engine.sequence import SequenceState
 from foreword.errors import BadRequest, CannotMove, ForewordError, TransferError, TransferUnavailable
@@ -86,7 +86,7 @@ class OutgoingMigration:
 
 
 class IncomingMigration(KVReceive):
-    """A request that migrates here: the `engine.kv_source.KVSource` of its sequence, until it is taken.
+    """A request that migrates here: the `engine.external_kv.ExternalKV` of its sequence, until it is taken.
 
     Attributes:
         sequence: None until it was opened.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from foreword.disaggregation.context import EngineContext
 from foreword.disaggregation.kv_receive import KVReceive
 from foreword.disaggregation.messages import PrefillResult, PrefillTask, decode, encode
-from foreword.engine.kv_source import KVArrival
+from foreword.engine.external_kv import KVArrival
 from foreword.errors import ForewordError, TransferError
 from foreword.events import TransferEnded
 from foreword.transfer.messages import Reason
@@ -16,7 +16,7 @@ from foreword.transfer.transfers import KVDestination
 
 
 class RemotePrefill(KVReceive):
-    """One prompt that another instance computes (`engine.kv_source.RemoteKVSource`).
+    """One prompt that another instance computes (`engine.external_kv.RemoteKV`).
 
     Args:
         address: transfer address of that instance.

@@ -1,4 +1,4 @@
-"""Where a prompt's KV came from, in numbers and in words."""
+"""Cache reports: where a prompt's KV came from, in numbers and in words."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The engine's loop: schedule, run, settle.
 
-`EngineCore` is driven by one thread (a server's engine thread, or the caller of `LLM.generate`). It knows nothing of asyncio
-and nothing of HTTP.
+`EngineCore` runs on one thread: a server's engine thread, or the caller of `LLM.generate`. It knows neither asyncio nor HTTP.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Protocol
 from foreword.blocks import PrefixCache
 from foreword.blocks.miss_history import MissHistory
 from foreword.engine.cache_report import CacheReports
-from foreword.engine.kv_source import RemoteKVSource
+from foreword.engine.external_kv import RemoteKV
 from foreword.engine.request import Delta, FinishReason, MigratedTo, Request, SamplingParams, TokenLogprob
 from foreword.engine.runner import Runner, draw_of
 from foreword.engine.sampling import Sampled
@@ -72,8 +71,8 @@ class KVTransferHooks(Protocol):
         """Blocks are held for transfers: they come back without a step of this engine."""
         ...
 
-    def remote_prefill(self, request: Request, sequence: SequenceState) -> RemoteKVSource | None:
-        """The source of a prompt that another instance computes; None if that is this one."""
+    def remote_prefill(self, request: Request, sequence: SequenceState) -> RemoteKV | None:
+        """The KV of a prompt that another instance computes; None if that is this one."""
         ...
 
     def remote_prefill_ended(self, sequence: SequenceState) -> None: ...

@@ -1,7 +1,7 @@
-"""What goes into the engine and what comes out: frozen messages, no torch.
+"""Requests and outputs of the engine: frozen messages, no torch.
 
-A `Request` is one prompt with its `SamplingParams`. The engine answers with `Delta`s (one per step in which tokens of that
-request appeared) and closes with a `Delta` whose `finish_reason` is set.
+A `Request` is one prompt with its `SamplingParams`. The engine answers with a `Delta` for each step that sampled tokens of the
+request. The last `Delta` has a `finish_reason`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ MAX_N = 128
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next tokens are chosen. Defaults are OpenAI's, except `max_tokens` (None: as long as the model allows).
+    """How the next tokens are sampled. Defaults are OpenAI's, except `max_tokens` (None: as long as the model allows).
 
     Attributes:
-        max_tokens: new tokens at most; 0 computes the prompt only (used to prewarm).
+        max_tokens: new tokens at most; 0 computes the prompt only, so that it is cached.
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this.
         min_p: drop tokens less likely than this share of the likeliest.
-        seed: the same seed, prompt and parameters give the same tokens, whatever else is in the batch (in bfloat16 the
-            logits' rounding may depend on the batch and on what was cached, and then a close call can fall otherwise).
+        seed: the same seed, prompt and parameters give the same tokens in any batch. (In bfloat16 the rounding of the logits
+            depends on the batch and on what was cached, so two nearly equal tokens may swap.)
         stop: strings that end the text (they are not part of it unless `include_stop`).
         stop_token_ids: tokens that end it, besides the model's own end tokens.
-        ignore_eos: go on after the model's end tokens.
+        ignore_eos: continue after the model's end tokens.
         logprobs: number of alternatives to report per token (0: the chosen token only), None for no log-probabilities.
         prompt_logprobs is not offered: a cached prefix has no logits.
         presence_penalty, frequency_penalty: OpenAI's, over generated tokens. repetition_penalty: over prompt and output.
@@ -126,21 +126,21 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """Why did it hit, and why did the rest miss?
+    """Which part of a prompt was a prefix cache hit, from where, and why the rest was not.
 
     Attributes:
         prompt_tokens: length of the prompt.
-        cached_tokens: tokens whose KV was reused, `device_tokens` + `copied_tokens` + all of `loaded_tokens`.
+        cached_tokens: tokens whose KV was reused: `device_tokens` + `copied_tokens` + all of `loaded_tokens`.
         device_tokens: reused from full blocks shared in place.
-        copied_tokens: reused by copying the beginning of a partly filled block.
+        copied_tokens: reused by copying a partial block.
         computed_tokens: tokens that were computed.
         reason: why reuse ended where it did.
         diverged_at: for `diverged`, the position of the first token that differs from the nearest cached prompt.
         detail: the same in a sentence.
         loaded_tokens: reused from each tier off the device, by the tier's label; `prefill host:port` is what another instance
             had cached.
-        transferred_tokens: came from another instance, by the same label, whether it had them cached or computed them for this
-            request. What it computed is part of `computed_tokens`.
+        transferred_tokens: sent by another instance, by the same label, cached there or computed for this request. What it
+            computed is part of `computed_tokens`.
     """
 
     prompt_tokens: int
@@ -166,17 +166,17 @@ class MigratedTo:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step brought for one sequence.
+    """What one step produced for one sequence.
 
     Attributes:
         request_id: the request's id.
         index: which of the prompt's `n` sequences.
-        tokens: new tokens, in order (a stop token included, so that counts are true).
+        tokens: new tokens, in order, a stop token included.
         text: new text, complete characters only, with stop strings already cut.
         logprobs: one per token if asked for, else empty.
         finish_reason: set on the last delta only. `stop_match` is the stop string or stop token that ended it.
         prompt_tokens, cached_tokens: lengths, known from the first delta on.
-        error: the sentence behind `finish_reason == "error"`.
+        error: the message, if `finish_reason` is "error". `moved`: where it continues, if that is "moved".
     """
 
     request_id: str
@@ -207,7 +207,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """Everything that one prompt gave: `n` completions, in order of their index."""
+    """The output of one prompt: `n` completions, in order of their index."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]

@@ -3,7 +3,7 @@
 A sequence is in one of these states:
 
 - waiting: it has no blocks;
-- waiting for KV: it holds blocks, which a store or another instance fills (`kv_source.KVSource`);
+- waiting for KV: it holds blocks, which a store or another instance fills (`external_kv.ExternalKV`);
 - running: each step computes what is missing, a chunk of its prompt or one token;
 - paused: it keeps its blocks and takes no part in steps (the last round of its migration).
 
@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from foreword.blocks import Copy, Match, PrefixCache
-from foreword.engine.kv_source import BlockStores, KVArrival, KVSource, StoreSource
+from foreword.engine.external_kv import BlockStores, ExternalKV, KVArrival, StoreKV
 from foreword.engine.sequence import Chunk, SequenceState, Step
 
 
@@ -53,7 +53,7 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.waiting: deque[SequenceState] = deque()
-        self.waiting_for_kv: dict[SequenceState, KVSource] = {}
+        self.waiting_for_kv: dict[SequenceState, ExternalKV] = {}
         self.running: list[SequenceState] = []
         self.paused: list[SequenceState] = []
         self.num_preemptions = 0
@@ -68,12 +68,14 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a call of `collect` and `schedule` can do anything, now or at a store's deadline."""
-        return bool(self.running or self.waiting) or any(s.done or s.from_store for s in self.waiting_for_kv.values())
+        return bool(self.running or self.waiting) or any(
+            kv.done or kv.from_store for kv in self.waiting_for_kv.values()
+        )
 
     def expects_store(self) -> bool:
         """Whether a store is searching or loading: a step without work is then no dead end."""
         searching = any(s.store is not None and not s.store.answered for s in self.waiting)
-        return searching or any(source.from_store for source in self.waiting_for_kv.values())
+        return searching or any(kv.from_store for kv in self.waiting_for_kv.values())
 
     @property
     def num_admitted(self) -> int:
@@ -105,7 +107,7 @@ class Scheduler:
     def finish(self, sequence: SequenceState) -> None:
         """Take a sequence out, whatever its state. Its blocks stay cached while they can."""
         if sequence in self.waiting_for_kv:
-            self._close_source(sequence)
+            self._end_wait(sequence)
         for queue in (self.running, self.paused, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)
@@ -196,7 +198,7 @@ class Scheduler:
     def _owed(self) -> int:
         """Blocks that admitted prompts have yet to take."""
         size = self.cache.block_size
-        loading = [sequence for sequence, source in self.waiting_for_kv.items() if source.from_store]
+        loading = [sequence for sequence, kv in self.waiting_for_kv.items() if kv.from_store]
         return sum(max(-(-len(s.table) // size) - len(s.table.blocks), 0) for s in (*self.running, *loading))
 
     def _admit(self, draft: _StepDraft, sequence: SequenceState, match: Match) -> None:
@@ -232,7 +234,7 @@ class Scheduler:
             return False  # it is being loaded for another sequence, and will be on the device then
         if sequence.store is None or held < sequence.store.first:
             missing = keys[held:full]
-            sequence.store = StoreSource(self._stores, missing, held, self.cache.block_size, self._in_flight)
+            sequence.store = StoreKV(self._stores, missing, held, self.cache.block_size, self._in_flight)
         return sequence.store.answered
 
     def _wait_for_kv(self, sequence: SequenceState, match: Match) -> bool:
@@ -262,15 +264,15 @@ class Scheduler:
             sequence.remote.close()
         return begun
 
-    def _begin(self, sequence: SequenceState, source: KVSource, num_blocks: int) -> bool:
-        """Take blocks until the sequence has `num_blocks`, and let `source` fill those without KV. False if memory is short."""
+    def _begin(self, sequence: SequenceState, external: ExternalKV, num_blocks: int) -> bool:
+        """Take blocks until the sequence has `num_blocks`; `external` fills those without KV. False if memory is short."""
         table, size = sequence.table, self.cache.block_size
         if self.cache.extend(table, num_blocks) is None:
             return False
         held, full = table.published, min(num_blocks, len(table) // size)
         sequence.computed = held * size
-        self.waiting_for_kv[sequence] = source
-        source.begin(table.chain.keys_to(full)[:full], held, table.blocks[held:])
+        self.waiting_for_kv[sequence] = external
+        external.begin(table.chain.keys_to(full)[:full], held, table.blocks[held:])
         return True
 
     def collect(self) -> list[SequenceState]:
@@ -280,10 +282,10 @@ class Scheduler:
         token that came with it (`transferred.token`) is appended.
         """
         admitted = []
-        for sequence, source in list(self.waiting_for_kv.items()):
-            if not source.done:
+        for sequence, external in list(self.waiting_for_kv.items()):
+            if not external.done:
                 continue
-            arrival = self._close_source(sequence)
+            arrival = self._end_wait(sequence)
             first = sequence.cached_tokens < 0
             if first and arrival.origin:
                 sequence.transferred = arrival
@@ -299,7 +301,7 @@ class Scheduler:
                 admitted.append(sequence)
         return admitted
 
-    def _close_source(self, sequence: SequenceState) -> KVArrival:
+    def _end_wait(self, sequence: SequenceState) -> KVArrival:
         """End a sequence's wait, and publish the blocks that came whole."""
         arrival = self.waiting_for_kv.pop(sequence).close()
         sequence.store = None
@@ -320,7 +322,7 @@ class Scheduler:
 
     # Migration
 
-    def admit_migrated(self, sequence: SequenceState, source: KVSource, num_tokens: int, full: int) -> bool:
+    def admit_migrated(self, sequence: SequenceState, external: ExternalKV, num_tokens: int, full: int) -> bool:
         """Take blocks for `num_tokens` tokens of a request that migrates here, and wait for its KV. The sender has the KV of
         its first `full` blocks; those that are cached here are not sent. False if there is no room."""
         if num_tokens:
@@ -331,7 +333,7 @@ class Scheduler:
             if not self._fits(sequence, match, num_tokens):
                 return False
             self.cache.admit(sequence.table, match)
-        begun = self._begin(sequence, source, -(-num_tokens // self.cache.block_size))
+        begun = self._begin(sequence, external, -(-num_tokens // self.cache.block_size))
         assert begun, "`_fits` said that there is room"
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from foreword.blocks import BlockTable, Copy
-from foreword.engine.kv_source import KVArrival, RemoteKVSource, StoreSource
+from foreword.engine.external_kv import KVArrival, RemoteKV, StoreKV
 from foreword.engine.request import CacheReport, Request
 
 
@@ -35,8 +35,8 @@ class SequenceState:
     shared_tokens: int = 0
     preemptions: int = 0
     report: CacheReport | None = None
-    store: StoreSource | None = None
-    remote: RemoteKVSource | None = None
+    store: StoreKV | None = None
+    remote: RemoteKV | None = None
     loaded: KVArrival | None = None
     transferred: KVArrival | None = None
     num_prompt: int = field(init=False)

@@ -500,7 +500,7 @@ def test_reading_keeps_a_chain_in_order(giver: Any) -> None:
     names = one.names(first)
     assert all(serve(one.served, names[8:12])) and all(serve(one.served, names[12:]))
     one.check()
-    until(lambda: one.served.tidy)
+    until(lambda: one.served.settled)
     one.generate(prompt(120, 52), 1)
     device = [one.served.locate([name], time.monotonic() + PATIENCE) for name in names]
     assert device == sorted(device, reverse=True) and any(device)

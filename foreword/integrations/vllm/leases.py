@@ -175,7 +175,7 @@ class Leases(FrameServer):
                 mark.synchronize()
         return held
 
-    def _let_go(self, held: Sequence[HeldBlock]) -> None:
+    def _release_held(self, held: Sequence[HeldBlock]) -> None:
         with self._changed:
             for one in held:
                 assert isinstance(one, _Lent)

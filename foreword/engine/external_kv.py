@@ -1,6 +1,6 @@
-"""Where a sequence gets KV that this engine does not compute: the contract of a source, and loads from the stores. Pure.
+"""External KV: KV of a sequence that this engine does not compute. The contract, and loads from the stores. Pure.
 
-A sequence takes blocks and waits while its source fills them. Blocks are published when the source has closed.
+A sequence takes blocks and waits while they are filled. They are published when that is over.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from foreword.engine.request import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class KVArrival:
-    """What a source brought.
+    """External KV that has come.
 
     Attributes:
-        start: leading tokens that had KV before the source began.
-        tokens: leading tokens that have it now.
+        start: leading tokens that had KV before.
+        tokens: leading tokens that have KV now.
         cached_tokens: leading tokens that were cached, here or at the sender.
         tiers: the store tier of each block that was loaded.
         origin: the instance that sent the KV; "" for a store.
@@ -34,8 +34,9 @@ class KVArrival:
     logprob: TokenLogprob | None = None
 
 
-class KVSource(Protocol):
-    """Fills blocks that a sequence holds. The engine's thread makes these calls, and each returns at once."""
+class ExternalKV(Protocol):
+    """Fills blocks that a sequence holds: a load from the stores, a remote prefill, or an incoming migration. The engine's
+    thread makes these calls, and each returns at once."""
 
     from_store: bool
     """A load from the stores: the engine's loop keeps looking at it, because it has a deadline."""
@@ -54,11 +55,11 @@ class KVSource(Protocol):
         ...
 
 
-class RemoteKVSource(KVSource, Protocol):
+class RemoteKV(ExternalKV, Protocol):
     """A prompt that another instance computes (`disaggregation.remote_prefill.RemotePrefill`).
 
     Attributes:
-        min_tokens: the source is not asked for fewer tokens.
+        min_tokens: for fewer tokens it is not worth it.
         closed: `close` was called.
     """
 
@@ -84,12 +85,12 @@ class BlockStores(Protocol):
     def load(self, search: Any, skip: int, blocks: Sequence[int], /) -> None: ...
 
 
-class StoreSource:
+class StoreKV:
     """Blocks of one sequence in the stores: searched from block `first` on, then loaded if that is faster than computing.
 
     Args:
         keys: of the blocks from `first` on.
-        in_flight: keys of blocks that are being loaded for any sequence. This source adds its own.
+        in_flight: keys of the blocks that are being loaded for any sequence. This load adds its own.
     """
 
     from_store = True
