@@ -97,14 +97,14 @@ def test_chat_template_renders_prefixes(length: int) -> None:
 def test_generation_prompt_is_a_prefix_of_the_answered_conversation() -> None:
     """The prompt for an answer is a prefix of the conversation with that answer, which ends with the end token."""
     tokenizer = load_tokenizer()
-    asked = tokenizer.apply_chat_template(CONVERSATION[:2], add_generation_prompt=True, return_dict=False)
+    question = tokenizer.apply_chat_template(CONVERSATION[:2], add_generation_prompt=True, return_dict=False)
     answered = tokenizer.apply_chat_template(CONVERSATION[:3], return_dict=False)
-    assert answered[: len(asked)] == asked
+    assert answered[: len(question)] == question
     assert answered[-1] == tokenizer.eos_token_id
 
 
 def test_one_beginning_token() -> None:
-    """Plain text and a conversation both start with exactly one beginning token."""
+    """Plain text and a conversation both start with exactly one beginning-of-sequence token."""
     tokenizer = load_tokenizer()
     plain = tokenizer("import os").input_ids
     chat = tokenizer.apply_chat_template(CONVERSATION, return_dict=False)

@@ -1,4 +1,4 @@
-"""Every family computes what Transformers computes, however its tokens are cut, cached, preempted and shared (R25)."""
+"""Every model family gives the tokens of Transformers: chunked, cached, preempted and with shared prefixes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ FORKED = [COMMON + prompt(length, 200 + length) for length in (1, 2, 6, 9)]
 Find = Callable[[str], Reference]
 Make = Callable[..., LLM]
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
 # Full attention in place and dense, windows, sinks: each way through the arithmetic once.
-each_kind = pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+KINDS = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"]
+OTHERS = [family for family in FAMILIES if family not in KINDS]
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+# Every family, but only one of each kind in the fast set of tests.
+kinds_first = pytest.mark.parametrize("family", KINDS + [pytest.param(one, marks=pytest.mark.slow) for one in OTHERS])
+each_kind = pytest.mark.parametrize("family", KINDS)
 
 
 def shuffle_blocks(llm: LLM) -> None:
-    """Put the free list out of order, so that no two blocks of a table lie in a row."""
+    """Shuffle the free list: the blocks of a table are not consecutive."""
     pool = llm._core.cache.pool
     blocks = pool.allocate(pool.num_blocks)
     assert blocks is not None
@@ -43,7 +48,7 @@ def check(llm: LLM, truth: Reference, prompts: list[list[int]], count: int = COU
     return [output.cached_tokens for output in outputs]
 
 
-@every_family
+@kinds_first
 def test_alone(family: str, engine: Make, reference: Find) -> None:
     """A prompt alone gives the tokens of `generate()`, which vary from token to token."""
     llm, truth = engine(family), reference(family)
@@ -51,7 +56,7 @@ def test_alone(family: str, engine: Make, reference: Find) -> None:
     assert len(set(truth.greedy(MIXED[4], COUNT))) >= COUNT // 2
 
 
-@every_family
+@kinds_first
 def test_mixed_batch(family: str, engine: Make, reference: Find) -> None:
     """Prompts of different lengths in one batch do not change each other."""
     check(engine(family), reference(family), MIXED)
@@ -63,14 +68,14 @@ def test_cached_prefix(family: str, engine: Make, reference: Find) -> None:
     llm, truth = engine(family), reference(family)
     check(llm, truth, [MIXED[4], MIXED[5]])
     assert check(llm, truth, [MIXED[4], MIXED[5]]) == [25, 40]
-    # A conversation goes on: prompt and answer are cached, and a few new tokens follow.
+    # The next turn of a conversation: prompt and answer are cached, and a few new tokens follow.
     longer = [*MIXED[4], *truth.greedy(MIXED[4], COUNT)[:-1], *prompt(5, 300)]
     assert check(llm, truth, [longer]) == [len(MIXED[4]) + COUNT - 1]
-    # Only a part of a block agrees.
+    # The common prefix ends inside a block.
     assert check(llm, truth, [MIXED[5][:22] + prompt(7, 301)])[0] >= 20
 
 
-@every_family
+@kinds_first
 @pytest.mark.parametrize("chunk", [3, 16, 512])
 def test_chunked_prefill(family: str, chunk: int, engine: Make, reference: Find) -> None:
     """However a prompt is cut into chunks, the tokens are the same, cold and cached."""
@@ -79,7 +84,7 @@ def test_chunked_prefill(family: str, chunk: int, engine: Make, reference: Find)
     assert min(check(llm, truth, MIXED[3:])) > 0
 
 
-@every_family
+@kinds_first
 def test_preemption(family: str, engine: Make, reference: Find) -> None:
     """When memory runs out, preempted requests resume and give the same tokens."""
     llm = engine(family, kv_memory="96 tokens", reserve=0.0)
@@ -89,15 +94,15 @@ def test_preemption(family: str, engine: Make, reference: Find) -> None:
 
 @each_kind
 def test_preemption_without_caching(family: str, engine: Make, reference: Find) -> None:
-    """Without a prefix cache a preempted request computes everything again, and gives the same tokens."""
+    """Without prefix caching a preempted request recomputes all its tokens, and gives the same output."""
     llm = engine(family, kv_memory="96 tokens", reserve=0.0, enable_prefix_caching=False)
     assert check(llm, reference(family), MIXED[1:]) == [0] * 5
     assert llm._core.scheduler.num_preemptions > 0
 
 
-@every_family
+@kinds_first
 def test_shared_prefix_in_fragments(family: str, engine: Make, reference: Find) -> None:
-    """A prefix that the whole batch shares, in blocks all over the pool, gives everyone the tokens that it has alone."""
+    """With a shared prefix in scattered blocks each sequence of a batch gives the same tokens as alone."""
     llm, truth = engine(family), reference(family)
     shuffle_blocks(llm)
     check(llm, truth, [COMMON], 1)
@@ -105,9 +110,9 @@ def test_shared_prefix_in_fragments(family: str, engine: Make, reference: Find) 
     assert min(cached[:4]) >= len(COMMON)
 
 
-@every_family
+@kinds_first
 def test_shared_prefix_in_a_row(family: str, engine: Make, reference: Find) -> None:
-    """The same with a prefix whose blocks lie in a row, so that it is read in place."""
+    """The same with a prefix in consecutive blocks, which is read in place."""
     llm, truth = engine(family), reference(family)
     check(llm, truth, [COMMON], 1)
     cached = check(llm, truth, [*FORKED, MIXED[2]])
@@ -116,7 +121,7 @@ def test_shared_prefix_in_a_row(family: str, engine: Make, reference: Find) -> N
 
 @each_kind
 def test_unshared_prefix(family: str, engine: Make, reference: Find) -> None:
-    """With shared-prefix attention switched off everyone reads the prefix alone, in a row and in fragments."""
+    """With shared-prefix attention switched off each sequence reads the prefix itself, and gives the same tokens."""
     truth = reference(family)
     for shuffled in (False, True):
         llm = engine(family, shared_prefix_attention=False)
@@ -126,7 +131,7 @@ def test_unshared_prefix(family: str, engine: Make, reference: Find) -> None:
         assert min(check(llm, truth, FORKED)) >= len(COMMON)
 
 
-@every_family
+@kinds_first
 def test_large_blocks(family: str, engine: Make, reference: Find) -> None:
     """Blocks longer than the sliding window and longer than most prompts change nothing."""
     llm, truth = engine(family, block_size=32), reference(family)

@@ -27,11 +27,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 # Of numbers around 1.
 CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 2e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
 HEADS = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (24, 12), (6, 10), (2, 2), (66, 64), (130, 18)]
-# This machine's own instructions, and older ones on the same machine.
-TARGETS = ["native", "x86-64-v3", "x86-64"] if platform.machine() == "x86_64" else ["native"]
+# This machine's own instruction set, and older ones on the same machine.
+OLDER = ["x86-64-v3", pytest.param("x86-64", marks=pytest.mark.slow)] if platform.machine() == "x86_64" else []
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=["native", *OLDER])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     """The kernels for one instruction set."""
     if request.param == "native":
@@ -43,7 +43,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def repeated(**options: Any) -> Any:
-    """Settings of tests that use the fixture above: it may stay from one example to the next."""
+    """Hypothesis settings for tests that use the fixture above, which may be kept between examples."""
     return settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], **options)
 
 
@@ -81,7 +81,7 @@ def test_attention(dtype: torch.dtype, kernels: Kernels, dims: tuple[int, int], 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 100])
 def test_long_texts(dtype: torch.dtype, window: int | None, kernels: Kernels) -> None:
-    """Texts of many blocks of keys, prompts of several tiles: attention as well."""
+    """Long contexts (many blocks of keys) and prompts of several tiles."""
     chunks = [(0, 300), (410, 70), (500, 1), (129, 1)]
     check(Case(chunks=chunks, block_size=16, groups=3, key_dim=32, value_dim=32, window=window, dtype=dtype), kernels)
 
@@ -103,7 +103,7 @@ def test_odd_head_sizes_in_bfloat16(dtype: torch.dtype, kernels: Kernels) -> Non
 def test_keys_in_parts(
     sinks: bool, kernels: Kernels, lengths: list[int], shared: int, prompt: tuple[int, int] | None, seed: int
 ) -> None:
-    """Keys that several threads share out among them, and prefixes that sequences share, are put together again exactly."""
+    """Keys that are split among threads, and shared prefixes, are merged exactly."""
     chunks = [(shared + length, 1) for length in lengths]
     if prompt is not None:
         chunks.append((shared + prompt[0], prompt[1]))
@@ -115,7 +115,7 @@ def test_keys_in_parts(
 
 
 def test_keys_are_cut_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One long sequence is cut into work for all threads; many sequences are not cut, and nothing is cut for one thread."""
+    """The keys of one long sequence are split for several threads; with many sequences, or one thread, they are not."""
 
     def tasks(chunks: list[tuple[int, int]]) -> int:
         case = Case(chunks=chunks, block_size=16)
@@ -221,7 +221,7 @@ def test_unknown_dtype_is_left_to_torch() -> None:
 
 
 def test_sources_are_shipped() -> None:
-    """Every file that the compiler is given lies in the package."""
+    """Every source file of the kernels is in the package."""
     folder = Path(build.__file__).parent
     assert all((folder / name).is_file() for name in build.SOURCES)
     assert {path.name for path in folder.iterdir() if path.suffix in (".h", ".cpp")} == set(build.SOURCES)

@@ -1,4 +1,4 @@
-"""The engine with the compiled kernels and without: how they are had, which layers they take, that output stays the same."""
+"""The engine with and without the compiled kernels: compilation, which layers they compute, equal output."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ needs_fast_products = pytest.mark.skipif(bool(why_not_fused()), reason=f"layers 
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine without a C++ compiler, on which nothing was compiled before."""
+    """A machine without a C++ compiler and without compiled kernels."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
@@ -59,7 +59,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Any:
-    """Libraries that a test has loaded are not the next one's."""
+    """Libraries that a test has loaded are not used by the next test."""
     yield
     native.load.cache_clear()
 
@@ -89,7 +89,7 @@ def test_same_output(family: str, kernels: str, engine: Make, reference: Find) -
 
 
 def test_two_threads(engine: Make, reference: Find) -> None:
-    """Two threads that share the work compute the same."""
+    """Two threads give the same output as one."""
     llm = engine("llama", threads=2)
     try:
         for tokens, output in zip(PROMPTS, llm.generate(PROMPTS, tiny.greedy(8)), strict=True):
@@ -101,7 +101,7 @@ def test_two_threads(engine: Make, reference: Find) -> None:
 @needs_fast_products
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "smollm3", "gemma2", "olmo2", "mixtral", "gpt2"])
 def test_layers_that_are_fused(family: str, folder: Folder) -> None:
-    """Layers of Llama's kind are computed whole, and no others; the whole model computes as before."""
+    """Only layers of Llama's kind are computed whole, and the model passes its self-check."""
     loaded = load_model(EngineConfig(model=str(folder(family)), dtype="float32"))
     layers = fused_layers(loaded.model)
     assert layers == (len(loaded.layouts) if family in WHOLE else 0)
@@ -111,10 +111,10 @@ def test_layers_that_are_fused(family: str, folder: Folder) -> None:
 @needs_fast_products
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("change", ["activation", "residual", "epsilon", "order", "none"])
-def test_a_layer_that_differs_is_left_alone(
+def test_different_layer_is_not_replaced(
     change: str, dtype: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer that looks like Llama's and computes something else keeps its own forward."""
+    """A layer that looks like Llama's but computes something else keeps its own `forward`."""
     kinds = transformers.models.llama.modeling_llama
     layer = kinds.LlamaDecoderLayer
     honest, norm = layer.forward, kinds.LlamaRMSNorm
@@ -145,11 +145,11 @@ def test_a_layer_that_differs_is_left_alone(
 
 @needs_fast_products
 def test_another_activation(folder: Folder, tmp_path: Path) -> None:
-    """A layer like Llama's with another activation is left alone, however small its weights are."""
+    """A layer like Llama's with another activation is not replaced, even if its weights are tiny."""
     copy = tmp_path / "gelu"
     shutil.copytree(folder("llama"), copy)
-    told = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(told | {"hidden_act": "gelu"}))
+    settings = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(settings | {"hidden_act": "gelu"}))
     for path in copy.glob("*.safetensors"):
         weights = load_file(path)
         small = {name: tensor * 1e-7 if "gate_proj" in name else tensor for name, tensor in weights.items()}
@@ -171,12 +171,12 @@ def test_self_check_sees_the_kernels(folder: Folder) -> None:
 
 @needs_fast_products
 def test_layers_are_announced(engine: Make) -> None:
-    """Each layer whose K and V are written is told of, in order, when the kernels compute it whole too."""
+    """`on_written` is called for each layer in order, also where the kernels compute whole layers."""
     llm = engine("llama")
-    runner, told = llm._core._runner, []
-    runner.on_written = told.append
+    runner, written = llm._core._runner, []
+    runner.on_written = written.append
     llm.generate([PROMPTS[2]], tiny.greedy(3))
-    assert told == [0, 1, 2] * 3
+    assert written == [0, 1, 2] * 3
 
 
 def test_parameters_stay(folder: Folder) -> None:
@@ -190,14 +190,14 @@ def test_parameters_stay(folder: Folder) -> None:
 
 @pytest.mark.usefixtures("no_compiler")
 def test_no_compiler(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a compiler the engine runs on PyTorch's operators and says why, once; who insists on kernels gets an error."""
+    """Without a compiler the engine runs on PyTorch operators and logs one warning; `kernels=native` is an error."""
     with caplog.at_level(logging.WARNING):
         loaded = load_model(EngineConfig(model=str(llama), dtype="float32"))
     assert loaded.kernels is None
     assert self_check(loaded, 4) < 1e-4
-    told = [record.message for record in caplog.records if "native kernels" in record.message]
-    assert len(told) == 1
-    assert "install one" in told[0]
+    warnings = [record.message for record in caplog.records if "native kernels" in record.message]
+    assert len(warnings) == 1
+    assert "install one" in warnings[0]
     with pytest.raises(ConfigError, match="there is no C\\+\\+ compiler"):
         load_model(EngineConfig(model=str(llama), dtype="float32", kernels="native"))
 
@@ -215,7 +215,7 @@ def test_doctor() -> None:
 
 @pytest.mark.usefixtures("no_compiler")
 def test_doctor_without_a_compiler() -> None:
-    """`doctor` says why there are no native kernels; that is a fault only where they are asked for."""
+    """`doctor` says why there are no native kernels; that is a fault only with `kernels=native`."""
     for kernels in ("auto", "native"):
         finding = kernels_of(kernels)
         assert "there is no C++ compiler" in finding.text
@@ -223,20 +223,20 @@ def test_doctor_without_a_compiler() -> None:
 
 
 def test_torch_asks_for_no_compiler(llama: Path, no_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
-    """Who wants PyTorch's operators hears nothing of kernels."""
+    """With `kernels=torch` nothing about kernels is logged."""
     with caplog.at_level(logging.WARNING):
         assert load_model(EngineConfig(model=str(llama), dtype="float32", kernels="torch")).kernels is None
     assert not [record for record in caplog.records if "kernels" in record.message]
 
 
 def test_bad_setting() -> None:
-    """An unknown choice of kernels is an error of the configuration that names the choices."""
+    """An unknown value of `kernels` is a configuration error that lists the values."""
     with pytest.raises(ConfigError, match="must be auto, native or torch, not 'fast'"):
         EngineConfig(kernels="fast")
 
 
 def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What a compiler says is passed on, and nothing half made stays behind."""
+    """A failed compilation reports the compiler's error and leaves no partial file."""
     script = 'case "$1" in --version) echo 1;; *) echo "fatal error: no such thing" >&2; exit 1;; esac'
     monkeypatch.setenv("CXX", str(compiler(tmp_path, script)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -249,7 +249,7 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where compiled kernels cannot be kept, the reason names the folder and the way out."""
+    """An unwritable cache folder is an error that names the folder and the setting."""
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(CannotBuild, match="set XDG_CACHE_HOME"):
@@ -277,8 +277,9 @@ def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert sorted(entry.suffix for entry in path.parent.iterdir()) == [".so", ".so"]
 
 
+@pytest.mark.slow
 def test_one_openmp_runtime(llama: Path) -> None:
-    """Kernels bring no OpenMP runtime of their own: two pools of threads would wait for the same cores."""
+    """Kernels use the OpenMP runtime of torch: a second thread pool would compete for the same cores."""
     script = (
         "import sys; from foreword.entrypoints.llm import LLM; from foreword import SamplingParams\n"
         "llm = LLM(sys.argv[1], dtype='float32', kv_memory='256 tokens', threads=2, kernels='native')\n"

@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def no_bfloat16_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test what CPUs without bfloat16 units do, wherever the test runs."""
+    """Behave like a CPU without bfloat16 units on any machine."""
     monkeypatch.setattr(linear, "has_bfloat16_units", lambda: False)
 
 
@@ -123,7 +123,7 @@ def test_budget_is_respected() -> None:
 
 
 def test_only_plain_linear_layers_are_packed() -> None:
-    """Subclasses of `nn.Linear`, which may compute something else, and other dtypes are left alone."""
+    """Subclasses of `nn.Linear`, which may compute something else, and other dtypes are not packed."""
 
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -134,8 +134,8 @@ def test_only_plain_linear_layers_are_packed() -> None:
     assert linear.pack(model, 1 << 30) == 0
 
 
-def test_bfloat16_stays_what_it_is_where_there_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU that multiplies bfloat16 natively packs bfloat16 weights as they are, in half the bytes."""
+def test_bfloat16_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with bfloat16 units packs bfloat16 weights in bfloat16, in half the bytes."""
     monkeypatch.setattr(linear, "has_bfloat16_units", lambda: True)
     assert linear.packed_bytes(make(8, 8, True, torch.bfloat16)) == 128
     assert linear.packed_bytes(make(8, 8, True, torch.float32)) == 256
@@ -178,7 +178,7 @@ def test_siblings_share_a_product(dtype: torch.dtype) -> None:
 
 
 def test_an_input_that_changes_makes_no_siblings() -> None:
-    """Two layers that are given one tensor with other numbers in it are no siblings."""
+    """Two layers that are called with the same tensor, changed in between, are no siblings."""
     model = Gated(torch.float32).requires_grad_(False)
     assert linear.find_siblings(model, lambda: model(torch.randn(3, 24), changes=True)) == []
 
@@ -203,6 +203,6 @@ def test_fingerprint_does_not_see_packing(llama: Path) -> None:
 
 
 def test_bad_budget(llama: Path) -> None:
-    """A budget that is no size in bytes is an error of the configuration."""
+    """A budget that is not a size in bytes is a configuration error."""
     with pytest.raises(ConfigError, match="not a size in bytes"):
         load_model(EngineConfig(model=str(llama), linear_memory="plenty"))

@@ -1,4 +1,4 @@
-"""What the engine would not compute correctly it refuses at start, and says why; or it holds it to the length that is right."""
+"""Models that the engine would compute wrongly are refused at start with a reason, or limited to a safe length."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _jamba() -> Any:
     return common(transformers.JambaConfig, num_hidden_layers=4, num_experts=2, mamba_d_state=4, **layers)
 
 
-# Family: its configuration, and what the refusal says.
+# Family: its configuration, and a part of the refusal's message.
 FOREIGN: dict[str, tuple[Callable[[], Any], str]] = {
     "mamba": (lambda: transformers.MambaConfig(**SIZES, num_hidden_layers=2, state_size=4), "linear_attention"),
     "jamba": (_jamba, "linear_attention"),
@@ -91,7 +91,7 @@ def saved(config: Any, folder: Path) -> Path:
 
 @pytest.mark.parametrize("family", FOREIGN)
 def test_foreign_family(family: str, tmp_path: Path) -> None:
-    """A family that paged attention does not compute is refused before the first request, with the reason."""
+    """An unsupported family is refused before the first request, with the reason."""
     make, reason = FOREIGN[family]
     path = saved(make(), tmp_path / family)
     with pytest.raises(ModelUnsupported, match=reason) as refusal:
@@ -100,7 +100,7 @@ def test_foreign_family(family: str, tmp_path: Path) -> None:
 
 
 def test_encoder_decoder(tmp_path: Path) -> None:
-    """An encoder-decoder model is refused by what it is, before its weights are read."""
+    """An encoder-decoder model is refused before its weights are read."""
     config = transformers.T5Config(vocab_size=tiny.VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelUnsupported, match="t5 is an encoder-decoder model"):
@@ -129,13 +129,13 @@ def test_damaged_weights(tmp_path: Path) -> None:
 
 @pytest.fixture
 def crooked() -> Iterator[Callable[..., None]]:
-    """Registers an interface that passes something else on than the model said."""
+    """Register an interface that changes the model's parameters."""
 
     def register(**wrong: Any) -> None:
-        def interface(module: Any, query: Any, key: Any, value: Any, mask: Any, **told: Any) -> Any:
+        def interface(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
             for name, change in wrong.items():
-                told[name] = change(told.get(name))
-            return attention._interface(module, query, key, value, mask, **told)
+                options[name] = change(options.get(name))
+            return attention._interface(module, query, key, value, mask, **options)
 
         AttentionInterface.register(attention.NAME, interface)
 
@@ -157,7 +157,7 @@ FAULTS: dict[str, tuple[str, dict[str, Callable[[Any], Any]]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_self_check(fault: str, dtype: str, folder: Callable[[str], Path], crooked: Callable[..., None]) -> None:
-    """The comparison at start catches attention that is a little wrong, and passes the right one."""
+    """The self-check catches attention that is slightly wrong, and passes the right one."""
     family, wrong = FAULTS[fault]
     # With PyTorch's operators, since layers that the kernels compute whole do not come to the interface.
     loaded = load_model(EngineConfig(model=str(folder(family)), dtype=dtype, kernels="torch"))
@@ -171,20 +171,20 @@ def test_self_check(fault: str, dtype: str, folder: Callable[[str], Path], crook
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 128])
 def test_self_check_for_block_sizes(block_size: int, folder: Callable[[str], Path]) -> None:
-    """The comparison holds for small and large blocks, and for a model that is shorter than it."""
+    """The self-check passes for small and large blocks, and for a model shorter than its prompt."""
     for length in (None, 2, 7):
         loaded = load_model(EngineConfig(model=str(folder("gemma2")), dtype="float32", max_model_len=length))
         assert self_check(loaded, block_size) < 1e-4
 
 
 def test_attention_outside_the_interface(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model class that attends differently from what it tells the interface is caught by the comparison."""
+    """The self-check catches a model class whose attention differs from what it passes to the interface."""
     kind = transformers.models.llama.modeling_llama.LlamaAttention
     honest = kind.forward
 
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         output, weights = honest(self, hidden_states, *args, **kwargs)
-        # A gate that depends on all earlier tokens: state of its own, which no KV cache holds.
+        # A gate that depends on all earlier tokens: state that no KV cache holds.
         return output * torch.sigmoid(hidden_states.cumsum(1)), weights
 
     monkeypatch.setattr(kind, "forward", forward)
@@ -210,7 +210,7 @@ def _longrope() -> Any:
 
 @pytest.mark.parametrize(("make", "length"), [(_dynamic, 48), (_longrope, 32)])
 def test_rotary_embedding_that_changes_with_length(make: Callable[[], Any], length: int, tmp_path: Path) -> None:
-    """Where the rotary embedding depends on the text's length, texts are held to the length up to which it does not."""
+    """Where the rotary embedding depends on the sequence length, sequences are limited to its constant range."""
     config = make()
     path = saved(config, tmp_path)
     llm, truth = start(path), Reference(path)
@@ -236,8 +236,8 @@ def _moe(kind: Any, **settings: Any) -> Any:
     ],
     ids=["phimoe", "qwen2_moe"],
 )
-def test_window_that_the_interface_is_not_told(config: Callable[[], Any], tmp_path: Path) -> None:
-    """A family that puts its window only into a mask is held to the window's length, up to which there is no window."""
+def test_window_in_a_mask_only(config: Callable[[], Any], tmp_path: Path) -> None:
+    """A family that applies its window in a mask only is limited to the window's length."""
     path = saved(config(), tmp_path)
     llm, truth = start(path), Reference(path)
     assert llm.info.max_model_len == 40
@@ -246,7 +246,7 @@ def test_window_that_the_interface_is_not_told(config: Callable[[], Any], tmp_pa
 
 
 def test_window_that_is_not_used(tmp_path: Path) -> None:
-    """A window that the configuration names but switches off limits nothing."""
+    """A window that the configuration switches off is no limit."""
     path = saved(_moe(transformers.Qwen2MoeConfig, sliding_window=40, use_sliding_window=False), tmp_path)
     llm, truth = start(path), Reference(path)
     assert llm.info.max_model_len == 512

@@ -32,7 +32,7 @@ def draw(params: SamplingParams, seed: int = 0, **known: Any) -> Draw:
 
 
 def tokens_of(row: Sequence[float], params: SamplingParams, count: int) -> list[int]:
-    """As many independent samples from the same logits."""
+    """`count` independent samples from the same logits."""
     logits = torch.tensor([list(row)]).expand(count, -1)
     return [one.token for one in sample(logits, [draw(params, seed) for seed in range(count)])]
 
@@ -104,7 +104,7 @@ ROW = [2.0, 1.5, 1.2, 0.9, 0.3, 0.0, -0.4, -1.0, -1.5, -2.0, -3.0, -5.0]
     ids=["plain", "cold", "hot", "top_k", "top_p", "min_p", "all"],
 )
 def test_frequencies(params: SamplingParams) -> None:
-    """Over many seeds tokens come as often as their probability says (chi-square, six standard deviations)."""
+    """Over many seeds the frequencies of tokens match their probabilities (chi-square, six standard deviations)."""
     count = 4000
     expected = [count * probability for probability in distribution(ROW, params)]
     found = Counter(tokens_of(ROW, params, count))
@@ -122,7 +122,7 @@ def test_tiny_temperature_and_equal_logits() -> None:
 
 
 def test_uniform() -> None:
-    """Randomness is a written function of seed, sequence and position: the same on every machine, and even."""
+    """Random numbers are a fixed function of seed, sequence and position, the same on every machine, and uniform."""
     assert uniform(1, 2, 3) == 0.7665242227656246
     numbers = [uniform(seed, index, position) for seed in range(20) for index in range(10) for position in range(10)]
     assert len(set(numbers)) == 2000
@@ -148,7 +148,7 @@ def test_penalties(
     frequency: float,
     repetition: float,
 ) -> None:
-    """Repetition is punished over prompt and output, presence and frequency over the output, as defined."""
+    """The repetition penalty counts prompt and output, presence and frequency penalties the output, as defined."""
     expected = list(row)
     for token in {*prompt_tokens, *output}:
         expected[token] = expected[token] / repetition if expected[token] > 0 else expected[token] * repetition
@@ -183,7 +183,7 @@ def test_logit_bias(row: list[float], bias: dict[int, float]) -> None:
 
 
 def test_min_tokens_holds_the_end_back() -> None:
-    """Before `min_tokens` tokens have come, no end token is chosen, however likely."""
+    """No end token is sampled before `min_tokens` tokens, however likely it is."""
     row = torch.tensor([[0.0, 9.0, 1.0, 8.0]])
     params = SamplingParams(temperature=0.0, min_tokens=2)
     found = [sample(row, [draw(params, output=[0] * n, end_tokens=(1, 3))])[0].token for n in range(3)]
@@ -215,7 +215,7 @@ def test_min_tokens_holds_the_end_back() -> None:
     ids=str,
 )
 def test_bad_parameters(wrong: dict[str, Any]) -> None:
-    """A parameter out of range is the client's error and is named."""
+    """A parameter out of range is a client error that names the parameter."""
     with pytest.raises(BadRequest) as refusal:
         SamplingParams(**wrong)
     assert refusal.value.param == next(iter(wrong))
@@ -229,7 +229,7 @@ def outputs(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[Sa
 
 
 def test_seed_decides(engine: Callable[..., LLM]) -> None:
-    """A seed gives the same tokens alone, in a batch, from the cache, in chunks and after preemption; another, others."""
+    """A seed gives the same tokens alone, in a batch, with cached blocks, in chunks and after preemption."""
     mine, others = prompt(19, 1), [prompt(length, length) for length in (3, 12, 21, 30)]
     llm = engine("llama")
     [alone] = outputs(llm, [mine], RANDOM)
@@ -243,7 +243,7 @@ def test_seed_decides(engine: Callable[..., LLM]) -> None:
 
 
 def test_without_seed(engine: Callable[..., LLM]) -> None:
-    """Without a seed the engine's seed decides; without that, no two runs are alike."""
+    """Without a seed in the request the engine's seed decides; without either, runs differ."""
     params = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
     tokens = [prompt(9, 1)]
     assert outputs(engine("llama", seed=3), tokens, params) == outputs(engine("llama", seed=3), tokens, params)
@@ -267,7 +267,7 @@ def test_n_sequences(engine: Callable[..., LLM]) -> None:
 
 
 def test_logprobs_are_the_models(engine: Callable[..., LLM], llama: Path) -> None:
-    """Whatever reshapes the choice, log-probabilities are `log_softmax` of the Transformers model's logits."""
+    """With any penalty or filter, log-probabilities are `log_softmax` of the Transformers model's logits."""
     params = SamplingParams(
         temperature=1.4, top_p=0.9, seed=1, max_tokens=15, ignore_eos=True, logprobs=20, repetition_penalty=1.3
     )
@@ -284,9 +284,9 @@ def test_logprobs_are_the_models(engine: Callable[..., LLM], llama: Path) -> Non
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_number_of_logprobs(count: int, engine: Callable[..., LLM]) -> None:
-    """As many alternatives are reported as were asked for, and none to a neighbour who asked for none."""
-    asked = SamplingParams(temperature=0.0, max_tokens=3, logprobs=count, ignore_eos=True)
+    """The requested number of alternatives is reported, and none to another request of the batch without `logprobs`."""
+    wanted = SamplingParams(temperature=0.0, max_tokens=3, logprobs=count, ignore_eos=True)
     without = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    first, second = engine("llama").generate([prompt(5, 1), prompt(6, 2)], [asked, without])
+    first, second = engine("llama").generate([prompt(5, 1), prompt(6, 2)], [wanted, without])
     assert [len(one.top) for one in first.outputs[0].logprobs] == [count] * 3
     assert second.outputs[0].logprobs == ()

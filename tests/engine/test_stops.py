@@ -17,7 +17,7 @@ from foreword.errors import BadRequest, PromptTooLong
 
 
 def answer(text: str, **params: object) -> tuple[str, Delta, int]:
-    """The text that leaves when the model says `text`, the last delta, and the number of tokens."""
+    """The text that is returned when the model generates `text`, the last delta, and the number of tokens."""
     tokens = TOKENIZER.encode(text)
     deltas = run(say([*tokens, EOS, *tokens]), SamplingParams(**params))  # type: ignore[arg-type]
     assert [delta.finish_reason is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
@@ -36,7 +36,7 @@ def test_end_token() -> None:
 
 
 def test_ignore_eos() -> None:
-    """With `ignore_eos` the text goes on behind the end token, which stands for no text."""
+    """With `ignore_eos` generation continues after the end token, which has no text."""
     text, last, _ = answer("ab", ignore_eos=True, max_tokens=5)
     assert (text, last.finish_reason) == ("abab", "length")
 
@@ -54,7 +54,7 @@ def test_ignore_eos() -> None:
     ],
 )
 def test_stop_strings(stop: tuple[str, ...], include: bool, expected: str, match: str | None) -> None:
-    """The text ends before (or with) the first stop string, wherever tokens are cut; no part of it leaves earlier."""
+    """The output ends before (or with) the first stop string, also across tokens; no part of it is returned earlier."""
     text, last, _ = answer("the cat in the hat", stop=stop, include_stop=include)
     assert (text, last.stop_match, last.finish_reason) == (expected, match, "stop")
 
@@ -77,7 +77,7 @@ def test_stop_token_ids() -> None:
 
 
 def test_half_characters() -> None:
-    """Characters of several tokens leave whole; one that is never finished leaves as U+FFFD."""
+    """Characters of several tokens are returned whole; one that is never completed becomes U+FFFD."""
     deltas = run(say([*TOKENIZER.encode("a€ö"), EOS]), SamplingParams())
     assert [delta.text for delta in deltas] == ["a", "", "", "€", "", "ö", ""]
     deltas = run(say(TOKENIZER.encode("a€")), SamplingParams(max_tokens=3))
@@ -86,13 +86,13 @@ def test_half_characters() -> None:
 
 @pytest.mark.parametrize("length", [1, 4, 5])
 def test_max_tokens(length: int) -> None:
-    """No more than `max_tokens` tokens come."""
+    """No more than `max_tokens` tokens are generated."""
     _, last, count = answer("abcdefgh", max_tokens=length)
     assert (count, last.finish_reason) == (length, "length")
 
 
 def test_max_tokens_0(engine: Callable[..., LLM]) -> None:
-    """`max_tokens=0` computes the prompt, caches it, and says nothing."""
+    """`max_tokens=0` computes and caches the prompt, and generates nothing."""
     llm, tokens = engine("llama"), prompt(17, 1)
     output = llm.generate([tokens], SamplingParams(max_tokens=0))[0]
     assert (output.outputs[0].tokens, output.outputs[0].text, output.outputs[0].finish_reason) == ((), "", "length")
@@ -100,7 +100,7 @@ def test_max_tokens_0(engine: Callable[..., LLM]) -> None:
 
 
 def test_min_tokens(engine: Callable[..., LLM]) -> None:
-    """A model that only wants to end says `min_tokens` other tokens first."""
+    """A model that prefers the end token generates `min_tokens` other tokens first."""
     eager = {EOS: 1000.0}
     llm = engine("llama")
     for least in (0, 1, 6):
@@ -111,7 +111,7 @@ def test_min_tokens(engine: Callable[..., LLM]) -> None:
 
 
 def test_length_of_the_model(engine: Callable[..., LLM]) -> None:
-    """A text ends at the model's length, or at the pool's if that is shorter; what cannot fit is refused."""
+    """Output ends at the model's length, or at the pool's if that is shorter; longer prompts are refused."""
     for options, longest in (({"max_model_len": 40}, 40), ({"kv_memory": "32 tokens"}, 32)):
         llm = engine("llama", **options)
         output = llm.generate([prompt(10, 1)], SamplingParams(ignore_eos=True))[0].outputs[0]
@@ -140,7 +140,7 @@ def test_bad_tokens(tokens: list[int], params: dict[str, object], engine: Callab
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Where the first stop string to be complete begins; of two that end together, the longer."""
+    """Start of the first stop string to be complete; of two that end together, of the longer."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -156,7 +156,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
     include=st.booleans(),
 )
 def test_stops_do_not_depend_on_tokens(pieces: list[str], stops: list[str], include: bool) -> None:
-    """Whatever the pieces in which a text comes, it is cut at the same place, and nothing behind it ever leaves."""
+    """However a text is split, it is cut at the same place, and nothing after that is returned."""
     finder = StopFinder(stops, include=include)
     given_text, match = "", None
     for piece in pieces:

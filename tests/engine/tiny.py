@@ -1,4 +1,4 @@
-"""Small random models of many families, a byte-level tokenizer, and the truth to compare the engine with."""
+"""Small random models of many families, a byte-level tokenizer, and a reference to compare the engine with."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def greedy(max_tokens: int, **options: Any) -> SamplingParams:
 
 
 class Reference:
-    """The truth: the same checkpoint, loaded independently, run by Transformers with its eager attention."""
+    """The reference: the same checkpoint, loaded independently, run by Transformers with its eager attention."""
 
     def __init__(self, folder: Path) -> None:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -130,7 +130,7 @@ def test_other_weights_and_salts_find_nothing(tmp_path: Path) -> None:
 
 
 def test_a_store_that_fails(tmp_path: Path) -> None:
-    """A store that fails, or gives damaged blocks, costs the cache and nothing else."""
+    """A failing store, or damaged blocks, is a cache miss and nothing else."""
     model, prompt = make("llama"), ids(60)
     expected = go(model, prompt)
     store = open_store(["memory://?size=16MiB"])
