@@ -14,7 +14,7 @@ from foreword.store.base import Name, Store, time_left
 from foreword.store.bases import StoreWrapper
 from foreword.store.frame import Frame
 
-Fault = Literal["fail", "corrupt", "truncate", "swap", "lose"]
+Fault = Literal["fail", "hang", "corrupt", "truncate", "swap", "lose"]
 
 
 class FlakyStore(StoreWrapper):
@@ -38,7 +38,6 @@ class FlakyStore(StoreWrapper):
         self._failures = 0
         self._error: Callable[[], StoreError] = lambda: StoreUnavailable("injected failure")
         self._seconds = 0.0
-        self._hangs = False
         self._other: bytes = b""
         self._lock = threading.Lock()
 
@@ -49,33 +48,13 @@ class FlakyStore(StoreWrapper):
             if error is not None:
                 self._error = error
 
-    def fail(self, on: bool = True) -> None:
-        """Make every call fail."""
-        self._rates["fail"] = float(on)
-
-    def corrupt_reads(self, on: bool = True) -> None:
-        """Flip one bit of every frame that is read."""
-        self._rates["corrupt"] = float(on)
-
-    def truncate_reads(self, on: bool = True) -> None:
-        """Cut every frame that is read at a random position."""
-        self._rates["truncate"] = float(on)
-
-    def swap_reads(self, on: bool = True) -> None:
-        """Replace every frame that is read by another block's valid frame: the one put or read before."""
-        self._rates["swap"] = float(on)
-
-    def lose_puts(self, on: bool = True) -> None:
-        """Make `put` report success and store nothing."""
-        self._rates["lose"] = float(on)
+    def inject(self, fault: Fault, rate: float = 1.0) -> None:
+        """Set the probability of a fault; 0.0 ends it."""
+        self._rates[fault] = rate
 
     def delay(self, seconds: float) -> None:
         """Make every call wait this long first. If its deadline comes first, the call raises StoreTimeout."""
         self._seconds = seconds
-
-    def hang(self, on: bool = True) -> None:
-        """Make every call wait for its deadline and raise StoreTimeout."""
-        self._hangs = on
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         lengths = super().get(names, buffers, deadline=deadline)
@@ -91,11 +70,13 @@ class FlakyStore(StoreWrapper):
 
     def before_call(self, deadline: float) -> None:
         left = time_left(deadline)
-        if self._hangs or self._seconds:
-            late = self._hangs or self._seconds >= left
-            self.injected["hang" if self._hangs else "delay"] += 1
-            time.sleep(left if late else self._seconds)
-            if late:
+        if self._happens("hang"):
+            time.sleep(left)
+            raise StoreTimeout("injected hang until the deadline")
+        if self._seconds:
+            self.injected["delay"] += 1
+            time.sleep(min(left, self._seconds))
+            if left <= self._seconds:
                 raise StoreTimeout("injected delay until the deadline")
         with self._lock:
             requested = self._failures > 0

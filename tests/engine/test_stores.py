@@ -16,7 +16,7 @@ from servers import wait_until
 from tiny import Reference, greedy, prompt
 
 from foreword.config import EngineConfig, StoreConfig
-from foreword.conformance import FlakyStore
+from foreword.conformance import Fault, FlakyStore
 from foreword.engine.request import Request, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
@@ -148,12 +148,12 @@ def test_a_tier_that_hangs_holds_up_no_other(engine: Make) -> None:
     with engine("llama", store=StoreConfig(urls=(MEMORY, MEMORY), flush_seconds=0.1)) as llm:
         fast, slow = llm.offload.store.tiers
         slow.store = hanging = FlakyStore(slow.store)
-        hanging.hang()
+        hanging.inject("hang")
         for seed in range(4):
             llm.generate(prompt(16, seed), greedy(1))
             wait_until(lambda seed=seed: fast.counters.written_blocks == 4 * (seed + 1), "the fast tier writes")
         assert slow.counters.written_blocks == 0
-        hanging.hang(False)
+        hanging.inject("hang", 0.0)
 
 
 def test_another_model_finds_nothing(engine: Make, tmp_path: Path) -> None:
@@ -168,19 +168,19 @@ def test_another_model_finds_nothing(engine: Make, tmp_path: Path) -> None:
         assert llm.generate(tokens, greedy(2))[0].cached_tokens == 39
 
 
-@pytest.mark.parametrize("damage", ["corrupt_reads", "truncate_reads", "swap_reads"])
-def test_damaged_blocks(damage: str, engine: Make, reference: Find) -> None:
+@pytest.mark.parametrize("fault", ["corrupt", "truncate", "swap"])
+def test_damaged_blocks(fault: Fault, engine: Make, reference: Find) -> None:
     """A block that comes back altered, cut short, or as another block is not used: it is counted, removed and computed."""
     tokens = prompt(40, 7)
     with flaky(engine) as (llm, store):
         fill(llm, tokens)
-        getattr(store, damage)()
+        store.inject(fault)
         [output] = llm.generate(tokens, greedy(6))
         reference("llama").check(tokens, output.outputs[0], 6)
         [tier] = llm.offload.store.tiers
         # A swapped block can be sound where nothing was read before it.
         assert sum(tier.counters.bad.values()) >= 1 and output.cached_tokens <= 4
-        getattr(store, damage)(False)
+        store.inject(fault, 0.0)
         assert llm.flush()
         llm.clear_cache()
         [healed] = llm.generate(tokens, greedy(6))
@@ -189,12 +189,12 @@ def test_damaged_blocks(damage: str, engine: Make, reference: Find) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["fail", "hang"])
-def test_a_store_that_does_not_answer(trouble: str, engine: Make, reference: Find) -> None:
+def test_a_store_that_does_not_answer(trouble: Fault, engine: Make, reference: Find) -> None:
     """A store that fails at everything, or never answers, is a miss: requests are computed, errors are counted, and after a
     few of them it is left alone for a while."""
     with flaky(engine, store=StoreConfig(urls=(MEMORY,), flush_seconds=0.5)) as (llm, store):
         fill(llm, prompt(40, 8))
-        getattr(store, trouble)()
+        store.inject(trouble)
         [tier] = llm.offload.store.tiers
         for seed in range(8, 40):
             [output] = llm.generate(prompt(40, seed), greedy(4))
@@ -203,7 +203,7 @@ def test_a_store_that_does_not_answer(trouble: str, engine: Make, reference: Fin
             if seed >= 11 and tier.counters.skipped:
                 break
         assert sum(tier.counters.errors.values()) >= 3 and tier.counters.skipped >= 1
-        getattr(store, trouble)(False)
+        store.inject(trouble, 0.0)
         llm.check()
 
 
@@ -219,10 +219,10 @@ def test_a_load_that_breaks_off(engine: Make, reference: Find) -> None:
             read = store.inner.get
 
             def once(
-                *args: Any, store: FlakyStore = store, read: Any = read, trouble: str = trouble, **named: Any
+                *args: Any, store: FlakyStore = store, read: Any = read, trouble: Fault = trouble, **named: Any
             ) -> Any:
                 sizes = read(*args, **named)
-                getattr(store, trouble)()
+                store.inject(trouble)
                 return [*sizes[:7], *[0] * len(sizes[7:])]
 
             store.inner.get = once  # type: ignore[method-assign]
@@ -230,7 +230,7 @@ def test_a_load_that_breaks_off(engine: Make, reference: Find) -> None:
             reference("llama").check(tokens, output.outputs[0], 4)
             assert output.cached_tokens == 28
             assert llm.offload.status().cut == 1
-            getattr(store, trouble)(False)
+            store.inject(trouble, 0.0)
             llm.check()
 
 
@@ -335,7 +335,7 @@ def test_others_go_on_while_one_loads(llama: Path) -> None:
             close = staticmethod(inner.close)
 
         tier.store = Stuck()  # type: ignore[assignment]
-        store.hang()
+        store.inject("hang")
         slow = asyncio.create_task(collect(engine, ask("slow", 1)))
         gone = engine.generate(ask("gone", 1))
         going = asyncio.create_task(anext(gone))  # type: ignore[arg-type]

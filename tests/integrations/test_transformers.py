@@ -137,13 +137,13 @@ def test_a_store_that_fails(tmp_path: Path) -> None:
     cache = KVCache(model, store, prompt)
     cache.save(go(model, prompt, cache))
     flaky = store.tiers[0].store = FlakyStore(store.tiers[0].store)
-    for trouble in (flaky.corrupt_reads, flaky.truncate_reads, flaky.fail):
-        trouble()
+    for fault in ("corrupt", "truncate", "fail"):
+        flaky.inject(fault)
         cache = KVCache(model, store, prompt)
         assert cache.loaded_tokens == 0
         assert torch.equal(go(model, prompt, cache), expected)
         cache.save()
-        trouble(False)
+        flaky.inject(fault, 0.0)
     store.close()
 
 

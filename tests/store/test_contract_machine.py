@@ -228,10 +228,10 @@ def test_failures_on_purpose(flaky: FlakyStore) -> None:
     with pytest.raises(StoreFull):
         flaky.lookup(names_of(frames), deadline=soon())
     assert flaky.lookup(names_of(frames), deadline=soon()) == 3
-    flaky.fail()
+    flaky.inject("fail")
     with pytest.raises(StoreError):
         flaky.scan(deadline=soon())
-    flaky.fail(False)
+    flaky.inject("fail", 0.0)
     assert flaky.injected["fail"] == 4
 
 
@@ -244,20 +244,20 @@ def test_delays_on_purpose(flaky: FlakyStore) -> None:
     with pytest.raises(StoreTimeout):
         flaky.lookup(names_of(frames), deadline=soon(0.01))
     flaky.delay(0)
-    flaky.hang()
+    flaky.inject("hang")
     with pytest.raises(StoreTimeout):
         flaky.get_record("word", deadline=soon(0.01))
-    flaky.hang(False)
+    flaky.inject("hang", 0.0)
     assert flaky.lookup(names_of(frames), deadline=soon()) == 3
     assert flaky.injected == {"delay": 2, "hang": 1}
 
 
 @pytest.mark.parametrize("fault", ["corrupt", "truncate", "swap"])
-def test_alterations_on_purpose(flaky: FlakyStore, fault: str) -> None:
+def test_alterations_on_purpose(flaky: FlakyStore, fault: Fault) -> None:
     """Frames that were altered on purpose never pass the check; what is kept stays whole."""
     frames = make_frames(322, 4, 100)
     flaky.put(frames, deadline=soon())
-    getattr(flaky, f"{fault}_reads")()
+    flaky.inject(fault)
     buffers = [memoryview(bytearray(len(one.data))) for one in frames]
     for _ in range(10):
         for one, buffer, length in zip(
@@ -266,14 +266,14 @@ def test_alterations_on_purpose(flaky: FlakyStore, fault: str) -> None:
             with pytest.raises(BadFrame):
                 check(buffer[:length], one.name)
     assert flaky.injected[fault] == 40
-    getattr(flaky, f"{fault}_reads")(False)
+    flaky.inject(fault, 0.0)
     assert read(flaky, frames) == whole(frames)
 
 
 def test_lost_puts(flaky: FlakyStore) -> None:
     """A lost put says that all went well."""
     frames = make_frames(323, 2, 100)
-    flaky.lose_puts()
+    flaky.inject("lose")
     assert flaky.put(frames, deadline=soon()) == 2
     assert flaky.lookup(names_of(frames), deadline=soon()) == 0
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from foreword.conformance import FlakyStore, StoreContract, make_frames, names_of, put_all, read, soon, whole
+from foreword.conformance import Fault, FlakyStore, StoreContract, make_frames, names_of, put_all, read, soon, whole
 from foreword.errors import StoreError, StoreReadOnly
 from foreword.store.base import Store
 from foreword.store.memory.memory_store import MemoryStore
@@ -84,17 +84,17 @@ def test_each_block_from_the_fastest_tier(tiers: Tiers) -> None:
     assert [tiers.store.promotion_targets(number) for number in (0, 1)] == [(), (0,)]
 
 
-@pytest.mark.parametrize("damage", ["corrupt_reads", "truncate_reads", "swap_reads"])
-def test_a_bad_block_comes_from_the_next_tier(tiers: Tiers, damage: str) -> None:
+@pytest.mark.parametrize("fault", ["corrupt", "truncate", "swap"])
+def test_a_bad_block_comes_from_the_next_tier(tiers: Tiers, fault: Fault) -> None:
     """A block that one tier gives back damaged is removed there and counted, and read from the next one."""
     frames = make_frames(2, 6, PAYLOAD)
     put_all(tiers.store, frames)
     read(tiers.fast, frames)
-    getattr(tiers.fast, damage)()
+    tiers.fast.inject(fault)
     assert read(tiers.store, frames) == whole(frames)
     counters = tiers.store.tiers[0].counters
     assert sum(counters.bad.values()) == counters.missed_blocks >= 5
-    getattr(tiers.fast, damage)(False)
+    tiers.fast.inject(fault, 0.0)
     assert sum(one is not None for one in read(tiers.fast, frames)) == 6 - sum(counters.bad.values())
 
 
@@ -102,7 +102,7 @@ def test_a_failing_tier_is_left_alone(tiers: Tiers) -> None:
     """After three failures a tier is not called for a while; then one call tries, and a success ends it."""
     frames = make_frames(3, 4, PAYLOAD)
     put_all(tiers.store, frames)
-    tiers.fast.fail()
+    tiers.fast.inject("fail")
     for _ in range(5):
         assert read(tiers.store, frames) == whole(frames)
     tier = tiers.store.tiers[0]
@@ -111,7 +111,7 @@ def test_a_failing_tier_is_left_alone(tiers: Tiers) -> None:
     tiers.clock.now += 1.5
     assert read(tiers.store, frames) == whole(frames)
     assert tier.counters.errors == {"store_unavailable": 4}
-    tiers.fast.fail(False)
+    tiers.fast.inject("fail", 0.0)
     tiers.clock.now += 2.5
     read(tiers.store, frames)
     assert not tier.breaker.is_open and tier.counters.hit_blocks >= 4
@@ -149,7 +149,7 @@ def test_a_rate_is_forgotten() -> None:
 def test_writes_go_to_every_tier(tiers: Tiers) -> None:
     """One tier that does not take a write does not keep the others from it."""
     frames = make_frames(4, 4, PAYLOAD)
-    tiers.fast.fail()
+    tiers.fast.inject("fail")
     assert tiers.store.put(frames, deadline=soon()) == 4
     assert tiers.slow.inner.lookup(names_of(frames), deadline=soon()) == 4
 

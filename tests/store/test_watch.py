@@ -84,7 +84,7 @@ def test_of_what_a_store_does_not_say_nothing_is_told() -> None:
     inner = Silent(MemoryStore(4 * FRAME))
     watched = Watched(inner)
     assert watched.store.put(make_frames(1, 7, PAYLOAD), deadline=soon()) == 4
-    inner.fail()
+    inner.inject("fail")
     assert watched.store.put(make_frames(1, 2, PAYLOAD), deadline=soon()) == 0
     assert watched.held == [set()]
 

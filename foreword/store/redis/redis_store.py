@@ -31,7 +31,7 @@ from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
 from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
 from foreword.store.frame import HEADER_BYTES, Frame
 from foreword.store.redis.nodes import ClusterNodes, RedisNode, SingleNode, open_nodes
-from foreword.store.redis.resp import Command, ErrorReply, Reply, as_number, as_value, as_values, encode, make_command
+from foreword.store.redis.resp import Command, ErrorReply, Reply, encode, expect, make_command
 
 # Names in the first round trip of a lookup; each further one has 8 times as many.
 _FIRST_BATCH: Final = 64
@@ -92,7 +92,7 @@ class RedisStore(Store):
             if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":
                 wrong_type.append(command.key)
                 reply = 0
-            lengths.append(as_number(reply))
+            lengths.append(expect(reply, int))
         if wrong_type:  # a key of another type would prevent the block from being written
             self._run([make_command(key, b"UNLINK", key) for key in wrong_type], deadline)
         return lengths
@@ -109,7 +109,7 @@ class RedisStore(Store):
         keys = [self._key(name) for name in names]
         commands = [make_command(key, b"UNLINK", key) for key in keys]
         commands.append(make_command(self._pinned, b"SREM", self._pinned, *names))
-        return sum(as_number(reply) for reply in self._run_checked(commands, deadline)[:-1])
+        return sum(expect(reply, int) for reply in self._run_checked(commands, deadline)[:-1])
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         """Mark blocks as pinned, and remove their time to live if there is a `ttl`.
@@ -130,7 +130,7 @@ class RedisStore(Store):
     def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
         """List all blocks. Reading their headers counts as a use for the server; `used_at` is the time before that."""
         [members] = self._run_checked([make_command(self._pinned, b"SMEMBERS", self._pinned)], deadline)
-        pinned = set(as_values(members))
+        pinned = set(_values(members))
         seen: set[Name] = set()
         for node in self._nodes.primaries(deadline):
             for keys in _scan_keys(node, self._blocks + b"*", deadline):
@@ -146,15 +146,15 @@ class RedisStore(Store):
 
     def get_record(self, key: str, *, deadline: float) -> bytes | None:
         [value] = self._run_checked([make_command(self._records, b"HGET", self._records, _record_key(key))], deadline)
-        return None if value is None else as_value(value)
+        return None if value is None else expect(value, bytes)
 
     def delete_record(self, key: str, *, deadline: float) -> bool:
         [count] = self._run_checked([make_command(self._records, b"HDEL", self._records, _record_key(key))], deadline)
-        return as_number(count) > 0
+        return expect(count, int) > 0
 
     def records(self, prefix: str, *, deadline: float) -> list[str]:
         [reply] = self._run_checked([make_command(self._records, b"HKEYS", self._records)], deadline)
-        known = (value.decode("ascii", "replace") for value in as_values(reply))
+        known = (value.decode("ascii", "replace") for value in _values(reply))
         return sorted(key for key in known if key.startswith(prefix))
 
     def status(self) -> StoreStatus:
@@ -180,7 +180,7 @@ class RedisStore(Store):
         deadline = time.monotonic() + _STATUS_TIMEOUT
         try:
             answers = [node.run([make_command(b"", b"INFO")], deadline)[0] for node in self._nodes.primaries(deadline)]
-            self._status = _read_status([as_value(answer) for answer in answers])
+            self._status = _read_status([expect(answer, bytes) for answer in answers])
         except StoreError:
             self._status = replace(self._status, notes={"unreachable": 1})
         self._status_at = time.monotonic()
@@ -188,7 +188,7 @@ class RedisStore(Store):
     def _there(self, names: Sequence[Name], deadline: float) -> list[bool]:
         keys = [self._key(name) for name in names]
         return [
-            as_number(reply) > 0
+            expect(reply, int) > 0
             for reply in self._run_checked([make_command(key, b"EXISTS", key) for key in keys], deadline)
         ]
 
@@ -235,6 +235,10 @@ def _record_key(key: str) -> bytes:
     return check_record_key(key).encode()
 
 
+def _values(reply: Reply) -> list[bytes]:
+    return [expect(one, bytes) for one in expect(reply, list)]
+
+
 def _scan_keys(node: RedisNode, pattern: bytes, deadline: float) -> Iterator[list[bytes]]:
     """The keys of one server in batches. Redis may repeat keys."""
     cursor = b"0"
@@ -246,8 +250,8 @@ def _scan_keys(node: RedisNode, pattern: bytes, deadline: float) -> Iterator[lis
             raise reply.error()
         if not isinstance(reply, list) or len(reply) != 2:
             raise StoreUnavailable("Redis did not reply with a cursor and keys")
-        cursor = as_value(reply[0])
-        yield as_values(reply[1])
+        cursor = expect(reply[0], bytes)
+        yield _values(reply[1])
         if cursor == b"0":
             return
 

@@ -11,7 +11,7 @@ import ssl
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from foreword.errors import (
     StoreConfigError,
@@ -59,6 +59,7 @@ _ERRORS: Final[dict[str, type[StoreError]]] = {
     "NOPERM": StoreConfigError,
 }
 
+Kind = TypeVar("Kind", int, bytes, list[Any])
 Reply: TypeAlias = "bytes | int | ErrorReply | list[Reply] | None"
 
 
@@ -92,31 +93,13 @@ def make_command(key: bytes, *arguments: bytes) -> Command:
     return Command(key, (encode(*arguments),))
 
 
-def as_number(reply: Reply) -> int:
-    """The reply as a number. Raises StoreError if it is an error or of another type."""
+def expect(reply: Reply, kind: type[Kind]) -> Kind:
+    """Return the reply if it has this type. Raises StoreError if it is an error or has another type."""
     if isinstance(reply, ErrorReply):
         raise reply.error()
-    if not isinstance(reply, int):
-        raise StoreUnavailable("Redis did not reply with a number")
+    if not isinstance(reply, kind):
+        raise StoreUnavailable(f"Redis did not reply with {kind.__name__}")
     return reply
-
-
-def as_value(reply: Reply) -> bytes:
-    """The reply as a value. Raises StoreError."""
-    if isinstance(reply, ErrorReply):
-        raise reply.error()
-    if not isinstance(reply, bytes):
-        raise StoreUnavailable("Redis did not reply with a value")
-    return reply
-
-
-def as_values(reply: Reply) -> list[bytes]:
-    """The reply as a list of values. Raises StoreError."""
-    if isinstance(reply, ErrorReply):
-        raise reply.error()
-    if not isinstance(reply, list):
-        raise StoreUnavailable("Redis did not reply with a list")
-    return [as_value(element) for element in reply]
 
 
 class RespConnection:
