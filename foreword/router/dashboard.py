@@ -1,4 +1,4 @@
-"""The dashboard of a router: its page, and what the page needs beyond `/metrics`, for whoever may read the router's state."""
+"""The router's dashboard: its pages, and the data that they need beyond `/metrics`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foreword.dashboard import pages
 from foreword.dashboard.history import MetricsHistory
 from foreword.errors import Forbidden, Unauthorized
 from foreword.router.admin import describe
-from foreword.router.replica_memory import NOTHING, Fill, Fills
+from foreword.router.replica_memory import UNKNOWN, MemoryReader, ReplicaMemory
 from foreword.router.replicas import Upstream
 from foreword.router.service import Router
 
@@ -41,13 +41,13 @@ def _add_pages(app: web.Application) -> None:
 
 
 def _add_data(app: web.Application, router: Router, history: MetricsHistory) -> None:
-    fills = Fills()
+    memory = MemoryReader()
 
     def check(request: web.Request) -> None:
         router.auth.check_admin(request.headers.get("authorization"), changes=False)
 
     async def kind(request: web.Request) -> web.Response:
-        """What this is the page of, and whether the caller may see more. Needs no key."""
+        """What the page shows, and whether the client may see the data. Needs no key."""
         answer = {"kind": "router", "version": __version__, "welcome": True, "closed": ""}
         try:
             check(request)
@@ -58,22 +58,22 @@ def _add_data(app: web.Application, router: Router, history: MetricsHistory) -> 
         return web.json_response(answer)
 
     async def show_history(request: web.Request) -> web.Response:
-        """The last half hour of the metrics."""
+        """The metrics of the last half hour."""
         check(request)
         return web.json_response(history.plain())
 
     async def now(request: web.Request) -> web.Response:
-        """State, replicas and the last decisions."""
+        """The present state: replicas and the last decisions."""
         check(request)
-        full = await fills.of([one.url for one in router.upstreams.values() if one.kind != "openai"])
-        return web.json_response(_now(router, full))
+        known = await memory.read(router.probe, [one for one in router.upstreams.values() if one.kind != "openai"])
+        return web.json_response(_now(router, known))
 
     app.router.add_get("/ui/data/kind", kind)
     app.router.add_get("/ui/data/history", show_history)
     app.router.add_get("/ui/data/now", now)
 
 
-def _now(router: Router, full: dict[str, Fill]) -> dict[str, Any]:
+def _now(router: Router, memory: dict[str, ReplicaMemory]) -> dict[str, Any]:
     problem = router.ready()
     status = "shutting_down" if router.draining else "not_ready" if problem else "ready"
     models = [pool.model for pool in router.pools.values() if pool.upstreams]
@@ -82,20 +82,20 @@ def _now(router: Router, full: dict[str, Fill]) -> dict[str, Any]:
         "time": time.time(),
         "state": {"status": status, "reason": problem or ""},
         "subject": f"router of {', '.join(models)}" if models else "router",
-        "replicas": [_replica(router, one, full.get(one.url, NOTHING)) for one in router.upstreams.values()],
+        "replicas": [_replica(router, one, memory.get(one.url, UNKNOWN)) for one in router.upstreams.values()],
         "decisions": decisions,
     }
 
 
-def _replica(router: Router, upstream: Upstream, fill: Fill) -> dict[str, Any]:
-    """A replica as `/v1/router/replicas` has it, with its queue in tokens and how full it says it is."""
+def _replica(router: Router, upstream: Upstream, memory: ReplicaMemory) -> dict[str, Any]:
+    """A replica as in `/v1/router/replicas`, with its queued tokens and memory usage."""
     pool = router.pool_of(upstream)
     replica = pool.fleet.replicas.get(upstream.url) if pool is not None else None
     queued = sum(one.computed for one in list(replica.load.waiting.values())) if replica is not None else 0
     return {
         **describe(router, upstream),
         "queued_tokens": queued,
-        "usage": fill.usage,
-        "device": fill.device,
-        "tiers": fill.tiers,
+        "usage": memory.usage,
+        "device": memory.device,
+        "tiers": memory.tiers,
     }

@@ -30,12 +30,27 @@ _OVERLOADED: Final = "overloaded"
 _PROMPT_POLICIES: Final = frozenset(("cost", "consistent-hashing", "longest-prefix", "two-choices"))
 
 
-@dataclass(eq=False, slots=True)
-class _QueuedRequest:
-    id: str
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """A request to place.
+
+    Attributes:
+        name: unique name of the attempt.
+        deadline: when it leaves the queue with an error.
+        avoid: URLs of replicas that failed the request.
+    """
+
+    name: str
+    tenant: str
     query: PlacementQuery
     prompt: TokenizedPrompt
-    avoid: Sequence[str]
+    deadline: float
+    avoid: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedRequest:
+    request: PlacementRequest
     placed: asyncio.Future[Attempt]
 
 
@@ -128,38 +143,26 @@ class ReplicaPool:
         except BadRequest:  # invalid token ids; the replica reports the error
             return []
 
-    async def place(
-        self,
-        name: str,
-        tenant: str,
-        query: PlacementQuery,
-        prompt: TokenizedPrompt,
-        deadline: float,
-        avoid: Sequence[str] = (),
-    ) -> Attempt:
+    async def place(self, request: PlacementRequest) -> Attempt:
         """Place a request, after waiting in the queue if necessary. Raises QueueFull, NoReplica or DeadlineExceeded."""
-        if not len(self.queue):
-            attempt = self._try_place(name, query, prompt, avoid)
-            if attempt is not None:
-                return attempt
-        return await self._wait(name, tenant, query, prompt, deadline, avoid)
+        attempt = self._try_place(request) if not len(self.queue) else None
+        return attempt if attempt is not None else await self._wait(request)
 
-    def _try_place(
-        self, name: str, query: PlacementQuery, prompt: TokenizedPrompt, avoid: Sequence[str]
-    ) -> Attempt | None:
+    def _try_place(self, request: PlacementRequest) -> Attempt | None:
         """None if all suitable replicas are overloaded. Raises NoReplica if there are none."""
         now = clock()
         for upstream in self.upstreams.values():
             if upstream.pause_until:
                 self.fleet.exclude(upstream.url, upstream.excluded(now))
-        decision = self.fleet.place(query, now, avoid=avoid)
-        if decision.replica is None and avoid:
+        query = request.query
+        decision = self.fleet.place(query, now, avoid=request.avoid)
+        if decision.replica is None and request.avoid:
             decision = self.fleet.place(query, now)
         if decision.replica is None:
             if any(estimate.excluded.startswith(_OVERLOADED) for estimate in decision.estimates):
                 return None
             raise NoReplica(decision.in_words())
-        self.fleet.sent(name, query, decision, now)
+        self.fleet.sent(request.name, query, decision, now)
         upstream = self.upstreams[decision.replica]
         upstream.in_flight += 1
         if upstream.breaker.half_open:
@@ -167,24 +170,15 @@ class ReplicaPool:
         if upstream.trial or upstream.in_flight >= upstream.max_in_flight:
             self.fleet.exclude(upstream.url, upstream.excluded(now))
         prefill = self.upstreams.get(decision.prefill) if decision.prefill else None
-        return Attempt(name, upstream, decision, query, prompt, 0.0, prefill)
+        return Attempt(request.name, upstream, decision, query, request.prompt, 0.0, prefill)
 
     # The queue
 
-    async def _wait(
-        self,
-        name: str,
-        tenant: str,
-        query: PlacementQuery,
-        prompt: TokenizedPrompt,
-        deadline: float,
-        avoid: Sequence[str],
-    ) -> Attempt:
+    async def _wait(self, request: PlacementRequest) -> Attempt:
         began = clock()
         future: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
-        entry, displaced = self.queue.push(
-            _QueuedRequest(name, query, prompt, avoid, future), tenant, float(query.tokens), deadline, began
-        )
+        queued, cost = _QueuedRequest(request, future), float(request.query.tokens)
+        entry, displaced = self.queue.push(queued, request.tenant, cost, request.deadline, began)
         if displaced is not None:
             _fail(displaced, QueueFull("The queue is full, and this tenant has the largest share of it; retry later"))
         self._set_timer()
@@ -204,18 +198,18 @@ class ReplicaPool:
             entry = self.queue.pop(clock())
             if entry is None:
                 break
-            request = entry.item
-            if request.placed.done():
+            queued = entry.item
+            if queued.placed.done():
                 continue
             try:
-                attempt = self._try_place(request.id, request.query, request.prompt, request.avoid)
+                attempt = self._try_place(queued.request)
             except NoReplica as error:
                 _fail(entry, error)
                 continue
             if attempt is None:
                 _fail(entry, NoReplica("No replica could take the request when its turn in the queue came"))
             else:
-                request.placed.set_result(attempt)
+                queued.placed.set_result(attempt)
         if len(self.queue) and not self._has_hope():
             while (entry := self.queue.pop(clock())) is not None:
                 _fail(entry, NoReplica("No replica takes requests any more"))

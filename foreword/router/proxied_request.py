@@ -19,7 +19,7 @@ from foreword.router.attempt import Attempt, describe_response, error_field, ret
 from foreword.router.auth import cache_salt, request_headers, response_headers
 from foreword.router.client_request import ClientRequest
 from foreword.router.decisions import as_header
-from foreword.router.pool import ReplicaPool
+from foreword.router.pool import PlacementRequest, ReplicaPool
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import AwaitedResponse, Upstream, clock
 from foreword.router.service import MAX_STALLS, Router
@@ -73,7 +73,7 @@ class ProxiedRequest:
         avoid = tuple({*self.avoid, *router.not_serving(pool, request.model)})
         name = router.attempt_name(self.request_id)
         overhead = clock() - self.arrived if not self.attempts else 0.0
-        attempt = await pool.place(name, self.tenant.name, query, prompt, self.deadline, avoid)
+        attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, self.deadline, avoid))
         self.decision_text = router.decisions.record(self.request_id, self.tenant.name, attempt, self.previous)
         router.metrics.decision(
             attempt.upstream.url, attempt.decision.reason, prompt.source, query.tokens, overhead, attempt.queued

@@ -19,20 +19,21 @@ def record_finished(recorder: TraceRecorder) -> Callable[[FinishedRequest], None
     """A callback for `Fleet.on_finished`. Requests whose prompt was not tokenized have no blocks and are not recorded."""
 
     def record(request: FinishedRequest) -> None:
-        if not request.keys and request.prompt_tokens >= request.block_size:
+        placed, sent = request.placed, request.sent
+        if not placed.keys and sent.tokens >= placed.block_size:
             return
         recorder.record(
             RequestRecord(
-                request.sent_at,
-                request.keys,
-                request.block_size,
-                max(request.prompt_tokens, 1),
+                sent.sent_at,
+                placed.keys,
+                placed.block_size,
+                max(sent.tokens, 1),
                 max(request.output_tokens or 1, 1),
                 request.cached_tokens,
-                None if request.first_at is None else request.first_at - request.sent_at,
-                request.finished_at - request.sent_at,
-                request.session,
-                request.replica,
+                None if request.first_at is None else request.first_at - sent.sent_at,
+                request.finished_at - sent.sent_at,
+                placed.session,
+                placed.decoding.name,
             )
         )
 

@@ -1,4 +1,4 @@
-"""How full the replicas of a router are, by their own metrics. They are asked while somebody looks at the router's page."""
+"""Memory usage of the replicas, read from their metrics while a client watches the dashboard."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import aiohttp
+from foreword.router.replicas import CONNECTION_ERRORS, ReplicaProbe, Upstream
 
-# Seconds for which an answer is good, and that one may take.
-_AGE: Final = 2.0
-_PATIENCE: Final = 2.0
-_MOST_BYTES: Final = 8 << 20
+# Seconds for which a result is cached, and the time limit for a replica.
+_MAX_AGE: Final = 2.0
+_TIMEOUT: Final = 2.0
 _LINE: Final = re.compile(
     r"^(vllm:kv_cache_usage_perc|foreword:(?:blocks|blocks_free|blocks_cached|blocks_pinned)|foreword:tier_"
     r"(?:bytes|budget_bytes|blocks|pinned_bytes|open))(\{.*\})? (\S+)$",
@@ -24,13 +23,13 @@ _TIER: Final = re.compile(r'[{,]tier="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
-    """What a replica said of its memory.
+class ReplicaMemory:
+    """Memory usage of a replica.
 
     Attributes:
-        usage: share of its blocks that requests use; None if it does not say.
-        device: blocks of a Foreword server's device: all, free, cached, pinned.
-        tiers: its tiers, in its own order.
+        usage: share of its blocks in use by requests; None if it does not report it.
+        device: device blocks of a Foreword server: all, free, cached, pinned.
+        tiers: its store tiers, in its own order.
     """
 
     usage: float | None = None
@@ -38,13 +37,13 @@ class Fill:
     tiers: tuple[dict[str, Any], ...] = ()
 
 
-NOTHING: Final = Fill()
+UNKNOWN: Final = ReplicaMemory()
 
 
-def read_fill(text: str) -> Fill:
-    """From a server's `/metrics`."""
-    flat: dict[str, float] = {}
-    tiers: dict[str, dict[str, Any]] = {}
+def parse_memory(text: str) -> ReplicaMemory:
+    """Parse a server's `/metrics`."""
+    values: dict[str, float] = {}
+    tiers: dict[str, dict[str, float]] = {}
     for name, labels, number in _LINE.findall(text):
         try:
             value = float(number)
@@ -54,59 +53,53 @@ def read_fill(text: str) -> Fill:
         if tier is not None:
             tiers.setdefault(tier[1], {})[name.removeprefix("foreword:tier_")] = value
         else:
-            flat[name.removeprefix("foreword:")] = value
+            values[name.removeprefix("foreword:")] = value
     device = None
-    if {"blocks", "blocks_free", "blocks_cached"} <= flat.keys():
+    if {"blocks", "blocks_free", "blocks_cached"} <= values.keys():
         device = {
-            "all": flat["blocks"],
-            "free": flat["blocks_free"],
-            "cached": flat["blocks_cached"],
-            "pinned": flat.get("blocks_pinned", 0.0),
+            "all": values["blocks"],
+            "free": values["blocks_free"],
+            "cached": values["blocks_cached"],
+            "pinned": values.get("blocks_pinned", 0.0),
         }
-    return Fill(flat.get("vllm:kv_cache_usage_perc"), device, tuple(_tier(label, tiers[label]) for label in tiers))
+    usage = values.get("vllm:kv_cache_usage_perc")
+    return ReplicaMemory(usage, device, tuple(_tier(label, tiers[label]) for label in tiers))
 
 
-def _tier(label: str, found: dict[str, Any]) -> dict[str, Any]:
+def _tier(label: str, values: dict[str, float]) -> dict[str, Any]:
     return {
         "tier": label,
-        "held": found.get("bytes", 0.0),
-        "budget": found.get("budget_bytes", 0.0),
-        "blocks": found.get("blocks", -1.0),
-        "pinned": found.get("pinned_bytes", 0.0),
-        "open": bool(found.get("open")),
+        "held": values.get("bytes", 0.0),
+        "budget": values.get("budget_bytes", 0.0),
+        "blocks": values.get("blocks", -1.0),
+        "pinned": values.get("pinned_bytes", 0.0),
+        "open": bool(values.get("open")),
     }
 
 
-class Fills:
-    """Asks, and remembers for some seconds. On one event loop."""
+class MemoryReader:
+    """Reads the memory usage of replicas and caches it for some seconds. Runs on one event loop."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Fill] = {}
-        self._asked = -_AGE
-        self._asking = asyncio.Lock()
+        self._known: dict[str, ReplicaMemory] = {}
+        self._read_at = -_MAX_AGE
+        self._lock = asyncio.Lock()
 
-    async def of(self, urls: Iterable[str]) -> dict[str, Fill]:
-        """By URL. A replica that does not answer says nothing."""
-        async with self._asking:
-            if time.monotonic() - self._asked >= _AGE:
-                wanted = list(urls)
-                async with aiohttp.ClientSession() as client:
-                    found = await asyncio.gather(*(_ask(client, url) for url in wanted))
-                self._known = dict(zip(wanted, found, strict=True))
-                self._asked = time.monotonic()
+    async def read(self, probe: ReplicaProbe, upstreams: Iterable[Upstream]) -> dict[str, ReplicaMemory]:
+        """Memory usage by URL; `UNKNOWN` for a replica that does not respond."""
+        async with self._lock:
+            if time.monotonic() - self._read_at >= _MAX_AGE:
+                wanted = list(upstreams)
+                found = await asyncio.gather(*(_read(probe, upstream) for upstream in wanted))
+                self._known = {upstream.url: one for upstream, one in zip(wanted, found, strict=True)}
+                self._read_at = time.monotonic()
             return self._known
 
 
-async def _ask(client: aiohttp.ClientSession, url: str) -> Fill:
+async def _read(probe: ReplicaProbe, upstream: Upstream) -> ReplicaMemory:
     try:
-        async with asyncio.timeout(_PATIENCE), client.get(f"{url}/metrics") as answer:
-            if answer.status != 200:
-                return NOTHING
-            text = bytearray()
-            async for part in answer.content.iter_any():
-                text += part
-                if len(text) > _MOST_BYTES:
-                    return NOTHING
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        return NOTHING
-    return await asyncio.to_thread(read_fill, text.decode("utf-8", "replace"))
+        async with asyncio.timeout(_TIMEOUT):
+            text = await probe.metrics(upstream)
+    except CONNECTION_ERRORS:
+        return UNKNOWN
+    return await asyncio.to_thread(parse_memory, text.decode("utf-8", "replace"))

@@ -272,7 +272,7 @@ class ReplicaProbe:
 
     async def _cache_config(self, upstream: Upstream) -> tuple[int | None, int | None]:
         """Block size and capacity in tokens."""
-        found = _CACHE_CONFIG.search(await self._metrics(upstream))
+        found = _CACHE_CONFIG.search(await self.metrics(upstream))
         pairs = _LABEL.findall(found[1]) if found else []
         labels = {name.decode(): value.decode("utf-8", "replace") for name, value in pairs}
         size, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
@@ -283,13 +283,13 @@ class ReplicaProbe:
     async def load(self, upstream: Upstream) -> int | None:
         """Requests that run or wait there, from any client; None if the replica does not report them."""
         try:
-            found = dict(_REQUESTS.findall(await self._metrics(upstream)))
+            found = dict(_REQUESTS.findall(await self.metrics(upstream)))
         except CONNECTION_ERRORS:
             return None
         return sum(int(float(number)) for number in found.values()) if found else None
 
-    async def _metrics(self, upstream: Upstream) -> bytes:
-        """The first 8 MiB of the replica's metrics."""
+    async def metrics(self, upstream: Upstream) -> bytes:
+        """The first 8 MiB of the replica's metrics. Raises what aiohttp raises."""
         found = bytearray()
         async with self._session.get(f"{upstream.url}/metrics", timeout=self._timeout) as response:
             while response.status == 200 and len(found) < _MAX_METRICS_BYTES:

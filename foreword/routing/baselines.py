@@ -5,9 +5,9 @@ Their rules use only what they need of the candidates; the cost estimates in the
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -25,136 +25,103 @@ from foreword.routing.placement import (
     score,
 )
 
-_POINTS: Final = 64
+_RING_POINTS: Final = 64
+# A replica on the hash ring may have this many times its fair share of requests.
+_LOAD_BOUND: Final = 1.25
 # Tokens that hashing policies use as the prompt's prefix: more than a shared system prompt.
 _PREFIX_TOKENS: Final = 1024
 
+Rule = Callable[[PlacementQuery, Sequence[Candidate]], str]
+"""Returns the name of one of the available candidates, of which there is at least one."""
 
-class BaselinePolicy(ABC):
+
+class RulePolicy:
     """A policy that applies a rule to the available candidates."""
 
-    name = ""
+    def __init__(self, name: str, rule: Rule) -> None:
+        self.name = name
+        self._rule = rule
 
     def choose(self, query: PlacementQuery, candidates: Sequence[Candidate], home: str | None = None) -> Decision:
         estimates = tuple(estimate_cost(query, candidate) for candidate in candidates)
         usable = [candidate for candidate in candidates if not candidate.excluded]
         if not usable:
             return Decision(None, estimates, "none", home=home)
-        return Decision(self.rule(query, usable), estimates, self.name, home=home)
-
-    @abstractmethod
-    def rule(self, query: PlacementQuery, usable: Sequence[Candidate]) -> str:
-        """Returns the name of one of `usable`, which is not empty."""
+        return Decision(self._rule(query, usable), estimates, self.name, home=home)
 
 
-class Random(BaselinePolicy):
-    """A random candidate."""
-
-    name = "random"
-
-    def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed)
-
-    def rule(self, query: PlacementQuery, usable: Sequence[Candidate]) -> str:
-        return self._random.choice(usable).name
+def _random() -> Rule:
+    """A random candidate, from a fixed seed."""
+    rng = random.Random(0)
+    return lambda query, usable: rng.choice(usable).name
 
 
-class RoundRobin(BaselinePolicy):
+def _round_robin() -> Rule:
     """Each candidate in turn."""
-
-    name = "round-robin"
-
-    def __init__(self) -> None:
-        self._turn = 0
-
-    def rule(self, query: PlacementQuery, usable: Sequence[Candidate]) -> str:
-        self._turn += 1
-        return usable[(self._turn - 1) % len(usable)].name
+    turns = itertools.count()
+    return lambda query, usable: usable[next(turns) % len(usable)].name
 
 
-class LeastLoaded(BaselinePolicy):
+def _least_loaded() -> Rule:
     """The candidate with the fewest requests in flight; ties take turns."""
+    turns = itertools.count(1)
 
-    name = "least-loaded"
+    def rule(query: PlacementQuery, usable: Sequence[Candidate]) -> str:
+        turn, count = next(turns), len(usable)
+        return usable[min(range(count), key=lambda i: (_requests(usable[i]), (i - turn) % count))].name
 
-    def __init__(self) -> None:
-        self._turn = 0
-
-    def rule(self, query: PlacementQuery, usable: Sequence[Candidate]) -> str:
-        self._turn += 1
-        order = range(len(usable))
-        best = min(order, key=lambda i: (in_flight(usable[i]), (i - self._turn) % len(usable)))
-        return usable[best].name
+    return rule
 
 
-class LeastTokens(BaselinePolicy):
-    """The candidate with the fewest queued prompt tokens, then the fewest requests. Cached tokens of queued prompts do not
-    count. Where this prompt's prefix is cached makes no difference."""
-
-    name = "least-tokens"
-
-    def rule(self, query: PlacementQuery, usable: Sequence[Candidate]) -> str:
-        return min(usable, key=lambda one: (one.queued_tokens, in_flight(one), one.name)).name
+def _least_tokens() -> Rule:
+    """The candidate with the fewest queued prompt tokens (cached ones do not count), then the fewest requests."""
+    return lambda query, usable: min(usable, key=lambda one: (one.queued_tokens, _requests(one), one.name)).name
 
 
-class BoundedHashing(BaselinePolicy):
-    """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018): the first replica on the ring after the
-    prompt's prefix with at most `bound` times its fair share of requests.
-
-    Raises ConfigError for a bound below 1.
-    """
-
-    name = "consistent-hashing"
-
-    def __init__(self, bound: float = 1.25) -> None:
-        if not bound >= 1:
-            raise ConfigError(f"the bound of consistent hashing must be at least 1, not {bound}")
-        self.bound = bound
-        self._names: tuple[str, ...] = ()
-        self._ring: list[tuple[bytes, str]] = []
-
-    def rule(self, query: PlacementQuery, usable: Sequence[Candidate]) -> str:
-        self._make_ring(tuple(one.name for one in usable))
-        loads = {one.name: in_flight(one) for one in usable}
-        most = math.ceil(self.bound * (sum(loads.values()) + 1) / len(usable))
-        start = bisect_right(self._ring, (score(prefix_of(query), "ring"), ""))
-        places = (self._ring[(start + i) % len(self._ring)][1] for i in range(len(self._ring)))
-        return next(name for name in places if loads[name] < most)
-
-    def _make_ring(self, names: tuple[str, ...]) -> None:
-        if names != self._names:
-            self._names = names
-            self._ring = sorted((score(str(i).encode(), name), name) for name in names for i in range(_POINTS))
-
-
-class LongestPrefix(BaselinePolicy):
+def _longest_prefix() -> Rule:
     """The candidate with the longest prefix on its device, then the fewest requests in flight."""
-
-    name = "longest-prefix"
-
-    def rule(self, query: PlacementQuery, usable: Sequence[Candidate]) -> str:
-        return min(usable, key=lambda one: (-one.reach[CacheTier.DEVICE], in_flight(one), one.name)).name
+    device = CacheTier.DEVICE
+    return lambda query, usable: min(usable, key=lambda one: (-one.reach[device], _requests(one), one.name)).name
 
 
-class TwoChoices(BaselinePolicy):
+def _two_choices() -> Rule:
     """Of two replicas selected by hash of the prompt's prefix, the one with fewer requests in flight."""
 
-    name = "two-choices"
-
-    def rule(self, query: PlacementQuery, usable: Sequence[Candidate]) -> str:
-        prefix, names = prefix_of(query), [one.name for one in usable]
-        first = rendezvous(prefix, names)
-        second = rendezvous(prefix, [name for name in names if name != first] or names)
-        loads = {one.name: in_flight(one) for one in usable}
+    def rule(query: PlacementQuery, usable: Sequence[Candidate]) -> str:
+        prefix, loads = _prefix_of(query), {one.name: _requests(one) for one in usable}
+        first = rendezvous(prefix, list(loads))
+        second = rendezvous(prefix, [name for name in loads if name != first] or list(loads))
         return first if loads[first] <= loads[second] else second
 
+    return rule
 
-def in_flight(candidate: Candidate) -> int:
+
+def _consistent_hashing() -> Rule:
+    """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018): the first replica on the ring after the
+    prompt's prefix that has no more than `_LOAD_BOUND` times its fair share of requests."""
+    ring: list[tuple[bytes, str]] = []
+    ring_names: set[str] = set()
+
+    def rule(query: PlacementQuery, usable: Sequence[Candidate]) -> str:
+        loads = {one.name: _requests(one) for one in usable}
+        if loads.keys() != ring_names:
+            ring_names.clear()
+            ring_names.update(loads)
+            ring[:] = sorted((score(str(i).encode(), name), name) for name in loads for i in range(_RING_POINTS))
+        limit = math.ceil(_LOAD_BOUND * (sum(loads.values()) + 1) / len(usable))
+        start = bisect_right(ring, (score(_prefix_of(query), "ring"), ""))
+        names = (ring[(start + i) % len(ring)][1] for i in range(len(ring)))
+        return next(name for name in names if loads[name] < limit)
+
+    return rule
+
+
+def _requests(candidate: Candidate) -> int:
     """Requests in flight on a candidate."""
     return candidate.queued + candidate.running
 
 
-def prefix_of(query: PlacementQuery) -> bytes:
+def _prefix_of(query: PlacementQuery) -> bytes:
     """The hash key of a prompt: the session, else the block that contains token 1,024."""
     if query.session is not None:
         return query.session.encode()
@@ -163,20 +130,22 @@ def prefix_of(query: PlacementQuery) -> bytes:
     return query.keys[min(-(-_PREFIX_TOKENS // query.block_size), len(query.keys)) - 1]
 
 
-POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
-    "cost": CostPolicy,
-    "random": Random,
-    "round-robin": RoundRobin,
-    "least-loaded": LeastLoaded,
-    "least-tokens": LeastTokens,
-    "consistent-hashing": BoundedHashing,
-    "longest-prefix": LongestPrefix,
-    "two-choices": TwoChoices,
+_RULES: Final[Mapping[str, Callable[[], Rule]]] = {
+    "random": _random,
+    "round-robin": _round_robin,
+    "least-loaded": _least_loaded,
+    "least-tokens": _least_tokens,
+    "consistent-hashing": _consistent_hashing,
+    "longest-prefix": _longest_prefix,
+    "two-choices": _two_choices,
 }
+POLICIES: Final = ("cost", *_RULES)
 
 
 def policy_named(name: str) -> Policy:
     """A new policy. Raises ConfigError for an unknown name."""
-    if name not in POLICIES:
+    if name == CostPolicy.name:
+        return CostPolicy()
+    if name not in _RULES:
         raise ConfigError(f"unknown policy {name!r}{did_you_mean(name, POLICIES)}")
-    return POLICIES[name]()
+    return RulePolicy(name, _RULES[name]())

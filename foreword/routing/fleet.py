@@ -80,27 +80,6 @@ class ReplicaState:
         return max(computing, self.estimated_blocks.leading(keys)) if self.estimated_blocks is not None else computing
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """A request that succeeded, as given to `Fleet.on_finished`.
-
-    Attributes:
-        keys: keys of the prompt's full blocks of `block_size` tokens.
-        first_at: time of the first token; None if it is unknown.
-    """
-
-    replica: str
-    session: str | None
-    keys: Sequence[bytes]
-    block_size: int
-    prompt_tokens: int
-    output_tokens: int | None
-    cached_tokens: int | None
-    sent_at: float
-    first_at: float | None
-    finished_at: float
-
-
 @dataclass(slots=True)
 class PlacedRequest:
     """A request in flight. It refers to its replicas, which may have been removed or replaced by now.
@@ -130,6 +109,18 @@ class PlacedRequest:
         """Remove the request from the load of its replicas."""
         self.end_prefill()
         return self.computing.load.finished(name, now) or self.decoding.load.finished(name, now)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A request that succeeded. `first_at` is the time of the first token; None if it is unknown."""
+
+    placed: PlacedRequest
+    sent: SentRequest
+    first_at: float | None
+    finished_at: float
+    cached_tokens: int | None
+    output_tokens: int | None
 
 
 class Fleet:
@@ -315,7 +306,7 @@ class Fleet:
             estimated.output(request.keys, filled)
         first_at = None if guessed else sent.first_at
         if self.on_finished is not None:
-            self.on_finished(_finished_request(request, sent, first_at, now, cached_tokens, output_tokens))
+            self.on_finished(FinishedRequest(request, sent, first_at, now, cached_tokens, output_tokens))
         if first_at is not None:
             self._learn_prefill(request.computing, sent, first_at, now, cached_tokens)
             if output_tokens is not None and output_tokens >= _MIN_DECODE_TOKENS:
@@ -387,28 +378,6 @@ def _correct_estimate(request: PlacedRequest, cached_tokens: int) -> None:
     if replica.estimated_blocks is not None:
         expected = request.expected // size
         replica.estimated_blocks.correct(request.keys, expected, -(-cached_tokens // size), expected - request.guessed)
-
-
-def _finished_request(
-    request: PlacedRequest,
-    sent: SentRequest,
-    first_at: float | None,
-    now: float,
-    cached_tokens: int | None,
-    output_tokens: int | None,
-) -> FinishedRequest:
-    return FinishedRequest(
-        request.decoding.name,
-        request.session,
-        request.keys,
-        request.block_size,
-        sent.tokens,
-        output_tokens,
-        cached_tokens,
-        sent.sent_at,
-        first_at,
-        now,
-    )
 
 
 def _at_least(reach: Reach, blocks: int) -> Reach:

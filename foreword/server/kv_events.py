@@ -65,7 +65,7 @@ class Place(NamedTuple):
 DEVICE: Final = Place(DEVICE_MEDIUM)
 
 
-class _StoredBlock(NamedTuple):
+class _KnownBlock(NamedTuple):
     """One block as it was stored on the device."""
 
     parent: bytes
@@ -126,7 +126,7 @@ class KvEvents:
         self._messages: queue.Queue[list[object] | None] = queue.Queue(_WAITING)
         self._lost = 0
         self._watches = False
-        self._known: OrderedDict[bytes, _StoredBlock] = OrderedDict()
+        self._known: OrderedDict[bytes, _KnownBlock] = OrderedDict()
         self._known_lock = threading.Lock()
         self._changes: deque[_Change] = deque(maxlen=_MOST_CHANGES)
         self._kept: deque[tuple[int, bytes]] = deque()
@@ -167,7 +167,7 @@ class KvEvents:
         with self._known_lock:
             for number, (parent, key) in enumerate(pairwise(above)):
                 tokens = array("I", event.tokens[number * size : (number + 1) * size])
-                self._known[key] = _StoredBlock(parent, tokens, event.salt if not number else None)
+                self._known[key] = _KnownBlock(parent, tokens, event.salt if not number else None)
                 self._known.move_to_end(key)
             while len(self._known) > _KNOWN_BLOCKS:
                 self._known.popitem(last=False)
@@ -219,7 +219,7 @@ class KvEvents:
         """Stretches of chains, as far as it is known what the blocks hold."""
         with self._known_lock:
             found = [(key, self._known[key]) for key in keys if key in self._known]
-        runs: list[list[tuple[bytes, _StoredBlock]]] = []
+        runs: list[list[tuple[bytes, _KnownBlock]]] = []
         for key, block in found:
             if runs and runs[-1][-1][0] == block.parent:
                 runs[-1].append((key, block))

@@ -10,7 +10,7 @@ const FOUND = "foreword:router_actual_cached_tokens_total";
 const EXPECTED = "foreword:router_expected_cached_tokens_total";
 const DECIDED = "foreword:router_decisions_total";
 const FIRST = "foreword:router_time_to_first_token_seconds";
-const REASONS = { cheapest: "soonest first token", session: "its session is there", moved: "session moved", spread: "least was sent there", only: "only one able" };
+const REASONS = { cheapest: "lowest TTFT", session: "session affinity", moved: "session moved", spread: "spread, least loaded", only: "only one available" };
 
 // The sum over all series of a metric, of a map of values or of a period.
 const sum = (timeline, value, name) => [...timeline.last.values.keys()].filter((key) => key.startsWith(`${name}|`)).reduce((all, key) => all + value(key), 0);
@@ -35,7 +35,7 @@ export class RouterView {
       this.hit.element, this.first.element, this.flight.element, this.moved.element, this.replicas,
       card("w6", "Prompt tokens found in caches", this.sources.element, this.sourcesLegend),
       card("w6", "Requests", this.load.element, legend),
-      card("", h("span", {}, "Expected and found ", h("small", {}, "cached tokens, as the router thought and as the replicas answered")), this.expected),
+      card("", h("span", {}, "Expected and found ", h("small", {}, "cached tokens, as estimated by the router and as reported by the replicas")), this.expected),
       card("", "Last decisions", this.decisions),
     );
   }
