@@ -14,7 +14,7 @@ import typer
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foreword.sim.plan import SimulationCase, SimulationPlan
+    from foreword.sim.plan import SimulationCase
     from foreword.sim.profile import Profile
     from foreword.sim.run import SimulationResult
     from foreword.sim.trace import TraceRequest
@@ -93,7 +93,7 @@ def simulate(
 
     Simulates every combination of the given values.
     """
-    from foreword.sim.plan import SimulationPlan, counts, sizes
+    from foreword.sim.plan import counts, simulation_cases, sizes
     from foreword.sim.profile import Profile, read_profile
     from foreword.sim.trace import block_size_of, read_trace
 
@@ -116,7 +116,7 @@ def simulate(
         events,
         learn,
     )
-    results = _run(SimulationPlan(base, axes, _policies(policy)), trace, profile)
+    results = _run(simulation_cases(base, axes, _policies(policy)), trace, profile)
     _write_results(results, _about(traces, trace, costs, profile), out, svg, as_json)
 
 
@@ -145,10 +145,9 @@ def _policies(text: str) -> list[str]:
     return list(POLICIES) if text == "all" else [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _run(plan: SimulationPlan, trace: Sequence[TraceRequest], profile: Profile) -> list[SimulationResult]:
+def _run(cases: Sequence[SimulationCase], trace: Sequence[TraceRequest], profile: Profile) -> list[SimulationResult]:
     from foreword.sim.run import simulate as run
 
-    cases = plan.cases()
     if not cases:
         raise ConfigError("--policy names no policy")
     with _progress(len(cases) * len(trace)) as step:

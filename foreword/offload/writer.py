@@ -10,10 +10,8 @@ bounded number of slots. A dropped promotion loses nothing, because the slower t
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -34,7 +32,7 @@ _BATCH_WINDOW: Final = 0.2
 _WRITE_NICE: Final = 5
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _WriteBatch:
     """Blocks that wait to be written.
 
@@ -71,8 +69,7 @@ class WriteBehind:
         self._store = store
         self._staging = staging
         self._max_promotion_slots = max(staging.slots // 4, 1)
-        self._batches: OrderedDict[int, _WriteBatch] = OrderedDict()
-        self._numbers = itertools.count()
+        self._batches: list[_WriteBatch] = []  # oldest first
         self._changed = threading.Condition()
         self._closing = False
         self._unseen = 0  # blocks added since a thread last looked at the queue
@@ -92,7 +89,7 @@ class WriteBehind:
     @property
     def queued(self) -> int:
         with self._changed:
-            return sum(len(batch.slots) for batch in self._batches.values())
+            return sum(len(batch.slots) for batch in self._batches)
 
     def add(self, headers: list[Header], slots: list[int], pool: StagingSlots, tiers: Iterable[int]) -> None:
         """Queue blocks whose payloads are in `slots`, without headers and checksums yet."""
@@ -111,7 +108,7 @@ class WriteBehind:
             if batch.promotion and batch.pending and not self._has_promotion_slots(batch):
                 self.dropped_promotions += len(batch.slots)
             elif batch.pending and not self._closing:
-                self._batches[next(self._numbers)] = batch
+                self._batches.append(batch)
                 self._unseen += len(batch.slots)
                 if self._unseen >= WRITE_BLOCKS or self._idle or batch.promotion:
                     self._changed.notify_all()
@@ -119,17 +116,16 @@ class WriteBehind:
         batch.pool.give(batch.slots)
 
     def _has_promotion_slots(self, batch: _WriteBatch) -> bool:
-        held = sum(len(one.slots) for one in self._batches.values() if one.promotion)
+        held = sum(len(one.slots) for one in self._batches if one.promotion)
         return held + len(batch.slots) <= self._max_promotion_slots
 
     def drop_oldest(self, pool: StagingSlots) -> bool:
         """Drop the oldest batch in slots of `pool` that is not being written. False if there is none."""
         with self._changed:
-            queued = self._batches.items()
-            number = next((number for number, one in queued if one.pool is pool and not one.writing), None)
-            if number is None:
+            batch = next((one for one in self._batches if one.pool is pool and not one.writing), None)
+            if batch is None:
                 return False
-            batch = self._batches.pop(number)
+            self._batches.remove(batch)
             if batch.promotion:
                 self.dropped_promotions += len(batch.slots)
             else:
@@ -158,17 +154,17 @@ class WriteBehind:
         use_background_cores()
         lower_priority(_WRITE_NICE)
         while (taken := self._take(tier)) is not None:
-            frames = [frame for _, batch in taken for frame in self._sealed(batch)]
+            frames = [frame for batch in taken for frame in self._sealed(batch)]
             kept = self._store.tiers[tier].put(frames, time.monotonic() + WRITE_TIMEOUT)
             self._finish(taken, kept)
 
-    def _take(self, tier: int) -> list[tuple[int, _WriteBatch]] | None:
+    def _take(self, tier: int) -> list[_WriteBatch] | None:
         """Wait for batches that this tier has not written, and take the oldest, up to WRITE_BLOCKS blocks. None at the end."""
         with self._changed:
             while True:
                 self._unseen = 0
-                mine = [(number, batch) for number, batch in self._batches.items() if tier in batch.pending]
-                left = self._seconds_to_wait([batch for _, batch in mine])
+                mine = [batch for batch in self._batches if tier in batch.pending]
+                left = self._seconds_to_wait(mine)
                 if mine and left <= 0:
                     return self._claim(tier, mine)
                 if not mine and self._closing:
@@ -185,15 +181,15 @@ class WriteBehind:
             return 0.0
         return mine[0].since + _BATCH_WINDOW - time.monotonic()
 
-    def _claim(self, tier: int, mine: Sequence[tuple[int, _WriteBatch]]) -> list[tuple[int, _WriteBatch]]:
-        taken: list[tuple[int, _WriteBatch]] = []
+    def _claim(self, tier: int, mine: Sequence[_WriteBatch]) -> list[_WriteBatch]:
+        taken: list[_WriteBatch] = []
         size = 0
-        for number, batch in mine:
+        for batch in mine:
             if taken and size + len(batch.slots) > WRITE_BLOCKS:
                 break
             batch.pending.discard(tier)
             batch.writing += 1
-            taken.append((number, batch))
+            taken.append(batch)
             size += len(batch.slots)
         return taken
 
@@ -208,16 +204,17 @@ class WriteBehind:
         pairs = zip(batch.headers, buffers, strict=True)
         return [Frame(header, buffer[: HEADER_BYTES + header.length]) for header, buffer in pairs]
 
-    def _finish(self, taken: Sequence[tuple[int, _WriteBatch]], kept: int) -> None:
+    def _finish(self, taken: Sequence[_WriteBatch], kept: int) -> None:
         """A tier has written these batches and stored `kept` of their blocks: the first ones, since stores keep prefixes."""
         done: list[_WriteBatch] = []
         with self._changed:
-            for number, batch in taken:
+            for batch in taken:
                 batch.kept = max(batch.kept, min(kept, len(batch.slots)))
                 kept = max(kept - len(batch.slots), 0)
                 batch.writing -= 1
                 if not batch.writing and not batch.pending:
-                    done.append(self._batches.pop(number))
+                    self._batches.remove(batch)
+                    done.append(batch)
             for batch in done:
                 if not batch.promotion:
                     self.saved += batch.kept

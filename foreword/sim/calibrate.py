@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
@@ -120,7 +120,7 @@ def measure(setup: CalibrationSetup, report: Callable[[str], None] = lambda _: N
         "threads": setup.threads or os.cpu_count() or 1,
         "measured": time.strftime("%Y-%m-%d"),
         "foreword": __version__,
-        "torch": _version("torch"),
+        "torch": version("torch"),
         "longest_context": setup.longest,
         "rounds": setup.rounds,
         "steps_median_error": round(error, 4),
@@ -301,9 +301,6 @@ def _opened(setup: CalibrationSetup, watch: _StepObserver, store: str | None = N
         yield llm
 
 
-# Where
-
-
 def _machine() -> str:
     name = platform.processor() or platform.machine()
     try:
@@ -312,10 +309,3 @@ def _machine() -> str:
     except OSError:
         pass
     return f"{name}, {os.cpu_count()} cores, {platform.system()}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -32,37 +32,25 @@ class SimulationCase:
     policy: str
 
 
-@dataclass(frozen=True, slots=True)
-class SimulationPlan:
-    """A set of simulations.
+def simulation_cases(
+    base: FleetSpec, axes: Mapping[str, Sequence[tuple[int, str]]], policies: Sequence[str]
+) -> list[SimulationCase]:
+    """All combinations of sizes and placement policies. Raises ConfigError for an unknown policy or an impossible fleet.
 
-    Attributes:
-        base: the common part of all fleets.
-        axes: values of the fields in `AXES`, each with the text in which it was given.
-        policies: names of placement policies.
+    `base` is the common part of all fleets. `axes` has values of the fields in `AXES`, each with the text in which it was given.
     """
-
-    base: FleetSpec
-    axes: Mapping[str, Sequence[tuple[int, str]]]
-    policies: Sequence[str]
-
-    def cases(self) -> list[SimulationCase]:
-        """All combinations. Raises ConfigError for an unknown policy or an impossible fleet."""
-        for policy in self.policies:
-            policy_named(policy)
-        return [self._case(values, policy) for values in self._combinations() for policy in self.policies]
-
-    def _combinations(self) -> Iterator[dict[str, tuple[int, str]]]:
-        names = list(self.axes)
-        for values in itertools.product(*self.axes.values()):
-            yield dict(zip(names, values, strict=True))
-
-    def _case(self, values: Mapping[str, tuple[int, str]], policy: str) -> SimulationCase:
-        sizes: dict[str, Any] = {name: number for name, (number, _) in values.items()}
-        spec = replace(self.base, **sizes)
-        parts = [policy] if len(self.policies) > 1 else []
-        parts += [f"{AXES[name]} {text}" for name, (_, text) in values.items() if len(self.axes[name]) > 1]
-        return SimulationCase(", ".join(parts) or policy, spec, policy)
+    for policy in policies:
+        policy_named(policy)
+    cases = []
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        sizes: dict[str, Any] = {name: number for name, (number, _) in chosen.items()}
+        spec = replace(base, **sizes)
+        varied = [f"{AXES[name]} {text}" for name, (_, text) in chosen.items() if len(axes[name]) > 1]
+        for policy in policies:
+            parts = [policy, *varied] if len(policies) > 1 else varied
+            cases.append(SimulationCase(", ".join(parts) or policy, spec, policy))
+    return cases
 
 
 def counts(text: str, option: str) -> list[tuple[int, str]]:

@@ -63,7 +63,6 @@ class ReplicaTotals:
 
     steps: int = 0
     busy: float = 0.0
-    computed_tokens: int = 0
     preemptions: int = 0
 
 
@@ -190,7 +189,6 @@ class SimulatedReplica:
             else:
                 prefilled += chunk.count
                 pairs += chunk.count * (chunk.start + chunk.count // 2)
-        self.totals.computed_tokens += prefilled
         return (
             costs.base
             + costs.prefill * prefilled

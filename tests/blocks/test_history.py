@@ -120,9 +120,9 @@ def test_what_was_reused_is_older_than_the_memory() -> None:
 def test_other_tenants_are_mentioned_only_where_allowed() -> None:
     """That another tenant has the prefix is said only if the operator allows it; else it was never seen."""
     prompt, seen = list(range(9)), list(range(9))
-    quiet = explain(prompt, 0, seen, other=b"them")
-    open_ = explain(prompt, 0, seen, other=b"them", tell=True)
-    assert (quiet.reason, open_.reason) == ("never_seen", "other_tenant")
+    hidden = explain(prompt, 0, seen, other=b"them")
+    shown = explain(prompt, 0, seen, other=b"them", tell=True)
+    assert (hidden.reason, shown.reason) == ("never_seen", "other_tenant")
     assert explain(prompt, 0, seen[:3], other=b"them", tell=True).reason == "never_seen"
 
 
