@@ -37,7 +37,7 @@ def simulation_cases(
 ) -> list[SimulationCase]:
     """All combinations of sizes and placement policies. Raises ConfigError for an unknown policy or an impossible fleet.
 
-    `base` is the common part of all fleets. `axes` has values of the fields in `AXES`, each with the text in which it was given.
+    `base` is the common part of all fleets. `axes` has values of the fields in `AXES`, each with the text that gave it.
     """
     for policy in policies:
         policy_named(policy)
