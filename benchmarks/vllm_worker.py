@@ -80,7 +80,7 @@ class Engine:
         if module is None:
             return None
         worker = module.worker_of(str(self._llm.llm_engine.vllm_config.kv_transfer_config.engine_id))
-        return None if worker is None else worker.cache
+        return None if worker is None else worker.offload
 
     def forget(self) -> dict[str, Any]:
         """Drops vLLM's own cache. Requests whose blocks a connector still reads stand in its way for some steps."""

@@ -167,7 +167,7 @@ class Engine:
 
     def settle(self) -> None:
         """Everything written, vLLM's own cache forgotten."""
-        assert worker_of(self.llm).cache.flush(WITHIN)
+        assert worker_of(self.llm).offload.flush(WITHIN)
         self.until(lambda: not scheduler_of(self.llm).has_requests())
         assert self.llm.reset_prefix_cache()
 

@@ -51,7 +51,7 @@ def main() -> None:
             engine.run()
         engine.until(lambda: not scheduler.has_requests())
         engine.settle()
-    cache = worker_of(engine.llm).cache
+    cache = worker_of(engine.llm).offload
     engine.engine.do_log_stats()
     metrics = {
         f"{one.name}{sorted((k, v) for k, v in one.labels.items() if k in ('tier', 'rank'))}": getattr(

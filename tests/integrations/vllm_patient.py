@@ -20,8 +20,8 @@ class PatientConnector(vllm.ForewordConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        assert self._worker is not None and self._worker.cache is not None
-        self._worker.cache.prefill_rate = _Unknown()
+        assert self._worker is not None and self._worker.offload is not None
+        self._worker.offload.prefill_rate = _Unknown()
 
 
 # The name that the middleware for named prefixes looks for.

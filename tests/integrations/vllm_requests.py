@@ -19,7 +19,7 @@ Prompts = list[list[int]]
 
 def gate(engine: Engine, kind: str) -> Gate:
     """Before the first tier."""
-    cache = worker_of(engine.llm).cache
+    cache = worker_of(engine.llm).offload
     found = Gate(cache.store.tiers[0].store, kind)
     cache.store.tiers[0].store = found
     return found
@@ -27,7 +27,7 @@ def gate(engine: Engine, kind: str) -> Gate:
 
 def ungate(engine: Engine, placed: Gate) -> None:
     placed.open()
-    worker_of(engine.llm).cache.store.tiers[0].store = placed._store
+    worker_of(engine.llm).offload.store.tiers[0].store = placed._store
 
 
 def saved(engine: Engine, prompts: Prompts) -> None:
@@ -109,7 +109,7 @@ def finish_while_saving(engine: Engine, prompts: Prompts) -> dict[str, Any]:
         engine.run()
         engine.until(lambda: not scheduler_of(engine.llm).has_requests())
         assert engine.llm.reset_prefix_cache()
-    queued = worker_of(engine.llm).cache.status().queued
+    queued = worker_of(engine.llm).offload.status().queued
     ungate(engine, placed)
     engine.settle()
     for number, prompt in enumerate(prompts):
@@ -129,7 +129,7 @@ def preempt(engine: Engine, prompts: Prompts) -> dict[str, Any]:
         engine.add(f"one-{number}", prompt, 100)
     while engine.engine.has_unfinished_requests():
         engine.step()
-        assert worker_of(engine.llm).cache.flush(
+        assert worker_of(engine.llm).offload.flush(
             WITHIN
         )  # its queue is as small as the device: nothing is to be dropped
         preempted.update(name for name, one in scheduler_of(engine.llm).requests.items() if one.num_preemptions)
@@ -143,7 +143,7 @@ def preempt(engine: Engine, prompts: Prompts) -> dict[str, Any]:
         "answers": answers,
         "later": [engine.tokens[f"two-{number}"] for number in range(len(prompts))],
         "cached": [engine.cached[f"two-{number}"] for number in range(len(prompts))],
-        "loaded": worker_of(engine.llm).cache.status().loaded,
+        "loaded": worker_of(engine.llm).offload.status().loaded,
     }
 
 
@@ -152,13 +152,13 @@ def broken_in_the_middle(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     saved(engine, prompts[:1])
     placed = gate(engine, "get")
     placed.broken = {3}
-    before = worker_of(engine.llm).cache.status().cut
+    before = worker_of(engine.llm).offload.status().cut
     engine.add("broken", prompts[0])
     engine.run()
     asked = placed.asked
     placed.broken = set()
-    cut = worker_of(engine.llm).cache.status().cut - before
-    worker_of(engine.llm).cache.store.delete(_names(engine, prompts[0])[3:], deadline=_soon())
+    cut = worker_of(engine.llm).offload.status().cut - before
+    worker_of(engine.llm).offload.store.delete(_names(engine, prompts[0])[3:], deadline=_soon())
     engine.settle()
     engine.add("mended", prompts[0])
     engine.run()
@@ -190,8 +190,8 @@ def _names(engine: Engine, prompt: list[int]) -> list[bytes]:
     from foreword.blocks.keys import chain_keys
 
     worker = worker_of(engine.llm)
-    root = scheduler_of(engine.llm).connector._scheduler._facts.root(b"")
-    return [worker.cache.layout.fingerprint + key for key in chain_keys(root, prompt, 32)]
+    root = scheduler_of(engine.llm).connector._scheduler._info.root(b"")
+    return [worker.offload.layout.fingerprint + key for key in chain_keys(root, prompt, 32)]
 
 
 def _soon() -> float:
@@ -230,7 +230,9 @@ def session(engine: Engine, prompts: Prompts) -> dict[str, Any]:
             request = scheduler.requests["session"]
             if request.status.name == "WAITING_FOR_STREAMING_REQ":
                 break
-        scheduler.connector._scheduler._track(request)  # as a step that is planned while the last token is there does
+        scheduler.connector._scheduler._state_of(
+            request
+        )  # as a step that is planned while the last token is there does
         whole = list(request.all_token_ids)
     feed([1], False)
     engine.until(lambda: "session" not in scheduler.requests)
@@ -276,7 +278,7 @@ def refused(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     import dataclasses
 
     from foreword.errors import ModelUnsupported
-    from foreword.integrations.vllm.config import Facts
+    from foreword.integrations.vllm.config import KVCacheInfo
 
     scheduler = scheduler_of(engine.llm)
     known, settings = scheduler.kv_cache_config, worker_of(engine.llm)._settings
@@ -290,7 +292,7 @@ def refused(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     found = {}
     for kind, groups in kinds.items():
         try:
-            Facts(engine.engine.vllm_config, dataclasses.replace(known, kv_cache_groups=groups), settings)
+            KVCacheInfo(engine.engine.vllm_config, dataclasses.replace(known, kv_cache_groups=groups), settings)
         except ModelUnsupported as error:
             found[kind] = str(error)
     return found

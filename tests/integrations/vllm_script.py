@@ -30,7 +30,7 @@ def main() -> None:
         rounds.append([{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs])
         worker = worker_of(llm) if job["store"] is not None else None
         if worker is not None:
-            assert worker.cache.flush(WITHIN)
+            assert worker.offload.flush(WITHIN)
         elif "files" in job:
             wait_for_files(job["files"], job["counts"][number])
         llm.reset_prefix_cache(reset_connector=number < len(job.get("resets", ())) and job["resets"][number])
@@ -38,7 +38,7 @@ def main() -> None:
     if job["store"] is not None:
         worker = worker_of(llm)
         if worker is not None:
-            cache = worker.cache
+            cache = worker.offload
             found["status"] = {name: getattr(cache.status(), name) for name in ("saved", "loaded", "cut", "dropped")}
             found["bad"] = {tier.label: dict(tier.counters.bad) for tier in cache.store.tiers}
             found["errors"] = {tier.label: dict(tier.counters.errors) for tier in cache.store.tiers}

@@ -65,8 +65,8 @@ class Told:
         }
 
     def ask_and_kill(self, prompt: list[int], params: dict[str, Any], victim: int) -> dict[str, Any]:
-        """The lender dies when its blocks are about to be read."""
-        tier = self.worker.cache.store.tiers[self.stores]
+        """The producer dies when its blocks are about to be read."""
+        tier = self.worker.offload.store.tiers[self.stores]
         gate = Gate(tier.store, "get")
         tier.store = gate
         gate.shut()
@@ -86,7 +86,7 @@ class Told:
     def forget(self) -> dict[str, Any]:
         """vLLM's own cache, once everything is written."""
         if self.worker is not None:
-            assert self.worker.cache.flush(WITHIN)
+            assert self.worker.offload.flush(WITHIN)
         return {"forgotten": self.llm.reset_prefix_cache()}
 
     def forget_written(self, folder: str, count: int) -> dict[str, Any]:
@@ -100,15 +100,15 @@ class Told:
         return self.state()
 
     def state(self) -> dict[str, Any]:
-        """Free blocks, leases, and blocks that were read by others and from lenders."""
+        """Free blocks, leases, and blocks that were read by other instances and from producers."""
         found: dict[str, Any] = {"free": Engine(self.llm).free_blocks}
         if self.worker is None:
             return {**found, "loaded": loaded(self.llm), **{name: self._sum(name) for name in _COUNTS}}
-        found["address"] = self.worker.address.peers
-        leases = self.worker._peers.leases
+        found["address"] = self.worker.handshake.peers
+        leases = self.worker._leases
         if leases is not None:
             found.update(leases.counts, lent=leases.status().device, shared=leases.status().memory)
-        tiers = self.worker.cache.store.tiers
+        tiers = self.worker.offload.store.tiers
         return {**found, "read": [tier.counters.hit_blocks for tier in tiers]}
 
     def _sum(self, name: str) -> float:

@@ -1,4 +1,4 @@
-"""What both sides of the vLLM connector must know: its settings, and how vLLM is configured and lays blocks out."""
+"""Configuration of the vLLM connector: its settings, and the model and KV cache that vLLM has configured."""
 
 from __future__ import annotations
 
@@ -20,30 +20,29 @@ from foreword.integrations.vllm.weights import fingerprint_folder, model_folder
 from foreword.store.urls import loss_of
 from foreword.transfer.sockets import parse_address
 
-NULL_BLOCK = 0  # vLLM's place for blocks that a sliding window has left behind
+NULL_BLOCK = 0  # vLLM's block id in place of blocks behind a sliding window
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """`kv_connector_extra_config`, and what vLLM's `kv_role` says.
+class ConnectorSettings:
+    """The settings in `kv_connector_extra_config`, and what follows from vLLM's `kv_role`.
 
     Attributes:
-        fingerprint: a digest, 32 or 64 hexadecimal digits, that says what the weights are, where they are not in a folder of
-            safetensors files.
-        transfer: how KV travels to and from other instances; None: not at all.
-        listens: whether others may read this instance's memory, and what it keeps for them.
-        hands_over, takes_over: whether `do_remote_decode` and `do_remote_prefill` of requests are honoured.
+        fingerprint: a digest of the weights, 32 or 64 hexadecimal digits, for weights that are not in safetensors files.
+        transfer: how KV is transferred to and from other instances; None: not at all.
+        listens: whether other instances may read this one's memory tiers and leases.
+        produces, consumes: whether requests may have `do_remote_decode`, and `do_remote_prefill`.
     """
 
     store: StoreConfig
     fingerprint: str | None = None
     transfer: TransferConfig | None = None
     listens: bool = False
-    hands_over: bool = False
-    takes_over: bool = False
+    produces: bool = False
+    consumes: bool = False
 
     @classmethod
-    def read(cls, extra: dict[str, Any], role: str = "kv_both") -> Settings:
+    def read(cls, extra: dict[str, Any], role: str = "kv_both") -> ConnectorSettings:
         """Raises ConfigError for an unknown key or a bad value."""
         given = dict(extra)
         urls = given.pop("store", ())
@@ -68,15 +67,15 @@ class Settings:
 
 
 def _transfer(given: object) -> TransferConfig:
-    """`transfer` of the extra configuration: the keys of `TransferConfig`, and `secret_env` in place of the secret, which
-    would show in logs. Raises ConfigError."""
+    """`transfer` of the settings: the keys of `TransferConfig`, with `secret_env` in place of the secret, because vLLM logs
+    its configuration. Raises ConfigError."""
     if not isinstance(given, dict):
         raise ConfigError(
             f'transfer in kv_connector_extra_config is an object: {{"bind": "0.0.0.0:9100"}}, not {given!r}'
         )
     values = dict(given)
     if "secret" in values:
-        raise ConfigError("a secret in kv_connector_extra_config would show in logs: name a variable with secret_env")
+        raise ConfigError("a secret in kv_connector_extra_config would appear in logs; name a variable with secret_env")
     variable = values.pop("secret_env", None)
     if variable is not None:
         if not isinstance(variable, str) or variable not in os.environ:
@@ -88,7 +87,7 @@ def _transfer(given: object) -> TransferConfig:
 
 
 def _digest(text: object) -> str:
-    """Raises ConfigError unless it is a digest in hexadecimal digits."""
+    """Check a digest in hexadecimal digits. Raises ConfigError."""
     try:
         found = bytes.fromhex(text) if isinstance(text, str) else b""
     except ValueError:
@@ -98,22 +97,24 @@ def _digest(text: object) -> str:
     return found.hex()
 
 
-class Facts:
-    """What both sides must know of vLLM's configuration. Raises ModelUnsupported for what cannot be cached right.
+class KVCacheInfo:
+    """vLLM's model and KV cache as both sides of the connector need to know them.
+
+    Raises ModelUnsupported for a model or configuration whose KV cannot be cached correctly.
 
     Attributes:
-        windowed: blocks that a sliding window left behind are vLLM's null block, so a load that fails is given up whole: what
-            is computed again from its middle would miss the blocks before.
+        windowed: some layers have a sliding window, behind which blocks are `NULL_BLOCK`. A load that fails is then dropped
+            as a whole: recomputing from its middle would lack the blocks before.
         events: whether vLLM publishes KV events.
-        apart: whether the scheduler is in another process than the workers.
+        separate: whether the scheduler is in another process than the workers.
     """
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
         groups = kv_cache_config.kv_cache_groups
         if len(groups) != 1:
             raise ModelUnsupported(
-                f"this model has {len(groups)} groups of KV caches; Foreword's connector holds models with one "
-                "(--disable-hybrid-kv-cache-manager makes one of full and sliding-window attention)"
+                f"this model has {len(groups)} KV cache groups; Foreword's connector supports one "
+                "(--disable-hybrid-kv-cache-manager merges full and sliding-window attention into one)"
             )
         spec = groups[0].kv_cache_spec
         self.layer_names: list[str] = list(groups[0].layer_names)
@@ -122,17 +123,17 @@ class Facts:
         for one in self._specs:
             if not isinstance(one, FullAttentionSpec | SlidingWindowSpec):
                 raise ModelUnsupported(
-                    f"layers of this model keep a {type(one).__name__}; Foreword's connector holds keys and values of full "
-                    "or sliding-window attention"
+                    f"layers of this model have a {type(one).__name__}; Foreword's connector supports full and sliding-window "
+                    "attention"
                 )
             if getattr(one, "non_causal", False):
-                raise ModelUnsupported("keys and values of this model depend on tokens that come later")
+                raise ModelUnsupported("keys and values of this model depend on later tokens")
         self.windowed = any(isinstance(one, SlidingWindowSpec) for one in self._specs)
         self.block_size: int = int(spec.block_size)
         self.config = vllm_config
         parallel = vllm_config.parallel_config
         self.ranks: int = int(parallel.tensor_parallel_size)
-        self.apart = self.ranks > 1 or parallel.distributed_executor_backend != "uni"
+        self.separate = self.ranks > 1 or parallel.distributed_executor_backend != "uni"
         if parallel.pipeline_parallel_size != 1:
             raise ModelUnsupported("pipeline parallelism is not supported by Foreword's connector")
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -144,7 +145,7 @@ class Facts:
         self.events = bool(events is not None and events.enable_kv_cache_events)
 
     def layout(self, rank: int) -> Layout:
-        """Of one rank's blocks. The same in the scheduler, which has no tensors, as in the workers."""
+        """The layout of one rank's blocks. The scheduler, which has no tensors, gets the same as the workers."""
         first = self._specs[0]
         layers = tuple(
             LayerLayout(one.num_kv_heads, one.head_size, getattr(one, "head_size_v", one.head_size))
@@ -161,7 +162,7 @@ class Facts:
         )
 
     def _order(self) -> str:
-        """Whatever else decides what the bytes of a block mean."""
+        """Everything else that determines what the bytes of a block mean."""
         sizes = sorted({one.head_size for one in self._specs})
         return "/".join(
             (
@@ -169,17 +170,17 @@ class Facts:
                 ".".join(vllm.__version__.split("+")[0].split(".")[:2]),
                 str(self.config.cache_config.cache_dtype),
                 str(getattr(self.config.model_config, "quantization", None)),
-                *(_arrangement(self.config, self._specs[0].dtype, self.block_size, size) for size in sizes),
+                *(_block_format(self.config, self._specs[0].dtype, self.block_size, size) for size in sizes),
             )
         )
 
     def root(self, salt: bytes) -> bytes:
-        """The key that chains of a salt begin with."""
+        """The root key of a salt's chains."""
         return Scope(self.model, self.block_size, salt).root()
 
 
-def model_digest(vllm_config: Any, settings: Settings) -> bytes:
-    """Of the weights and of everything in vLLM's configuration that changes what they compute. Raises ModelUnsupported."""
+def model_digest(vllm_config: Any, settings: ConnectorSettings) -> bytes:
+    """A digest of the weights and of every setting of vLLM that changes what they compute. Raises ModelUnsupported."""
     model = vllm_config.model_config
     if settings.fingerprint is not None:
         weights = bytes.fromhex(settings.fingerprint)
@@ -189,8 +190,8 @@ def model_digest(vllm_config: Any, settings: Settings) -> bytes:
     return sha256(weights + overrides.encode()).digest()
 
 
-def _arrangement(config: Any, dtype: torch.dtype, block_size: int, head_size: int) -> str:
-    """How vLLM arranges a block's bytes: on CPUs as the instruction set wants it, elsewhere as the device's backend does."""
+def _block_format(config: Any, dtype: torch.dtype, block_size: int, head_size: int) -> str:
+    """How vLLM packs a block: on CPUs for the instruction set, elsewhere as the device's attention backend wants it."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -204,13 +205,13 @@ def _arrangement(config: Any, dtype: torch.dtype, block_size: int, head_size: in
     return f"{current_platform.get_device_name()}-{getattr(backend, 'name', backend)}-{order}"
 
 
-def by_block(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors whose first dimension counts blocks. Raises ModelUnsupported for any other arrangement."""
+def block_tensors(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The KV cache as tensors whose first dimension is the block id. Raises ModelUnsupported for an unknown arrangement."""
     found = []
     for cache in caches:
         if not isinstance(cache, torch.Tensor) or not cache.is_contiguous():
             raise ModelUnsupported("vLLM's KV cache of a layer is not one contiguous tensor")
-        # FlashAttention keeps `[2, blocks, ...]`: all keys, then all values.
+        # FlashAttention: `[2, blocks, ...]`, all keys, then all values.
         found += [cache[0], cache[1]] if cache.shape[0] == 2 and cache.dim() == 5 else [cache]
     if len({len(tensor) for tensor in found}) != 1:
         raise ModelUnsupported("vLLM's layers have different numbers of blocks")

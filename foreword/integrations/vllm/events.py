@@ -1,8 +1,8 @@
-"""What the tiers hold, as vLLM's KV events: the worker's side notes what stores take and lose, the scheduler's side tells it in
-the block hashes of vLLM's own events, so that one subscriber joins the tiers with the device.
+"""vLLM's KV events for the store tiers. They carry vLLM's own block hashes, so a subscriber can join tiers and device.
 
-`medium` is CPU for `memory://` and STORAGE for all others, `ownership` the tier's label, `locality` REMOTE for stores over a
-network. A block counts as stored once every rank has stored its part.
+The worker side collects changes in the tiers; the scheduler side turns them into events. `medium` is CPU for `memory://` and
+STORAGE for other tiers, `ownership` is the tier's label, `locality` is REMOTE for stores over a network. A block is stored once
+every rank has stored its part.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from foreword.integrations.vllm.step_messages import TierChange
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
 
-# About 60 MB and 70 MB of the scheduler's memory where blocks have 32 tokens.
-_EXPECTED = 1 << 16
-_KNOWN = 1 << 18
+# They take about 60 MB and 70 MB of the scheduler's memory with blocks of 32 tokens.
+_MAX_EXPECTED = 1 << 16
+_MAX_STORED = 1 << 18
 _LOCAL = ("memory", "disk", "unix")
 
 
-# The worker's side
+# Worker side
 
 
 class TierWatch:
-    """Collects what changes in the tiers of one rank's store, on whatever thread it happens."""
+    """Collects the changes in the tiers of one rank's store. Changes come on any thread."""
 
     def __init__(self, store: TieredStore, rank: int) -> None:
         self._rank = rank
@@ -59,12 +59,12 @@ class TierWatch:
         return found
 
 
-# The scheduler's side
+# Scheduler side
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """What a BlockStored event says of one block."""
+class _BlockInfo:
+    """What a BlockStored event says about one block."""
 
     hash: Any
     parent: Any
@@ -73,24 +73,24 @@ class _Block:
 
 
 @dataclass(slots=True)
-class _Known:
-    """A block that a tier has. `ranks`: per tier one bit for each rank that has its part."""
+class _StoredIn:
+    """A block that tiers have. `ranks`: by tier, a bit for each rank that has stored its part."""
 
     hash: Any
     ranks: dict[int, int] = field(default_factory=dict)
 
 
-class Announcer:
+class TierEvents:
     """Turns changes in the tiers into vLLM's events.
 
-    It knows the last 65,536 blocks that were asked for or computed, and of the last 262,144 that it announced where they are.
-    What is older is not announced any more when it moves or goes.
+    It remembers the last 65,536 blocks that were loaded or computed, and the tiers of the last 262,144 that it published.
+    For older blocks it publishes no more events.
 
     Args:
-        tiers: scheme of the URL and label of each.
+        tiers: scheme of the URL and label of each tier.
 
     Attributes:
-        hash_size: tokens per hash of vLLM's, which may be a part of a block.
+        hash_size: tokens per block hash of vLLM, which may be a part of a block.
     """
 
     def __init__(self, tiers: Sequence[tuple[str, str]], ranks: int, block_size: int) -> None:
@@ -98,83 +98,84 @@ class Announcer:
         self._all = (1 << ranks) - 1
         self._block_size = block_size
         self.hash_size = block_size
-        self._expected: OrderedDict[bytes, _Block] = OrderedDict()
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._expected: OrderedDict[bytes, _BlockInfo] = OrderedDict()
+        self._stored_in: OrderedDict[bytes, _StoredIn] = OrderedDict()
         self._events: list[KVCacheEvent] = []
 
     def expect(self, request: Any, keys: Sequence[bytes], first: int) -> None:
-        """Blocks of a request, from number `first` on, that a tier may soon have. vLLM hashes none where it caches none."""
+        """Blocks of a request, from index `first` on, that a tier may store soon. Without prefix caching vLLM has no hashes."""
         hashes = resolve_block_hashes(request.block_hashes, self.hash_size, self._block_size)
         size = self._block_size
-        for number, key in enumerate(keys, start=first):
-            if number >= len(hashes):
+        for index, key in enumerate(keys, start=first):
+            if index >= len(hashes):
                 return
-            tokens = list(request.all_token_ids[number * size : (number + 1) * size])
-            extra, _ = generate_block_hash_extra_keys(request, number * size, (number + 1) * size, 0)
-            parent = maybe_convert_block_hash(hashes[number - 1]) if number else None
-            self._expected[key] = _Block(maybe_convert_block_hash(hashes[number]), parent, tokens, extra)
+            tokens = list(request.all_token_ids[index * size : (index + 1) * size])
+            extra, _ = generate_block_hash_extra_keys(request, index * size, (index + 1) * size, 0)
+            parent = maybe_convert_block_hash(hashes[index - 1]) if index else None
+            self._expected[key] = _BlockInfo(maybe_convert_block_hash(hashes[index]), parent, tokens, extra)
             self._expected.move_to_end(key)
-        while len(self._expected) > _EXPECTED:
+        while len(self._expected) > _MAX_EXPECTED:
             self._expected.popitem(last=False)
 
     def changed(self, changes: Iterable[TierChange]) -> None:
+        """Publish the changes that complete a block in a tier, or make it incomplete."""
         for change in changes:
-            turn = self._stored if change.stored else self._removed
-            self._tell(change.tier, change.stored, [key for key in change.keys if turn(change, key)])
+            note = self._note_stored if change.stored else self._note_removed
+            self._publish(change.tier, change.stored, [key for key in change.keys if note(change, key)])
 
     def missing(self, key: bytes) -> None:
-        """A search has not found this block in any tier: whoever evicted it was not here to tell."""
-        known = self._known.pop(key, None)
+        """A lookup found this block in no tier: publish its removal if another process has evicted it."""
+        known = self._stored_in.pop(key, None)
         for tier, ranks in (known.ranks if known is not None else {}).items():
             if known is not None and ranks == self._all:
-                self._events.append(self._removal(tier, [known.hash]))
+                self._events.append(self._removed_event(tier, [known.hash]))
 
     def take(self) -> list[KVCacheEvent]:
         events, self._events = self._events, []
         return events
 
-    def _stored(self, change: TierChange, key: bytes) -> bool:
-        """Whether this change makes the tier whole."""
-        known = self._known.get(key)
+    def _note_stored(self, change: TierChange, key: bytes) -> bool:
+        """Whether all ranks have the block in this tier with this change."""
+        known = self._stored_in.get(key)
         if known is None:
             block = self._expected.get(key)
             if block is None:
                 return False
-            known = self._known[key] = _Known(block.hash)
-            if len(self._known) > _KNOWN:
-                self._known.popitem(last=False)
+            known = self._stored_in[key] = _StoredIn(block.hash)
+            if len(self._stored_in) > _MAX_STORED:
+                self._stored_in.popitem(last=False)
         before = known.ranks.get(change.tier, 0)
         known.ranks[change.tier] = before | 1 << change.rank
         return before != self._all and known.ranks[change.tier] == self._all
 
-    def _removed(self, change: TierChange, key: bytes) -> bool:
-        """Whether the tier was whole until this change."""
-        known = self._known.get(key)
+    def _note_removed(self, change: TierChange, key: bytes) -> bool:
+        """Whether all ranks had the block in this tier until this change."""
+        known = self._stored_in.get(key)
         if known is None:
             return False
         before = known.ranks.get(change.tier, 0)
         known.ranks[change.tier] = before & ~(1 << change.rank)
         return before == self._all
 
-    def _tell(self, tier: int, stored: bool, keys: Sequence[bytes]) -> None:
+    def _publish(self, tier: int, stored: bool, keys: Sequence[bytes]) -> None:
         if not keys:
             return
         if not stored:
-            self._events.append(self._removal(tier, [self._known[key].hash for key in keys]))
+            self._events.append(self._removed_event(tier, [self._stored_in[key].hash for key in keys]))
             return
-        run: list[_Block] = []
+        run: list[_BlockInfo] = []
         for key in keys:
             block = self._expected.get(key)
-            if block is None:  # it moved up after it was forgotten
+            if block is None:  # promoted to this tier after it was forgotten here
                 continue
             if run and run[-1].hash != block.parent:
-                self._events.append(self._storage(tier, run))
+                self._events.append(self._stored_event(tier, run))
                 run = []
             run.append(block)
         if run:
-            self._events.append(self._storage(tier, run))
+            self._events.append(self._stored_event(tier, run))
 
-    def _storage(self, tier: int, run: Sequence[_Block]) -> KVCacheEvent:
+    def _stored_event(self, tier: int, run: Sequence[_BlockInfo]) -> KVCacheEvent:
         return BlockStored(
             block_hashes=[block.hash for block in run],
             parent_block_hash=run[0].parent,
@@ -183,13 +184,13 @@ class Announcer:
             lora_id=None,
             lora_name=None,
             extra_keys=to_event_extra_keys([block.extra for block in run]),
-            **self._where(tier),
+            **self._tier_fields(tier),
         )
 
-    def _removal(self, tier: int, hashes: list[Any]) -> KVCacheEvent:
-        return BlockRemoved(block_hashes=hashes, **self._where(tier))
+    def _removed_event(self, tier: int, hashes: list[Any]) -> KVCacheEvent:
+        return BlockRemoved(block_hashes=hashes, **self._tier_fields(tier))
 
-    def _where(self, tier: int) -> dict[str, Any]:
+    def _tier_fields(self, tier: int) -> dict[str, Any]:
         scheme, label = self._tiers[tier]
         return {
             "medium": MEDIUM_CPU if scheme == "memory" else MEDIUM_STORAGE,

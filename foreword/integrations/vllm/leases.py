@@ -1,7 +1,7 @@
-"""What a worker of vLLM gives to other instances: its memory tiers, and blocks that are kept for whoever decodes.
+"""Blocks that a vLLM worker keeps for other instances: the producer side of a hand-off, on the worker.
 
-A lease begins in the step that computes the end of a prompt, before vLLM's answer leaves. It ends when somebody has asked for
-it and nobody needs it any more (a transfer per reader says so, and ends if the reader dies), or when nobody has come in time.
+A lease starts in the step that computes the end of a prompt, before vLLM's answer leaves. It ends when a reader has opened it
+and no reader needs it any more (a reader says so, or its connection breaks), or when none has opened it in time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.disaggregation.frames import FrameServer, HeldBlock
-from foreword.integrations.vllm.step_messages import Lend, Withdraw
+from foreword.integrations.vllm.step_messages import BlockLease, LeaseRevocation
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
 from foreword.transfer.messages import Reason
@@ -25,24 +25,24 @@ from foreword.transfer.transfers import KVSource
 
 @dataclass(eq=False, slots=True)
 class _Lease:
-    """One request's blocks.
+    """The leased blocks of one request.
 
     Attributes:
-        until: when it ends if nobody has come (`time.monotonic()`); counts once vLLM has finished the request.
-        readers: transfers of those who read it; `read`: there was one.
-        copying: blocks of it that are being copied; vLLM must not have them back before.
-        mark: on accelerators, when its blocks are computed.
+        until: when it ends if no reader has opened it (`time.monotonic()`); counts once vLLM has finished the request.
+        readers: open transfers. `read`: there has been one.
+        copying: blocks that are being copied; until then vLLM must not have them back.
+        computed: on accelerators, an event: its blocks are computed.
     """
 
     request_id: str
-    number: bytes
+    id: bytes
     until: float
     blocks: dict[bytes, HeldBlock] = field(default_factory=dict)
     readers: set[KVSource] = field(default_factory=set)
     read: bool = False
     finished: bool = False
     copying: int = 0
-    mark: Any = None
+    computed: Any = None
 
     def over(self, now: float) -> bool:
         unused = not self.readers and (self.read or now >= self.until)
@@ -50,15 +50,15 @@ class _Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lent(HeldBlock):
+class _LeasedBlock(HeldBlock):
     lease: _Lease
 
 
-class Leases(FrameServer):
-    """See the module. The worker's thread lends, withdraws and collects; the endpoint's threads read.
+class KVLeases(FrameServer):
+    """All leases of one worker. The worker's thread adds, revokes and ends them; the endpoint's threads read.
 
     Args:
-        seconds: how long a lease waits for somebody to come.
+        seconds: how long a lease waits for its first reader.
     """
 
     def __init__(self, layout: Layout, staging: StagingArena, memory: Sequence[Store], seconds: float) -> None:
@@ -67,58 +67,58 @@ class Leases(FrameServer):
         self._seconds = seconds
         self._changed = threading.Condition()
         self._leases: dict[str, _Lease] = {}
-        self._numbers: dict[bytes, _Lease] = {}
-        self._of_key: dict[bytes, list[_Lease]] = {}
+        self._by_id: dict[bytes, _Lease] = {}
+        self._by_key: dict[bytes, list[_Lease]] = {}
         self.counts = {"leases": 0, "leases_unread": 0}
 
-    # The worker's thread
+    # On the worker's thread
 
-    def lend(self, lend: Lend) -> None:
-        """Blocks that were just computed."""
-        mark = _mark(self._device)
+    def add(self, new: BlockLease) -> None:
+        """Keep blocks that were just computed."""
+        computed = _record_event(self._device)
         with self._changed:
-            lease = self._leases.get(lend.request_id)
+            lease = self._leases.get(new.request_id)
             if lease is None:
-                lease = _Lease(lend.request_id, lend.lease, time.monotonic() + self._seconds)
-                self._leases[lend.request_id] = self._numbers[lend.lease] = lease
+                lease = _Lease(new.request_id, new.lease, time.monotonic() + self._seconds)
+                self._leases[new.request_id] = self._by_id[new.lease] = lease
                 self.counts["leases"] += 1
-            lease.mark = mark
-            parents = (lend.parent, *lend.keys[:-1])
-            for i, (key, parent, block) in enumerate(zip(lend.keys, parents, lend.blocks, strict=True)):
-                lease.blocks[key] = HeldBlock(0, block, self._header(key, parent, lend.depth + i))
-                self._of_key.setdefault(key, []).append(lease)
+            lease.computed = computed
+            parents = (new.parent, *new.keys[:-1])
+            for i, (key, parent, block) in enumerate(zip(new.keys, parents, new.blocks, strict=True)):
+                lease.blocks[key] = HeldBlock(0, block, self._header(key, parent, new.depth + i))
+                self._by_key.setdefault(key, []).append(lease)
 
-    def withdraw(self, withdrawn: Withdraw) -> None:
-        """vLLM is about to use the blocks for something else: when this returns, nobody reads them."""
+    def revoke(self, revoked: LeaseRevocation) -> None:
+        """vLLM is about to reuse blocks. Once this returns, no reader reads them."""
         with self._changed:
-            lease = self._leases.get(withdrawn.request_id)
+            lease = self._leases.get(revoked.request_id)
             if lease is None:
                 return
-            low = withdrawn.blocks
-            self._forget(lease, [key for key, one in lease.blocks.items() if low is None or one.header.depth < low])
+            end = revoked.blocks
+            self._drop(lease, [key for key, one in lease.blocks.items() if end is None or one.header.depth < end])
             self._changed.wait_for(lambda: not lease.copying)
-            if withdrawn.ends:
-                self._end(lease)
+            if revoked.ends:
+                self._remove(lease)
 
     def finished(self, request_ids: Iterable[str]) -> None:
-        """Requests that vLLM has ended; it leaves their blocks alone until `collect` names them."""
+        """Requests that vLLM has finished. It keeps their blocks until `take_ended` names them."""
         with self._changed:
             for request_id in request_ids:
                 lease = self._leases.get(request_id)
                 if lease is not None and not lease.finished:
                     lease.finished, lease.until = True, time.monotonic() + self._seconds
 
-    def collect(self) -> set[str]:
-        """Requests whose blocks vLLM gets back now. Tells the readers of the others that this instance is well."""
+    def take_ended(self) -> set[str]:
+        """Requests whose blocks vLLM gets back now. Readers of the other leases get a sign of life."""
         now = time.monotonic()
         with self._changed:
             ended = [lease for lease in self._leases.values() if lease.over(now)]
             for lease in ended:
-                self._forget(lease, list(lease.blocks))
+                self._drop(lease, list(lease.blocks))
             ended = [lease for lease in ended if not lease.copying]
             for lease in ended:
                 self.counts["leases_unread"] += not lease.read
-                self._end(lease)
+                self._remove(lease)
             waiting = [
                 one for lease in self._leases.values() if now < lease.until + self._seconds for one in lease.readers
             ]
@@ -126,65 +126,65 @@ class Leases(FrameServer):
             reader.keep_alive()
         return {lease.request_id for lease in ended}
 
-    def _forget(self, lease: _Lease, keys: Collection[bytes]) -> None:
+    def _drop(self, lease: _Lease, keys: Collection[bytes]) -> None:
         for key in keys:
             del lease.blocks[key]
-            others = [one for one in self._of_key.pop(key) if one is not lease]
+            others = [one for one in self._by_key.pop(key) if one is not lease]
             if others:
-                self._of_key[key] = others
+                self._by_key[key] = others
 
-    def _end(self, lease: _Lease) -> None:
-        del self._leases[lease.request_id], self._numbers[lease.number]
+    def _remove(self, lease: _Lease) -> None:
+        del self._leases[lease.request_id], self._by_id[lease.id]
 
-    # The endpoint's threads
+    # On the endpoint's threads
 
-    def begin(self, source: KVSource) -> None:
-        """Somebody wants to read the lease that is named `source.request`."""
+    def open(self, source: KVSource) -> None:
+        """A reader opens the lease with the id `source.request`."""
         with self._changed:
-            lease = self._numbers.get(source.request)
+            lease = self._by_id.get(source.request)
             if lease is not None:
                 lease.readers.add(source)
                 lease.read = True
                 source.context = lease
         if lease is None:
-            source.refuse(Reason.REQUEST, "nothing is kept under this name: its time has run out, or it never was")
+            source.refuse(Reason.REQUEST, "there is no lease with this id: it has expired, or never was")
         else:
             source.accept()
 
-    def end(self, source: KVSource) -> None:
-        """That reader needs nothing any more, or is gone."""
+    def close_reader(self, source: KVSource) -> None:
+        """A reader needs nothing more, or has gone."""
         lease = source.context
         if lease is not None:
             with self._changed:
                 lease.readers.discard(source)
 
     def _on_device(self, keys: Sequence[bytes]) -> int:
-        return next((i for i, key in enumerate(keys) if key not in self._of_key), len(keys))
+        return next((i for i, key in enumerate(keys) if key not in self._by_key), len(keys))
 
     def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> Sequence[HeldBlock]:
-        held: list[_Lent] = []
+        held: list[_LeasedBlock] = []
         with self._changed:
             for number, name in wanted:
-                leases = self._of_key.get(name[FINGERPRINT_BYTES:])
+                leases = self._by_key.get(name[FINGERPRINT_BYTES:])
                 if leases:
                     one = leases[0].blocks[name[FINGERPRINT_BYTES:]]
                     leases[0].copying += 1
-                    held.append(_Lent(number, one.block, one.header, leases[0]))
-        for mark in {id(one.lease.mark): one.lease.mark for one in held}.values():
-            if mark is not None:  # pragma: no cover - needs a GPU
-                mark.synchronize()
+                    held.append(_LeasedBlock(number, one.block, one.header, leases[0]))
+        for event in {id(one.lease.computed): one.lease.computed for one in held}.values():
+            if event is not None:  # pragma: no cover - needs a GPU
+                event.synchronize()
         return held
 
     def _release_held(self, held: Sequence[HeldBlock]) -> None:
         with self._changed:
             for one in held:
-                assert isinstance(one, _Lent)
+                assert isinstance(one, _LeasedBlock)
                 one.lease.copying -= 1
             self._changed.notify_all()
 
 
-def _mark(device: torch.device) -> Any:
-    """Remembers what an accelerator has been told so far; None where everything is done at once."""
+def _record_event(device: torch.device) -> Any:
+    """An event behind all work queued on an accelerator; None on CPUs, which compute at once."""
     if device.type == "cpu":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # pragma: no cover - needs a GPU

@@ -1,7 +1,7 @@
-"""What the vLLM connector did, for vLLM's log line and its /metrics.
+"""Statistics of the vLLM connector, for vLLM's log line and its /metrics.
 
-A worker reports, with each step in which something changed, what was added since its last report. vLLM adds up the reports of
-all ranks; each rank counts its own part of a block.
+After a step in which something changed a worker reports what was added since its last report. vLLM adds up the reports of all
+ranks; each rank counts its own part of a block.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from foreword.integrations.vllm.leases import Leases
+from foreword.integrations.vllm.leases import KVLeases
 from foreword.offload.manager import OffloadManager, OffloadStatus
 from foreword.store.tiered import StoreTier
 
 _PER_TIER: Final = {
-    "loaded_blocks": "Blocks read from a tier, whole and checked.",
+    "loaded_blocks": "Blocks read from a tier and verified.",
     "loaded_bytes": "Bytes read from a tier.",
-    "load_busy_seconds": "Seconds that reading from a tier took, over all threads.",
-    "missed_blocks": "Blocks that a tier was asked for and did not deliver.",
-    "corrupt_blocks": "Blocks that a tier delivered and whose checks failed; they were removed and not used.",
-    "saved_blocks": "Blocks written to a tier, those included that were there already.",
+    "load_busy_seconds": "Seconds spent reading from a tier, over all threads.",
+    "missed_blocks": "Blocks that were requested from a tier and not read.",
+    "corrupt_blocks": "Blocks from a tier that failed verification; they were removed and not used.",
+    "saved_blocks": "Blocks written to a tier, including those that it had already.",
     "saved_bytes": "Bytes written to a tier.",
-    "save_busy_seconds": "Seconds that writing to a tier took.",
-    "lookups": "Searches in a tier.",
-    "lookup_seconds": "Seconds that searches in a tier took.",
-    "errors": "Calls that a tier failed.",
-    "skipped": "Calls that a tier was spared because it kept failing.",
+    "save_busy_seconds": "Seconds spent writing to a tier.",
+    "lookups": "Lookups in a tier.",
+    "lookup_seconds": "Seconds spent on lookups in a tier.",
+    "errors": "Calls to a tier that failed.",
+    "skipped": "Calls to a tier that its open circuit breaker skipped.",
 }
-_OVERALL: Final = {
-    "dropped_blocks": "Blocks that were not written because the queue was full.",
-    "loads": "Loads of a request's prefix that ended.",
-    "loads_cut": "Loads that brought less than they set out for; vLLM computed the rest.",
-    "loads_stopped": "Loads that were stopped because computing was sooner.",
-    "loads_declined": "Prefixes found in the stores that were sooner computed than loaded.",
-    "leases": "Prompts kept for another instance that decodes.",
-    "leases_unread": "Prompts kept for another instance that never came for them.",
-    "lent_blocks": "Blocks that other instances read while they were kept for them.",
-    "shared_blocks": "Blocks that other instances read from this one's memory tiers.",
+_TOTALS: Final = {
+    "dropped_blocks": "Blocks that were not written because the write queue was full.",
+    "loads": "Loads of a request's prefix that have ended.",
+    "loads_cut": "Loads that brought fewer blocks than were found; vLLM computed the rest.",
+    "loads_stopped": "Loads that were stopped because computing is faster.",
+    "loads_declined": "Prefixes found in the stores that were computed because that is faster than loading.",
+    "leases": "Prompts whose blocks were kept for a decode instance.",
+    "leases_unread": "Prompts whose blocks were kept and that no instance read.",
+    "lent_blocks": "Blocks that other instances read from leases.",
+    "shared_blocks": "Blocks that other instances read from memory tiers.",
 }
 _LOAD_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -48,8 +48,8 @@ _LOAD_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 1
 class ForewordStats(KVConnectorStats):  # type: ignore[misc]
     """What was added since the last report.
 
-    `data`: `tiers` (label -> name -> amount), `counts` (name -> amount), `load_seconds` (one per load that ended), `queued`
-    (rank -> blocks that wait to be written, as last seen).
+    `data`: `tiers` (label -> name -> amount), `counts` (name -> amount), `load_seconds` (one per load that has ended), `queued`
+    (rank -> length of the write queue in blocks).
     """
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Amounts are added; of queues the other's word is the newer one."""
+        """Add up amounts; the other's queue lengths are newer."""
         for label, amounts in other.data["tiers"].items():
             _add(self.data["tiers"].setdefault(label, {}), amounts)
         _add(self.data["counts"], other.data["counts"])
@@ -72,7 +72,7 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line: what went through each tier, and whatever went wrong."""
+        """For the log line: traffic of each tier, and failures."""
         found: dict[str, int | float] = {}
         for label, amounts in self.data["tiers"].items():
             for verb in ("loaded", "saved"):
@@ -96,10 +96,10 @@ def _add(into: dict[str, float], amounts: Mapping[str, float]) -> None:
 
 
 class StatsReader:
-    """Reads the counters of one rank's cache, and what was added to them since the last time."""
+    """Reads the counters of one rank, and reports what was added since the last read."""
 
-    def __init__(self, cache: OffloadManager, rank: int, leases: Leases | None = None) -> None:
-        self._cache = cache
+    def __init__(self, offload: OffloadManager, rank: int, leases: KVLeases | None = None) -> None:
+        self._offload = offload
         self._leases = leases
         self._rank = str(rank)
         self._tiers: dict[str, dict[str, float]] = {}
@@ -108,13 +108,13 @@ class StatsReader:
 
     @property
     def behind(self) -> bool:
-        """Whether blocks wait to be written, or did when this was last read."""
-        return bool(self._queued or self._cache.status().queued)
+        """Whether blocks are in the write queue, or were at the last read."""
+        return bool(self._queued or self._offload.status().queued)
 
     def read(self, load_seconds: list[float]) -> ForewordStats | None:
-        """`load_seconds`: of the loads that ended meanwhile. None if nothing changed."""
-        status = self._cache.status()
-        tiers = {tier.label: _of_tier(tier) for tier in self._cache.store.tiers}
+        """`load_seconds`: of the loads that have ended since the last read. None if nothing has changed."""
+        status = self._offload.status()
+        tiers = {tier.label: _of_tier(tier) for tier in self._offload.store.tiers}
         counts = {**_of_cache(status), **_of_leases(self._leases)}
         added = {label: _added(amounts, self._tiers.get(label, {})) for label, amounts in tiers.items()}
         more = _added(counts, self._counts)
@@ -162,7 +162,7 @@ def _of_cache(status: OffloadStatus) -> dict[str, float]:
     }
 
 
-def _of_leases(leases: Leases | None) -> dict[str, float]:
+def _of_leases(leases: KVLeases | None) -> dict[str, float]:
     if leases is None:
         return {}
     given = leases.status()
@@ -170,7 +170,7 @@ def _of_leases(leases: Leases | None) -> dict[str, float]:
 
 
 class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same as Prometheus metrics: `vllm:foreword_...`, by tier where it makes sense."""
+    """The statistics as Prometheus metrics, `vllm:foreword_...`."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -180,17 +180,17 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
         self._counts = {
             name: self._counter_cls(name=f"vllm:foreword_{name}", documentation=text, labelnames=labelnames)
-            for name, text in _OVERALL.items()
+            for name, text in _TOTALS.items()
         }
         self._seconds = self._histogram_cls(
             name="vllm:foreword_load_seconds",
-            documentation="Seconds from vLLM's wish for a request's prefix to its last block, as the step loop saw it.",
+            documentation="Seconds from the step that starts a request's load to the step that sees its end.",
             buckets=_LOAD_BUCKETS,
             labelnames=labelnames,
         )
         self._queued = self._gauge_cls(
             name="vllm:foreword_queued_blocks",
-            documentation="Blocks that wait to be written, by rank.",
+            documentation="Blocks in the write queue, by rank.",
             multiprocess_mode="mostrecent",
             labelnames=[*labelnames, "rank"],
         )

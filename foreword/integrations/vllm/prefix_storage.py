@@ -15,7 +15,7 @@ from typing import Any
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import ITEM_BYTES
 from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
-from foreword.integrations.vllm.config import Settings, model_digest
+from foreword.integrations.vllm.config import ConnectorSettings, model_digest
 from foreword.prefixes.book import NamedPrefix
 from foreword.prefixes.erasure import LayoutRecord, layouts
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
@@ -32,17 +32,17 @@ _DEFAULT_PIN_SHARE = 0.5
 _CONNECTOR = "ForewordConnector"
 
 
-def connector_settings(vllm_config: Any) -> Settings:
+def connector_settings(vllm_config: Any) -> ConnectorSettings:
     """The settings of the server's connector. Raises ConfigError if it has none of ours."""
     transfer = vllm_config.kv_transfer_config
     given = [] if transfer is None else [(transfer.kv_connector, transfer.kv_connector_extra_config or {})]
     for name, extra in given:
         if name == _CONNECTOR:
-            return Settings.read(extra)
+            return ConnectorSettings.read(extra)
         # vLLM's MultiConnector lists its connectors here.
         for inner in extra.get("connectors", ()):
             if isinstance(inner, dict) and inner.get("kv_connector") == _CONNECTOR:
-                return Settings.read(inner.get("kv_connector_extra_config") or {})
+                return ConnectorSettings.read(inner.get("kv_connector_extra_config") or {})
     raise ConfigError(
         "NamedPrefixes keeps prefixes in the stores of Foreword's connector; give vLLM --kv-transfer-config with "
         '"kv_connector": "ForewordConnector" and "kv_connector_module_path": "foreword.integrations.vllm"'

@@ -1,7 +1,6 @@
-"""Other instances that computed a prompt and keep its blocks, as one tier under the stores of a worker that decodes.
+"""KV producers as a store tier: other instances that computed a prompt and keep its blocks for this worker.
 
-For every request that comes with such a lender a transfer is open while it loads: the lender's lease lives as long as that, and
-ends with it, however it ends.
+While a request loads from its producer a transfer is open. The lease at the producer lives as long as the transfer.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from foreword.errors import ConfigError, TransferError, TransferTimeout
-from foreword.integrations.vllm.step_messages import Lender
+from foreword.integrations.vllm.step_messages import KVProducer
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
 from foreword.store.bases import ReadOnlyStore
@@ -25,14 +24,14 @@ from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.messages import Reason
 from foreword.transfer.transfers import KVDestination
 
-log = logging.getLogger("foreword.integrations.vllm")
+logger = logging.getLogger(__name__)
 
 _OPENERS = 4
-_KNOWN = 256
+_MAX_PRODUCERS = 256
 
 
-class Loan:
-    """One request's open transfer with its lender. `names`: what is read from there."""
+class LeaseReader:
+    """One request's open transfer with its producer. `names`: the blocks that are read there."""
 
     def __init__(self, address: str, lease: bytes, names: Sequence[Name]) -> None:
         self.address = address
@@ -44,21 +43,21 @@ class Loan:
         self.closed = False
         self._answered = threading.Event()
 
-    def answer(self, yes: bool) -> None:
-        """The lender has said yes or no, or is gone."""
+    def answer(self, accepted: bool) -> None:
+        """The producer accepts or refuses, or has gone."""
         if not self._answered.is_set():
-            self.accepted = yes
+            self.accepted = accepted
             self._answered.set()
 
     def wait(self, timeout: float) -> bool:
         return self._answered.wait(max(timeout, 0))
 
 
-class Lenders(ReadOnlyStore):
-    """Implements `Store` over whoever lends what is being loaded now. Every lender has a circuit breaker of its own.
+class KVProducers(ReadOnlyStore):
+    """Implements `Store` over the producers of all requests that load now. Each producer has its own circuit breaker.
 
     Args:
-        endpoint: whose service tells a loan (the context of its transfer) the answer.
+        endpoint: whose service passes a producer's answer to the `LeaseReader` (the context of its transfer).
         rank: of this worker; it reads from the same rank.
     """
 
@@ -67,108 +66,110 @@ class Lenders(ReadOnlyStore):
         self._endpoint = endpoint
         self._rank = rank
         self._lock = threading.Lock()
-        self._loans: dict[Name, list[Loan]] = {}
+        self._readers: dict[Name, list[LeaseReader]] = {}
         self._tiers: OrderedDict[str, StoreTier] = OrderedDict()
-        self._pool = ThreadPoolExecutor(_OPENERS, "foreword-lenders", use_background_cores)
+        self._pool = ThreadPoolExecutor(_OPENERS, "foreword-producers", use_background_cores)
 
-    def open(self, lender: Lender, names: Sequence[Name], then: Callable[[], None]) -> Loan:
-        """Begin to borrow; `then` is called, from another thread, when what can be read can be read, be it nothing."""
-        loan = Loan(lender.addresses[self._rank], lender.lease, names)
-        self._submit(loan, then)
-        return loan
+    def open(self, producer: KVProducer, names: Sequence[Name], then: Callable[[], None]) -> LeaseReader:
+        """Open a lease. `then` is called on another thread once its blocks can be read, or cannot."""
+        reader = LeaseReader(producer.addresses[self._rank], producer.lease, names)
+        self._submit(reader, then)
+        return reader
 
-    def give_back(self, loan: Loan) -> None:
-        """Nothing more is read."""
+    def close_reader(self, reader: LeaseReader) -> None:
+        """Nothing more is read; the lease ends."""
         with self._lock:
-            loan.closed = True
-            self._forget(loan)
-        if loan.accepted and loan.transfer is not None:
-            loan.transfer.cancel(Reason.CANCELLED, "all that was needed is here")
+            reader.closed = True
+            self._forget(reader)
+        if reader.accepted and reader.transfer is not None:
+            reader.transfer.cancel(Reason.CANCELLED, "all that was needed has been read")
 
-    def forsake(self, lender: Lender) -> None:
-        """Tell a lender that nothing of what it keeps is needed."""
-        loan = Loan(lender.addresses[self._rank], lender.lease, ())
-        loan.closed = True
-        self._submit(loan, lambda: None)
+    def release(self, producer: KVProducer) -> None:
+        """End a lease without reading."""
+        reader = LeaseReader(producer.addresses[self._rank], producer.lease, ())
+        reader.closed = True
+        self._submit(reader, lambda: None)
 
-    def _submit(self, loan: Loan, then: Callable[[], None]) -> None:
+    def _submit(self, reader: LeaseReader, then: Callable[[], None]) -> None:
         try:
-            self._pool.submit(self._open, loan, then)
+            self._pool.submit(self._open, reader, then)
         except RuntimeError:  # closed
             then()
 
-    def _open(self, loan: Loan, then: Callable[[], None]) -> None:
+    def _open(self, reader: LeaseReader, then: Callable[[], None]) -> None:
         try:
-            if self._tier(loan.address).attempt(lambda: self._ask(loan), False):
-                self._read_from(loan)
+            if self._tier(reader.address).attempt(lambda: self._connect(reader), False):
+                self._read_from(reader)
         finally:
             then()
 
-    def _ask(self, loan: Loan) -> bool:
-        """Whether the lender has it. Raises TransferError, ConfigError."""
+    def _connect(self, reader: LeaseReader) -> bool:
+        """Whether the producer has the lease. Raises TransferError, ConfigError."""
         seconds = self._endpoint.config.connect_timeout
         try:
-            loan.connection = self._endpoint.connect(loan.address, deadline=time.monotonic() + seconds)
-            loan.transfer = loan.connection.pull(loan.lease, context=loan)
-            if not loan.wait(seconds):
-                loan.transfer.cancel(Reason.DEADLINE, "no answer in time")
+            reader.connection = self._endpoint.connect(reader.address, deadline=time.monotonic() + seconds)
+            reader.transfer = reader.connection.pull(reader.lease, context=reader)
+            if not reader.wait(seconds):
+                reader.transfer.cancel(Reason.DEADLINE, "no answer in time")
                 raise TransferTimeout("it does not answer")
         except (TransferError, ConfigError) as error:
-            log.warning("blocks are not taken over from %s: %s", loan.address, error.message)
+            logger.warning("Foreword: no blocks are loaded from producer %s: %s", reader.address, error.message)
             raise
-        if not loan.accepted:
-            log.warning("blocks are not taken over from %s: %s", loan.address, loan.transfer.message or "it refuses")
-        return loan.accepted
+        if not reader.accepted:
+            reason = reader.transfer.message or "it refuses"
+            logger.warning("Foreword: no blocks are loaded from producer %s: %s", reader.address, reason)
+        return reader.accepted
 
-    def _read_from(self, loan: Loan) -> None:
+    def _read_from(self, reader: LeaseReader) -> None:
         with self._lock:
-            closed = loan.closed
+            closed = reader.closed
             if not closed:
-                for name in loan.names:
-                    self._loans.setdefault(name, []).append(loan)
-        if closed:  # meanwhile, or from the beginning
-            self.give_back(loan)
+                for name in reader.names:
+                    self._readers.setdefault(name, []).append(reader)
+        if closed:
+            self.close_reader(reader)
 
-    def _forget(self, loan: Loan) -> None:
-        for name in loan.names:
-            others = [one for one in self._loans.pop(name, ()) if one is not loan]
+    def _forget(self, reader: LeaseReader) -> None:
+        for name in reader.names:
+            others = [one for one in self._readers.pop(name, ()) if one is not reader]
             if others:
-                self._loans[name] = others
+                self._readers[name] = others
 
     def _tier(self, address: str) -> StoreTier:
+        """Counts a producer's failures."""
         with self._lock:
             tier = self._tiers.pop(address, None) or StoreTier(ReadOnlyStore(address), writable=False)
             self._tiers[address] = tier
-            if len(self._tiers) > _KNOWN:
+            if len(self._tiers) > _MAX_PRODUCERS:
                 self._tiers.popitem(last=False)
             return tier
 
-    # What TieredStore calls
+    # Called by TieredStore
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         lengths = [0] * len(names)
-        for loan, which in self._by_loan(names):
-            connection = loan.connection
+        for reader, which in self._by_reader(names):
+            connection = reader.connection
             assert connection is not None
-            asked, into = [names[i] for i in which], [buffers[i] for i in which]
-            found = self._tier(loan.address).attempt(
-                lambda connection=connection, asked=asked, into=into: connection.get(asked, into, deadline=deadline),  # type: ignore[misc]
+            wanted, into = [names[i] for i in which], [buffers[i] for i in which]
+            found = self._tier(reader.address).attempt(
+                lambda connection=connection, wanted=wanted, into=into: connection.get(wanted, into, deadline=deadline),  # type: ignore[misc]
                 [0] * len(which),
             )
             for i, length in zip(which, found, strict=True):
                 lengths[i] = length
         return lengths
 
-    def _by_loan(self, names: Sequence[Name]) -> list[tuple[Loan, list[int]]]:
-        found: dict[int, tuple[Loan, list[int]]] = {}
+    def _by_reader(self, names: Sequence[Name]) -> list[tuple[LeaseReader, list[int]]]:
+        found: dict[int, tuple[LeaseReader, list[int]]] = {}
         with self._lock:
             for i, name in enumerate(names):
-                loans = self._loans.get(name)
-                if loans:
-                    found.setdefault(id(loans[0]), (loans[0], []))[1].append(i)
+                readers = self._readers.get(name)
+                if readers:
+                    found.setdefault(id(readers[0]), (readers[0], []))[1].append(i)
         return list(found.values())
 
     def close(self) -> None:
-        """No loan is opened any more."""
+        """No lease is opened any more."""
         with contextlib.suppress(RuntimeError):
             self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,6 @@
-"""What the two sides of the vLLM connector tell each other: the scheduler's plans a step, the workers' say what became of it.
+"""Messages between the connector's scheduler side and its worker side. vLLM carries them with each step, and back.
 
-vLLM carries both, to and from the processes of its workers.
+The scheduler side says what to load, save and keep for other instances; the worker side reports changes in the store tiers.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Where a worker answers: `memory` for its own scheduler, `peers` for other instances; empty where it does not."""
+class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Where a worker listens: `memory` for its own scheduler, `peers` for other instances. "" where it does not listen."""
 
     memory: str
     peers: str
 
 
 @dataclass(frozen=True, slots=True)
-class Lender:
-    """Another instance that keeps a request's blocks: under which name, and where each of its ranks gives them."""
+class KVProducer:
+    """Another instance that keeps a request's blocks: the lease's id, and the address of each rank."""
 
     lease: bytes
     addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class BlockLoad:
     """Blocks of one request to be loaded.
 
     Attributes:
-        keys: of the blocks, without the rank's layout fingerprint.
-        places: number of the tier that has each of them; may be shorter than `keys`.
-        blocks: vLLM's block for each.
-        first: number of the first of them in the request's chain.
-        lender: who has what the stores do not have; is told when the load has ended.
+        keys: block keys, without the rank's layout fingerprint.
+        places: index of the tier that has each block; may be shorter than `keys`.
+        blocks: vLLM's block id for each key.
+        first: index of the first block in the request's chain.
+        producer: who has what the stores do not have. Its lease ends with this load.
     """
 
     request_id: str
@@ -47,12 +47,12 @@ class Load:
     places: tuple[int, ...]
     blocks: tuple[int, ...]
     first: int
-    lender: Lender | None = None
+    producer: KVProducer | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    """Blocks that this step fills: keys, the key before them, their depth in the chain, and where they are."""
+class BlockSave:
+    """Blocks that this step fills: their keys, the key before them, their depth in the chain, and vLLM's block ids."""
 
     keys: tuple[bytes, ...]
     parent: bytes
@@ -61,22 +61,18 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Lend:
-    """Blocks that are computed once this step is, to be kept for another instance. More calls add to a request's lease."""
+class BlockLease(BlockSave):
+    """Blocks that this step fills and that are to be kept for another instance. Several of a request make up one lease."""
 
     request_id: str
     lease: bytes
-    keys: tuple[bytes, ...]
-    parent: bytes
-    depth: int
-    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Withdraw:
-    """Blocks of a lease that vLLM takes back before the next step runs: the first `blocks` of its chain; None: all.
+class LeaseRevocation:
+    """Blocks of a lease that vLLM takes back before the next step: the first `blocks` of the chain, or all (None).
 
-    `ends`: the lease is over; vLLM does not wait for it.
+    `ends`: the lease ends; vLLM does not wait for its readers.
     """
 
     request_id: str
@@ -85,26 +81,26 @@ class Withdraw:
 
 
 @dataclass(slots=True)
-class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler's side asks of the workers' in one step.
+class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """The scheduler side's instructions for one step.
 
     Attributes:
-        tokens: how many the step computes.
-        lends, withdrawn: what is kept for other instances, and what is not any more.
-        forsaken: lenders whose blocks are not needed.
+        tokens: how many tokens the step computes.
+        leases, revoked: blocks to keep for other instances, and blocks not to keep any longer.
+        released: producers whose blocks are not needed.
     """
 
-    loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    loads: list[BlockLoad] = field(default_factory=list)
+    saves: list[BlockSave] = field(default_factory=list)
     tokens: int = 0
-    lends: list[Lend] = field(default_factory=list)
-    withdrawn: list[Withdraw] = field(default_factory=list)
-    forsaken: list[Lender] = field(default_factory=list)
+    leases: list[BlockLease] = field(default_factory=list)
+    revoked: list[LeaseRevocation] = field(default_factory=list)
+    released: list[KVProducer] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class TierChange:
-    """A tier of one rank's stores got blocks, or lost them."""
+    """Blocks that a tier of one rank's store has got or lost."""
 
     rank: int
     tier: int
@@ -113,12 +109,12 @@ class TierChange:
 
 
 @dataclass(slots=True)
-class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What changed in the stores since the step before, in order."""
+class ForewordWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Changes in the store tiers since the last step, in order."""
 
     changes: list[TierChange] = field(default_factory=list)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
-        """This rank's and another's."""
-        assert isinstance(other, WorkerNews)
-        return WorkerNews(self.changes + other.changes)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> ForewordWorkerMetadata:
+        """The changes of several ranks together."""
+        assert isinstance(other, ForewordWorkerMetadata)
+        return ForewordWorkerMetadata(self.changes + other.changes)

@@ -1,4 +1,4 @@
-"""The doors of a worker of vLLM: one for its own scheduler, where that is another process, and one for other instances."""
+"""Endpoints of a vLLM worker: one for its own scheduler, if that is in another process, and one for other instances."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ import torch
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.config import TransferConfig, parse_bytes
 from foreword.disaggregation.frames import found_in, num_frame_slots
-from foreword.integrations.vllm.leases import Leases
-from foreword.integrations.vllm.peers import at_rank
-from foreword.integrations.vllm.producers import Lenders, Loan
-from foreword.integrations.vllm.step_messages import WorkerAddress
+from foreword.integrations.vllm.leases import KVLeases
+from foreword.integrations.vllm.producers import KVProducers, LeaseReader
+from foreword.integrations.vllm.rank_stores import rank_address
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES
@@ -30,16 +29,16 @@ from foreword.transfer.service import TransferService
 from foreword.transfer.sockets import Address, parse_address
 from foreword.transfer.transfers import KVSource, TransferSide
 
-_PREFIX = "foreword-vllm-"
+_FOLDER_PREFIX = "foreword-vllm-"
 _LONGEST_FOLDER = 80
 # A folder younger than this may belong to a worker that is about to listen.
 _STALE_SECONDS = 60.0
-_FEWEST_FRAMES = 4
-_EVERYWHERE = ("0.0.0.0", "::")
+_MIN_FRAMES = 4
+_ALL_INTERFACES = ("0.0.0.0", "::")
 
 
-class _Memory(TransferService):
-    """Says what this worker's memory tiers have."""
+class _MemoryService(TransferService):
+    """Answers lookups in this worker's memory tiers."""
 
     def __init__(self, layout: Layout, memory: Sequence[Store]) -> None:
         super().__init__()
@@ -47,19 +46,19 @@ class _Memory(TransferService):
         self._memory = tuple(memory)
 
     def locate(self, names: Sequence[Name], deadline: float) -> int:
-        mine = bool(names) and names[0][:FINGERPRINT_BYTES] == self._fingerprint
-        return found_in(self._memory, names, deadline) if mine else 0
+        own = bool(names) and names[0][:FINGERPRINT_BYTES] == self._fingerprint
+        return found_in(self._memory, names, deadline) if own else 0
 
 
-class SchedulersDoor:
-    """A Unix socket in a folder that only this user may enter, at which the scheduler asks what is in memory."""
+class LookupEndpoint:
+    """A Unix socket on which the scheduler asks what is in the worker's memory. Only this user may enter its folder."""
 
     def __init__(self, layout: Layout, memory: Sequence[Store], engine: str, rank: int) -> None:
-        remove_stale()
+        remove_stale_folders()
         word = "".join(letter for letter in engine if letter.isalnum())[:16]
-        self._folder = _private_folder(f"{_PREFIX}{word}-{rank}-")
+        self._folder = _private_folder(f"{_FOLDER_PREFIX}{word}-{rank}-")
         config = TransferConfig(bind=f"unix:{self._folder}/socket", links=("tcp",), ring="64KiB", queue="64KiB")
-        self._endpoint = TransferEndpoint(config, _Memory(layout, memory))
+        self._endpoint = TransferEndpoint(config, _MemoryService(layout, memory))
         self.address = self._endpoint.listen()
 
     def close(self) -> None:
@@ -67,10 +66,10 @@ class SchedulersDoor:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class _Service(TransferService):
-    """Gives blocks, keeps leases, and passes on to loans how their lenders answer."""
+class _KVService(TransferService):
+    """Serves leases and memory tiers to other instances, and passes producers' answers to the readers of their leases."""
 
-    def __init__(self, layout: Layout, leases: Leases | None) -> None:
+    def __init__(self, layout: Layout, leases: KVLeases | None) -> None:
         super().__init__(layout)
         self._leases = leases
 
@@ -78,17 +77,17 @@ class _Service(TransferService):
         if self._leases is None:
             super().pull_requested(source)
         else:
-            self._leases.begin(source)
+            self._leases.open(source)
 
     def accepted(self, transfer: TransferSide) -> None:
-        if isinstance(transfer.context, Loan):
+        if isinstance(transfer.context, LeaseReader):
             transfer.context.answer(True)
 
     def ended(self, transfer: TransferSide) -> None:
-        if isinstance(transfer.context, Loan):
+        if isinstance(transfer.context, LeaseReader):
             transfer.context.answer(False)
         elif isinstance(transfer, KVSource) and self._leases is not None:
-            self._leases.end(transfer)
+            self._leases.close_reader(transfer)
 
     def locate(self, names: Sequence[bytes], deadline: float) -> int:
         return 0 if self._leases is None else self._leases.locate(names, deadline)
@@ -97,18 +96,19 @@ class _Service(TransferService):
         return iter(()) if self._leases is None else self._leases.get(names, longest, deadline)
 
 
-class PeersDoor:
-    """Where a worker meets other instances.
+class InstanceEndpoint:
+    """A worker's connections with other instances.
 
     Args:
-        config: as configured for the whole instance (`for_rank` makes it the rank's).
-        tensors: vLLM's, by block.
-        listens: whether others may come; if not, this one only goes to them.
+        config: of this rank (`rank_config`).
+        tensors: vLLM's KV cache, by block.
+        listens: whether other instances may connect; if not, this one only connects to them.
+        producers: label of the tier that reads from producers.
 
     Attributes:
-        leases: what others may read; None if nobody may come.
-        lenders: what is read from others.
-        address: under which others reach it; "" if they cannot.
+        leases: what others may read; None if it does not listen.
+        producers: what is read from others.
+        address: where others reach it; "" if it does not listen.
     """
 
     def __init__(
@@ -119,41 +119,36 @@ class PeersDoor:
         memory: Sequence[Store],
         *,
         listens: bool,
-        lenders: str,
+        producers: str,
     ) -> None:
-        rank = layout.shard[0]
-        self.leases: Leases | None = None
+        self.leases: KVLeases | None = None
         if listens:
-            staging = StagingArena(tensors, min(num_frame_slots(layout), max(2 * len(tensors[0]), _FEWEST_FRAMES)))
-            self.leases = Leases(layout, staging, memory, config.lease_seconds)
-        self._endpoint = TransferEndpoint(config, _Service(layout, self.leases))
-        self.lenders = Lenders(self._endpoint, rank, lenders)
+            staging = StagingArena(tensors, min(num_frame_slots(layout), max(2 * len(tensors[0]), _MIN_FRAMES)))
+            self.leases = KVLeases(layout, staging, memory, config.lease_seconds)
+        self._endpoint = TransferEndpoint(config, _KVService(layout, self.leases))
+        self.producers = KVProducers(self._endpoint, layout.shard[0], producers)
         self.address = ""
         if listens:
             self.address = self._endpoint.address = _reachable(self._endpoint.listen())
 
     def close(self) -> None:
-        self.lenders.close()
+        self.producers.close()
         self._endpoint.close()
 
 
-def for_rank(config: TransferConfig, layout: Layout) -> TransferConfig:
-    """A rank's own address, and rings that a few of its frames fit into. Raises ConfigError."""
+def rank_config(config: TransferConfig, layout: Layout) -> TransferConfig:
+    """The configuration of one rank: its own address, and rings that hold a few of its frames. Raises ConfigError."""
     rank, ranks = layout.shard
-    frames = _FEWEST_FRAMES * (layout.block_bytes + HEADER_BYTES)
+    frames = _MIN_FRAMES * (layout.block_bytes + HEADER_BYTES)
     ring = max(parse_bytes(config.ring), frames)
-    advertise = config.advertise and at_rank(config.advertise, rank, ranks)
-    return replace(config, bind=at_rank(config.bind, rank, ranks), advertise=advertise, ring=str(ring))
-
-
-def address_of(scheduler: SchedulersDoor | None, peers: PeersDoor | None) -> WorkerAddress:
-    return WorkerAddress(scheduler.address if scheduler else "", peers.address if peers else "")
+    advertise = config.advertise and rank_address(config.advertise, rank, ranks)
+    return replace(config, bind=rank_address(config.bind, rank, ranks), advertise=advertise, ring=str(ring))
 
 
 def _reachable(bound: str) -> str:
-    """An address that others can use, where all interfaces were bound: that of this host as vLLM knows it."""
+    """The address for others: where all interfaces are bound, this host's as vLLM knows it."""
     place = parse_address(bound)
-    if place.path or place.host not in _EVERYWHERE:
+    if place.path or place.host not in _ALL_INTERFACES:
         return bound
     from vllm.utils.network_utils import get_ip
 
@@ -161,7 +156,7 @@ def _reachable(bound: str) -> str:
 
 
 def _private_folder(prefix: str) -> Path:
-    """A new folder, mode 0700. The path of a socket has room for about a hundred bytes."""
+    """A new folder with mode 0700. The path of a socket is limited to about a hundred bytes."""
     folder = tempfile.mkdtemp(prefix=prefix)
     if len(os.fsencode(folder)) > _LONGEST_FOLDER:
         os.rmdir(folder)
@@ -169,10 +164,10 @@ def _private_folder(prefix: str) -> Path:
     return Path(folder)
 
 
-def remove_stale() -> None:
-    """Folders that killed workers of this user have left behind: nobody listens there."""
+def remove_stale_folders() -> None:
+    """Remove the folders of this user's killed workers, on whose sockets no process listens."""
     for parent in {Path(tempfile.gettempdir()), Path("/tmp")}:
-        for folder in parent.glob(f"{_PREFIX}*"):
+        for folder in parent.glob(f"{_FOLDER_PREFIX}*"):
             with contextlib.suppress(OSError):
                 found = folder.lstat()
                 old = found.st_mtime < time.time() - _STALE_SECONDS

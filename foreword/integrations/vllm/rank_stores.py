@@ -1,0 +1,98 @@
+"""Stores in other processes, one per rank: other instances (`peer://`), and the memory of the scheduler's own workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
+from foreword.config import TransferConfig
+from foreword.errors import ConfigError
+from foreword.store.base import Name, Store
+from foreword.store.bases import ReadOnlyStore
+from foreword.store.tiered import TieredStore
+from foreword.store.urls import Opener, StoreUrl, open_store
+from foreword.transfer.peer import PeerStore, opener
+from foreword.transfer.sockets import Address, parse_address
+
+# For connections that carry lookups only: no payload, so the smallest ring.
+_LOOKUPS_ONLY = TransferConfig(links=("tcp",), ring="64KiB", queue="64KiB")
+
+
+class RankStores(ReadOnlyStore):
+    """One store per rank, for lookups. The layout fingerprint in a block's name says which rank it belongs to."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(label)
+        self._ranks: dict[bytes, Store] = {}
+
+    def set_ranks(self, ranks: Mapping[bytes, Store]) -> None:
+        """The store of each rank, by the fingerprint of its layout. Before this call every lookup misses."""
+        self._ranks = dict(ranks)
+
+    def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
+        store = self._ranks.get(names[0][:FINGERPRINT_BYTES]) if names else None
+        return 0 if store is None else store.lookup(names, deadline=deadline)
+
+    def close(self) -> None:
+        for store in self._ranks.values():
+            store.close()
+
+
+def worker_memory(address: str, label: str) -> Store:
+    """A worker's memory tiers, for the scheduler on the same host."""
+    return PeerStore(address, config=_LOOKUPS_ONLY, label=label)
+
+
+def open_tiers(urls: Sequence[str], layout: Layout | None, openers: Mapping[str, Opener]) -> TieredStore:
+    """Like `open_store`, but without URLs there are no tiers: an instance may only hand prompts off."""
+    return open_store(urls, layout, openers) if urls else TieredStore([])
+
+
+def rank_peer_opener(config: TransferConfig, rank: int, ranks: int) -> Opener:
+    """Opens `peer://` for one rank: the same rank of the other instance."""
+    open_peer = opener(config)
+
+    def open_rank(place: StoreUrl, layout: Layout | None) -> Store:
+        return open_peer(_rank_url(place, rank, ranks), layout)
+
+    return open_rank
+
+
+def lookup_peer_opener(config: TransferConfig, layouts: Sequence[Layout]) -> Opener:
+    """Opens `peer://` for a scheduler that is in another process than its workers. It looks up the blocks of every rank."""
+    lookups = replace(config, ring=_LOOKUPS_ONLY.ring, queue=_LOOKUPS_ONLY.queue, links=_LOOKUPS_ONLY.links)
+
+    def open_all(place: StoreUrl, _: Layout | None) -> Store:
+        stores = RankStores(place.label)
+        openers = [(layout, rank_peer_opener(lookups, rank, len(layouts))) for rank, layout in enumerate(layouts)]
+        stores.set_ranks({layout.fingerprint: open_rank(place, layout) for layout, open_rank in openers})
+        return stores
+
+    return open_all
+
+
+def rank_address(address: str, rank: int, ranks: int) -> str:
+    """Where a rank of the instance at `address` listens: each rank at the next port, or at a path with its number.
+
+    Raises ConfigError for an invalid address.
+    """
+    place = parse_address(address)
+    if ranks == 1:
+        return str(place)
+    if place.path:
+        return str(Address(path=f"{place.path}.{rank}"))
+    return str(Address(place.host, place.port + rank if place.port else 0))
+
+
+def _rank_url(place: StoreUrl, rank: int, ranks: int) -> StoreUrl:
+    if ranks == 1:
+        return place
+    parts = urlsplit(place.url)
+    if not parts.netloc:
+        return replace(place, url=f"{place.url}.{rank}", path=f"{place.path}.{rank}")
+    try:
+        return replace(place, url=f"peer://{rank_address(parts.netloc, rank, ranks)}")
+    except ConfigError:
+        return place  # opening it reports what is wrong with it
