@@ -1,4 +1,4 @@
-"""Requests that end, wait or lose their blocks at a bad moment, under a real vLLM over real stores."""
+"""Requests that are aborted, preempted or finished at a critical moment, under a real vLLM with real stores."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from vllm_process import BLOCK, answers, make_model, needs_vllm, prompts, run, v
 pytestmark = needs_vllm
 
 MEMORY = ["memory://?size=64MiB"]
-# 24 blocks of 32 tokens, one of them vLLM's own: fewer than the prompts of a case need at once.
+# 24 blocks of 32 tokens, one of them the null block: fewer than the prompts of a case need at once.
 SMALL = 24 * 3 * 2 * 32 * 2 * 32 * 4
 CASES = {
-    "abort_while_loading": prompts(11, [310, 300, 290, 280]),
-    "abort_while_searching": prompts(12, [200, 100]),
-    "finish_while_saving": prompts(13, [200, 210, 200, 160]),  # 23 full blocks, which the queue of writes holds
+    "abort_during_load": prompts(11, [310, 300, 290, 280]),
+    "abort_during_lookup": prompts(12, [200, 100]),
+    "finish_while_saving": prompts(13, [200, 210, 200, 160]),  # 23 full blocks, which fit into the write queue
     "broken_in_the_middle": prompts(14, [300]),
     "never_delivered": prompts(15, [256]),
     "session": prompts(16, [70, 40, 90]),
-    "left_alone": prompts(18, [100]),
+    "not_cached": prompts(18, [100]),
     "refused": [],
     "preempt": prompts(17, [150, 160, 170, 180]),
 }
@@ -58,23 +58,22 @@ def longer(found: dict[str, Any]) -> list[list[int]]:
     return [prompt + answer[:60] for prompt, answer in zip(CASES["preempt"], case["answers"], strict=True)]
 
 
-def test_aborted_while_its_blocks_come(found: dict[str, Any], alone: Any) -> None:
-    """vLLM keeps an aborted request's blocks until nothing is written into them any more, then gives them to others; what is
-    read late is not written into those."""
-    case = found["abort_while_loading"]
+def test_abort_during_a_load(found: dict[str, Any], alone: Any) -> None:
+    """vLLM keeps an aborted request's blocks until nothing is written into them any more, and reuses them only then."""
+    case = found["abort_during_load"]
     assert case["held"] and case["reused"] > 0 and case["free"] and case["left"] == 0
-    assert case["answers"] == alone(CASES["abort_while_loading"][1:])
+    assert case["answers"] == alone(CASES["abort_during_load"][1:])
 
 
-def test_aborted_while_it_is_searched(found: dict[str, Any], alone: Any) -> None:
-    """A request that is aborted before its search has ended leaves nothing behind."""
-    case = found["abort_while_searching"]
+def test_abort_during_a_lookup(found: dict[str, Any], alone: Any) -> None:
+    """A request that is aborted before its lookup has ended leaves no state behind."""
+    case = found["abort_during_lookup"]
     assert case["waiting"] == 1 and case["left"] == 0 and case["free"]
-    assert case["answers"] == alone(CASES["abort_while_searching"][1:])
+    assert case["answers"] == alone(CASES["abort_during_lookup"][1:])
 
 
-def test_ended_before_its_blocks_are_written(found: dict[str, Any], alone: Any) -> None:
-    """What a request computed is in the stores as it was, although its blocks went to others before it was written."""
+def test_finish_before_blocks_are_written(found: dict[str, Any], alone: Any) -> None:
+    """A request's KV is saved correctly although vLLM reuses its blocks before they are written."""
     case, asked = found["finish_while_saving"], CASES["finish_while_saving"]
     assert case["queued"] == sum(len(prompt) // BLOCK for prompt in asked)
     assert case["answers"] == alone(asked)
@@ -82,8 +81,7 @@ def test_ended_before_its_blocks_are_written(found: dict[str, Any], alone: Any) 
 
 
 def test_preempted(found: dict[str, Any], alone: Any) -> None:
-    """Requests that lose their blocks and start again answer as if they had not, and so does what goes on from the blocks
-    that they left in the stores."""
+    """Preempted requests give the same answers, and so do longer prompts that load the blocks that they have saved."""
     case, asked = found["preempt"], CASES["preempt"]
     assert case["preempted"] > 0 and case["loaded"] > 0
     assert case["answers"] == alone(asked, 100)
@@ -91,40 +89,39 @@ def test_preempted(found: dict[str, Any], alone: Any) -> None:
     assert case["cached"] == [len(prompt) // BLOCK * BLOCK for prompt in longer(found)]
 
 
-def test_a_load_that_breaks_off(found: dict[str, Any], alone: Any) -> None:
-    """Blocks up to the one that does not come are used, the others computed and saved again: the next load is whole."""
+def test_a_load_that_fails_in_the_middle(found: dict[str, Any], alone: Any) -> None:
+    """Blocks before the one that fails are used, the others are recomputed and saved again: the next load is complete."""
     case = found["broken_in_the_middle"]
     assert case["asked"] == 9 and case["cut"] == 1
     assert [case["mended"]] == case["answers"] == alone(CASES["broken_in_the_middle"])
     assert case["cached"][1] == 288
 
 
-def test_a_store_that_only_promises(found: dict[str, Any], alone: Any) -> None:
-    """A request whose load failed does not load again, over and over: it computes."""
+def test_a_load_that_always_fails(found: dict[str, Any], alone: Any) -> None:
+    """A request whose load has failed is computed; it does not load again."""
     case = found["never_delivered"]
     assert case["asked"] == 8
     assert case["answers"] == alone(CASES["never_delivered"])
 
 
 def test_a_session_fed_in_parts(found: dict[str, Any], alone: Any) -> None:
-    """Blocks of a session are named after the tokens that were computed, not after those that a next part replaced."""
+    """Block keys of a streaming session come from computed tokens, not from those that the next part replaced."""
     case = found["session"]
     assert case["cached"] == len(case["whole"]) // BLOCK * BLOCK and case["left"] == 0
     assert case["answers"] == alone([case["whole"]])
 
 
 def test_more_than_tokens(found: dict[str, Any]) -> None:
-    """Requests with an adapter, images or embeddings are left to vLLM: nothing is loaded for them, nothing saved."""
-    case = found["left_alone"]
+    """Requests with an adapter, images or embeddings are neither loaded nor saved."""
+    case = found["not_cached"]
     assert case["plain"] == [96, True]
     assert case["lora"] == case["image"] == case["embeddings"] == [0, False]
     assert case["left"] == 0
 
 
-def test_caches_that_are_not_held(found: dict[str, Any]) -> None:
-    """Several groups of caches, keys and values that later tokens change, and layers that keep something else are refused with
-    a sentence each."""
+def test_unsupported_caches(found: dict[str, Any]) -> None:
+    """Several KV cache groups, non-causal attention and unknown kinds of layers are refused with an explanation."""
     case = found["refused"]
     assert "2 groups" in case["groups"] and "--disable-hybrid-kv-cache-manager" in case["groups"]
-    assert "tokens that come later" in case["non_causal"]
-    assert "keep a object" in case["other"]
+    assert "later tokens" in case["non_causal"]
+    assert "have a object" in case["other"]

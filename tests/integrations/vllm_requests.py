@@ -42,7 +42,7 @@ def tracked(engine: Engine) -> int:
     return len(scheduler_of(engine.llm).connector._scheduler._requests)
 
 
-def abort_while_loading(engine: Engine, prompts: Prompts) -> dict[str, Any]:
+def abort_during_load(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     """The first prompt is aborted while its blocks are on their way; the others then take every block there is."""
     saved(engine, prompts[:1])
     free = engine.free_blocks
@@ -78,7 +78,7 @@ def abort_while_loading(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     }
 
 
-def abort_while_searching(engine: Engine, prompts: Prompts) -> dict[str, Any]:
+def abort_during_lookup(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     """A request is aborted while the stores are searched for it; another goes on."""
     free = engine.free_blocks
     placed = gate(engine, "lookup")
@@ -247,7 +247,7 @@ def session(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     }
 
 
-def left_alone(engine: Engine, prompts: Prompts) -> dict[str, Any]:
+def not_cached(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     """Requests whose KV depends on more than tokens and salt: the scheduler's side is asked for each kind, of a prompt that
     the store has."""
     from vllm.lora.request import LoRARequest
@@ -301,14 +301,14 @@ def refused(engine: Engine, prompts: Prompts) -> dict[str, Any]:
 CASES: dict[str, Callable[[Engine, Prompts], dict[str, Any]]] = {
     one.__name__: one
     for one in (
-        abort_while_loading,
-        abort_while_searching,
+        abort_during_load,
+        abort_during_lookup,
         finish_while_saving,
         preempt,
         broken_in_the_middle,
         never_delivered,
         session,
-        left_alone,
+        not_cached,
         refused,
     )
 }

@@ -7,29 +7,30 @@ ranks; each rank counts its own part of a block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from foreword.integrations.vllm.leases import KVLeases
 from foreword.offload.manager import OffloadManager, OffloadStatus
-from foreword.store.tiered import StoreTier
+from foreword.store.tiered import TierCounters
 
-_PER_TIER: Final = {
-    "loaded_blocks": "Blocks read from a tier and verified.",
-    "loaded_bytes": "Bytes read from a tier.",
-    "load_busy_seconds": "Seconds spent reading from a tier, over all threads.",
-    "missed_blocks": "Blocks that were requested from a tier and not read.",
-    "corrupt_blocks": "Blocks from a tier that failed verification; they were removed and not used.",
-    "saved_blocks": "Blocks written to a tier, including those that it had already.",
-    "saved_bytes": "Bytes written to a tier.",
-    "save_busy_seconds": "Seconds spent writing to a tier.",
-    "lookups": "Lookups in a tier.",
-    "lookup_seconds": "Seconds spent on lookups in a tier.",
-    "errors": "Calls to a tier that failed.",
-    "skipped": "Calls to a tier that its open circuit breaker skipped.",
-}
+# Name, help, and how the value is read from a tier's counters.
+_PER_TIER: Final[tuple[tuple[str, str, Callable[[TierCounters], float]], ...]] = (
+    ("loaded_blocks", "Blocks read from a tier and verified.", lambda c: c.hit_blocks),
+    ("loaded_bytes", "Bytes read from a tier.", lambda c: c.read_bytes),
+    ("load_busy_seconds", "Seconds spent reading from a tier, over all threads.", lambda c: c.read_seconds),
+    ("missed_blocks", "Blocks that were requested from a tier and not read.", lambda c: c.missed_blocks),
+    ("corrupt_blocks", "Blocks that failed verification; removed and not used.", lambda c: sum(c.bad.values())),
+    ("saved_blocks", "Blocks written to a tier, including those it had already.", lambda c: c.written_blocks),
+    ("saved_bytes", "Bytes written to a tier.", lambda c: c.written_bytes),
+    ("save_busy_seconds", "Seconds spent writing to a tier.", lambda c: c.write_seconds),
+    ("lookups", "Lookups in a tier.", lambda c: c.lookups),
+    ("lookup_seconds", "Seconds spent on lookups in a tier.", lambda c: c.lookup_seconds),
+    ("errors", "Calls to a tier that failed.", lambda c: sum(c.errors.values())),
+    ("skipped", "Calls to a tier that its open circuit breaker skipped.", lambda c: c.skipped),
+)
 _TOTALS: Final = {
     "dropped_blocks": "Blocks that were not written because the write queue was full.",
     "loads": "Loads of a request's prefix that have ended.",
@@ -114,7 +115,9 @@ class StatsReader:
     def read(self, load_seconds: list[float]) -> ForewordStats | None:
         """`load_seconds`: of the loads that have ended since the last read. None if nothing has changed."""
         status = self._offload.status()
-        tiers = {tier.label: _of_tier(tier) for tier in self._offload.store.tiers}
+        tiers = {
+            tier.label: {name: read(tier.counters) for name, _, read in _PER_TIER} for tier in self._offload.store.tiers
+        }
         counts = {**_of_cache(status), **_of_leases(self._leases)}
         added = {label: _added(amounts, self._tiers.get(label, {})) for label, amounts in tiers.items()}
         more = _added(counts, self._counts)
@@ -133,24 +136,6 @@ class StatsReader:
 
 def _added(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
     return {name: amount - before.get(name, 0) for name, amount in now.items() if amount != before.get(name, 0)}
-
-
-def _of_tier(tier: StoreTier) -> dict[str, float]:
-    counters = tier.counters
-    return {
-        "loaded_blocks": counters.hit_blocks,
-        "loaded_bytes": counters.read_bytes,
-        "load_busy_seconds": counters.read_seconds,
-        "missed_blocks": counters.missed_blocks,
-        "corrupt_blocks": sum(counters.bad.values()),
-        "saved_blocks": counters.written_blocks,
-        "saved_bytes": counters.written_bytes,
-        "save_busy_seconds": counters.write_seconds,
-        "lookups": counters.lookups,
-        "lookup_seconds": counters.lookup_seconds,
-        "errors": sum(counters.errors.values()),
-        "skipped": counters.skipped,
-    }
 
 
 def _of_cache(status: OffloadStatus) -> dict[str, float]:
@@ -176,7 +161,7 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._tiers = {
             name: self._counter_cls(name=f"vllm:foreword_{name}", documentation=text, labelnames=[*labelnames, "tier"])
-            for name, text in _PER_TIER.items()
+            for name, text, _ in _PER_TIER
         }
         self._counts = {
             name: self._counter_cls(name=f"vllm:foreword_{name}", documentation=text, labelnames=labelnames)

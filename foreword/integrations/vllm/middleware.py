@@ -21,9 +21,10 @@ from typing import Any
 
 from pydantic import Field
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foreword.api.errors import error_response
 from foreword.api.prefixes import PrefixEndpoints
 from foreword.api.schemas import NewPrefix, PrefixContent, parse
 from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound
@@ -84,13 +85,13 @@ def _api_key(state: Any) -> str | None:
     return next((key for key in keys if key), None)
 
 
-class _Content(PrefixContent):
+class _VllmPrefixContent(PrefixContent):
     """`PUT`, with messages in any form that vLLM reads."""
 
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)  # type: ignore[assignment]
 
 
-class _NewPrefix(NewPrefix):
+class _NewVllmPrefix(NewPrefix):
     """`POST`, likewise."""
 
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)  # type: ignore[assignment]
@@ -121,7 +122,8 @@ class PrefixRoutes:
                 return
             prefix, changed = await self._with_prefix(path, body)
         except ForewordError as error:
-            await error_response(error)(scope, receive, send)
+            status, data, headers = error_response(error)
+            await Response(data, status, headers)(scope, receive, send)
             return
         if prefix is None:
             await self._app(scope, _replay(body, receive), send)
@@ -138,12 +140,12 @@ class PrefixRoutes:
             case "GET", "":
                 return 200, await self._endpoints.list()
             case "POST", "":
-                new = parse(_NewPrefix, body)
+                new = parse(_NewVllmPrefix, body)
                 return await self._endpoints.add(new.name, new.content, new.messages, replace=new.replace)
             case "GET", _:
                 return 200, await self._endpoints.show(name)
             case "PUT", _ if name:
-                content = parse(_Content, body)
+                content = parse(_VllmPrefixContent, body)
                 return await self._endpoints.add(name, content.content, content.messages, replace=True)
             case "DELETE", _ if name:
                 return 200, await self._endpoints.remove(name)
@@ -219,10 +221,3 @@ class CachedTokens:
         """0 if vLLM does not report it (it does with `--enable-prompt-tokens-details`; in a stream, with `stream_options`)."""
         found = _CACHED.findall(self._last)
         return int(found[-1]) if found else 0
-
-
-def error_response(error: ForewordError) -> JSONResponse:
-    """An error in OpenAI's JSON, as Foreword's own server writes it."""
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    body = {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
-    return JSONResponse(body, status_code=error.status, headers={"retry-after": "5"} if error.retry else None)
