@@ -1,4 +1,4 @@
-"""A real vLLM over Foreword's stores. Needs an environment with vLLM, named in FOREWORD_VLLM_PYTHON; skipped without."""
+"""A real vLLM with Foreword's stores. Needs FOREWORD_VLLM_PYTHON, an interpreter with vLLM; skipped without."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LENGTHS = [10, 31, 32, 33, 63, 64, 65, 96, 100, 127, 128, 129, 200, 256, 300]
 
 
 def expected_hit(length: int) -> int:
-    """Whole blocks. Of a prompt that is whole blocks vLLM computes the last token again, and counts it as a hit."""
+    """Full blocks. Of a prompt of full blocks vLLM recomputes the last token, and counts it as a hit."""
     return length // BLOCK * BLOCK
 
 
 def test_the_same_answers_and_a_warm_restart(model: Path, tmp_path: Path) -> None:
-    """vLLM with the store answers as vLLM without it does, at every kind of block boundary, when it computes, when it loads
-    from memory what its own cache forgot, and in a fresh process that loads from disk (R24, R25)."""
+    """With a store vLLM gives the same answers as without, around block boundaries: computed, loaded from memory after its own
+    cache was reset, and loaded from disk in a new process."""
     asked = prompts(1, LENGTHS)
     alone = vllm(model, None, [asked])["rounds"][0]
     tiers = ["memory://?size=64MiB", disk(tmp_path)]
@@ -42,7 +42,7 @@ def test_the_same_answers_and_a_warm_restart(model: Path, tmp_path: Path) -> Non
 
 
 def test_damaged_blocks_are_computed(model: Path, tmp_path: Path) -> None:
-    """Bytes that were flipped in the store never reach an answer: they are found, and vLLM computes (R25)."""
+    """Flipped bits in the store are detected, and vLLM recomputes the blocks."""
     asked = prompts(2, [200, 300])
     first = vllm(model, [disk(tmp_path)], [asked])
     files = [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and path.read_bytes()[:4] == b"FWKV"]
@@ -57,7 +57,7 @@ def test_damaged_blocks_are_computed(model: Path, tmp_path: Path) -> None:
 
 
 def test_other_weights_under_the_same_path(tmp_path: Path) -> None:
-    """A model that was replaced under its path gives its own answers, and finds nothing of the other's (R25)."""
+    """A model that replaces another under the same path does not hit the other's blocks."""
     folder, asked = tmp_path / "model", prompts(3, [150])
     make_model(folder, 1)
     vllm(folder, [disk(tmp_path)], [asked])
@@ -67,8 +67,8 @@ def test_other_weights_under_the_same_path(tmp_path: Path) -> None:
     assert found[0]["tokens"] == alone[0]["tokens"] and found[0]["cached"] == 0
 
 
-def test_salts_are_kept_apart(model: Path, tmp_path: Path) -> None:
-    """Requests of another cache_salt find nothing; those of the same one do."""
+def test_cache_salt(model: Path, tmp_path: Path) -> None:
+    """Requests with another cache_salt miss; those with the same one hit."""
     asked = prompts(4, [100])
     vllm(model, [disk(tmp_path)], [asked], **{"with": {"cache_salt": "ann"}})
     assert vllm(model, [disk(tmp_path)], [asked], **{"with": {"cache_salt": "bob"}})["rounds"][0][0]["cached"] == 0
@@ -76,8 +76,8 @@ def test_salts_are_kept_apart(model: Path, tmp_path: Path) -> None:
 
 
 def test_small_memory_and_many_prompts(model: Path, tmp_path: Path) -> None:
-    """With a cache of its own too small for the working set, and requests preempted, vLLM gives the same answers from the
-    store as it does alone; answers are kept too."""
+    """With a KV cache too small for the working set, and with preemptions, the answers are the same as without a store. Blocks
+    of answers are saved too."""
     asked = prompts(5, [180, 170, 160, 150, 140, 130])
     alone = vllm(model, None, [asked, asked], max_tokens=40)["rounds"]
     found = vllm(
@@ -94,9 +94,8 @@ def test_small_memory_and_many_prompts(model: Path, tmp_path: Path) -> None:
 
 
 def test_resets(model: Path, tmp_path: Path) -> None:
-    """A reset of vLLM's prefix cache leaves the stores, so the next round hits. A reset of the connector too says that the
-    weights may be others now: what was saved before is not found any more, what is saved then is; a new process, which
-    reads the weights anew, finds the first again."""
+    """After a reset of vLLM's prefix cache the stores still hit. After a reset of the connector, which means that weights may
+    have changed, blocks saved before are misses and blocks saved later are hits. A new process hits the first ones again."""
     asked = prompts(6, [130])
     found = vllm(model, ["memory://?size=64MiB", disk(tmp_path)], [asked] * 4, resets=[False, True, False])["rounds"]
     assert [one[0]["cached"] for one in found] == [0, 128, 0, 128]
@@ -126,8 +125,8 @@ def make_windowed(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
 def test_sliding_windows(kind: str, tmp_path: Path) -> None:
-    """Models whose layers see a window, all of them or some (vLLM then makes one group of caches, since the connector does not
-    take several): the same answers from the store as computed, although blocks behind the window are not loaded."""
+    """Sliding windows in all layers, or in some (vLLM then merges the KV cache groups, as the connector supports one): the same
+    answers, although blocks behind the window are not loaded."""
     folder, asked = make_windowed(tmp_path / "model", kind), prompts(7, [90, 128, 200, 330, 400])
     alone = vllm(folder, None, [asked])["rounds"][0]
     first = vllm(folder, ["memory://?size=64MiB", disk(tmp_path)], [asked, asked], llm={"max_num_batched_tokens": 128})
@@ -141,8 +140,7 @@ def test_sliding_windows(kind: str, tmp_path: Path) -> None:
 
 
 def test_several_groups_are_refused(tmp_path: Path) -> None:
-    """Whoever insists on vLLM's hybrid cache manager is told that the connector does not go with it; told to switch it off,
-    vLLM starts."""
+    """With vLLM's hybrid KV cache manager the start fails with an explanation; without it vLLM starts."""
     folder = make_windowed(tmp_path / "model", "gemma3")
     job: dict[str, Any] = {"model": str(folder), "store": [disk(tmp_path)], "rounds": [prompts(8, [100])]}
     refused = attempt("vllm_script.py", {**job, "llm": {"disable_hybrid_kv_cache_manager": False}})
@@ -152,7 +150,7 @@ def test_several_groups_are_refused(tmp_path: Path) -> None:
 
 
 def test_bad_settings(model: Path) -> None:
-    """A key that the connector does not know ends the start with a sentence that names it."""
+    """An unknown key in the settings makes the start fail with a message that names it."""
     job = {"model": str(model), "store": ["memory://?size=64MiB"], "rounds": [], "extra": {"stageing": "64MiB"}}
     refused = attempt("vllm_script.py", job)
     assert refused.returncode != 0 and "unknown key 'stageing'" in refused.stderr

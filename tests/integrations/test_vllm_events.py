@@ -1,4 +1,4 @@
-"""What vLLM tells of the connector: KV events to subscribers, metrics and a log line to whoever runs it."""
+"""What vLLM publishes about the connector: KV events, metrics and a log line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_process import BLOCK, attempt, make_model, needs_vllm, prompts, result
 
 pytestmark = needs_vllm
 
-# Five prompts of nine blocks, into tiers that have room for fewer: the tail of the first goes from both.
+# Five prompts of nine blocks, into smaller tiers: both evict the end of the first.
 ASKED = prompts(21, [300] * 5)
 BLOCKS = 9 * len(ASKED)
 FRAME = 49280
@@ -18,7 +18,7 @@ ROOM = {"near": 31, "disk": 40}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Five prompts, of which the memory keeps three and a half and the disk four and a half; then the second one again."""
+    """Five prompts, of which memory holds three and a half and disk four and a half; then the second one again."""
     folder = tmp_path_factory.mktemp("events")
     done = attempt(
         "vllm_events_script.py",
@@ -53,8 +53,8 @@ def stored(events: list[dict[str, Any]], owner: str | None) -> dict[int, tuple[i
     return blocks
 
 
-def test_events_of_tiers_join_those_of_the_device(found: dict[str, Any]) -> None:
-    """Each tier's blocks are told in the same hashes, with the same parents and tokens, as the device's own."""
+def test_tier_events_join_device_events(found: dict[str, Any]) -> None:
+    """The events of each tier have the hashes, parents and tokens of the device's events."""
     device = stored(found["events"], None)
     assert len(device) == BLOCKS
     assert stored(found["events"], "near") == device and stored(found["events"], "disk") == device
@@ -62,15 +62,15 @@ def test_events_of_tiers_join_those_of_the_device(found: dict[str, Any]) -> None
     assert tokens == sorted(prompt[i * BLOCK : (i + 1) * BLOCK] for prompt in ASKED for i in range(9))
 
 
-def test_events_say_where(found: dict[str, Any]) -> None:
-    """Memory and disk are told apart by medium and owner, and all is local to this server."""
+def test_events_name_the_tier(found: dict[str, Any]) -> None:
+    """Memory and disk differ in medium and owner; both are local."""
     media = {(one["ownership"], one["medium"], one["locality"]) for one in found["events"] if not of_device(one)}
     assert media == {("near", "CPU", "LOCAL"), ("disk", "STORAGE", "LOCAL")}
 
 
 @pytest.mark.parametrize("tier", ["near", "disk"])
-def test_events_tell_what_a_tier_holds(tier: str, found: dict[str, Any]) -> None:
-    """Whoever adds what was stored and takes away what was removed knows how many blocks a tier has, to the last one."""
+def test_events_track_a_tier(tier: str, found: dict[str, Any]) -> None:
+    """A subscriber that applies all events knows exactly which blocks a tier has."""
     held: set[int] = set()
     removed = 0
     for event in found["events"]:
@@ -104,6 +104,6 @@ def test_metrics(found: dict[str, Any]) -> None:
 
 
 def test_log_line(found: dict[str, Any]) -> None:
-    """vLLM's log says what went through each tier."""
+    """vLLM's log line has the traffic of each tier."""
     [*_, line] = found["lines"]
     assert "disk saved blocks=" in line and "near loaded blocks=" in line and "queued_blocks=0" in line

@@ -1,4 +1,4 @@
-"""vLLM in two ranks (tensor parallel), each with its own part of every block, over one folder."""
+"""vLLM with two ranks (tensor parallel), each with its part of every block, over one folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_process import BLOCK, Told, answers, disk, make_model, needs_vllm, prompts, run
+from vllm_process import BLOCK, RemoteVllm, answers, disk, make_model, needs_vllm, prompts, run
 
 from foreword.conformance import soon
 from foreword.store.frame import Header, read_header
@@ -41,7 +41,7 @@ def frames(folder: Path) -> list[Path]:
 
 
 def chain_to_depth(depth: int, headers: Iterable[Header]) -> set[bytes]:
-    """Keys of the one chain that is so long."""
+    """Keys of the only chain of that length."""
     parents = {header.key: header.parent for header in headers}
     [key] = [header.key for header in headers if header.depth == depth]
     found = set()
@@ -63,8 +63,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_ranks(model: Path, tmp_path: Path) -> None:
-    """Both ranks save and load their own part: the same answers, hits after a reset and in fresh processes; where one rank's
-    part of a block is missing it is a miss for both, from there on; where it is damaged both compute from there."""
+    """Both ranks save and load their part: the same answers, hits after a reset and in new processes. A block is a miss if one
+    rank's part is missing, and is recomputed if one rank's part is damaged."""
     first = two_ranks(model, [disk(tmp_path)], tmp_path, 2)["rounds"]
     assert answers(first[0]) == answers(first[1])
     assert [one["cached"] for one in first[1]] == HITS
@@ -85,33 +85,32 @@ def test_two_ranks(model: Path, tmp_path: Path) -> None:
     assert [one["cached"] for one in second] == [BLOCK, BLOCK, HITS[2]]
 
 
-def test_memory_and_handing_over(model: Path, tmp_path: Path) -> None:
-    """Each rank has a memory tier of its own, which the scheduler, in another process, finds: what vLLM forgot is loaded. What
-    it computes for another vLLM of two ranks, each rank reads from its like, and the leases end on both; the answers are
-    the same."""
+def test_memory_tiers_and_handoff(model: Path, tmp_path: Path) -> None:
+    """The scheduler, in another process, finds blocks in the memory tier of each rank: what vLLM evicted is loaded. In a hand-off
+    between two vLLMs with two ranks each rank reads from the same rank, and the leases end on both; answers are the same."""
     tiers = ["memory://?size=64MiB", disk(tmp_path)]
-    both = Told(tmp_path / "both.log", CORES, model, tiers, extra={"transfer": {}}, llm=COUNTED)
-    second = Told(tmp_path / "second.log", CORES, model, [], role="kv_consumer", llm=COUNTED)
+    both = RemoteVllm(tmp_path / "both.log", CORES, model, tiers, extra={"transfer": {}}, llm=COUNTED)
+    second = RemoteVllm(tmp_path / "second.log", CORES, model, [], role="kv_consumer", llm=COUNTED)
     try:
         both.ready()
         computed = [both.ask(prompt)["tokens"] for prompt in ASKED]
-        both.tell("forget_written", folder=str(tmp_path), count=2 * BLOCKS)
+        both.call("forget_written", folder=str(tmp_path), count=2 * BLOCKS)
         again = [both.ask(prompt) for prompt in ASKED]
         assert [one["tokens"] for one in again] == computed and [one["cached"] for one in again] == HITS
-        assert both.tell("state")["loaded"] == {"memory": 2 * BLOCKS}
+        assert both.call("state")["loaded"] == {"memory": 2 * BLOCKS}
         second.ready()
-        free = both.tell("state")["free"]
+        free = both.call("state")["free"]
         for prompt in OTHERS:
             params = both.prefill(prompt)
             assert len(params["foreword"]["addresses"]) == 2
             tokens = second.ask(prompt, params)["tokens"]
-            assert both.tell("idle")["free"] == free
-            second.tell("forget")
+            assert both.call("idle")["free"] == free
+            second.call("forget")
             assert second.ask(prompt)["tokens"] == tokens
-        found = both.tell("state")
+        found = both.call("state")
         assert (found["leases"], found["leases_unread"]) == (2 * len(OTHERS), 0)
         assert found["lent_blocks"] + found["shared_blocks"] == 2 * sum(len(prompt) // BLOCK for prompt in OTHERS)
-        assert second.tell("state")["loaded"] == {"prefill": found["lent_blocks"] + found["shared_blocks"]}
+        assert second.call("state")["loaded"] == {"prefill": found["lent_blocks"] + found["shared_blocks"]}
     finally:
         both.end()
         second.end()

@@ -101,7 +101,7 @@ class Server:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
 
     def stop(self, number: int = signal.SIGTERM, within: float = 150) -> None:
-        """Ask the server to end, and end whatever of it is left."""
+        """Stop the server, and kill what is left of it."""
         self.process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(within)
@@ -124,7 +124,7 @@ class Pair:
         return f"disk://{self.folder}/kv?size=256MiB"
 
     def blocks(self, *, pinned: bool = False) -> int:
-        """How many are in the store."""
+        """Number of blocks in the store."""
         store = open_store([self.store])
         try:
             return sum(entry.pinned or not pinned for entry in store.scan(deadline=time.monotonic() + 120))
@@ -132,7 +132,7 @@ class Pair:
             store.close()
 
     def reference(self, text: str, count: int = 12) -> list[int]:
-        """What the model answers without vLLM and without any cache."""
+        """The model's answer without vLLM and without any cache."""
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
         model = transformers.LlamaForCausalLM.from_pretrained(self.model, dtype=torch.float32)
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
@@ -221,9 +221,9 @@ def text(seed: int, length: int) -> str:
     return " ".join(words)[:length]
 
 
-def test_what_one_computed_the_other_loads(pair: Pair) -> None:
-    """A prompt that one server computed is loaded by the other, which never saw it, and both answer as the model does
-    without any cache; the metrics count it (R24, R25)."""
+def test_servers_share_blocks(pair: Pair) -> None:
+    """A prompt that one server has computed is loaded by the other. Both give the answers of the model without any cache, and
+    the metrics count the hit."""
     prompt = text(1, 400)
     right = pair.reference(prompt)
     computed = pair.first.complete(prompt)
@@ -236,7 +236,7 @@ def test_what_one_computed_the_other_loads(pair: Pair) -> None:
 
 
 def test_the_openai_client_streams(pair: Pair) -> None:
-    """OpenAI's own client streams a chat, and one with a named prefix, whose answer is that of the messages written out."""
+    """OpenAI's client streams a chat with a named prefix, and gets the answer for the full messages."""
     client = openai.OpenAI(base_url=pair.second.url + "/v1", api_key=KEY, max_retries=0)
     start_of = [{"role": "system", "content": text(2, 150)}]
     question: list[Any] = [{"role": "user", "content": "What is it about?"}]
@@ -258,9 +258,9 @@ def test_the_openai_client_streams(pair: Pair) -> None:
     wait_for(lambda: pair.second.ask("GET", "/v1/prefixes/stream").json()["hit_tokens"] >= 150 // BLOCK * BLOCK)
 
 
-def test_a_named_prefix_is_known_to_both(pair: Pair) -> None:
-    """A prefix registered on one server is pinned in the store and used on the other by its name, with the answer of the
-    whole text; a wrong name is a 404 that says a close one (R15 to R18)."""
+def test_servers_share_named_prefixes(pair: Pair) -> None:
+    """A prefix registered on one server is pinned in the store and can be used on the other, with the answer for the full text.
+    An unknown name is a 404 that suggests a similar one."""
     content, rest = text(3, 300), " and then what?"
     made = pair.first.ask("POST", "/v1/prefixes", {"name": "manual", "content": content})
     assert made.status_code == 201, made.text
@@ -285,8 +285,8 @@ def test_a_named_prefix_is_known_to_both(pair: Pair) -> None:
 
 
 def test_replaced_and_removed_by_the_command(pair: Pair) -> None:
-    """`foreword prefix` adds, replaces, lists and removes on a vLLM server; what it let go is not pinned any longer, but
-    for what another prefix shares with it, and both servers know (R18)."""
+    """`foreword prefix` adds, replaces, lists and removes on a vLLM server. Removed prefixes are unpinned, except for blocks
+    that another prefix shares, and both servers see it."""
     was = pair.blocks(pinned=True)
     shared, tail = text(4, 160), text(5, 128)
 
@@ -314,8 +314,8 @@ def test_replaced_and_removed_by_the_command(pair: Pair) -> None:
     assert "Did you mean" in command("show", "strem").stderr
 
 
-def test_the_key_is_asked_for(pair: Pair) -> None:
-    """Where vLLM asks for an API key, prefixes cannot be seen, made, guessed or used without it."""
+def test_api_key(pair: Pair) -> None:
+    """With an API key, prefixes cannot be listed, registered, guessed or used without it."""
     for method, path, body in (
         ("GET", "/v1/prefixes", None),
         ("POST", "/v1/prefixes", {"name": "mine", "content": "x"}),
@@ -327,8 +327,8 @@ def test_the_key_is_asked_for(pair: Pair) -> None:
     assert pair.second.ask("GET", "/v1/prefixes/mine").status_code == 404
 
 
-def test_bad_requests_say_what_to_do(pair: Pair) -> None:
-    """What is wrong with a prefix is said in a sentence, and nothing is registered."""
+def test_bad_requests(pair: Pair) -> None:
+    """A bad prefix is refused with an explanation and not registered."""
     for body, status, word in (
         ({"name": "a b", "content": "x"}, 400, "letters"),
         ({"name": "both", "content": "x", "messages": [{"role": "user", "content": "x"}]}, 400, "either"),
@@ -345,8 +345,8 @@ def test_bad_requests_say_what_to_do(pair: Pair) -> None:
 
 
 def test_a_restarted_server_is_warm(pair: Pair) -> None:
-    """A server that is ended with `--shutdown-timeout` writes what it has just computed, and one that starts again loads it;
-    it knows the named prefixes, and has computed again, and pinned, what the store had lost of one."""
+    """A server that stops with `--shutdown-timeout` writes what it has computed, and loads it after a restart. It knows the named
+    prefixes, and has recomputed and pinned what the store had lost of one."""
     prompt, content, rest = text(7, 350), text(3, 300), " and then what?"
     answer = pair.second.complete(prompt)["tokens"]
     pair.second.stop()
@@ -362,9 +362,8 @@ def test_a_restarted_server_is_warm(pair: Pair) -> None:
     assert used["tokens"] == pair.reference(content + rest) and used["cached"] == 300 // BLOCK * BLOCK
 
 
-def test_what_is_forgotten_is_not_known(pair: Pair) -> None:
-    """`foreword inspect` shows the prefixes of vLLM's servers, and what `foreword forget` removes from the store, no server
-    knows any longer."""
+def test_forget(pair: Pair) -> None:
+    """`foreword inspect` lists the prefixes of vLLM servers; after `foreword forget` no server knows the prefix."""
     shown = json.loads(foreword("inspect", "--json", pair.store).stdout)
     assert {prefix["name"]: prefix["tokens"] for prefix in shown["prefixes"]}["manual"] == 300
     receipt = json.loads(foreword("forget", "--prefix", "manual", pair.store).stdout)

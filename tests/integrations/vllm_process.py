@@ -41,7 +41,7 @@ def make_model(folder: Path, seed: int = 0) -> Path:
 
 
 def run(script: str, job: dict[str, Any], **environment: str) -> dict[str, Any]:
-    """What a script beside this file printed for the job."""
+    """The JSON that a script of this folder prints for the job."""
     return result(attempt(script, job, **environment))
 
 
@@ -75,8 +75,8 @@ def disk(folder: Path) -> str:
     return f"disk://{folder}/kv?size=256MiB"
 
 
-class Told:
-    """A script beside this file (`vllm_told.py`) in a process of its own."""
+class RemoteVllm:
+    """A vLLM in another process (`vllm_remote.py`), which a test calls."""
 
     def __init__(
         self, log: Path, environment: Mapping[str, str], model: Path, store: list[str] | None, **job: Any
@@ -84,7 +84,7 @@ class Told:
         given = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", **environment}
         command = [
             PYTHON,
-            str(Path(__file__).parent / "vllm_told.py"),
+            str(Path(__file__).parent / "vllm_remote.py"),
             json.dumps({"model": str(model), "store": store, **job}),
         ]
         self._log = log
@@ -100,8 +100,8 @@ class Told:
         assert self._process.stdout is not None
         with self._process.stdout as said:
             for line in said:
-                if "told> " in line:
-                    self._lines.put(line.partition("told> ")[2])
+                if "reply> " in line:
+                    self._lines.put(line.partition("reply> ")[2])
         self._lines.put("")
 
     @property
@@ -114,21 +114,21 @@ class Told:
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def ready(self) -> Told:
+    def ready(self) -> RemoteVllm:
         self.pid = self.answer()["ready"]
         return self
 
-    def tell(self, do: str, **more: Any) -> dict[str, Any]:
+    def call(self, do: str, **more: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
         self._process.stdin.flush()
         return self.answer()
 
     def ask(self, prompt: list[int], params: dict[str, Any] | None = None, count: int = 8) -> dict[str, Any]:
-        return self.tell("ask", prompt=prompt, params=params, count=count)
+        return self.call("ask", prompt=prompt, params=params, count=count)
 
     def prefill(self, prompt: list[int]) -> dict[str, Any]:
-        """What the answer of a prefill request says for the decode instance."""
+        """The `kv_transfer_params` of a prefill request's answer."""
         found: dict[str, Any] = self.ask(prompt, {"do_remote_decode": True}, 1)["params"]
         return found
 

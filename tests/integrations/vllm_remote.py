@@ -1,9 +1,9 @@
-"""Runs in an environment with vLLM: one that does what it is told, line by line, until its input ends.
+"""Runs in an environment with vLLM: a vLLM that serves calls from its standard input until that ends.
 
-    python vllm_told.py '{"model": DIR, "store": [URL, ...], "role": "kv_both", "extra": {...}, "apart": false}'
+    python vllm_remote.py '{"model": DIR, "store": [URL, ...], "role": "kv_both", "extra": {...}, "separate": false}'
 
-Every line of the input is a JSON object with `do` and what belongs to it; every answer is a line of JSON after a mark.
-`apart`: the engine and its worker are in processes of their own, as with `vllm serve`.
+Every line of the input is a JSON object: `do` and its arguments. Every reply is a line of JSON after a mark.
+`separate`: the engine and its worker are in separate processes, as with `vllm serve`.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from typing import Any
 
 from vllm_case import WITHIN, Engine, Gate, loaded, make_llm, metrics, scheduler_of, wait_for_files, worker_of
 
-MARK = "told> "
+MARK = "reply> "
 _COUNTS = ("leases", "leases_unread", "lent_blocks", "shared_blocks")
 
 
-class Words(logging.Handler):
-    """What Foreword has logged since this was read last."""
+class Warnings(logging.Handler):
+    """Collects Foreword's warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._said: list[str] = []
+        self._messages: list[str] = []
         logging.getLogger("foreword").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._said.append(record.getMessage())
+        self._messages.append(record.getMessage())
 
     def take(self) -> list[str]:
-        said, self._said = self._said, []
-        return said
+        messages, self._messages = self._messages, []
+        return messages
 
 
-class Told:
-    """One vLLM."""
+class Served:
+    """The calls that a test may make."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        if job.get("apart"):
+        if job.get("separate"):
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        self.words = Words()
+        self.warnings = Warnings()
         self.llm = make_llm(job)
         self.worker = worker_of(self.llm)
         self.stores = len(job["store"])
@@ -107,7 +107,7 @@ class Told:
         found["address"] = self.worker.handshake.peers
         leases = self.worker._leases
         if leases is not None:
-            found.update(leases.counts, lent=leases.status().device, shared=leases.status().memory)
+            found.update(leases.counts, leased=leases.status().device, shared=leases.status().memory)
         tiers = self.worker.offload.store.tiers
         return {**found, "read": [tier.counters.hit_blocks for tier in tiers]}
 
@@ -116,14 +116,14 @@ class Told:
 
 
 def main() -> None:
-    told = Told(json.loads(sys.argv[1]))
+    vllm = Served(json.loads(sys.argv[1]))
     print(MARK + json.dumps({"ready": os.getpid()}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)
-        found = getattr(told, job.pop("do"))(**job)
-        print(MARK + json.dumps({**found, "said": told.words.take()}), flush=True)
-    if told.worker is None:
-        told.llm.llm_engine.engine_core.shutdown()
+        found = getattr(vllm, job.pop("do"))(**job)
+        print(MARK + json.dumps({**found, "warnings": vllm.warnings.take()}), flush=True)
+    if vllm.worker is None:
+        vllm.llm.llm_engine.engine_core.shutdown()
     os._exit(0)
 
 
