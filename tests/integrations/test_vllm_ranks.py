@@ -86,8 +86,8 @@ def test_two_ranks(model: Path, tmp_path: Path) -> None:
 
 
 def test_memory_tiers_and_handoff(model: Path, tmp_path: Path) -> None:
-    """The scheduler, in another process, finds blocks in the memory tier of each rank: what vLLM evicted is loaded. In a hand-off
-    between two vLLMs with two ranks each rank reads from the same rank, and the leases end on both; answers are the same."""
+    """The scheduler, in another process, finds blocks in each rank's memory tier: what vLLM evicted is loaded. In a hand-off
+    between two vLLMs with two ranks, each rank reads from the same rank, and the leases end on both; answers are the same."""
     tiers = ["memory://?size=64MiB", disk(tmp_path)]
     both = RemoteVllm(tmp_path / "both.log", CORES, model, tiers, extra={"transfer": {}}, llm=COUNTED)
     second = RemoteVllm(tmp_path / "second.log", CORES, model, [], role="kv_consumer", llm=COUNTED)

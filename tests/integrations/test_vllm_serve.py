@@ -345,8 +345,8 @@ def test_bad_requests(pair: Pair) -> None:
 
 
 def test_a_restarted_server_is_warm(pair: Pair) -> None:
-    """A server that stops with `--shutdown-timeout` writes what it has computed, and loads it after a restart. It knows the named
-    prefixes, and has recomputed and pinned what the store had lost of one."""
+    """A server that stops with `--shutdown-timeout` writes what it has computed, and loads it after a restart. It knows the
+    named prefixes, and has recomputed and pinned what the store had lost of one."""
     prompt, content, rest = text(7, 350), text(3, 300), " and then what?"
     answer = pair.second.complete(prompt)["tokens"]
     pair.second.stop()
