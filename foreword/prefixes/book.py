@@ -48,7 +48,7 @@ class _Entry:
 
 
 class PrefixBook:
-    """The named prefixes of one engine, per tenant, within a byte budget. Each tenant has a name space of its own.
+    """The named prefixes of one engine, per tenant, within a byte budget. Each tenant has its own names.
 
     Args:
         budget_bytes: how much all prefixes together may pin; None: no bound. Prefixes that are being computed count.

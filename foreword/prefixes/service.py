@@ -218,7 +218,7 @@ class PrefixService:
     # Sharing
 
     def stale(self, salt: bytes = b"", name: str | None = None) -> bool:
-        """Whether `refresh` should be called: at most every two seconds, sooner for a name that is not known here."""
+        """Whether `refresh` should be called: at most every two seconds, or at once for a name that is not known here."""
         if self._storage is None:
             return False
         unknown = name is not None and not self.book.version(name, salt=salt)

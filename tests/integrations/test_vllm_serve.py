@@ -64,7 +64,7 @@ def make_model(folder: Path) -> None:
 
 @dataclass
 class Server:
-    """One `vllm serve` in a process group of its own."""
+    """One `vllm serve` in its own process group."""
 
     url: str
     key: str | None

@@ -85,12 +85,14 @@ def metrics(llm: Any, name: str) -> list[Any]:
 
 def finish(found: dict[str, Any]) -> None:
     print("\n" + json.dumps(found), flush=True)
-    os._exit(0)  # vLLM's own end takes seconds
+    os._exit(0)  # vLLM's shutdown takes seconds
 
 
 class Gate:
-    """A store in front of another: calls of one kind wait while it is shut, and tell when they have come. `broken` numbers of
-    the blocks asked for, counted over all calls, are not delivered."""
+    """Wraps a store. While it is shut, calls of one kind wait; `reached` and `passed` are set when one starts and ends.
+
+    `broken`: indexes of requested blocks, counted over all calls, that are not read.
+    """
 
     def __init__(self, store: Any, kind: str) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""The connector as tests of what is loaded want it: no load is given up because this machine is slow just now."""
+"""The connector for tests of loads: it loads even if this machine is slow and computing would be faster."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from foreword.store.tiered import Rate
 
 
 class _Unknown(Rate):
-    """A speed that is never measured."""
+    """A rate that is never measured."""
 
     def note(self, amount: float, seconds: float) -> None:
-        """Forgotten."""
+        """Ignored."""
 
 
 class PatientConnector(vllm.ForewordConnector):
-    """While it is not known how fast vLLM computes, whatever the stores have is loaded, and gets `load_timeout`."""
+    """Without a measured prefill rate the connector loads everything that it finds, within `load_timeout`."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        assert self._worker is not None and self._worker.offload is not None
+        assert self._worker.offload is not None
         self._worker.offload.prefill_rate = _Unknown()
 
 

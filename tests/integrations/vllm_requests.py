@@ -1,8 +1,8 @@
-"""Runs in an environment with vLLM: requests that are aborted, preempted, cut short and go on, each case by its name.
+"""Runs in an environment with vLLM: requests that are aborted, preempted or fail to load, each case by its name.
 
     python vllm_requests.py '{"model": DIR, "store": [URL], "prompts": [[token, ...], ...], "cases": [NAME, ...]}'
 
-Prints what each case found, as JSON. The store's gates stand before real stores.
+Prints the result of each case as JSON. A `Gate` wraps a real store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Prompts = list[list[int]]
 
 
 def gate(engine: Engine, kind: str) -> Gate:
-    """Before the first tier."""
+    """Wrap the store of the first tier."""
     cache = worker_of(engine.llm).offload
     found = Gate(cache.store.tiers[0].store, kind)
     cache.store.tiers[0].store = found
@@ -31,7 +31,7 @@ def ungate(engine: Engine, placed: Gate) -> None:
 
 
 def saved(engine: Engine, prompts: Prompts) -> None:
-    """Put the prompts' blocks into the store, and out of vLLM."""
+    """Save the prompts' blocks in the store, and reset vLLM's own cache."""
     for number, prompt in enumerate(prompts):
         engine.add(f"saved-{number}-{prompt[0]}", prompt, 1)
     engine.run()
@@ -43,7 +43,7 @@ def tracked(engine: Engine) -> int:
 
 
 def abort_during_load(engine: Engine, prompts: Prompts) -> dict[str, Any]:
-    """The first prompt is aborted while its blocks are on their way; the others then take every block there is."""
+    """The first prompt is aborted during its load; the others then need every block there is."""
     saved(engine, prompts[:1])
     free = engine.free_blocks
     placed = gate(engine, "get")
@@ -64,7 +64,7 @@ def abort_during_load(engine: Engine, prompts: Prompts) -> dict[str, Any]:
         for name in scheduler_of(engine.llm).requests:
             reused.update(set(manager.get_block_ids(name)[0]) & set(taken))
         if reused and not placed.passed.is_set():
-            placed.open()  # what was read so late must not be written any more
+            placed.open()  # blocks that are read now must not be written into the device
             assert placed.passed.wait(WITHIN)
     ungate(engine, placed)
     answers = [engine.tokens[f"other-{number}"] for number in range(len(prompts) - 1)]
@@ -79,7 +79,7 @@ def abort_during_load(engine: Engine, prompts: Prompts) -> dict[str, Any]:
 
 
 def abort_during_lookup(engine: Engine, prompts: Prompts) -> dict[str, Any]:
-    """A request is aborted while the stores are searched for it; another goes on."""
+    """A request is aborted during its lookup; another continues."""
     free = engine.free_blocks
     placed = gate(engine, "lookup")
     placed.shut()
@@ -100,7 +100,7 @@ def abort_during_lookup(engine: Engine, prompts: Prompts) -> dict[str, Any]:
 
 
 def finish_while_saving(engine: Engine, prompts: Prompts) -> dict[str, Any]:
-    """Requests end, and their blocks are taken by others, before the store has written anything of them."""
+    """Requests finish, and vLLM reuses their blocks, before the store has written any of them."""
     placed = gate(engine, "put")
     placed.shut()
     for turn in (prompts[:2], prompts[2:]):
@@ -148,7 +148,7 @@ def preempt(engine: Engine, prompts: Prompts) -> dict[str, Any]:
 
 
 def broken_in_the_middle(engine: Engine, prompts: Prompts) -> dict[str, Any]:
-    """Of a prompt's blocks the fourth does not come; what vLLM computed instead is kept, so the next load is whole."""
+    """The fourth block of a prompt cannot be loaded. What vLLM computes instead is saved, so the next load is complete."""
     saved(engine, prompts[:1])
     placed = gate(engine, "get")
     placed.broken = {3}
@@ -174,7 +174,7 @@ def broken_in_the_middle(engine: Engine, prompts: Prompts) -> dict[str, Any]:
 
 
 def never_delivered(engine: Engine, prompts: Prompts) -> dict[str, Any]:
-    """A store that has a prompt, as it says, and never delivers a block of it: the request loads once and computes."""
+    """A store finds all blocks of a prompt and reads none: the request loads once and computes."""
     saved(engine, prompts[:1])
     placed = gate(engine, "get")
     placed.broken = set(range(100000))
@@ -201,8 +201,8 @@ def _soon() -> float:
 
 
 def session(engine: Engine, prompts: Prompts) -> dict[str, Any]:
-    """A session whose input comes in parts: each part takes the place of the last sampled token. What was saved under a
-    part's name must be what those tokens compute to."""
+    """A streaming session: each part of the input replaces the last sampled token. Blocks must be saved under the keys of the
+    tokens that were computed."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.request import Request
@@ -230,9 +230,8 @@ def session(engine: Engine, prompts: Prompts) -> dict[str, Any]:
             request = scheduler.requests["session"]
             if request.status.name == "WAITING_FOR_STREAMING_REQ":
                 break
-        scheduler.connector._scheduler._state_of(
-            request
-        )  # as a step that is planned while the last token is there does
+        # As a step that is scheduled before the next part does.
+        scheduler.connector._scheduler._state_of(request)
         whole = list(request.all_token_ids)
     feed([1], False)
     engine.until(lambda: "session" not in scheduler.requests)
@@ -248,8 +247,7 @@ def session(engine: Engine, prompts: Prompts) -> dict[str, Any]:
 
 
 def not_cached(engine: Engine, prompts: Prompts) -> dict[str, Any]:
-    """Requests whose KV depends on more than tokens and salt: the scheduler's side is asked for each kind, of a prompt that
-    the store has."""
+    """Requests whose KV depends on more than tokens and salt, with a prompt that the store has."""
     from vllm.lora.request import LoRARequest
 
     saved(engine, prompts)
@@ -274,7 +272,7 @@ def not_cached(engine: Engine, prompts: Prompts) -> dict[str, Any]:
 
 
 def refused(engine: Engine, prompts: Prompts) -> dict[str, Any]:
-    """What the connector says to caches that it does not hold, in vLLM's own description of them."""
+    """The connector's errors for unsupported KV caches, described by vLLM's own specs."""
     import dataclasses
 
     from foreword.errors import ModelUnsupported

@@ -7,8 +7,8 @@ other instances can read them before the answer is out. The answer says where th
 
 The decode request brings that along, and loads from there what neither vLLM nor its stores have.
 
-The message passes through clients and proxies, so it is validated like any input. With a secret it is authenticated: nobody
-without the secret can direct this instance to an address.
+The message passes through clients and proxies, so it is validated like any input. With a secret it is authenticated: a
+client without the secret cannot direct this instance to an address.
 """
 
 from __future__ import annotations

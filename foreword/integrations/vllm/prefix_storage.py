@@ -1,6 +1,6 @@
 """The connector's stores as vLLM's API server sees them: records of named prefixes, and pins of their blocks.
 
-The API server is a process of its own. It opens the same URLs as the engine's process. A `memory://` tier lies in the engine's
+The API server is a separate process. It opens the same URLs as the engine's process. A `memory://` tier lies in the engine's
 process, so it is not visible here. The connector leaves a record of how its blocks are laid out: `layouts/<fingerprint>`.
 """
 
