@@ -16,7 +16,7 @@ from foreword.prefixes.service import PinnedKV, PrefixService, Registration
 
 logger = logging.getLogger(__name__)
 
-# A request that names a known prefix waits this long for the store's records, so that a store that hangs delays nothing.
+# How long a request that names a known prefix waits for the store.
 _KNOWN_NAME_WAIT = 0.25
 
 Result = TypeVar("Result")
@@ -57,7 +57,7 @@ class AsyncPrefixes:
     ) -> NamedPrefix:
         """Register a prefix, compute its KV and pin it. Raises BadRequest, PromptTooLong, PrefixBudgetExceeded, or StoreError
         if no store takes its record."""
-        await self.refresh(salt, name)
+        await self._refresh(salt, name)
         register = functools.partial(self.service.register, name, content, messages, salt=salt, replace=replace)
         with contextlib.ExitStack() as stack:
             registration = await _to_the_end(lambda: stack.enter_context(register()))
@@ -74,8 +74,10 @@ class AsyncPrefixes:
             await _to_the_end(registration.finish)
 
     async def refresh(self, salt: bytes = b"", name: str | None = None) -> None:
-        """Read what other instances have registered or removed, unless that was done within the last seconds. For a `name` that
-        is not known here it is done at once."""
+        """Read what other instances have registered or removed, unless that was done within the last seconds.
+
+        For a `name` that is not known here it is done at once; for a known name a store that hangs is not waited for.
+        """
         if not self.service.stale(salt, name):
             return
         known = name is not None and bool(self.service.book.version(name, salt=salt))
@@ -131,7 +133,7 @@ class AsyncPrefixes:
 
     async def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
         """Remove a prefix here and in the store. Raises UnknownPrefix, StoreError."""
-        await self.refresh(salt, name)
+        await self._refresh(salt, name)
         return await asyncio.to_thread(self.service.remove, name, salt=salt)
 
 
