@@ -62,7 +62,7 @@ def worker_of(engine: str) -> ForewordConnectorWorker | None:
 
 
 class ForewordConnectorWorker:
-    """See the module. Called from the worker's thread only; nothing here waits for I/O but `wait` and `close`."""
+    """See the module. Called from the worker's thread only. Loads and saves run on the threads of `OffloadManager`."""
 
     def __init__(self, info: KVCacheInfo, settings: ConnectorSettings, engine: str) -> None:
         self._info = info
