@@ -1,4 +1,4 @@
-"""Children of the test process, forked: they have everything imported, may be killed at any moment, and run no test's end."""
+"""Forked child processes for tests. They can be killed at any moment, and never run the teardown of a test."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def start(work: Callable[[], object]) -> int:
-    """Run `work` in a child; returns its process number. The child exits with 0, or 1 if `work` raised."""
+    """Run `work` in a child and return its process id. The child exits with 0, or with 1 if `work` raised."""
     child = os.fork()
     if child:
         return child
@@ -22,28 +22,28 @@ def start(work: Callable[[], object]) -> int:
 
 
 def wait(child: int) -> int:
-    """Exit code of a child, less than 0 for the signal that ended it."""
+    """Wait for a child. Returns its exit code, negative for a signal."""
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Exit code of a child that does `work`."""
+    """Run `work` in a child and return its exit code."""
     return wait(start(work))
 
 
 def kill(child: int) -> int:
-    """End a child at once; its exit code, which says whether it lived until then."""
+    """Kill a child and return its exit code, which tells whether it was still running."""
     os.kill(child, signal.SIGKILL)
     return wait(child)
 
 
 def pause(child: int) -> bool:
-    """Stop a child where it stands; False if it has ended."""
+    """Stop a child with SIGSTOP. False if it has ended."""
     os.kill(child, signal.SIGSTOP)
     _, status = os.waitpid(child, os.WUNTRACED)
     return os.WIFSTOPPED(status)
 
 
-def go_on(child: int) -> None:
+def resume(child: int) -> None:
     os.kill(child, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Real servers for the tests of stores: started by the tests, in folders of their own, ended with them."""
+"""Real servers for tests of stores, started and stopped by the tests in temporary folders."""
 
 import shutil
 import signal
@@ -21,7 +21,7 @@ PATIENCE = 60.0
 
 
 def redis_binary() -> str:
-    """A Redis or Valkey server; skips the test where there is none."""
+    """The path of a Redis or Valkey server. Skips the test if there is none."""
     for program in ("redis-server", "valkey-server"):
         found = shutil.which(program)
         if found:
@@ -30,14 +30,14 @@ def redis_binary() -> str:
 
 
 def free_port() -> int:
-    """A port that nobody uses at this moment."""
+    """A port that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait_until(what: Callable[[], bool], name: str) -> None:
-    """Wait for something that comes about by itself."""
+    """Wait until a condition holds."""
     deadline = time.monotonic() + PATIENCE
     while not what():
         if time.monotonic() > deadline:
@@ -46,7 +46,7 @@ def wait_until(what: Callable[[], bool], name: str) -> None:
 
 
 class RedisServer:
-    """One server on a port and a Unix socket; keeps nothing when it is killed."""
+    """A Redis server on a port and a Unix socket, without persistence."""
 
     def __init__(self, folder: Path, *options: str, password: str | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class RedisServer:
         return f"redis://{f':{self.password}@' if self.password else ''}127.0.0.1:{self.port}"
 
     def client(self) -> "redis.Redis":
-        """redis-py beside the store under test: to look at what lies there, and to spoil it."""
+        """A redis-py client, to inspect and change the data of the store under test."""
         return redis.Redis(port=self.port, password=self.password)
 
     def start(self) -> None:
@@ -74,7 +74,7 @@ class RedisServer:
         wait_until(self._answers, "redis-server")
 
     def kill(self) -> None:
-        """`kill -9`."""
+        """Kill the server with SIGKILL."""
         self.signal(signal.SIGKILL)
         assert self._process is not None
         self._process.wait()
@@ -85,7 +85,7 @@ class RedisServer:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Alive, with all its connections open, and answering nothing."""
+        """Stop the process: connections stay open and nothing is answered."""
         self.signal(signal.SIGSTOP)
         try:
             yield
@@ -130,10 +130,8 @@ class RedisCluster:
             node.kill()
 
     def move(self, key: bytes) -> tuple[int, str, str]:
-        """Begin to move a key's slot to the next node, the key included: from here on its owner answers ASK for it.
-
-        Returns the slot, and the ids of the node it leaves and of the one that it comes to.
-        """
+        """Start to migrate the slot of a key, and the key, to the next node. Its owner then replies ASK. Returns the
+        slot and the ids of the two nodes."""
         slot = int(self.command(0, "CLUSTER", "KEYSLOT", key))
         old = min(slot * 3 // 16384, 2)
         new = (old + 1) % 3
@@ -144,12 +142,12 @@ class RedisCluster:
         return slot, ids[0], ids[1]
 
     def settle(self, slot: int, owner: str) -> None:
-        """End the move: from here on the old owner answers MOVED."""
+        """Finish the migration. The old owner then replies MOVED."""
         for number in range(3):
             self.command(number, "CLUSTER", "SETSLOT", slot, "NODE", owner)
 
     def command(self, number: int, *words: Any) -> Any:
-        """The bare answer of one node."""
+        """The raw reply of one node."""
         with self.nodes[number].client() as client:
             connection = client.connection_pool.get_connection()
             connection.send_command(*words)
@@ -170,7 +168,7 @@ class RedisCluster:
 
 
 class ScriptedServer:
-    """A peer that answers whatever comes on a connection with the given bytes and closes it; silent with None."""
+    """A server that sends given bytes on each connection and closes it. With None it stays silent."""
 
     def __init__(self, answers: Sequence[bytes | None]) -> None:
         self._answers = list(answers)
@@ -185,8 +183,8 @@ class ScriptedServer:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
 
-    def wait_for_goodbyes(self) -> None:
-        """Until the other side has closed every connection that was never answered."""
+    def wait_for_disconnects(self) -> None:
+        """Wait until the client has closed every connection that was not answered."""
         for connection in list(self._silent):
             connection.settimeout(PATIENCE)
             while connection.recv(1 << 16):
@@ -214,12 +212,12 @@ class ScriptedServer:
                 connection.recv(1 << 16)
                 connection.sendall(answer)
                 connection.shutdown(socket.SHUT_WR)
-                while connection.recv(1 << 16):  # so that nothing unread turns the end into a reset
+                while connection.recv(1 << 16):  # unread data would turn the close into a reset
                     pass
 
 
 class S3Server:
-    """moto's S3, in a process of its own, with one bucket."""
+    """The S3 server of moto in a separate process, with one bucket."""
 
     bucket = "blocks"
 
@@ -260,7 +258,7 @@ class S3Server:
 
 
 class HttpServer:
-    """A web server that answers every request with a status, the same or one that depends on the request, and a body."""
+    """A web server that answers every request with a status and a body, which may depend on the request."""
 
     def __init__(self, status: int | Callable[[BaseHTTPRequestHandler], int], body: bytes = b"") -> None:
         class Handler(BaseHTTPRequestHandler):

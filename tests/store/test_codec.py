@@ -1,4 +1,4 @@
-"""Codecs: exact to the bit or within their bound, safe against any bytes, readable for ever; and the store made of them."""
+"""Codecs are exact or within their error bound, accept any bytes safely, and stay readable; tests of the CodedStore."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ SMALL = Layout(b"model", 16, (LayerLayout(3, 32, 32),) * 3, "bfloat16")
 
 
 def floats(payload: bytes, dtype: str) -> np.ndarray:
-    """The numbers of a payload in float64."""
+    """The numbers of a payload as float64."""
     with np.errstate(invalid="ignore"):
         if dtype == "bfloat16":
             return (np.frombuffer(payload, "<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
@@ -58,7 +58,8 @@ def payload_of(numbers: np.ndarray, dtype: str) -> bytes:
 
 @st.composite
 def blocks(draw: st.DrawFn, kinds: Sequence[str] = ("normal", "outliers", "constant", "zeros", "tiny", "bits")):
-    """A layout and a payload of some kind: `bits` are any, so NaN, infinities and denormal numbers too."""
+    """A layout and a payload of one of the given kinds. `bits` are arbitrary, including NaN, infinities and denormal
+    numbers."""
     layout = draw(layouts)
     count = layout.block_bytes // layout.item_bytes
     source = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -78,7 +79,7 @@ def blocks(draw: st.DrawFn, kinds: Sequence[str] = ("normal", "outliers", "const
 
 
 def decoded(name: str, data: bytes | memoryview, layout: Layout) -> bytes:
-    """What a codec makes of data; nothing around its output may be touched."""
+    """Decode data, and check that nothing outside of the output was written."""
     room = bytearray(b"\xa5" * (layout.block_bytes + 32))
     try:
         codec_named(name).decode(memoryview(data), memoryview(room)[16:-16], layout)
@@ -92,7 +93,7 @@ def encoded(name: str, payload: bytes, layout: Layout) -> bytes:
 
 
 def parts(numbers: np.ndarray, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Keys `[tokens, heads, dim]` and values of each layer, by the words of layout.py."""
+    """The keys `[tokens, heads, dim]` and the values of each layer, as layout.py defines them."""
     start = 0
     for layer in layout.layers:
         found = []
@@ -114,7 +115,7 @@ def groups_of(values: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def named_groups(numbers: np.ndarray, layout: Layout) -> Iterator[tuple[int, str, np.ndarray]]:
-    """Layer, `key` or `value`, and the numbers that share a step; plainly, one by one."""
+    """Layer, `key` or `value`, and the numbers that share a step, in a simple reference implementation."""
     for layer, (keys, values) in enumerate(parts(numbers, layout)):
         for head in range(keys.shape[1]):
             for channel in range(keys.shape[2]):
@@ -125,7 +126,7 @@ def named_groups(numbers: np.ndarray, layout: Layout) -> Iterator[tuple[int, str
 
 @given(blocks())
 def test_raw_and_lossless_are_exact_to_the_bit(block: tuple[Layout, bytes]):
-    """Any payload, whatever its bits mean, comes back from the codecs without loss as it was."""
+    """raw and lossless return any payload bit for bit."""
     layout, payload = block
     for name in ("raw", "lossless"):
         assert decoded(name, encoded(name, payload, layout), layout) == payload
@@ -134,8 +135,8 @@ def test_raw_and_lossless_are_exact_to_the_bit(block: tuple[Layout, bytes]):
 @given(blocks(["normal", "outliers", "constant", "zeros", "tiny"]))
 @settings(max_examples=60)
 def test_int8_and_int4_stay_within_half_a_step(block: tuple[Layout, bytes]):
-    """No number moves by more than half of its group's range over the steps (with 1/128 for rounding the step up), but for
-    the rounding to the block's dtype."""
+    """The error of a number is at most half a step of its group (plus 1/128 because steps are rounded up) and the
+    rounding to the dtype of the block."""
     layout, payload = block
     exact = floats(payload, layout.dtype)
     for name in LEVELS:
@@ -149,8 +150,8 @@ def test_int8_and_int4_stay_within_half_a_step(block: tuple[Layout, bytes]):
 
 
 @given(blocks(["bits"]))
-def test_numbers_that_are_not_finite_survive_lossy_codecs(block: tuple[Layout, bytes]):
-    """A block with a NaN, an infinity or a number next to the largest is kept as it is; nothing finite becomes otherwise."""
+def test_lossy_codecs_keep_non_finite_numbers(block: tuple[Layout, bytes]):
+    """A block with NaN, infinity or a number near the maximum is stored unquantized. Finite numbers stay finite."""
     layout, payload = block
     exact = floats(payload, layout.dtype)
     for name in LOSSY:
@@ -163,8 +164,8 @@ def test_numbers_that_are_not_finite_survive_lossy_codecs(block: tuple[Layout, b
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, "largest"])
-def test_one_bad_number_anywhere_keeps_the_block_as_it_is(name: str, bad: float | str, dtype: str):
-    """One NaN, infinity or largest number, among the keys or the values, and the block comes back to the bit."""
+def test_one_non_finite_number_keeps_the_block_exact(name: str, bad: float | str, dtype: str):
+    """One NaN, infinity or maximum among keys or values, and the block comes back bit for bit."""
     layout = replace(SMALL, dtype=dtype)
     numbers = np.random.default_rng(1).normal(size=layout.block_bytes // layout.item_bytes)
     largest = {"bfloat16": 3.3895e38, "float16": 65504.0, "float32": 3.4028e38}[dtype]
@@ -176,8 +177,8 @@ def test_one_bad_number_anywhere_keeps_the_block_as_it_is(name: str, bad: float 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_numbers_as_a_model_makes_them_get_smaller(dtype: str):
-    """Normal numbers with channels of different size shrink: without loss by a sixth at least, with loss by more and more."""
+def test_compression_of_normal_numbers(dtype: str):
+    """Normal numbers with channels of different scale shrink: lossless by at least a sixth, int8 more, int4 most."""
     layout = replace(SMALL, dtype=dtype)
     numbers = np.random.default_rng(2).normal(size=(3, 2, 16, 96)) * np.linspace(0.2, 3, 96)
     payload = payload_of(numbers.ravel(), dtype)
@@ -187,8 +188,8 @@ def test_numbers_as_a_model_makes_them_get_smaller(dtype: str):
     assert sizes["int4"] < sizes["int8"] < min(0.7, sizes["lossless"])
 
 
-def test_planes_of_zeros_vanish_without_loss():
-    """float32 numbers that hold no more than bfloat16 ones cost two bits more at most: whichever planes shrink are found."""
+def test_planes_of_zeros_vanish():
+    """float32 numbers that fit into bfloat16 take at most two more bits per number than in bfloat16."""
     numbers = np.random.default_rng(3).normal(size=SMALL.block_bytes // 2)
     wide = (np.frombuffer(payload_of(numbers, "bfloat16"), "<u2").astype("<u4") << 16).tobytes()
     layout = replace(SMALL, dtype="float32")
@@ -201,7 +202,7 @@ def test_planes_of_zeros_vanish_without_loss():
 @given(st.sampled_from(NAMES), layouts, st.binary(max_size=600), st.sampled_from([b"", b"\0", b"\1", b"\2\0", b"\4\0"]))
 @settings(max_examples=200)
 def test_arbitrary_bytes_are_refused_or_decoded(name: str, layout: Layout, noise: bytes, start: bytes):
-    """No bytes make a decoder do anything but fill its output or raise BadFrame."""
+    """A decoder fills its output or raises BadFrame, for any bytes."""
     try:
         decoded(name, start + noise, layout)
     except BadFrame as error:
@@ -211,8 +212,7 @@ def test_arbitrary_bytes_are_refused_or_decoded(name: str, layout: Layout, noise
 @given(blocks(), st.sampled_from(NAMES), st.data())
 @settings(max_examples=200)
 def test_damaged_encodings_are_refused_or_decoded(block: tuple[Layout, bytes], name: str, data: st.DataObject):
-    """An encoding with bytes flipped, cut off or added does nothing but decode to something or raise BadFrame; one that is cut
-    or extended is always refused."""
+    """A damaged encoding decodes to something or raises BadFrame. A truncated or extended one always raises."""
     layout, payload = block
     whole = encoded(name, payload, layout)
     altered = bytearray(whole)
@@ -232,8 +232,8 @@ def test_damaged_encodings_are_refused_or_decoded(block: tuple[Layout, bytes], n
                 decoded(name, wrong, layout)
 
 
-def test_a_stream_that_claims_a_terabyte_is_refused_before_memory_is_asked_for():
-    """A compressed stream whose header claims another length than the layout's is refused unread."""
+def test_a_stream_of_wrong_length_is_refused_before_allocation():
+    """A compressed stream whose header has a wrong length is refused before memory is allocated."""
     layout = replace(SMALL, dtype="bfloat16")
     count = layout.block_bytes // 2
     bomb = b"\x28\xb5\x2f\xfd" + b"\xe0" + (1 << 40).to_bytes(8, "little") + b"\x01\x00\x00"
@@ -243,8 +243,8 @@ def test_a_stream_that_claims_a_terabyte_is_refused_before_memory_is_asked_for()
         decoded("lossless", data + bytes(count), layout)
 
 
-def test_a_stream_with_something_behind_it_is_refused():
-    """Bytes behind a compressed stream, within the length that it is said to have, are refused and not skipped."""
+def test_a_stream_with_extra_bytes_is_refused():
+    """Extra bytes after a compressed stream, within its announced length, are refused."""
     payload = bytes(SMALL.block_bytes)
     whole = encoded("lossless", payload, SMALL)
     first, second = (int.from_bytes(whole[at : at + 4], "little") for at in (3, 8))
@@ -256,7 +256,7 @@ def test_a_stream_with_something_behind_it_is_refused():
 
 
 def test_wrong_lengths_are_refused_both_ways():
-    """A payload to encode, or an output to decode into, of another length than the layout's raises BadFrame."""
+    """A payload to encode or an output to decode into that has the wrong length raises BadFrame."""
     payload = bytes(SMALL.block_bytes)
     for name in NAMES:
         codec = codec_named(name)
@@ -269,7 +269,7 @@ def test_wrong_lengths_are_refused_both_ways():
 
 
 def test_codecs_are_found_by_name():
-    """Each name leads to its codec with the number of the written format; an unknown name gets close ones."""
+    """Each name has the codec with the documented number. The error for an unknown name lists close or known names."""
     found = {name: (codec_named(name).number, codec_named(name).lossy) for name in NAMES}
     assert found == {
         "raw": (0, False),
@@ -284,8 +284,9 @@ def test_codecs_are_found_by_name():
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_lossy_codecs_refuse_an_order_that_they_do_not_know(name: str):
-    """Where the layout is another engine's, keys cannot be told from values: lossy codecs say so, lossless ones work."""
+def test_lossy_codecs_refuse_unknown_orders(name: str):
+    """Lossy codecs refuse layouts of other engines, where keys and values cannot be told apart. Lossless codecs accept
+    them."""
     layout = replace(SMALL, order="somebody's", loss=name)
     payload = memoryview(bytes(layout.block_bytes))
     with pytest.raises(StoreConfigError, match="order"):
@@ -297,8 +298,8 @@ def test_lossy_codecs_refuse_an_order_that_they_do_not_know(name: str):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_golden_encodings_are_read_for_ever(name: str, dtype: str):
-    """What an older version wrote decodes to the same bytes as then; without loss, to the payload itself."""
+def test_golden_encodings_stay_readable(name: str, dtype: str):
+    """Golden encodings of older versions decode to the same bytes as then; lossless ones to the payload itself."""
     shape = LayerLayout(2, 8, 16)
     layout = Layout(b"golden", 7, (shape, shape, LayerLayout(1, 12, 6)), dtype)
     found = decoded(name, (GOLDEN / f"{dtype}.{name}").read_bytes(), layout)
@@ -309,7 +310,7 @@ def test_golden_encodings_are_read_for_ever(name: str, dtype: str):
 
 
 def test_threads_share_a_codec():
-    """Four threads that use the same codecs at once each get their own blocks back."""
+    """Four threads that use the same codecs concurrently get their own blocks back."""
     failures: list[int] = []
     codecs = [codec_named(name) for name in NAMES]
 
@@ -334,7 +335,7 @@ def test_threads_share_a_codec():
 
 
 class DictStore:
-    """A store in a dictionary, for what goes through CodedStore; `frames` is what lies there."""
+    """A store in a dictionary, to inspect what a CodedStore writes."""
 
     label = "dict"
     readers = 1
@@ -407,7 +408,7 @@ def block_frame(layout: Layout, number: int, payload: bytes | None = None) -> Fr
 
 
 def read_one(store: CodedStore, name: bytes, size: int) -> bytes:
-    """The frame's bytes, empty for none; nothing behind the buffer's length is touched."""
+    """The bytes of a frame, empty if it is missing. Checks that nothing after the buffer's length was written."""
     room = bytearray(b"\xa5" * (size + 16))
     [length] = store.get([name], [memoryview(room)[:size]], deadline=soon())
     assert room[size:] == b"\xa5" * 16
@@ -415,8 +416,8 @@ def read_one(store: CodedStore, name: bytes, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_coded_store_gives_raw_frames_back(name: str):
-    """Frames go in raw, lie there encoded and smaller under their own names, and come back raw, whole and checked."""
+def test_a_coded_store_returns_raw_frames(name: str):
+    """Frames are stored encoded and smaller under their names, and come back raw and verified."""
     layout = replace(SMALL, loss=name if name in LOSSY else "")
     inner = DictStore()
     store = CodedStore(inner, codec_named(name), layout)
@@ -440,8 +441,8 @@ def test_a_coded_store_gives_raw_frames_back(name: str):
     assert notes["codec_encoded"] == notes["codec_decoded"] == (0 if name == "raw" else 5)
 
 
-def test_what_cannot_be_encoded_is_stored_as_it_is():
-    """Noise that does not shrink, frames of another layout and frames that are encoded already are passed on unchanged."""
+def test_frames_that_cannot_be_encoded_are_stored_unchanged():
+    """Noise, frames of another layout and encoded frames are stored unchanged."""
     inner = DictStore()
     store = CodedStore(inner, codec_named("lossless"), SMALL)
     noise = block_frame(SMALL, 1, np.random.default_rng(5).bytes(SMALL.block_bytes))
@@ -458,7 +459,7 @@ def test_what_cannot_be_encoded_is_stored_as_it_is():
 @given(st.data())
 @settings(max_examples=60)
 def test_a_damaged_frame_is_a_miss_that_is_counted(data: st.DataObject):
-    """An encoded frame that lies there altered, cut, extended or under another name comes back as 0 and is counted once."""
+    """An encoded frame that was altered, truncated, extended or renamed is a miss and is counted once."""
     inner = DictStore()
     store = CodedStore(inner, codec_named("lossless"), SMALL)
     good, second = block_frame(SMALL, 1), block_frame(SMALL, 2)
@@ -467,7 +468,7 @@ def test_a_damaged_frame_is_a_miss_that_is_counted(data: st.DataObject):
     how = data.draw(st.sampled_from(["flip", "cut", "extend", "swap"]))
     if how == "flip":
         position = data.draw(st.integers(0, 127) | st.integers(0, len(lying) - 1))
-        # A flip that makes the codec's number 0 makes a raw frame with a wrong sum: its reader finds that.
+        # If the codec number becomes 0, it is a raw frame with a wrong checksum, which the caller detects.
         lying[position] ^= 2 if position == 6 else 1 << data.draw(st.integers(0, 7))
     elif how == "cut":
         lying = lying[: data.draw(st.integers(HEADER_BYTES, len(lying) - 1))]
@@ -481,8 +482,8 @@ def test_a_damaged_frame_is_a_miss_that_is_counted(data: st.DataObject):
     assert read_one(store, second.name, len(second.data)) == second.data
 
 
-def test_frames_that_lie_about_themselves_are_misses():
-    """Sealed frames with a right checksum but another codec, raw length, layout or an encoding that is none come back as 0."""
+def test_frames_with_wrong_headers_are_misses():
+    """Frames with a valid checksum but a wrong codec, raw length, layout or encoding are misses."""
     inner = DictStore()
     store = CodedStore(inner, codec_named("lossless"), SMALL)
     good = block_frame(SMALL, 1)
@@ -511,7 +512,7 @@ def test_frames_that_lie_about_themselves_are_misses():
 
 
 def test_a_buffer_too_short_for_the_raw_frame_is_a_miss():
-    """Where the encoded frame would fit and the decoded one would not, nothing is written past the buffer."""
+    """If a buffer fits the encoded frame but not the raw one, nothing is written past it."""
     store = CodedStore(DictStore(), codec_named("lossless"), SMALL)
     good = block_frame(SMALL, 1)
     store.put([good], deadline=soon())
@@ -520,7 +521,7 @@ def test_a_buffer_too_short_for_the_raw_frame_is_a_miss():
 
 
 def test_lossy_codecs_must_be_named_in_the_layout():
-    """A lossy codec over a layout that does not name it is refused; a layout that names it has another fingerprint."""
+    """A lossy codec is refused unless the layout names it. Such a layout has another fingerprint."""
     for name in LOSSY:
         with pytest.raises(StoreConfigError, match="loss"):
             CodedStore(DictStore(), codec_named(name), SMALL)
@@ -531,8 +532,8 @@ def test_lossy_codecs_must_be_named_in_the_layout():
     CodedStore(DictStore(), codec_named("int8"), replace(SMALL, loss=both))
 
 
-def test_everything_else_is_passed_on():
-    """Lookup, delete, pin, scan, records, status and close are the inner store's, deadlines too."""
+def test_other_calls_are_forwarded():
+    """lookup, delete, pin, scan, records, status and close are forwarded to the inner store with their deadlines."""
     inner = DictStore()
     store = CodedStore(inner, codec_named("lossless"), SMALL)
     frames = [block_frame(SMALL, number) for number in (1, 2)]
@@ -563,7 +564,7 @@ def test_everything_else_is_passed_on():
 
 
 def test_threads_share_a_coded_store():
-    """Four threads that put and get through one store at once read nothing but what was put."""
+    """Four threads that use one store concurrently read only what was put."""
     store = CodedStore(DictStore(), codec_named("lossless"), SMALL)
     failures: list[int] = []
     interval = sys.getswitchinterval()
@@ -593,7 +594,7 @@ def test_threads_share_a_coded_store():
 
 
 class TestContract(StoreContract):
-    """A coded store keeps the contract of stores; its frames are of another layout and pass as they are."""
+    """A coded store fulfills the contract. The frames of the contract have another layout and pass unchanged."""
 
     @pytest.fixture
     def store(self) -> Iterator[Store]:
@@ -604,7 +605,7 @@ class TestContract(StoreContract):
 
 
 def test_a_coded_store_over_memory_holds_exact_blocks():
-    """A chain put encoded into a memory store comes back to the bit, in one batch, beside names that are not there."""
+    """A chain encoded into a memory store comes back bit for bit in one batch, beside missing names."""
     inner = MemoryStore(8 << 20)
     store = CodedStore(inner, codec_named("lossless"), SMALL)
     frames = [block_frame(SMALL, number) for number in range(1, 30)]

@@ -1,4 +1,4 @@
-"""The memory and the disk store against plain models: a dictionary, and LRU over chains written down without any cleverness."""
+"""The memory and disk stores against simple models, and tests of the conformance suites themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from foreword.store.frame import HEADER_BYTES, Frame, check
 from foreword.store.memory.memory_store import MemoryStore
 
 LARGE = 1 << 20
-quick = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class MemoryMachine(StoreMachine):
@@ -73,7 +73,7 @@ TestDiskMachine.settings = TestSmallDiskMachine.settings = quick
 
 
 class Model:
-    """LRU over chains in the obvious way: lists, a search for everything."""
+    """A simple reference implementation of LRU over chains, with linear searches."""
 
     def __init__(self, frames: list[Frame], room: int) -> None:
         self.parent = {one.name: one.header.layout + one.header.parent for one in frames}
@@ -85,8 +85,8 @@ class Model:
 
     def put(self, names: list[bytes]) -> None:
         self.now += 1
-        hang_on = [self.parent[name] for name in names]
-        self.used.update({name: self.now for name in [*names, *hang_on] if name in self.used})
+        parents = [self.parent[name] for name in names]
+        self.used.update({name: self.now for name in [*names, *parents] if name in self.used})
         for name in names:
             if name not in self.used and len(self.used) == self.room and not self._evict():
                 return
@@ -119,7 +119,7 @@ class Model:
 
 @pytest.fixture(params=["memory", "disk"])
 def small(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    """A store with room for 12 blocks of 10 bytes of payload."""
+    """A store with room for 12 blocks with a payload of 10 bytes."""
     size = 12 * (HEADER_BYTES + 10)
     store = MemoryStore(size) if request.param == "memory" else DiskStore(tmp_path / "store", size)
     yield store
@@ -128,7 +128,7 @@ def small(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_eviction(small: Store, seed: int) -> None:
-    """After any calls exactly those blocks are there that the obvious LRU over chains has."""
+    """After any calls the store has exactly the blocks that the reference implementation has."""
     draw = random.Random(seed)
     trunk = make_frames(300, 3, 10)
     chains = [[*trunk, *make_frames(301 + number, 5, 10, after=trunk[-1])] for number in range(3)]
@@ -183,7 +183,7 @@ def test_the_contract_notices(plan: dict[Fault, float], test: str) -> None:
 
 
 class Forgetful(MemoryStore):
-    """Evicts everything before each put: a policy of its own, and none of the contract's."""
+    """A store that evicts all blocks before a put, against the contract."""
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         names = [entry.name for entry in self.scan(deadline=deadline)]
@@ -208,7 +208,7 @@ def test_the_contract_notices_another_policy(test: str) -> None:
         getattr(StoreContract(), test)(Forgetful(SMALL_BYTES))
 
 
-# The store that fails on purpose
+# FlakyStore
 
 
 @pytest.fixture
@@ -216,15 +216,15 @@ def flaky() -> FlakyStore:
     return FlakyStore(MemoryStore(LARGE), seed=1)
 
 
-def test_failures_on_purpose(flaky: FlakyStore) -> None:
-    """fail_next fails as many calls as it says, with the error that it is given; then all is as before."""
+def test_injected_failures(flaky: FlakyStore) -> None:
+    """fail_next makes the given number of calls raise the given error; later calls work."""
     frames = make_frames(320, 3, 100)
     flaky.fail_next(2)
     for _ in range(2):
         with pytest.raises(StoreUnavailable):
             flaky.put(frames, deadline=soon())
     assert flaky.put(frames, deadline=soon()) == 3
-    flaky.fail_next(1, lambda: StoreFull("on purpose"))
+    flaky.fail_next(1, lambda: StoreFull("injected"))
     with pytest.raises(StoreFull):
         flaky.lookup(names_of(frames), deadline=soon())
     assert flaky.lookup(names_of(frames), deadline=soon()) == 3
@@ -235,8 +235,8 @@ def test_failures_on_purpose(flaky: FlakyStore) -> None:
     assert flaky.injected["fail"] == 4
 
 
-def test_delays_on_purpose(flaky: FlakyStore) -> None:
-    """A delay beyond the deadline, or a store that hangs, ends at the deadline with StoreTimeout; a shorter one only waits."""
+def test_injected_delays(flaky: FlakyStore) -> None:
+    """A delay beyond the deadline, and a hang, raise StoreTimeout at the deadline. A shorter delay only waits."""
     frames = make_frames(321, 3, 100)
     flaky.delay(0.001)
     assert flaky.put(frames, deadline=soon()) == 3
@@ -253,8 +253,8 @@ def test_delays_on_purpose(flaky: FlakyStore) -> None:
 
 
 @pytest.mark.parametrize("fault", ["corrupt", "truncate", "swap"])
-def test_alterations_on_purpose(flaky: FlakyStore, fault: Fault) -> None:
-    """Frames that were altered on purpose never pass the check; what is kept stays whole."""
+def test_injected_damage(flaky: FlakyStore, fault: Fault) -> None:
+    """Altered frames never pass verification, and the stored frames stay intact."""
     frames = make_frames(322, 4, 100)
     flaky.put(frames, deadline=soon())
     flaky.inject(fault)
@@ -271,15 +271,15 @@ def test_alterations_on_purpose(flaky: FlakyStore, fault: Fault) -> None:
 
 
 def test_lost_puts(flaky: FlakyStore) -> None:
-    """A lost put says that all went well."""
+    """A lost put reports success and stores nothing."""
     frames = make_frames(323, 2, 100)
     flaky.inject("lose")
     assert flaky.put(frames, deadline=soon()) == 2
     assert flaky.lookup(names_of(frames), deadline=soon()) == 0
 
 
-def test_a_plan_is_the_same_each_time() -> None:
-    """The same seed and plan fail the same calls."""
+def test_a_plan_is_deterministic() -> None:
+    """Equal seeds and plans fail the same calls."""
 
     def failures(seed: int) -> list[bool]:
         store = FlakyStore(MemoryStore(LARGE), seed=seed, plan={"fail": 0.5})

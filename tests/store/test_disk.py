@@ -55,7 +55,7 @@ class TestContract(StoreContract):
 
 
 def on_disk(folder: Path) -> dict[str, int]:
-    """Files of blocks, whole or not, and their lengths. Only while nobody writes."""
+    """Block files, complete or not, and their lengths. Only while no process writes."""
     return {str(path): path.stat().st_size for path in folder.glob("?" * 32 + "/??/*")}
 
 
@@ -65,7 +65,7 @@ def file_of(folder: Path, one: Frame) -> Path:
 
 
 def test_a_block_is_a_file(tmp_path: Path) -> None:
-    """A block lies under layout and key, and the file is the frame to the byte."""
+    """A block is a file named by layout and key, and its content is the frame."""
     frames = make_frames(1, 3, 3000)
     with closing(DiskStore(tmp_path, 1 << 20)) as store:
         store.put(frames, deadline=soon())
@@ -73,8 +73,8 @@ def test_a_block_is_a_file(tmp_path: Path) -> None:
         assert len(on_disk(tmp_path)) == 3
 
 
-def test_nobody_else_may_read(tmp_path: Path) -> None:
-    """Every file is 0600 and every folder 0700, whatever the umask."""
+def test_file_modes(tmp_path: Path) -> None:
+    """Files have mode 0600 and folders 0700, whatever the umask."""
     before = os.umask(0)
     try:
         store = DiskStore(tmp_path / "deep" / "store", 1 << 20)
@@ -89,14 +89,14 @@ def test_nobody_else_may_read(tmp_path: Path) -> None:
     store.close()
 
 
-def test_blocks_outlive_the_store(tmp_path: Path) -> None:
-    """Blocks, pins, uses and records are there when the folder is opened again."""
+def test_blocks_persist(tmp_path: Path) -> None:
+    """Blocks, pins, uses and records persist when the folder is opened again."""
     first, second = make_frames(3, 4, SMALL_PAYLOAD), make_frames(4, 4, SMALL_PAYLOAD)
     with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
         store.put(first, deadline=soon())
         store.put(second, deadline=soon())
         store.pin(names_of(second[:1]), deadline=soon())
-        store.put_record("word", b"data", deadline=soon())
+        store.put_record("key", b"data", deadline=soon())
         assert read(store, first) == whole(first)
     with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
         assert read(store, second) == whole(second)
@@ -104,11 +104,11 @@ def test_blocks_outlive_the_store(tmp_path: Path) -> None:
         assert [entries[one.name].hits for one in first] == [1] * 4
         assert [entries[one.name].parent for one in first] == [one.header.parent for one in first]
         assert [entries[one.name].pinned for one in second] == [True, False, False, False]
-        assert store.get_record("word", deadline=soon()) == b"data"
+        assert store.get_record("key", deadline=soon()) == b"data"
 
 
-def test_the_order_of_eviction_outlives_the_store(tmp_path: Path) -> None:
-    """What was read last before closing still stays longest after opening."""
+def test_the_order_of_eviction_persists(tmp_path: Path) -> None:
+    """The order of eviction persists when the folder is opened again."""
     first, second, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (5, 6, 7))
     with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
         store.put(first, deadline=soon())
@@ -119,8 +119,8 @@ def test_the_order_of_eviction_outlives_the_store(tmp_path: Path) -> None:
         assert present(store, first) == [True] * 4 and present(store, second) == [False] * 4
 
 
-def test_each_keeps_to_its_own_limit(tmp_path: Path) -> None:
-    """Of two stores on one folder the smaller one evicts down to its own size when it writes, the larger one to its own."""
+def test_stores_of_different_sizes(tmp_path: Path) -> None:
+    """Two stores on one folder each evict down to their own size when they write."""
     small, large = DiskStore(tmp_path, SMALL_BYTES // 2), DiskStore(tmp_path, SMALL_BYTES)
     chain, other = make_frames(8, 8, SMALL_PAYLOAD), make_frames(9, 1, SMALL_PAYLOAD)
     assert large.put(chain, deadline=soon()) == 8
@@ -134,7 +134,7 @@ def test_each_keeps_to_its_own_limit(tmp_path: Path) -> None:
 
 
 def test_the_clock_may_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eviction goes by use and not by the clock: it may stand still or run backwards."""
+    """Eviction depends on the order of uses, not on the clock, which may stand still or run backwards."""
     first, second, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (10, 11, 12))
     times = itertools.count(2e9, -1e6)
     monkeypatch.setattr(time, "time", lambda: next(times))
@@ -147,7 +147,7 @@ def test_the_clock_may_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_after_a_fork(tmp_path: Path) -> None:
-    """Parent and child go on with the store that the parent opened, each on connections of its own."""
+    """Parent and child both continue with the store that the parent opened, on separate connections."""
     chains = [make_frames(seed, 4, 1000) for seed in (13, 14, 15)]
     store = DiskStore(tmp_path, 1 << 20)
     store.put(chains[0], deadline=soon())
@@ -167,8 +167,8 @@ def test_after_a_fork(tmp_path: Path) -> None:
         assert [again.lookup(names_of(chain), deadline=soon()) for chain in chains] == [4] * 3
 
 
-def test_a_lock_that_is_not_given_up(tmp_path: Path) -> None:
-    """While somebody holds the index, writes end at their deadline with StoreTimeout, and reads go on."""
+def test_an_index_locked_by_another_process(tmp_path: Path) -> None:
+    """While another process holds the index, writes raise StoreTimeout at their deadline and reads work."""
     chain = make_frames(16, 3, 1000)
     store = DiskStore(tmp_path, 1 << 20)
     store.put(chain[:2], deadline=soon())
@@ -201,14 +201,14 @@ def test_a_journal_for_network_file_systems(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"size": 0}, {"size": 1, "pin_share": -0.1}, {"size": 1, "journal": "off"}])
-def test_settings_that_make_no_sense(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """A store that could never work is refused when it is opened."""
+def test_impossible_settings(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """Impossible settings are refused by the constructor."""
     with pytest.raises(StoreConfigError):
         DiskStore(tmp_path, **arguments)
 
 
-def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
-    """A path below a file is an error of a store, at once."""
+def test_impossible_folders(tmp_path: Path) -> None:
+    """A path below a file, and a missing folder opened read-only, raise StoreUnavailable in the constructor."""
     (tmp_path / "file").touch()
     with pytest.raises(StoreUnavailable):
         DiskStore(tmp_path / "file" / "store", 1 << 20)
@@ -216,16 +216,16 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
         DiskStore(tmp_path / "nowhere", 1 << 20, read_only=True)
 
 
-def test_words_that_are_none(tmp_path: Path) -> None:
-    """A record's word of other characters, or a record that is too long, is an error; dots lead nowhere."""
+def test_invalid_records(tmp_path: Path) -> None:
+    """An invalid record key or a record that is too long raises StoreError. Dots in keys do not leave the folder."""
     with closing(DiskStore(tmp_path / "store", 1 << 20)) as store:
-        for word in ("", "/", "a/", "/a", "a//b", "ä", "a b", "a\n"):
+        for key in ("", "/", "a/", "/a", "a//b", "ä", "a b", "a\n"):
             with pytest.raises(StoreError):
-                store.put_record(word, b"", deadline=soon())
+                store.put_record(key, b"", deadline=soon())
         with pytest.raises(StoreError):
             store.put_record("long", bytes((8 << 20) + 1), deadline=soon())
-        for word in ("..", "../../a", ".", "a/../b"):
-            store.put_record(word, word.encode(), deadline=soon())
-            assert store.get_record(word, deadline=soon()) == word.encode()
+        for key in ("..", "../../a", ".", "a/../b"):
+            store.put_record(key, key.encode(), deadline=soon())
+            assert store.get_record(key, deadline=soon()) == key.encode()
         assert store.records("", deadline=soon()) == [".", "..", "../../a", "a/../b"]
     assert [path.name for path in tmp_path.iterdir()] == ["store"]

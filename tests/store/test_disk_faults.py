@@ -1,4 +1,4 @@
-"""What may happen to a disk store: killed processes, a full disk, a read-only one, altered files, a lost index."""
+"""Faults of a disk store: killed processes, a full disk, a read-only folder, altered files, a lost index."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from processes import go_on, in_child, kill, pause, start, wait
+from processes import in_child, kill, pause, resume, start, wait
 
 from foreword.conformance import (
     SMALL_BYTES,
@@ -43,7 +43,7 @@ Journal = Literal["wal", "delete"]
 
 
 def on_disk(folder: Path) -> dict[str, int]:
-    """Files of blocks, whole or not, and their lengths. Only while nobody writes."""
+    """Block files, complete or not, and their lengths. Only while no process writes."""
     return {str(path): path.stat().st_size for path in folder.glob("?" * 32 + "/??/*")}
 
 
@@ -53,14 +53,14 @@ def file_of(folder: Path, one: Frame) -> Path:
 
 
 def branches(count: int, payload: int = PAYLOAD) -> list[list[Frame]]:
-    """Chains of six blocks, all but the first beginning with the same two."""
+    """Chains of six blocks. All but the last begin with the same two blocks."""
     trunk = make_frames(500, 2, payload)
     return [[*trunk, *make_frames(501 + number, 4, payload, after=trunk[-1])] for number in range(count)] + [
         make_frames(600, 6, payload)
     ]
 
 
-def write_for_ever(folder: Path, chains: Sequence[Sequence[Frame]], seed: int, journal: Journal = "wal") -> None:
+def write_forever(folder: Path, chains: Sequence[Sequence[Frame]], seed: int, journal: Journal = "wal") -> None:
     draw = random.Random(seed)
     store = DiskStore(folder, BUDGET, journal=journal)
     while True:
@@ -73,11 +73,11 @@ def write_for_ever(folder: Path, chains: Sequence[Sequence[Frame]], seed: int, j
 
 
 def assert_sound(store: DiskStore, folder: Path, chains: Sequence[Sequence[Frame]], size: int = BUDGET) -> int:
-    """Nothing half written is left, the budget is kept, the index counts every byte, and what comes back is right. Returns how
-    many blocks are there."""
+    """No incomplete file is left, the budget is kept, the index counts every byte, and every block is intact. Returns
+    the number of blocks."""
     files = on_disk(folder)
     assert sum(files.values()) <= store.status().bytes <= size
-    assert not [path for path in files if "." in Path(path).name], "nothing half written is left"
+    assert not [path for path in files if "." in Path(path).name], "no incomplete file is left"
     found = set()
     for chain in chains:
         for one, data in zip(chain, read(store, chain), strict=True):
@@ -92,17 +92,20 @@ def assert_sound(store: DiskStore, folder: Path, chains: Sequence[Sequence[Frame
 # Killed processes
 
 
-@pytest.mark.parametrize(("journal", "kills"), [("wal", 200), ("delete", 40)])
+@pytest.mark.parametrize(
+    ("journal", "kills"),
+    [("wal", 15), pytest.param("wal", 200, marks=pytest.mark.slow), pytest.param("delete", 40, marks=pytest.mark.slow)],
+)
 def test_killed_at_any_moment(tmp_path: Path, journal: Journal, kills: int) -> None:
-    """A process that writes is killed 200 times: every time the folder opens, what comes back is right, the budget holds."""
+    """A writing process is killed many times. Each time the folder opens, blocks are intact, and the budget is kept."""
     chains = branches(4)
     draw = random.Random(1)
     recovered = blocks = number = 0
     pause = 1.0
     while number < kills or not recovered or blocks <= kills:
         number += 1
-        assert number < 5 * kills, "it was never killed while it wrote"
-        child = start(lambda number=number: write_for_ever(tmp_path, chains, number, journal))
+        assert number < 5 * kills, "no process was killed while it wrote"
+        child = start(lambda number=number: write_forever(tmp_path, chains, number, journal))
         time.sleep(draw.uniform(0.002, 0.03) * pause)
         assert kill(child) == -signal.SIGKILL
         assert sum(on_disk(tmp_path).values()) <= BUDGET
@@ -110,21 +113,22 @@ def test_killed_at_any_moment(tmp_path: Path, journal: Journal, kills: int) -> N
             recovered += store.status().notes["recovered"]
             found = assert_sound(store, tmp_path, chains)
         blocks += found
-        pause *= 1.0 if found else 1.2  # on a busy machine they die before they write
+        pause *= 1.0 if found else 1.2  # on a busy machine they die before they have written
 
 
+@pytest.mark.slow
 def test_killed_beside_another_process(tmp_path: Path) -> None:
-    """A store that stays open takes over what a killed process left, as soon as it needs the room or the block."""
+    """An open store recovers the writes of a killed process when it needs their room or their blocks."""
     chains = branches(4)
     draw = random.Random(2)
     with closing(DiskStore(tmp_path, BUDGET)) as store:
         rounds = 0
         while (
             rounds < 60 or not store.status().notes["recovered"]
-        ):  # on a busy machine the first ones die before they write
+        ):  # on a busy machine the first ones die before they have written
             rounds += 1
             assert rounds < 1000
-            child = start(lambda number=rounds: write_for_ever(tmp_path, chains, number))
+            child = start(lambda number=rounds: write_forever(tmp_path, chains, number))
             time.sleep(draw.uniform(0.002, 0.03) * max(1.0, rounds / 60))
             assert kill(child) == -signal.SIGKILL
             assert sum(on_disk(tmp_path).values()) <= BUDGET
@@ -135,10 +139,12 @@ def test_killed_beside_another_process(tmp_path: Path) -> None:
         assert_sound(store, tmp_path, [*chains, make_frames(700, 10, PAYLOAD)])
 
 
-@pytest.mark.parametrize("call", ["open", "write", "rename", "unlink", "stat"])
+@pytest.mark.parametrize(
+    "call", ["rename", *(pytest.param(call, marks=pytest.mark.slow) for call in ("open", "write", "unlink", "stat"))]
+)
 def test_killed_before_and_after_each_step(tmp_path: Path, call: str) -> None:
-    """A put that evicts is killed before and after each call to the system in turn; each time all is as if it were taken back
-    or done."""
+    """A put that evicts is killed before and after each system call in turn. Each time it is either rolled back or
+    complete."""
     old, new = make_frames(1, 10, PAYLOAD), make_frames(2, 4, PAYLOAD)
     steps = 0
     for number, after in itertools.product(range(40), (False, True)):
@@ -163,11 +169,11 @@ def test_killed_before_and_after_each_step(tmp_path: Path, call: str) -> None:
             break
         assert code == -signal.SIGKILL
         steps += 1
-    assert code == 0 and steps >= 4, "the put was followed through to its end"
+    assert code == 0 and steps >= 4, "every step of the put was tested"
 
 
 def _die_at(call: str, number: int, after: bool) -> None:
-    """From now on the process kills itself at its `number`th call of os.`call`."""
+    """Make this process kill itself at its `number`th call of os.`call`."""
     real = getattr(os, call)
     numbers = itertools.count()
 
@@ -184,23 +190,24 @@ def _die_at(call: str, number: int, after: bool) -> None:
     setattr(os, call, dying)
 
 
+@pytest.mark.slow
 def test_two_processes_and_one_budget(tmp_path: Path) -> None:
-    """Two processes write to one small budget; stopped at random moments, the folder never holds more than that."""
+    """Two processes write to one small budget. Stopped at random moments, the folder never exceeds it."""
     chains = branches(6)
     draw = random.Random(3)
-    children = [start(lambda seed=seed: write_for_ever(tmp_path, chains, seed)) for seed in range(2)]
+    children = [start(lambda seed=seed: write_forever(tmp_path, chains, seed)) for seed in range(2)]
     full = rounds = 0
     try:
         while rounds < 80 or not full:
             rounds += 1
-            assert rounds < 3000, "they never came near the budget"
+            assert rounds < 3000, "the processes never came near the budget"
             time.sleep(draw.uniform(0.001, 0.02))
             assert all(pause(child) for child in children), "a writer has failed"
             size = sum(on_disk(tmp_path).values())
             assert size <= BUDGET
             full += size > BUDGET * 0.7
             for child in children:
-                go_on(child)
+                resume(child)
     finally:
         assert [kill(child) for child in children] == [-signal.SIGKILL] * 2
     with closing(DiskStore(tmp_path, BUDGET)) as store:
@@ -208,7 +215,7 @@ def test_two_processes_and_one_budget(tmp_path: Path) -> None:
 
 
 def test_two_processes_write_the_same_blocks(tmp_path: Path) -> None:
-    """Two processes that put the same chains at once end with every block once, whole."""
+    """Two processes that put the same chains concurrently store every block once and intact."""
     chains = [make_frames(seed, 8, PAYLOAD) for seed in range(10, 20)]
     size = 100 * (HEADER_BYTES + PAYLOAD)
 
@@ -224,7 +231,7 @@ def test_two_processes_write_the_same_blocks(tmp_path: Path) -> None:
 
 
 def test_a_block_that_a_dead_process_was_writing(tmp_path: Path) -> None:
-    """A block that is being written is nowhere to be seen; once its writer is dead another process writes it."""
+    """A block that is being written is invisible. When its writer is dead, another process writes it."""
     [one] = make_frames(20, 1, PAYLOAD)
 
     def child() -> None:
@@ -238,7 +245,7 @@ def test_a_block_that_a_dead_process_was_writing(tmp_path: Path) -> None:
         assert store.lookup([one.name], deadline=soon()) == 0
         assert read(store, [one]) == [None] and list(store.scan(deadline=soon())) == []
         assert store.delete([one.name], deadline=soon()) == store.pin([one.name], deadline=soon()) == 0
-        assert store.put([one], deadline=soon()) == 0, "the other one is at it"
+        assert store.put([one], deadline=soon()) == 0, "the other process is writing it"
         assert store.status().bytes == len(one.data)
         kill(writer)
         assert store.put([one], deadline=soon()) == 1
@@ -246,12 +253,12 @@ def test_a_block_that_a_dead_process_was_writing(tmp_path: Path) -> None:
         assert_sound(store, tmp_path, [[one]])
 
 
-# No room, no right
+# Full disk, missing permissions
 
 
 @contextmanager
 def small_disk(size: int) -> Iterator[Path]:
-    """A file system of `size` bytes. Skips where none can be mounted."""
+    """A file system of `size` bytes. Skips the test if it cannot be mounted."""
     folder = Path(tempfile.mkdtemp())
     command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "foreword-test", str(folder)]
     try:
@@ -266,7 +273,7 @@ def small_disk(size: int) -> Iterator[Path]:
 
 
 def fill(store: DiskStore, frames: Sequence[Frame]) -> int:
-    """Put one by one until the store says it is full; how many went in."""
+    """Put frames one by one until the store is full. Returns the number of frames stored."""
     for number, one in enumerate(frames):
         try:
             store.put([one], deadline=soon())
@@ -276,7 +283,8 @@ def fill(store: DiskStore, frames: Sequence[Frame]) -> int:
 
 
 def test_a_full_disk() -> None:
-    """When the disk is full a put says so and leaves nothing behind; the rest stays good, and after a delete there is room."""
+    """On a full disk a put raises StoreFull and leaves nothing behind. Other blocks stay intact, and a delete makes
+    room."""
     frames = make_frames(21, 60, 100_000)
     with small_disk(2 << 20) as folder, closing(DiskStore(folder / "store", 1 << 30)) as store:
         count = fill(store, frames)
@@ -292,7 +300,7 @@ def test_a_full_disk() -> None:
 
 
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
-    """The same without a right to mount: a write that the system refuses for its length is a full disk, and leaves nothing."""
+    """A write refused because of a file size limit counts as a full disk and leaves nothing behind."""
     small, large = make_frames(22, 2, 1000), make_frames(23, 3, 1 << 20)
 
     def child() -> None:
@@ -311,7 +319,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("index", ["there", "gone"])
 def test_a_folder_that_cannot_be_written(index: str) -> None:
-    """A folder without the right to write serves reads, with its index or without, and refuses writes."""
+    """A folder without write permission serves reads, with or without its index, and refuses writes."""
     chain = make_frames(25, 5, 1000)
     folder = Path(tempfile.mkdtemp())
     try:
@@ -360,7 +368,7 @@ def _writes(store: DiskStore, chain: Sequence[Frame]) -> list[Callable[[], objec
 
 
 def test_read_only_beside_a_writer(tmp_path: Path) -> None:
-    """A store opened read-only writes nothing, and sees what another process puts meanwhile."""
+    """A read-only store writes nothing and sees the blocks that another process puts."""
     chain = make_frames(26, 4, 1000)
     with closing(DiskStore(tmp_path, 1 << 20)) as writer:
         writer.put(chain[:2], deadline=soon())
@@ -379,7 +387,7 @@ def test_read_only_beside_a_writer(tmp_path: Path) -> None:
 
 
 def get_one(store: DiskStore, one: Frame, room: int = 100) -> memoryview:
-    """What the store has under this name, unchecked."""
+    """The bytes that the store returns for a name, unverified."""
     buffer = memoryview(bytearray(len(one.data) + room))
     [length] = store.get([one.name], [buffer], deadline=soon())
     return buffer[:length]
@@ -387,7 +395,7 @@ def get_one(store: DiskStore, one: Frame, room: int = 100) -> memoryview:
 
 @pytest.mark.parametrize("what", ["bit", "truncated", "longer", "empty", "swapped", "zeros"])
 def test_an_altered_file(tmp_path: Path, what: str) -> None:
-    """A file that is not what it was is given back as it is and fails the check; deleted and put again it is right."""
+    """An altered file is returned as it is and fails verification. After delete and put the block is correct."""
     one, other = make_frames(27, 2, PAYLOAD)
     draw = random.Random(4)
     with closing(DiskStore(tmp_path, BUDGET)) as store:
@@ -416,8 +424,8 @@ def test_an_altered_file(tmp_path: Path, what: str) -> None:
         assert_sound(store, tmp_path, [[one, other]])
 
 
-def test_a_file_of_another_length_is_written_again(tmp_path: Path) -> None:
-    """A put of a block whose file is gone, or has another length, writes it."""
+def test_a_file_of_wrong_length_is_written_again(tmp_path: Path) -> None:
+    """A put writes a block again if its file is missing or has another length."""
     frames = make_frames(28, 3, PAYLOAD)
     with closing(DiskStore(tmp_path, BUDGET)) as store:
         store.put(frames, deadline=soon())
@@ -429,8 +437,8 @@ def test_a_file_of_another_length_is_written_again(tmp_path: Path) -> None:
         assert_sound(store, tmp_path, [frames])
 
 
-def test_a_file_that_is_gone(tmp_path: Path) -> None:
-    """A block whose file somebody removed is a miss, and from then on lookup knows."""
+def test_a_missing_file(tmp_path: Path) -> None:
+    """A block whose file was removed is a miss, and lookup knows from then on."""
     frames = make_frames(29, 4, PAYLOAD)
     with closing(DiskStore(tmp_path, BUDGET)) as store:
         store.put(frames, deadline=soon())
@@ -440,8 +448,8 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
         assert_sound(store, tmp_path, [frames])
 
 
-def test_something_else_in_a_file_s_place(tmp_path: Path) -> None:
-    """A pipe, a folder, a symbolic link or a huge file under a block's name is a miss, and stops nobody."""
+def test_other_kinds_of_files(tmp_path: Path) -> None:
+    """A pipe, a folder, a symbolic link or a huge file in place of a block is a miss and does not block the call."""
     frames = make_frames(30, 4, 1000)
     with closing(DiskStore(tmp_path, BUDGET)) as store:
         store.put(frames, deadline=soon())
@@ -463,7 +471,7 @@ def test_something_else_in_a_file_s_place(tmp_path: Path) -> None:
 
 
 def put_some(folder: Path) -> list[Frame]:
-    """A store with 40 blocks, closed."""
+    """Create a store with 40 blocks and close it."""
     frames = make_frames(31, 40, 1000)
     with closing(DiskStore(folder, 1 << 20)) as store:
         store.put(frames, deadline=soon())
@@ -505,7 +513,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_broken_index(tmp_path: Path, damage: str) -> None:
-    """Whatever happened to the index, it is made again from the blocks, and nothing is lost or left uncounted."""
+    """A damaged index is rebuilt from the blocks, and no block is lost or left uncounted."""
     frames = put_some(tmp_path)
     DAMAGES[damage](tmp_path / "index.sqlite")
     with closing(DiskStore(tmp_path, 1 << 20)) as store:
@@ -519,8 +527,8 @@ def test_a_broken_index(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 20, 39])
-def test_killed_while_the_index_is_made_again(tmp_path: Path, number: int) -> None:
-    """Who is killed while it makes a lost index again leaves that to the next one."""
+def test_killed_during_a_rebuild(tmp_path: Path, number: int) -> None:
+    """If a process is killed while it rebuilds the index, the next one rebuilds it."""
     frames = put_some(tmp_path)
     (tmp_path / "index.sqlite").unlink()
 
@@ -535,7 +543,7 @@ def test_killed_while_the_index_is_made_again(tmp_path: Path, number: int) -> No
 
 
 def test_a_log_without_its_index(tmp_path: Path) -> None:
-    """The log of an index that is gone is not worked into the new one."""
+    """The log of a removed index is not applied to the new one."""
     frames = make_frames(39, 10, 1000)
 
     def child() -> None:
@@ -552,8 +560,8 @@ def test_a_log_without_its_index(tmp_path: Path) -> None:
         assert_sound(store, tmp_path, [frames], 1 << 20)
 
 
-def test_chains_of_an_index_made_again(tmp_path: Path) -> None:
-    """After the index was lost, tails still go before heads."""
+def test_chains_of_a_rebuilt_index(tmp_path: Path) -> None:
+    """After a rebuild eviction is still leaf first."""
     chain = make_frames(33, 8, SMALL_PAYLOAD)
     with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
         for one in reversed(chain):
@@ -565,7 +573,7 @@ def test_chains_of_an_index_made_again(tmp_path: Path) -> None:
 
 
 def test_an_index_lost_under_a_running_store(tmp_path: Path) -> None:
-    """When the index is removed or destroyed under an open store, calls may fail once, and then go on with all blocks."""
+    """When the index is removed or damaged under an open store, calls may fail once and then find all blocks."""
     frames = put_some(tmp_path)
     names = names_of(frames)
     with closing(DiskStore(tmp_path, 1 << 20)) as store:
@@ -588,7 +596,7 @@ def test_an_index_lost_under_a_running_store(tmp_path: Path) -> None:
 
 
 def test_a_folder_removed_under_a_running_store(tmp_path: Path) -> None:
-    """When the whole folder is removed, everything is a miss, and the next put begins anew."""
+    """When the folder is removed, every block is a miss, and the next put creates it again."""
     chain = make_frames(35, 3, 1000)
     with closing(DiskStore(tmp_path / "store", 1 << 20)) as store:
         store.put(chain, deadline=soon())
@@ -600,7 +608,7 @@ def test_a_folder_removed_under_a_running_store(tmp_path: Path) -> None:
 
 
 def test_after_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a restart of the host every file is looked at: what the index lost is counted again, what is no block goes."""
+    """After a reboot all files are compared with the index: lost rows are added again, damaged files are removed."""
     frames = put_some(tmp_path)
     lost = make_frames(36, 3, 1000)
     with closing(DiskStore(tmp_path / "elsewhere", 1 << 20)) as other:
@@ -616,7 +624,7 @@ def test_after_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.Monkey
     half.write_bytes(b"half")
     monkeypatch.setattr(recovery, "boot_of_host", lambda: ("this host", "first"))
     DiskStore(tmp_path, 1 << 20).close()
-    assert half.exists(), "without a crash no folder is searched"
+    assert half.exists(), "without a reboot the files are not compared"
     monkeypatch.setattr(recovery, "boot_of_host", lambda: ("this host", "second"))
     with closing(DiskStore(tmp_path, 1 << 20)) as store:
         assert present(store, lost) == [True, True, False]
@@ -624,8 +632,8 @@ def test_after_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.Monkey
         assert_sound(store, tmp_path, [frames, lost], 1 << 20)
 
 
-def test_a_sound_index_is_believed(tmp_path: Path) -> None:
-    """Opening a folder of many blocks reads none of them: even destroyed ones are not noticed before they are read."""
+def test_a_sound_index_is_trusted(tmp_path: Path) -> None:
+    """Opening a folder with a sound index reads no blocks. A damaged block is noticed when it is read."""
     frames = make_frames(37, 3000, 10)
     with closing(DiskStore(tmp_path, 1 << 24)) as store:
         store.put(frames, deadline=soon())
@@ -640,7 +648,7 @@ def test_a_sound_index_is_believed(tmp_path: Path) -> None:
 
 
 def test_records_half_written(tmp_path: Path) -> None:
-    """What a killed process left of a record is removed when the folder is opened, and was never a record."""
+    """An incomplete record of a killed process is never visible and is removed when the folder is opened."""
     with closing(DiskStore(tmp_path, BUDGET)) as store:
         store.put_record("a/b", b"data", deadline=soon())
 
@@ -657,8 +665,8 @@ def test_records_half_written(tmp_path: Path) -> None:
     assert len([path for path in (tmp_path / "records").rglob("*") if path.is_file()]) == 1
 
 
-def test_errors_are_errors_of_a_store(tmp_path: Path) -> None:
-    """Whatever the system says, a call raises StoreError and nothing else."""
+def test_system_errors(tmp_path: Path) -> None:
+    """Any system error becomes a StoreError."""
     frames = put_some(tmp_path)
     layout = tmp_path / frames[0].header.layout.hex()
     with closing(DiskStore(tmp_path, 1 << 20)) as store:

@@ -1,4 +1,4 @@
-"""The format of stored blocks: golden files, and that nothing which was altered is ever taken for a frame."""
+"""The frame format: golden files, and every alteration of a frame is detected."""
 
 import struct
 from pathlib import Path
@@ -30,7 +30,7 @@ headers = st.builds(
 
 
 def sealed(header: Header, payload: bytes) -> bytearray:
-    """A frame's bytes, through `seal`."""
+    """The bytes of a frame, made with `seal`."""
     whole = Header(
         header.layout, header.key, header.parent, header.depth, header.codec, header.raw_length, len(payload)
     )
@@ -39,8 +39,8 @@ def sealed(header: Header, payload: bytes) -> bytearray:
     return buffer
 
 
-def test_the_golden_frame_is_what_the_format_says_byte_by_byte():
-    """The golden file, written without Foreword's code, has each field where docs and frame.py put it."""
+def test_the_golden_frame_agrees_with_the_documentation():
+    """The golden file, written without Foreword's code, has each field at its documented offset."""
     data = (GOLDEN / "frame.bin").read_bytes()
     assert len(data) == 228
     assert data[:4] == b"FWKV"
@@ -52,8 +52,8 @@ def test_the_golden_frame_is_what_the_format_says_byte_by_byte():
     assert data[128:] == bytes(number * 7 % 256 for number in range(100))
 
 
-def test_the_golden_frame_is_read_and_written_for_ever():
-    """Today's code reads the golden frame, and writes the same bytes for the same header and payload."""
+def test_the_golden_frame_stays_readable():
+    """The current code reads the golden frame and writes the same bytes."""
     data = (GOLDEN / "frame.bin").read_bytes()
     read = check(memoryview(data), LAYOUT + KEY)
     assert read.header == HEADER
@@ -65,7 +65,7 @@ def test_the_golden_frame_is_read_and_written_for_ever():
 
 @given(headers, st.binary(max_size=300), st.integers(0, 50))
 def test_a_sealed_frame_comes_back_with_every_field(header: Header, payload: bytes, room: int):
-    """`seal` then `check` gives header and payload back, and writes nothing behind the frame."""
+    """`seal` and `check` preserve header and payload, and write nothing after the frame."""
     header = Header(
         header.layout, header.key, header.parent, header.depth, header.codec, header.raw_length, len(payload)
     )
@@ -80,7 +80,7 @@ def test_a_sealed_frame_comes_back_with_every_field(header: Header, payload: byt
 
 @given(headers, st.binary(min_size=1, max_size=80))
 def test_no_frame_with_a_flipped_byte_is_accepted(header: Header, payload: bytes):
-    """Whatever byte of a frame is altered, in whatever bit, it is refused: under its name, and without one."""
+    """A frame with any altered byte is refused, with and without its name given."""
     data = sealed(header, payload)
     name = header.layout + header.key
     check(memoryview(data), name)
@@ -93,8 +93,8 @@ def test_no_frame_with_a_flipped_byte_is_accepted(header: Header, payload: bytes
 
 
 @given(headers, st.binary(max_size=80), st.binary(min_size=1, max_size=20))
-def test_no_frame_that_was_cut_or_extended_is_accepted(header: Header, payload: bytes, more: bytes):
-    """Every shorter piece of a frame, and every frame with bytes behind it, is refused."""
+def test_no_truncated_or_extended_frame_is_accepted(header: Header, payload: bytes, more: bytes):
+    """A truncated frame, and a frame with extra bytes, is refused."""
     data = sealed(header, payload)
     for end in range(len(data)):
         with pytest.raises(BadFrame):
@@ -106,7 +106,7 @@ def test_no_frame_that_was_cut_or_extended_is_accepted(header: Header, payload: 
 
 @given(headers, st.binary(min_size=48, max_size=48))
 def test_a_frame_is_refused_under_another_name(header: Header, other: bytes):
-    """A whole frame under a name that is not its own is refused, and the reason says so."""
+    """A valid frame under the wrong name is refused with the reason `name`."""
     data = sealed(header, b"payload")
     if other == header.name:
         return
@@ -116,8 +116,8 @@ def test_a_frame_is_refused_under_another_name(header: Header, other: bytes):
 
 
 @given(st.binary(max_size=400), st.booleans())
-def test_arbitrary_bytes_do_nothing_but_badframe(noise: bytes, dressed: bool):
-    """No bytes, not even behind a right magic and version, do anything but raise BadFrame with a known reason."""
+def test_arbitrary_bytes_raise_badframe(noise: bytes, dressed: bool):
+    """Arbitrary bytes, also after a valid magic and version, raise BadFrame with a known reason."""
     data = struct.pack("<4sH", b"FWKV", 1) + noise if dressed else noise
     with pytest.raises(BadFrame) as raised:
         check(memoryview(data))
@@ -128,8 +128,8 @@ def test_arbitrary_bytes_do_nothing_but_badframe(noise: bytes, dressed: bool):
     ("offset", "value", "reason"),
     [(0, b"FWKX", "magic"), (4, b"\x02\x00", "version"), (92, b"\x01", "reserved"), (104, b"\x65", "length")],
 )
-def test_the_reason_names_what_is_wrong(offset: int, value: bytes, reason: str):
-    """A wrong magic, version, reserved field or length is named before the checksum is looked at."""
+def test_the_reason_names_the_defect(offset: int, value: bytes, reason: str):
+    """A wrong magic, version, reserved field or length is reported before the checksum."""
     data = bytearray((GOLDEN / "frame.bin").read_bytes())
     data[offset : offset + len(value)] = value
     with pytest.raises(BadFrame) as raised:

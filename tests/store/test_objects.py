@@ -1,4 +1,4 @@
-"""ObjectStore against an S3 server and against folders: the contract, and everything that breaks."""
+"""ObjectStore with an S3 server and with folders: the contract, and faults of the service."""
 
 import itertools
 import time
@@ -22,7 +22,7 @@ _machine_folder = Path()
 
 
 def fresh() -> str:
-    """A prefix that nobody used yet: an empty store in a bucket that others use too."""
+    """A prefix that was not used before: an empty store in a shared bucket."""
     return f"test-{next(_numbers)}"
 
 
@@ -31,7 +31,7 @@ def path_of(folder: Path, name: bytes) -> Path:
 
 
 def at(port: int) -> str:
-    """The URL of a bucket at whatever listens on a port."""
+    """The URL of a bucket on a port."""
     return f"s3://blocks?endpoint=http://127.0.0.1:{port}&region=us-east-1&access_key_id=a&secret_access_key=b"
 
 
@@ -54,6 +54,7 @@ def store(folder: Path) -> Iterator[ObjectStore]:
     opened.close()
 
 
+@pytest.mark.slow
 class TestContractOnS3(StoreContract):
     pins = False
 
@@ -109,7 +110,7 @@ class TestMachine(FolderMachine.TestCase):
 
 
 def calls_of(store: ObjectStore, seconds: float) -> dict[str, Callable[[], object]]:
-    """Every call that asks the service something, with a deadline so far away."""
+    """Every call that sends a request, with a deadline in the given number of seconds."""
     frames = make_frames(1, 2, 1000)
     names = names_of(frames)
 
@@ -132,7 +133,7 @@ def calls_of(store: ObjectStore, seconds: float) -> dict[str, Callable[[], objec
 
 @pytest.mark.parametrize("size", [0, 1, 65_537, 7 << 20])
 def test_blocks_of_any_size(server: S3Server, size: int):
-    """Blocks of any size, larger than a part of a multipart upload too, come back whole."""
+    """Blocks of any size come back intact, also ones larger than a part of a multipart upload."""
     store = ObjectStore(server.url(), prefix=fresh())
     frames = make_frames(2, 2, size)
     assert store.put(frames, deadline=soon()) == 2
@@ -141,7 +142,7 @@ def test_blocks_of_any_size(server: S3Server, size: int):
 
 
 def test_of_two_writers_one_wins(server: S3Server):
-    """Stores that write one name with different bytes at once leave one of the two, whole, and it stays."""
+    """Stores that concurrently write different bytes under one name leave one of them, intact."""
     prefix = fresh()
     stores = [ObjectStore(server.url(), prefix=prefix) for _ in range(2)]
     [first] = make_frames(3, 1, 100_000)
@@ -159,7 +160,7 @@ def test_of_two_writers_one_wins(server: S3Server):
 
 
 def test_a_service_without_conditional_put(server: S3Server):
-    """Where the service has no conditional PUT the block is written all the same."""
+    """If the service has no conditional PUT, blocks are written without it."""
     store = ObjectStore(server.url(), prefix=fresh(), conditional_put="disabled")
     frames = make_frames(4, 3, 1000)
     assert store.put(frames, deadline=soon()) == 3 and read(store, frames) == whole(frames)
@@ -168,8 +169,8 @@ def test_a_service_without_conditional_put(server: S3Server):
     store.close()
 
 
-def test_a_service_that_knows_no_conditional_put():
-    """A service that answers a conditional PUT with 501 gets a plain one, and no conditional one after that."""
+def test_a_service_that_rejects_conditional_put():
+    """After a service has replied 501 to a conditional PUT, only plain ones are sent."""
     conditional: list[bool] = []
 
     def status(request: BaseHTTPRequestHandler) -> int:
@@ -194,7 +195,7 @@ def test_a_service_that_knows_no_conditional_put():
 def test_lookup_finds_the_end_of_any_chain(
     tmp_path_factory: pytest.TempPathFactory, length: int, there: int, exact: bool
 ):
-    """However long a chain and however much of its head is there, a lookup finds just that, exact or not."""
+    """A lookup finds the first gap in a chain of any length, exact or not."""
     folder = tmp_path_factory.mktemp("chain")
     store = ObjectStore(f"file://{folder}", exact_lookup=exact)
     names = names_of(_CHAIN[:length])
@@ -209,8 +210,9 @@ def test_lookup_finds_the_end_of_any_chain(
 _CHAIN = make_frames(5, 600, 1)
 
 
-def test_objects_that_are_not_whole(store: ObjectStore, folder: Path):
-    """A truncated object has its own length, an empty one is a miss, one that does not fit is; the others come whole."""
+def test_incomplete_objects(store: ObjectStore, folder: Path):
+    """A truncated object is returned with its length. An empty one and one that does not fit are misses. Others are
+    intact."""
     frames = make_frames(6, 5, 5000)
     store.put(frames, deadline=soon())
     path_of(folder, frames[0].name).write_bytes(frames[0].data[:2000])
@@ -220,7 +222,7 @@ def test_objects_that_are_not_whole(store: ObjectStore, folder: Path):
     assert read(store, frames) == [frames[0].data[:2000], None, None, None, frames[4].data]
 
 
-def test_scan_knows_places_and_times(server: S3Server, folder: Path):
+def test_scan_reads_positions_and_times(server: S3Server, folder: Path):
     """scan reads parent, depth, size and time of each block, in a bucket and in a folder."""
     for url in (server.url(), f"file://{folder}"):
         store = ObjectStore(url, prefix=fresh())
@@ -234,8 +236,9 @@ def test_scan_knows_places_and_times(server: S3Server, folder: Path):
         store.close()
 
 
-def test_foreign_objects_are_no_blocks(store: ObjectStore, folder: Path):
-    """Whatever else lies in the folder is in no scan and no list; what lies under a block's name claims no parent."""
+def test_foreign_objects_are_ignored(store: ObjectStore, folder: Path):
+    """Other objects are neither scanned nor listed. An object with the name of a block but without its header has no
+    parent."""
     frames = make_frames(8, 3, 1000)
     store.put(frames, deadline=soon())
     path_of(folder, frames[1].name).write_bytes(b"rubbish" * 100)
@@ -251,7 +254,7 @@ def test_foreign_objects_are_no_blocks(store: ObjectStore, folder: Path):
 
 
 def test_prefixes_are_kept_apart(server: S3Server):
-    """Stores under different prefixes of a bucket see nothing of each other, nor those whose prefix begins alike."""
+    """Stores with different prefixes in a bucket are independent, also if one prefix starts with the other."""
     prefix = fresh()
     mine = ObjectStore(server.url(), prefix=prefix)
     frames = make_frames(9, 2, 100)
@@ -265,8 +268,8 @@ def test_prefixes_are_kept_apart(server: S3Server):
     mine.close()
 
 
-def test_words_of_records(store: ObjectStore):
-    """Words that look like paths upwards are names like others; those that are not made as words are refused."""
+def test_record_keys(store: ObjectStore):
+    """Record keys that look like relative paths are ordinary keys. Invalid keys are refused."""
     for word in ("..", ".", "../../x", "a/..", "a.record"):
         store.put_record(word, word.encode(), deadline=soon())
     assert store.records("", deadline=soon()) == sorted(["..", ".", "../../x", "a/..", "a.record"])
@@ -280,20 +283,20 @@ def test_words_of_records(store: ObjectStore):
 
 
 def test_a_service_that_never_answers():
-    """A peer that accepts and says nothing costs every call its deadline and no more; nothing goes on after that."""
+    """If the service accepts connections and never replies, every call ends at its deadline and leaves nothing running."""
     silent = ScriptedServer([None])
     store = ObjectStore(at(silent.port))
     for call in calls_of(store, 0.15).values():
         with pytest.raises(StoreTimeout):
             call()
     store.status()
-    silent.wait_for_goodbyes()
+    silent.wait_for_disconnects()
     store.close()
     silent.close()
 
 
 def test_nothing_is_written_to_a_buffer_after_the_deadline(server: S3Server):
-    """Once a call has ended with its deadline, its buffers are the caller's alone."""
+    """After a call has ended at its deadline, nothing is written to its buffers."""
     prefix = fresh()
     store = ObjectStore(server.url(), prefix=prefix)
     frames = make_frames(10, 12, 1 << 20)
@@ -309,7 +312,7 @@ def test_nothing_is_written_to_a_buffer_after_the_deadline(server: S3Server):
 
 
 def test_a_service_that_is_gone_and_comes_back(tmp_path: Path):
-    """While the service is away every call raises StoreUnavailable; when it is back, the same store works."""
+    """While the service is down every call raises StoreUnavailable. When it is up again, the same store works."""
     server = S3Server(tmp_path / "s3")
     store = ObjectStore(server.url())
     frames = make_frames(11, 3, 1000)
@@ -327,8 +330,8 @@ def test_a_service_that_is_gone_and_comes_back(tmp_path: Path):
         server.kill()
 
 
-def test_nobody_listens():
-    """An endpoint where nobody listens is unavailable, for every call."""
+def test_no_server_listens():
+    """If no server listens at the endpoint, every call raises StoreUnavailable."""
     store = ObjectStore(at(free_port()))
     for call in calls_of(store, 60).values():
         with pytest.raises(StoreUnavailable):
@@ -347,7 +350,7 @@ def test_nobody_listens():
     ],
 )
 def test_a_service_that_refuses(status: int, reading: type[StoreError], writing: type[StoreError]):
-    """What the service refuses is named by what it means: no right to read, no right to write, or out of order."""
+    """HTTP errors map to StoreError classes: no permission to read, no permission to write, or unavailable."""
     server = HttpServer(status, b"<Error><Code>No</Code></Error>")
     store = ObjectStore(at(server.port))
     for name, call in calls_of(store, 60).items():
@@ -360,8 +363,8 @@ def test_a_service_that_refuses(status: int, reading: type[StoreError], writing:
 @pytest.mark.parametrize(
     "answer", [b"", b"rubbish\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nshort", b"\x00" * 5000]
 )
-def test_a_service_that_talks_nonsense(answer: bytes):
-    """What is no answer, or not the whole of one, never counts as a block."""
+def test_invalid_responses(answer: bytes):
+    """An invalid or incomplete response never counts as a block."""
     liar = ScriptedServer([answer])
     store = ObjectStore(at(liar.port))
     with pytest.raises(StoreUnavailable):
@@ -371,7 +374,7 @@ def test_a_service_that_talks_nonsense(answer: bytes):
 
 
 def test_a_bucket_that_does_not_exist(server: S3Server):
-    """A bucket that is not there holds nothing, and whoever writes is told that the URL is wrong."""
+    """A missing bucket is empty, and a write to it raises StoreConfigError."""
     store = ObjectStore(server.url().replace("s3://blocks", "s3://nowhere"))
     frames = make_frames(13, 1, 100)
     assert store.lookup(names_of(frames), deadline=soon()) == 0
@@ -381,7 +384,7 @@ def test_a_bucket_that_does_not_exist(server: S3Server):
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path):
-    """A folder that turned into a file makes writing fail with a StoreError."""
+    """If the folder was replaced by a file, a write raises StoreError."""
     store = ObjectStore(f"file://{tmp_path}/place", prefix="below")
     (tmp_path / "place" / "below").write_bytes(b"in the way")
     with pytest.raises(StoreError):
@@ -390,8 +393,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path):
 
 
 def test_wrong_urls(tmp_path: Path):
-    """A URL that leads nowhere, an unknown option and an odd prefix are refused when the store is made; options of the HTTP
-    client are not."""
+    """Wrong URLs, unknown options and invalid prefixes are refused by the constructor. Options of the HTTP client are
+    accepted."""
     for url in (
         "redis://x",
         "ftp://x/y",
@@ -411,8 +414,8 @@ def test_wrong_urls(tmp_path: Path):
         ObjectStore(f"file://{tmp_path}", parallel=0)
 
 
-def test_the_header_is_all_that_a_scan_reads(store: ObjectStore, folder: Path):
-    """A block cut off after its header is still scanned with its place in the chain."""
+def test_scan_reads_only_headers(store: ObjectStore, folder: Path):
+    """scan reads only the headers: a block truncated after its header is listed with parent and depth."""
     frames = make_frames(15, 2, 5000)
     store.put(frames, deadline=soon())
     path_of(folder, frames[1].name).write_bytes(frames[1].data[:HEADER_BYTES])

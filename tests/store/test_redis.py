@@ -1,4 +1,4 @@
-"""RedisStore against real servers: the contract over TCP, a Unix socket, TLS and in a cluster; and everything that breaks."""
+"""RedisStore with real servers: the contract over TCP, a Unix socket, TLS and in a cluster, and faults of servers."""
 
 import itertools
 import multiprocessing
@@ -38,7 +38,7 @@ _machine_url = ""
 
 
 def fresh() -> str:
-    """A prefix that nobody used yet: an empty store on a server that others use too."""
+    """A prefix that was not used before: an empty store on a shared server."""
     return f"test-{next(_numbers)}"
 
 
@@ -64,7 +64,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RedisServer, str]]:
-    """A server that speaks TLS too, with a certificate of its own and a password, and its URL for that."""
+    """A server with TLS, a self-signed certificate and a password, and its URL."""
     folder = tmp_path_factory.mktemp("tls")
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     openssl = shutil.which("openssl")
@@ -148,7 +148,7 @@ class TestMachine(RedisMachine.TestCase):
 
 
 def calls_of(store: RedisStore, seconds: float) -> dict[str, Callable[[], object]]:
-    """Every call that asks the server something, with a deadline so far away."""
+    """Every call that sends a command, with a deadline in the given number of seconds."""
     frames = make_frames(1, 2, 1000)
     names = names_of(frames)
 
@@ -174,21 +174,21 @@ def calls_of(store: RedisStore, seconds: float) -> dict[str, Callable[[], object
 
 @pytest.mark.parametrize("size", [0, 1, 16_383, 65_537, 4 * MiB])
 def test_blocks_of_any_size(store: RedisStore, size: int):
-    """Blocks smaller and larger than every buffer on the way come back whole, several in a row."""
+    """Blocks smaller and larger than every internal buffer come back intact, also several in a row."""
     frames = make_frames(2, 5, size)
     assert store.put(frames, deadline=soon()) == 5
     assert read(store, frames) == whole(frames)
 
 
-def test_more_blocks_than_are_asked_for_in_advance(store: RedisStore):
-    """A load far longer than the window of answers under way, with misses in it, brings each block to its place."""
+def test_more_blocks_than_the_window(store: RedisStore):
+    """A load much longer than the window of outstanding replies, with misses in it, returns each block in its buffer."""
     frames = make_frames(3, 40, MiB)
     store.put(frames[::2], deadline=soon())
     assert read(store, frames) == [data if number % 2 == 0 else None for number, data in enumerate(whole(frames))]
 
 
 def test_a_long_lookup_takes_few_round_trips(server: RedisServer, store: RedisStore):
-    """2,048 names are asked for in a handful of exchanges: the server reads from its socket two orders less often."""
+    """A lookup of 2,048 names takes few round trips: the server reads from its socket a hundred times less often."""
     frames = make_frames(4, 2048, 16)
     names = names_of(frames)
     store.put(frames, deadline=soon())
@@ -199,7 +199,7 @@ def test_a_long_lookup_takes_few_round_trips(server: RedisServer, store: RedisSt
 
 
 def test_putting_again_sends_no_payload(server: RedisServer, store: RedisStore):
-    """A block that is there does not cross the network a second time."""
+    """A block that is present is not sent again."""
     frames = make_frames(5, 4, MiB)
     store.put(frames, deadline=soon())
     with server.client() as client:
@@ -209,7 +209,7 @@ def test_putting_again_sends_no_payload(server: RedisServer, store: RedisStore):
 
 
 def test_of_two_writers_the_first_wins(server: RedisServer):
-    """Whoever has put a block and reads it gets what everybody gets from then on, even if another put it at the same time."""
+    """After concurrent puts of different bytes under one name, all readers get the same block."""
     prefix = fresh()
     stores = [RedisStore(server.url, prefix=prefix) for _ in range(2)]
     for number in range(25):
@@ -230,11 +230,11 @@ def test_of_two_writers_the_first_wins(server: RedisServer):
         store.close()
 
 
-# What lies there
+# Stored data
 
 
 def test_a_truncated_value_has_its_own_length(server: RedisServer):
-    """A value cut short is given as it is, so that the check says so; one cut to nothing is a miss; the others are whole."""
+    """A truncated value is returned with its length, an empty one is a miss, and others are intact."""
     prefix = fresh()
     store = RedisStore(server.url, prefix=prefix)
     frames = make_frames(6, 4, 50_000)
@@ -252,7 +252,7 @@ def test_a_truncated_value_has_its_own_length(server: RedisServer):
 
 
 def test_a_value_larger_than_the_buffer_is_a_miss(server: RedisServer):
-    """A value that does not fit is passed over, however large, and the answers after it belong to their own names."""
+    """A value that does not fit is skipped, whatever its length, and later replies are assigned correctly."""
     prefix = fresh()
     store = RedisStore(server.url, prefix=prefix)
     frames = make_frames(7, 4, 1000)
@@ -265,7 +265,7 @@ def test_a_value_larger_than_the_buffer_is_a_miss(server: RedisServer):
 
 
 def test_a_key_of_another_type_is_a_miss_and_can_be_written(server: RedisServer):
-    """What is no string under a block's key is a miss, shown by no scan, and does not keep the block from being stored."""
+    """A key of another type is a miss, is not scanned, and does not prevent the block from being stored."""
     prefix = fresh()
     store = RedisStore(server.url, prefix=prefix)
     frames = make_frames(8, 3, 1000)
@@ -280,8 +280,8 @@ def test_a_key_of_another_type_is_a_miss_and_can_be_written(server: RedisServer)
     store.close()
 
 
-def test_what_is_not_a_frame_is_scanned_without_a_place(server: RedisServer):
-    """scan names a value whose header cannot be read, or is another block's, and claims no parent for it."""
+def test_scan_of_values_that_are_not_frames(server: RedisServer):
+    """scan lists a value with an unreadable or wrong header without a parent."""
     prefix = fresh()
     store = RedisStore(server.url, prefix=prefix)
     frames = make_frames(9, 3, 1000)
@@ -296,7 +296,7 @@ def test_what_is_not_a_frame_is_scanned_without_a_place(server: RedisServer):
 
 
 def test_prefixes_and_databases_are_kept_apart(server: RedisServer):
-    """Stores with different prefixes or databases on one server see nothing of each other, records included."""
+    """Stores with different prefixes or databases on one server are independent, including records."""
     prefix = fresh()
     frames = make_frames(10, 2, 100)
     stores = [RedisStore(server.url, prefix=fresh()), RedisStore(f"{server.url}/3", prefix=prefix)]
@@ -310,11 +310,11 @@ def test_prefixes_and_databases_are_kept_apart(server: RedisServer):
     mine.close()
 
 
-# Bounds
+# Limits
 
 
 def test_ttl_and_pins(server: RedisServer):
-    """Blocks end with their time to live, pinned ones have none, and unpinned ones have it again."""
+    """Blocks expire after their time to live, pinned ones do not, and unpinned ones do again."""
     prefix = fresh()
     store = RedisStore(server.url, prefix=prefix, ttl=500)
     frames = make_frames(11, 3, 100)
@@ -333,7 +333,7 @@ def test_ttl_and_pins(server: RedisServer):
 
 
 def test_a_full_server_that_evicts_nothing(tmp_path: Path):
-    """`noeviction` and full: put raises StoreFull, and what is there is still read over the same connection."""
+    """With `noeviction` a put into a full server raises StoreFull, and blocks can still be read."""
     server = RedisServer(tmp_path / "full", "--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
     try:
         store = RedisStore(server.url)
@@ -354,7 +354,7 @@ def test_a_full_server_that_evicts_nothing(tmp_path: Path):
 
 
 def test_volatile_lru_keeps_pins_and_records(tmp_path: Path):
-    """With a ttl and `volatile-lru` a server that evicts takes neither pinned blocks nor records, and counts what it took."""
+    """With a ttl and `volatile-lru` the server evicts neither pinned blocks nor records, and counts evictions."""
     server = RedisServer(tmp_path / "lru", "--maxmemory", "16mb", "--maxmemory-policy", "volatile-lru")
     try:
         store = RedisStore(server.url, ttl=3600)
@@ -374,7 +374,7 @@ def test_volatile_lru_keeps_pins_and_records(tmp_path: Path):
 
 
 def test_a_replica_is_read_only(tmp_path: Path, own: RedisServer):
-    """A server that takes no writes gives what it has and answers a put with StoreReadOnly."""
+    """A read-only replica serves reads, and a put raises StoreReadOnly."""
     with own.client() as client:
         client.config_set("repl-diskless-sync-delay", 0)
     first = RedisStore(own.url)
@@ -397,7 +397,7 @@ def test_a_replica_is_read_only(tmp_path: Path, own: RedisServer):
 
 
 def test_passwords(tmp_path: Path):
-    """The password of the URL opens the server; a wrong one and none are the operator's to mend, and named as such."""
+    """The password in the URL is used. A wrong or missing one raises StoreConfigError."""
     server = RedisServer(tmp_path / "locked", password="p@ss:/w")
     try:
         right = RedisStore(f"redis://:p%40ss%3A%2Fw@127.0.0.1:{server.port}/1")
@@ -423,8 +423,8 @@ def test_passwords(tmp_path: Path):
 # Failures
 
 
-def test_too_many_clients_is_for_later(own: RedisServer):
-    """A server that has no room for another client is unavailable, not misconfigured; with room again it answers."""
+def test_too_many_clients(own: RedisServer):
+    """A server without room for another client is unavailable, not misconfigured, and works again later."""
     frames = make_frames(32, 2, 1000)
     holder, late = RedisStore(own.url), RedisStore(f"{own.url}/1")
     holder.put(frames, deadline=soon())
@@ -440,8 +440,9 @@ def test_too_many_clients_is_for_later(own: RedisServer):
     holder.close()
 
 
-def test_a_peer_that_never_answers():
-    """A peer that accepts and says nothing costs every call its deadline and no more; status neither waits nor raises."""
+def test_a_server_that_never_replies():
+    """If the server accepts connections and never replies, every call ends at its deadline. status neither waits nor
+    raises."""
     silent = ScriptedServer([None])
     store = RedisStore(silent.url)
     for call in calls_of(store, 0.1).values():
@@ -455,8 +456,8 @@ def test_a_peer_that_never_answers():
     silent.close()
 
 
-def test_late_answers_belong_to_nobody(own: RedisServer):
-    """Answers that come after the deadline are never taken for those of the next question."""
+def test_late_replies(own: RedisServer):
+    """Replies after the deadline are never assigned to later commands."""
     store = RedisStore(own.url)
     frames = make_frames(16, 8, 200_000)
     store.put(frames, deadline=soon())
@@ -470,7 +471,7 @@ def test_late_answers_belong_to_nobody(own: RedisServer):
 
 
 def test_put_into_a_server_that_stopped_reading(own: RedisServer):
-    """A put whose bytes nobody takes ends with its deadline, and what it wrote of a block never becomes visible."""
+    """A put that the server does not read ends at its deadline, and its partial data never becomes visible."""
     store = RedisStore(own.url)
     frames = make_frames(17, 12, 4 * MiB)
 
@@ -494,8 +495,8 @@ def test_put_into_a_server_that_stopped_reading(own: RedisServer):
     store.close()
 
 
-def test_a_restart_between_calls_is_not_noticed(own: RedisServer):
-    """After the server was killed and started again the next call of every kind succeeds; what was lost is a miss."""
+def test_a_restart_between_calls(own: RedisServer):
+    """After a server restart the next call of every kind succeeds, and lost blocks are misses."""
     store = RedisStore(own.url)
     frames = make_frames(18, 3, 1000)
     for call in calls_of(store, 60).values():
@@ -509,7 +510,7 @@ def test_a_restart_between_calls_is_not_noticed(own: RedisServer):
 
 
 def test_a_restart_under_tls(tls: tuple[RedisServer, str]):
-    """Under TLS too a restart between two calls is not noticed, and a certificate that nobody vouches for opens nothing."""
+    """The same under TLS. An untrusted certificate is refused."""
     server, url = tls
     store = RedisStore(url, prefix=fresh())
     frames = make_frames(33, 4, 3 * MiB)
@@ -526,8 +527,8 @@ def test_a_restart_under_tls(tls: tuple[RedisServer, str]):
     stranger.close()
 
 
-def test_an_answer_that_nobody_asked_for():
-    """Bytes that come in between two calls are not taken for the answer to the second."""
+def test_unsolicited_bytes():
+    """Bytes that arrive between two calls are not taken for the reply of the second."""
     [one] = make_frames(34, 1, 10)
     sent = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -538,7 +539,7 @@ def test_an_answer_that_nobody_asked_for():
             with connection:
                 while connection.recv(1 << 16):
                     connection.sendall(b":0\r\n")
-                    time.sleep(0.05)  # so that the answer has been read, and the extra one comes after it
+                    time.sleep(0.05)  # so the reply has been read before the extra one arrives
                     connection.sendall(extra)
                     sent.set()
 
@@ -553,8 +554,8 @@ def test_an_answer_that_nobody_asked_for():
     listener.close()
 
 
-def test_a_server_that_is_gone(own: RedisServer):
-    """While the server is away every call raises StoreUnavailable; when it is back, the same store works."""
+def test_a_server_that_is_down(own: RedisServer):
+    """While the server is down every call raises StoreUnavailable. When it is up again, the same store works."""
     store = RedisStore(own.url)
     frames = make_frames(19, 3, 1000)
     store.put(frames, deadline=soon())
@@ -569,7 +570,7 @@ def test_a_server_that_is_gone(own: RedisServer):
 
 
 def test_killed_and_restarted_while_threads_load(own: RedisServer):
-    """Threads that load and save while the server is killed and restarted get whole blocks, misses or a StoreError."""
+    """Threads that use a server which is killed and restarted get intact blocks, misses or StoreError."""
     store = RedisStore(own.url)
     chains = [make_frames(20 + number, 6, 300_000) for number in range(3)]
     over = threading.Event()
@@ -617,8 +618,8 @@ def test_killed_and_restarted_while_threads_load(own: RedisServer):
         b"$3\r\nabc\r\n" * 500,
     ],
 )
-def test_a_peer_that_talks_nonsense(answer: bytes):
-    """What no Redis server would answer makes a call fail with StoreUnavailable, and the connection is not used again."""
+def test_invalid_replies(answer: bytes):
+    """An invalid reply raises StoreUnavailable, and the connection is not used again."""
     liar = ScriptedServer([answer])
     store = RedisStore(liar.url)
     for number, call in enumerate(calls_of(store, 60).values(), 1):
@@ -646,8 +647,8 @@ replies = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(replies, max_size=4).map(b"".join), st.sampled_from(sorted(calls_of(RedisStore("redis://x"), 0))))
-def test_no_answer_breaks_a_call(answer: bytes, what: str):
-    """Whatever bytes a peer answers, a call returns or raises a StoreError, and nothing else."""
+def test_arbitrary_replies(answer: bytes, what: str):
+    """For any reply a call returns or raises StoreError."""
     liar = ScriptedServer([answer])
     store = RedisStore(liar.url)
     try:
@@ -660,7 +661,7 @@ def test_no_answer_breaks_a_call(answer: bytes, what: str):
 
 
 def test_wrong_urls():
-    """A URL that leads nowhere is refused when the store is made, without a connection."""
+    """A wrong URL is refused by the constructor, without a connection."""
     for url in (
         "http://localhost",
         "redis+cluster://a,b/1",
@@ -679,15 +680,15 @@ def test_wrong_urls():
         RedisStore("redis://localhost", ttl=0)
 
 
-def test_words_of_records(store: RedisStore):
-    """A record's word that is not made as words are is refused."""
+def test_record_keys(store: RedisStore):
+    """Invalid record keys are refused."""
     for word in ("", "/a", "a/", "a//b", "a b", "ä", "a\n"):
         with pytest.raises(StoreConfigError):
             store.put_record(word, b"x", deadline=soon())
 
 
 def test_a_store_crosses_a_fork(server: RedisServer, store: RedisStore):
-    """A child process opens connections of its own, and both go on reading their own blocks at the same time."""
+    """A forked child opens its own connections, and both processes read their own blocks concurrently."""
     mine, theirs = make_frames(30, 5, 50_000), make_frames(31, 5, 50_000)
     store.put([*mine, *theirs], deadline=soon())
     context = multiprocessing.get_context("fork")
@@ -716,7 +717,7 @@ def test_a_store_crosses_a_fork(server: RedisServer, store: RedisStore):
 
 
 def test_a_cluster_is_found_through_any_node(cluster: RedisCluster):
-    """One node's address is enough, one that is not there does no harm, and blocks lie on all nodes."""
+    """One address of a node is enough, an unreachable one does no harm, and blocks are spread over all nodes."""
     prefix = fresh()
     dead = ScriptedServer([b""])
     store = RedisStore(f"redis+cluster://127.0.0.1:{dead.port},127.0.0.1:{cluster.nodes[2].port}", prefix=prefix)
@@ -731,8 +732,8 @@ def test_a_cluster_is_found_through_any_node(cluster: RedisCluster):
     dead.close()
 
 
-def test_slots_that_move(cluster: RedisCluster):
-    """A block is found while its slot moves to another node (ASK), and after that (MOVED), and so are its neighbours."""
+def test_slots_that_migrate(cluster: RedisCluster):
+    """A block is found while its slot migrates (ASK) and afterwards (MOVED), and so are other blocks."""
     for number in range(3):
         cluster.command(number, "FLUSHALL")
     prefix = fresh()
@@ -753,7 +754,7 @@ def test_slots_that_move(cluster: RedisCluster):
 
 
 def test_a_cluster_that_loses_a_node(tmp_path: Path):
-    """With a node gone its blocks cannot be had: a StoreError before the deadline, not a hang; the other nodes' blocks come."""
+    """If a node is down, reading its blocks raises StoreError before the deadline. Blocks of other nodes can be read."""
     cluster = RedisCluster(tmp_path / "cluster")
     prefix = fresh()
     store = RedisStore(cluster.url, prefix=prefix)
@@ -772,8 +773,8 @@ def test_a_cluster_that_loses_a_node(tmp_path: Path):
         cluster.kill()
 
 
-def test_a_server_that_is_no_cluster(server: RedisServer):
-    """A cluster URL on a single server is named as the mistake that it is."""
+def test_a_cluster_url_for_a_single_server(server: RedisServer):
+    """A cluster URL for a single server raises StoreConfigError."""
     store = RedisStore(server.url.replace("redis://", "redis+cluster://"))
     with pytest.raises(StoreConfigError):
         store.lookup(names_of(make_frames(43, 1, 10)), deadline=soon())

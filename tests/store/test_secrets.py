@@ -1,4 +1,4 @@
-"""What stands in a store's URL to open it is shown nowhere: not in an error, a repr or a label."""
+"""Secrets in a store URL never appear in an error, a repr or a label."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from foreword.transfer.handshake import Identity
 from foreword.transfer.peer import opener
 
 SECRET = "QuietPlease"
-# Halves of it too: a password that was not percent-encoded is cut in two where a URL's parts begin.
+# Its halves too: a password that is not percent-encoded is split at the delimiters of a URL.
 HALVES = ("Quiet", "Please")
 
 
 def shown(error: BaseException) -> str:
-    """All that a log or a terminal would show of an error."""
+    """Everything that a log or a terminal shows of an error."""
     return "".join([str(error), repr(error), *traceback.format_exception_only(error)])
 
 
 def use(url: str) -> None:
-    """Open a store and ask it for something."""
+    """Open a store and send it a command."""
     store = open_store([url], None, {"peer": opener(TransferConfig())})
     try:
         store.tiers[0].store.put_record("word", b"data", deadline=time.monotonic() + 20)
@@ -74,7 +74,7 @@ def use(url: str) -> None:
     ],
 )
 def test_a_wrong_url_keeps_its_secret(url: str) -> None:
-    """An error about a URL says what is wrong with it, and repeats no user info and no option that is a secret."""
+    """An error about a URL describes the problem without user info and secret options."""
     with pytest.raises(StoreError) as caught:
         use(url)
     assert isinstance(caught.value, StoreConfigError)
@@ -86,8 +86,8 @@ def test_a_wrong_url_keeps_its_secret(url: str) -> None:
 @pytest.mark.parametrize("mark", ["/", "?", "#"])
 @pytest.mark.parametrize("end", ["localhost:6379/0", "/run/redis.sock"])
 def test_a_password_that_reads_like_a_port(scheme: str, user: str, mark: str, end: str) -> None:
-    """The number before a /, ? or # in a password is not taken for a port, and what follows not for a path or an option: the
-    error says how to write it, and repeats neither half."""
+    """A number before /, ? or # in a password is not taken for a port, nor the rest for a path or an option. The error
+    says how to encode it and does not repeat it."""
     url = f"{scheme}://{user}:4711{mark}5813@{end}"
     for open_ in (use, RedisStore):
         with pytest.raises(StoreConfigError, match="%2F") as caught:
@@ -96,7 +96,7 @@ def test_a_password_that_reads_like_a_port(scheme: str, user: str, mark: str, en
 
 
 def test_an_encoded_password_is_a_password(tmp_path: Path) -> None:
-    """Written as the error says, it opens the server, over TCP and a Unix socket."""
+    """A password encoded as the error says works, over TCP and a Unix socket."""
     server = RedisServer(tmp_path / "locked", password="4711/5813?#:@")
     try:
         use(f"redis://:4711%2F5813%3F%23%3A%40@127.0.0.1:{server.port}/0")
@@ -108,15 +108,15 @@ def test_an_encoded_password_is_a_password(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "url", ["disk:///{path}#2", "file:///{path}#2", "memory://?size=1MiB#2", "redis://localhost:1#2"]
 )
-def test_nothing_behind_a_hash_is_lost(url: str, tmp_path: Path) -> None:
-    """A # that is not encoded is an error, and not the end of a path."""
+def test_an_unencoded_hash(url: str, tmp_path: Path) -> None:
+    """An unencoded # raises an error instead of truncating the URL."""
     with pytest.raises(StoreConfigError, match="%23"):
         use(url.format(path=tmp_path))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_server_that_repeats_the_password() -> None:
-    """What a server sends back of the command that logs in is not passed on."""
+    """A login command that the server repeats in its error is redacted."""
     liar = ScriptedServer([b"-ERR unknown command 'AUTH', with args beginning with: 'QuietPlease'\r\n"])
     store = RedisStore(f"redis://:QuietPlease@127.0.0.1:{liar.port}")
     try:
@@ -136,8 +136,8 @@ def test_a_server_that_repeats_the_password() -> None:
         "s3://bucket?endpoint=http://me:QuietPlease@127.0.0.1:{port}&access_key_id=me&secret_access_key=QuietPlease&region=here",
     ],
 )
-def test_a_store_that_is_not_there_keeps_its_secret(url: str) -> None:
-    """The error of a store that nobody answers for names its address without the user info."""
+def test_an_unreachable_store_keeps_its_secret(url: str) -> None:
+    """The error for an unreachable store has its address without user info."""
     with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1") as caught:
         use(url.format(port=free_port()))
     assert SECRET not in shown(caught.value)
@@ -145,7 +145,7 @@ def test_a_store_that_is_not_there_keeps_its_secret(url: str) -> None:
 
 @pytest.mark.parametrize("show", [str, repr])
 def test_a_url_is_shown_without_secrets(show: Callable[[object], str]) -> None:
-    """What is made of a URL, and the configuration that holds it, can be printed."""
+    """A parsed URL and the configuration that contains it can be printed."""
     urls = ("redis://me:QuietPlease@localhost:6379/1?password=QuietPlease", "s3://bucket?secret_access_key=QuietPlease")
     for url in urls:
         assert SECRET not in show(parse(url))
@@ -166,8 +166,8 @@ def test_a_url_is_shown_without_secrets(show: Callable[[object], str]) -> None:
         Caller.of({"authorization": f"Bearer {SECRET}"}),
     ],
 )
-def test_what_holds_a_secret_can_be_printed(holder: object) -> None:
-    """Neither configuration, nor one side of a connection, nor the command that logs in, nor a caller shows it."""
+def test_objects_with_secrets_can_be_printed(holder: object) -> None:
+    """Configuration, connections, the login command and callers can be printed without secrets."""
     assert SECRET not in f"{holder} {holder!r}"
 
 
@@ -183,5 +183,5 @@ def test_what_holds_a_secret_can_be_printed(holder: object) -> None:
     ],
 )
 def test_only_secrets_are_hidden(text: str, left: str) -> None:
-    """The rest of a URL stays, and so does the sentence around it."""
+    """The rest of a URL, and of a sentence with a URL, stays."""
     assert redacted(text) == left

@@ -1,4 +1,4 @@
-"""Several stores as one: what is fast comes first, and whatever one tier does is the business of that tier alone."""
+"""TieredStore: the fastest tier first, and faults of one tier do not affect the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAYLOAD = 1000
 
 
 class Clock:
-    """Time that moves when it is told to."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -28,7 +28,7 @@ class Clock:
 
 
 class Tiers:
-    """Two memory stores, each behind a store that misbehaves on demand, and a clock."""
+    """Two memory stores behind stores that inject faults, and a clock."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -45,7 +45,7 @@ def tiers() -> Iterator[Tiers]:
 
 
 class TestContract(StoreContract):
-    """One tier alone is a store like any other, but that it never raises for its tier's failures."""
+    """A tiered store with one tier fulfills the contract, except that it does not raise for failures of the tier."""
 
     @pytest.fixture
     def store(self) -> Iterator[Store]:
@@ -54,7 +54,7 @@ class TestContract(StoreContract):
         store.close()
 
     def test_a_passed_deadline(self, store: Store) -> None:
-        """A deadline that has passed is a miss, counted."""
+        """A deadline that has passed is a counted miss."""
         frames = make_frames(1, 3, PAYLOAD)
         put_all(store, frames)
         assert store.lookup(names_of(frames), deadline=0.0) == 0
@@ -62,7 +62,7 @@ class TestContract(StoreContract):
         assert isinstance(store, TieredStore) and sum(store.tiers[0].counters.errors.values()) >= 1
 
     def test_a_closed_store(self, store: Store) -> None:
-        """A tier that is closed is a miss."""
+        """A closed tier is a miss."""
         frames = make_frames(1, 3, PAYLOAD)
         put_all(store, frames)
         store.close()
@@ -71,7 +71,7 @@ class TestContract(StoreContract):
 
 
 def test_each_block_from_the_fastest_tier(tiers: Tiers) -> None:
-    """A chain that lies in pieces in two tiers is found as a whole, and every piece comes from the fastest that has it."""
+    """A chain whose parts are in two tiers is found, and each block is read from the fastest tier that has it."""
     frames = make_frames(1, 9, PAYLOAD)
     tiers.slow.inner.put(frames[2:7], deadline=soon())
     tiers.fast.inner.put(frames[:4], deadline=soon())
@@ -86,7 +86,7 @@ def test_each_block_from_the_fastest_tier(tiers: Tiers) -> None:
 
 @pytest.mark.parametrize("fault", ["corrupt", "truncate", "swap"])
 def test_a_bad_block_comes_from_the_next_tier(tiers: Tiers, fault: Fault) -> None:
-    """A block that one tier gives back damaged is removed there and counted, and read from the next one."""
+    """A block that one tier returns damaged is deleted there, counted, and read from the next tier."""
     frames = make_frames(2, 6, PAYLOAD)
     put_all(tiers.store, frames)
     read(tiers.fast, frames)
@@ -98,8 +98,8 @@ def test_a_bad_block_comes_from_the_next_tier(tiers: Tiers, fault: Fault) -> Non
     assert sum(one is not None for one in read(tiers.fast, frames)) == 6 - sum(counters.bad.values())
 
 
-def test_a_failing_tier_is_left_alone(tiers: Tiers) -> None:
-    """After three failures a tier is not called for a while; then one call tries, and a success ends it."""
+def test_the_circuit_breaker_skips_a_failing_tier(tiers: Tiers) -> None:
+    """After three failures the circuit breaker skips the tier. After a pause one trial call closes it again."""
     frames = make_frames(3, 4, PAYLOAD)
     put_all(tiers.store, frames)
     tiers.fast.inject("fail")
@@ -118,7 +118,7 @@ def test_a_failing_tier_is_left_alone(tiers: Tiers) -> None:
 
 
 def test_the_pause_grows() -> None:
-    """A tier that fails on and on is tried less and less often, at least twice a minute."""
+    """The pause of a failing tier doubles, up to 30 seconds."""
     clock = Clock()
     breaker, pauses = CircuitBreaker(clock), []
     for _ in range(3):
@@ -132,8 +132,8 @@ def test_the_pause_grows() -> None:
     assert pauses == sorted(pauses) and pauses[0] <= 1.25 and 29 <= pauses[-1] <= 30.25
 
 
-def test_a_rate_is_forgotten() -> None:
-    """A measured rate follows what is seen, and is not believed for ever."""
+def test_a_rate_expires() -> None:
+    """A measured rate follows new measurements and expires."""
     clock = Clock()
     rate = Rate(clock)
     assert rate.value == 0.0
@@ -147,15 +147,15 @@ def test_a_rate_is_forgotten() -> None:
 
 
 def test_writes_go_to_every_tier(tiers: Tiers) -> None:
-    """One tier that does not take a write does not keep the others from it."""
+    """If one tier fails a write, the others still take it."""
     frames = make_frames(4, 4, PAYLOAD)
     tiers.fast.inject("fail")
     assert tiers.store.put(frames, deadline=soon()) == 4
     assert tiers.slow.inner.lookup(names_of(frames), deadline=soon()) == 4
 
 
-def test_forgetting_is_not_best_effort(tiers: Tiers) -> None:
-    """What is to be forgotten is removed from every tier, or there is an error: nothing is left behind without a word."""
+def test_delete_is_not_best_effort(tiers: Tiers) -> None:
+    """delete_by_tier deletes from every tier or raises."""
     frames = make_frames(5, 4, PAYLOAD)
     put_all(tiers.store, frames)
     assert tiers.store.delete_by_tier(names_of(frames[2:]), deadline=soon()) == {"fast": 2, "slow": 2}
@@ -164,8 +164,8 @@ def test_forgetting_is_not_best_effort(tiers: Tiers) -> None:
         tiers.store.delete_by_tier(names_of(frames[:2]), deadline=soon())
 
 
-def test_records_lie_where_they_last() -> None:
-    """Records go to the tiers that outlive the process and are read from the one that most instances share."""
+def test_records_go_to_persistent_tiers() -> None:
+    """Records are written to persistent tiers and read from the last one first."""
     memory, near, far = (MemoryStore(1 << 16, label=label) for label in ("memory", "near", "far"))
     store = TieredStore([memory, near, far], persistent=[1, 2])
     store.put_record("a/b", b"one", deadline=soon())
@@ -185,7 +185,7 @@ def test_records_lie_where_they_last() -> None:
 
 
 def test_threads_and_a_plan_of_faults(tiers: Tiers) -> None:
-    """Threads that read and write through tiers which fail, lose, damage and cut at random never see a wrong byte."""
+    """Threads that use tiers with random faults never see a wrong byte."""
     flaky = FlakyStore(
         MemoryStore(1 << 16, label="wild"),
         seed=7,
@@ -212,7 +212,7 @@ def test_threads_and_a_plan_of_faults(tiers: Tiers) -> None:
 
 
 def test_urls() -> None:
-    """URLs say backend, place, options, codec and label; equal labels are told apart."""
+    """URLs set backend, path, options, codec and label. Equal labels are numbered."""
     one = parse("disk:///a/b%20c?size=1GiB&codec=lossless&label=ssd")
     assert (one.scheme, one.path, one.codec, one.label, one.options) == (
         "disk", "/a/b c", "lossless", "ssd", {"size": "1GiB"}

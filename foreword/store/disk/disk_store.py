@@ -89,7 +89,7 @@ class DiskStore(Store):
         self._closed = False
         self._notes: Counter[str] = Counter(missing=0, recovered=0, rebuilt=0)
         self._budget = BlockBudget(self._files, size, self._notes)
-        self._status = StoreStatus(budget=size)
+        self._totals = (-1, 0, 0)  # blocks, bytes and pinned bytes when they were last known
         self._liveness: LivenessLock | None = None
         self._reset()
         self._open(time.monotonic() + _OPEN_TIMEOUT)
@@ -233,12 +233,12 @@ class DiskStore(Store):
     def status(self) -> StoreStatus:
         """`notes`: missing (blocks whose file was missing), recovered (blocks that a dead process was writing), rebuilt (how
         often the index was rebuilt). Evictions are those of this process."""
-        budget, deadline = self._budget, time.monotonic() + _FLUSH_TIMEOUT
         with contextlib.suppress(StoreError):
             if not self._closed and self._index.usable():
-                blocks, size, pinned = self._index.totals(deadline)
-                self._status = StoreStatus(blocks, size, budget.size, pinned, budget.evictions, dict(self._notes))
-        return self._status
+                self._totals = self._index.totals(time.monotonic() + _FLUSH_TIMEOUT)
+        budget = self._budget
+        blocks, size, pinned = self._totals
+        return StoreStatus(blocks, size, budget.size, pinned, budget.evictions, dict(self._notes))
 
     def close(self) -> None:
         with self._lock:

@@ -1,9 +1,9 @@
-"""Writes the golden files of this folder, once: a file that is there is left as it is.
+"""Write the golden files of this folder. Existing files are never changed.
 
     python tests/store/golden/write.py
 
-The frame is put together without Foreword's code. The encodings are whatever the codecs wrote when they were made: what counts
-is that they can be read for ever, so a codec that writes other bytes later needs no new file, but must still read these.
+The frame is built without Foreword's code. The encodings are what the codecs wrote when they were created. They must stay
+readable; a codec that writes other bytes later needs no new file.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def layout_of(dtype: str) -> Layout:
-    """Two layers of one shape and one of another, seven tokens."""
+    """Two layers of one shape and one of another, with seven tokens."""
     return Layout(b"golden", 7, (LayerLayout(2, 8, 16), LayerLayout(2, 8, 16), LayerLayout(1, 12, 6)), dtype)
 
 
@@ -42,7 +42,7 @@ def frame() -> bytes:
 
 
 def payload(layout: Layout) -> bytes:
-    """Seeded numbers, in the layout's dtype."""
+    """Seeded random numbers in the dtype of the layout."""
     source = random.Random(layout.dtype)
     numbers = np.array([source.gauss(0.0, 1.0) for _ in range(layout.block_bytes // layout.item_bytes)], "<f4")
     if layout.dtype == "bfloat16":
