@@ -215,7 +215,7 @@ def rows(passes: Sequence[DemoPass]) -> list[tuple[str, ...]]:
             one.name,
             f"{one.median_ttft * 1000:.0f} ms",
             f"{one.worst_ttft * 1000:.0f} ms",
-            f"{base.median_ttft / one.median_ttft:.1f}x faster",
+            f"{base.median_ttft / one.median_ttft:.1f}x",
             f"{one.tokens_per_second:.0f}",
             f"{one.cached_share:.0%}",
         )
@@ -223,7 +223,7 @@ def rows(passes: Sequence[DemoPass]) -> list[tuple[str, ...]]:
     ]
 
 
-HEAD = ("", "TTFT (median)", "TTFT (worst)", "TTFT speedup", "tokens/s", "cached prompt tokens")
+HEAD = ("", "TTFT (median)", "worst", "speed-up", "tokens/s", "cached prompt tokens")
 
 
 def register(app: typer.Typer) -> None:
