@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from doors import until
+from shared_server import until
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

@@ -10,32 +10,32 @@ from typing import TypeVar
 import httpx
 import openai
 import pytest
-from doors import Door, Doors, serving
-from server_process import LedProcess, Process
+from server_process import ControlledProcess, ServerProcess
+from shared_server import SharedServer, SharedServers, shared_servers
 
-P = TypeVar("P", bound=Process)
+P = TypeVar("P", bound=ServerProcess)
 
 
 @pytest.fixture(scope="session")
-def doors() -> Iterator[Doors]:
-    with serving() as made:
+def shared() -> Iterator[SharedServers]:
+    with shared_servers() as made:
         yield made
 
 
 @pytest.fixture
-def door(doors: Doors) -> Door:
-    return doors.open
+def server(shared: SharedServers) -> SharedServer:
+    return shared.open
 
 
 @pytest.fixture
-def client(door: Door) -> Iterator[httpx.Client]:
-    with door.http() as made:
+def client(server: SharedServer) -> Iterator[httpx.Client]:
+    with server.http() as made:
         yield made
 
 
 @pytest.fixture
-def ai(door: Door) -> openai.OpenAI:
-    return door.openai()
+def ai(server: SharedServer) -> openai.OpenAI:
+    return server.openai()
 
 
 @pytest.fixture
@@ -53,14 +53,14 @@ def metric(client: httpx.Client) -> Callable[..., float]:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Process]]:
-    with made_of(Process) as make:
+def start() -> Iterator[Callable[..., ServerProcess]]:
+    with made_of(ServerProcess) as make:
         yield make
 
 
 @pytest.fixture
-def lead() -> Iterator[Callable[..., LedProcess]]:
-    with made_of(LedProcess) as make:
+def start_controlled() -> Iterator[Callable[..., ControlledProcess]]:
+    with made_of(ControlledProcess) as make:
         yield make
 
 

@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import http_client
 import httpx
 import openai
-import patient
-from doors import until
+from shared_server import until
 
 T = TypeVar("T")
 # Probes come often; how long an answer to one may take has nothing to do with what most tests promise.
@@ -54,7 +54,7 @@ class RouterProcess:
     def wait_for(self, replicas: int) -> RouterProcess:
         """Until so many replicas take requests."""
         until(lambda: self.text.count(" serves ") >= replicas or self.popen.poll() is not None, 120)
-        until(lambda: patient.get(f"{self.url}/ready").status_code == 200)
+        until(lambda: http_client.get(f"{self.url}/ready").status_code == 200)
         return self
 
     def http(self, key: str | None = None) -> httpx.Client:
@@ -67,7 +67,7 @@ class RouterProcess:
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's series with these labels."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        lines = patient.get(f"{self.url}/metrics").text.splitlines()
+        lines = http_client.get(f"{self.url}/metrics").text.splitlines()
         found = [line for line in lines if re.match(rf"{re.escape(name)}({{|\s)", line)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in wanted))
 

@@ -1,4 +1,4 @@
-"""`foreword serve` as a process of its own."""
+"""`foreword serve` as a subprocess."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import patient
-from doors import until
+import http_client
+from shared_server import until
 
 FLAGS = ["--port", "0", "--kv-memory", "8192 tokens", "--threads", "1"]
 
 
-class Process:
+class ServerProcess:
     """`foreword serve` with what it wrote to stderr."""
 
     program = ("-m", "foreword")
@@ -49,7 +49,7 @@ class Process:
 
     def wait_ready(self) -> str:
         url = self.url()
-        until(lambda: self.popen.poll() is not None or patient.get(f"{url}/ready").status_code == 200, 200)
+        until(lambda: self.popen.poll() is not None or http_client.get(f"{url}/ready").status_code == 200, 200)
         assert self.popen.poll() is None, self.text
         return url
 
@@ -59,12 +59,12 @@ class Process:
         return status
 
 
-class LedProcess(Process):
-    """One whose engine takes its time when a test wants it (led_server.py)."""
+class ControlledProcess(ServerProcess):
+    """A server whose speed and loading a test controls (controlled_server.py)."""
 
     def __init__(self, *arguments: str, loading: bool = True) -> None:
         self._folder = Path(tempfile.mkdtemp())
-        self.program = (str(Path(__file__).with_name("led_server.py")), str(self._folder))
+        self.program = (str(Path(__file__).with_name("controlled_server.py")), str(self._folder))
         if not loading:
             (self._folder / "loading").touch()
         super().__init__(*arguments)
@@ -86,7 +86,7 @@ class LedProcess(Process):
 
 
 @contextmanager
-def slow(*processes: LedProcess, step: float = 0.05) -> Iterator[Callable[[], None]]:
+def slow(*processes: ControlledProcess, step: float = 0.05) -> Iterator[Callable[[], None]]:
     """Every step of these takes at least so long: answers of hundreds of tokens outlast whatever the test does meanwhile. Gives
     what ends that before the block does, for answers that are to be read to their end."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from doors import Door, words
+from shared_server import SharedServer, words
 
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
@@ -22,9 +22,9 @@ def joined(chunks: list[Any], index: int) -> str:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 24])
-def test_streaming_equals_not_streaming(ai: openai.OpenAI, door: Door, max_tokens: int) -> None:
+def test_streaming_equals_not_streaming(ai: openai.OpenAI, server: SharedServer, max_tokens: int) -> None:
     """The chunks of a stream, put together, are the answer that is given without streaming; usage included."""
-    body: dict[str, Any] = dict(model=door.model, prompt=words("equal", 8), max_tokens=max_tokens, **GREEDY)
+    body: dict[str, Any] = dict(model=server.model, prompt=words("equal", 8), max_tokens=max_tokens, **GREEDY)
     whole = ai.completions.create(**body)
     chunks = stream(ai, **body)
     assert joined(chunks, 0) == whole.choices[0].text != ""
@@ -36,29 +36,29 @@ def test_streaming_equals_not_streaming(ai: openai.OpenAI, door: Door, max_token
     assert {chunk.id for chunk in chunks} == {chunks[0].id} != {whole.id}
 
 
-def test_usage_counts_and_cached_tokens(ai: openai.OpenAI, door: Door) -> None:
+def test_usage_counts_and_cached_tokens(ai: openai.OpenAI, server: SharedServer) -> None:
     """Usage counts the prompt's tokens, and the second time says how many of them were cached."""
     prompt = words("usage", 60)
-    tokens = door.engine.tokenizer.encode(prompt)
+    tokens = server.engine.tokenizer.encode(prompt)
     first, second = (
-        ai.completions.create(model=door.model, prompt=prompt, max_tokens=3, **GREEDY).usage for _ in range(2)
+        ai.completions.create(model=server.model, prompt=prompt, max_tokens=3, **GREEDY).usage for _ in range(2)
     )
     assert first is not None and second is not None
     assert first.prompt_tokens == second.prompt_tokens == len(tokens)
     assert first.total_tokens == first.prompt_tokens + first.completion_tokens
     assert first.prompt_tokens_details is not None and second.prompt_tokens_details is not None
     # A prompt that begins with the same token as another may reuse it from a partly equal block.
-    assert (first.prompt_tokens_details.cached_tokens or 0) < door.engine.info.block_size
+    assert (first.prompt_tokens_details.cached_tokens or 0) < server.engine.info.block_size
     cached = second.prompt_tokens_details.cached_tokens
-    block = door.engine.info.block_size
+    block = server.engine.info.block_size
     assert cached is not None and (len(tokens) - 1) // block * block <= cached < len(tokens)
 
 
-def test_all_shapes_of_prompt(ai: openai.OpenAI, door: Door) -> None:
+def test_all_shapes_of_prompt(ai: openai.OpenAI, server: SharedServer) -> None:
     """A string, a list of strings, token ids and lists of token ids mean the same prompt."""
     text, other = words("shape", 5), words("form", 5)
-    ids, other_ids = door.engine.tokenizer.encode(text), door.engine.tokenizer.encode(other)
-    body: dict[str, Any] = dict(model=door.model, max_tokens=5, **GREEDY)
+    ids, other_ids = server.engine.tokenizer.encode(text), server.engine.tokenizer.encode(other)
+    body: dict[str, Any] = dict(model=server.model, max_tokens=5, **GREEDY)
     one = [choice.text for choice in ai.completions.create(prompt=text, **body).choices]
     both = [choice.text for choice in ai.completions.create(prompt=[text, other], **body).choices]
     assert len(both) == 2 and both[:1] == one
@@ -68,23 +68,23 @@ def test_all_shapes_of_prompt(ai: openai.OpenAI, door: Door) -> None:
     assert [joined(chunks, index) for index in range(2)] == both
 
 
-def test_n_sequences_per_prompt(ai: openai.OpenAI, door: Door) -> None:
+def test_n_sequences_per_prompt(ai: openai.OpenAI, server: SharedServer) -> None:
     """Two prompts with n=2 give four choices in order; usage counts each prompt once and every sequence's tokens."""
     prompts = [words("many", 4), words("lots", 4)]
-    body: dict[str, Any] = {"model": door.model, "prompt": prompts, "n": 2, "max_tokens": 6, "seed": 7}
+    body: dict[str, Any] = {"model": server.model, "prompt": prompts, "n": 2, "max_tokens": 6, "seed": 7}
     body["extra_body"] = {"ignore_eos": True}
     whole = ai.completions.create(**body)
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
     assert whole.usage is not None and whole.usage.completion_tokens == 24
-    assert whole.usage.prompt_tokens == sum(len(door.engine.tokenizer.encode(prompt)) for prompt in prompts)
+    assert whole.usage.prompt_tokens == sum(len(server.engine.tokenizer.encode(prompt)) for prompt in prompts)
     chunks = stream(ai, **body)
     assert [joined(chunks, choice.index) for choice in whole.choices] == [choice.text for choice in whole.choices]
 
 
-def test_seed_repeats(ai: openai.OpenAI, door: Door) -> None:
+def test_seed_repeats(ai: openai.OpenAI, server: SharedServer) -> None:
     """The same seed gives the same text."""
     body: dict[str, Any] = {
-        "model": door.model,
+        "model": server.model,
         "prompt": words("seed", 4),
         "max_tokens": 12,
         "seed": 3,
@@ -93,9 +93,9 @@ def test_seed_repeats(ai: openai.OpenAI, door: Door) -> None:
     assert ai.completions.create(**body).choices[0].text == ai.completions.create(**body).choices[0].text
 
 
-def test_logprobs_have_openais_shape(ai: openai.OpenAI, door: Door) -> None:
+def test_logprobs_have_openais_shape(ai: openai.OpenAI, server: SharedServer) -> None:
     """Log-probabilities come as parallel lists whose offsets point at each token in the text, streamed or not."""
-    body: dict[str, Any] = dict(model=door.model, prompt=words("odds", 6), max_tokens=8, logprobs=3, **GREEDY)
+    body: dict[str, Any] = dict(model=server.model, prompt=words("odds", 6), max_tokens=8, logprobs=3, **GREEDY)
     choice = ai.completions.create(**body).choices[0]
     shown = choice.logprobs
     assert shown is not None and shown.tokens and shown.token_logprobs and shown.top_logprobs and shown.text_offset
@@ -114,34 +114,34 @@ def test_logprobs_have_openais_shape(ai: openai.OpenAI, door: Door) -> None:
     assert [offset for each in chunks for offset in each.logprobs.text_offset] == shown.text_offset
 
 
-def test_zero_logprobs_is_the_chosen_token_only(ai: openai.OpenAI, door: Door) -> None:
+def test_zero_logprobs_is_the_chosen_token_only(ai: openai.OpenAI, server: SharedServer) -> None:
     """`logprobs: 0` reports the chosen token and nothing beside it."""
-    choice = ai.completions.create(model=door.model, prompt="x = ", max_tokens=3, logprobs=0, **GREEDY).choices[0]
+    choice = ai.completions.create(model=server.model, prompt="x = ", max_tokens=3, logprobs=0, **GREEDY).choices[0]
     assert choice.logprobs is not None and choice.logprobs.top_logprobs is not None
     assert [len(top) for top in choice.logprobs.top_logprobs] == [1, 1, 1]
 
 
-def test_echo_puts_the_prompt_before_the_text(ai: openai.OpenAI, door: Door) -> None:
+def test_echo_puts_the_prompt_before_the_text(ai: openai.OpenAI, server: SharedServer) -> None:
     """`echo` repeats the prompt, streamed or not, from text or from token ids."""
     prompt = words("echo", 3)
-    body: dict[str, Any] = dict(model=door.model, max_tokens=4, **GREEDY)
+    body: dict[str, Any] = dict(model=server.model, max_tokens=4, **GREEDY)
     plain = ai.completions.create(prompt=prompt, **body).choices[0].text
     assert ai.completions.create(prompt=prompt, echo=True, **body).choices[0].text == prompt + plain
     assert joined(stream(ai, prompt=prompt, echo=True, **body), 0) == prompt + plain
-    ids = door.engine.tokenizer.encode(prompt)
+    ids = server.engine.tokenizer.encode(prompt)
     assert ai.completions.create(prompt=ids, echo=True, **body).choices[0].text.endswith(prompt + plain)
 
 
-def test_max_tokens_zero_computes_the_prompt_only(ai: openai.OpenAI, door: Door) -> None:
+def test_max_tokens_zero_computes_the_prompt_only(ai: openai.OpenAI, server: SharedServer) -> None:
     """`max_tokens: 0` gives no text, and warms the cache for who comes next."""
     prompt = words("warm", 60)
-    body: dict[str, Any] = dict(model=door.model, prompt=prompt, **GREEDY)
+    body: dict[str, Any] = dict(model=server.model, prompt=prompt, **GREEDY)
     warm = ai.completions.create(max_tokens=0, **body)
     assert warm.choices[0].text == "" and warm.usage is not None and warm.usage.completion_tokens == 0
     usage = ai.completions.create(max_tokens=1, **body).usage
     assert usage is not None and usage.prompt_tokens_details is not None
     assert (usage.prompt_tokens_details.cached_tokens or 0) > 0
-    assert joined(stream(ai, prompt=prompt, model=door.model, max_tokens=0), 0) == ""
+    assert joined(stream(ai, prompt=prompt, model=server.model, max_tokens=0), 0) == ""
 
 
 def test_default_is_sixteen_tokens(client: httpx.Client) -> None:
@@ -151,9 +151,9 @@ def test_default_is_sixteen_tokens(client: httpx.Client) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_stop_string_is_cut_and_named(ai: openai.OpenAI, door: Door) -> None:
+def test_stop_string_is_cut_and_named(ai: openai.OpenAI, server: SharedServer) -> None:
     """A stop string ends the text, is not part of it unless asked for, and is named in `stop_reason`."""
-    body: dict[str, Any] = {"model": door.model, "prompt": words("halt", 4), "max_tokens": 24, "temperature": 0}
+    body: dict[str, Any] = {"model": server.model, "prompt": words("halt", 4), "max_tokens": 24, "temperature": 0}
     text = ai.completions.create(**body, extra_body={"ignore_eos": True}).choices[0].text
     stop = text[5:8]
     choice = ai.completions.create(**body, stop=[stop], extra_body={"ignore_eos": True}).choices[0]

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 
+import http_client
 import httpx
-import patient
 import pytest
 from browser import Page, browser
-from doors import until, words
+from dashboard_server import HOSTILE, MODEL, DashboardServer, open_dashboard_server
 from prometheus_client import CollectorRegistry, Gauge
-from site_of_dashboard import HOSTILE, MODEL, Site, open_site
+from shared_server import until, words
 
 from foreword.dashboard.history import KEEP_SECONDS, SAMPLE_SECONDS, MetricsHistory
 from foreword.prefixes.book import NamedPrefix
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with open_site(tmp_path_factory.mktemp("store")) as made:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardServer]:
+    with open_dashboard_server(tmp_path_factory.mktemp("store")) as made:
         yield made
 
 
@@ -57,7 +57,7 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def test_numbers_are_those_of_metrics(site: Site, page: Page) -> None:
+def test_numbers_are_those_of_metrics(site: DashboardServer, page: Page) -> None:
     """Hits, sources, tiers, the pool and times to first token on the page are what `/metrics` says."""
     text = words("numbers", 200)
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_numbers_are_those_of_metrics(site: Site, page: Page) -> None:
 SOURCES = ("device", "memory", "disk", "computed")
 
 
-def test_hit_share_changes(site: Site, page: Page) -> None:
+def test_hit_share_changes(site: DashboardServer, page: Page) -> None:
     """A page that is open shows a warm request within seconds: its tokens, its cache report in words, its hit."""
     text = words("warm", 80)
     site.complete(text)
@@ -102,7 +102,7 @@ def test_hit_share_changes(site: Site, page: Page) -> None:
     page.wait(lambda: page.run("return document.querySelectorAll('.chart svg rect.device').length") >= 1)
 
 
-def test_named_prefix_and_shared_chain(site: Site, page: Page) -> None:
+def test_named_prefix_and_shared_chain(site: DashboardServer, page: Page) -> None:
     """A named prefix appears with its size, version and uses, and the chain that its users share carries its name."""
     content = words("guide", 40)
     site.name_prefix("guide", content)
@@ -120,7 +120,7 @@ def test_named_prefix_and_shared_chain(site: Site, page: Page) -> None:
     assert [number(cell) for cell in cells] == [blocks * 16, blocks, 5]  # two versions, three questions
 
 
-def test_hostile_text(site: Site, page: Page) -> None:
+def test_hostile_text(site: DashboardServer, page: Page) -> None:
     """Markup in the model's name, in a request's id and in a prefix's name (which another instance may have put into the
     shared store) is shown as text and is not run."""
     off = site.engine.offload
@@ -143,7 +143,7 @@ def test_hostile_text(site: Site, page: Page) -> None:
     records.remove("evil", b"")
 
 
-def test_phone_and_desk(site: Site, page: Page) -> None:
+def test_phone_and_desk(site: DashboardServer, page: Page) -> None:
     """Nothing scrolls sideways, on a phone or at 1280 pixels, also with long names."""
     site.name_prefix("n" * 120, words("long", 20))
     site.complete("hello", request_id="i" * 120)
@@ -153,7 +153,7 @@ def test_phone_and_desk(site: Site, page: Page) -> None:
         page.size(width, 800, phone=phone)
         page.wait(lambda width=width: page.run("return innerWidth") == width)  # type: ignore[misc]
         assert page.run("return document.documentElement.scrollWidth") <= width
-    patient.delete(f"{site.url}/v1/prefixes/{'n' * 120}").raise_for_status()
+    http_client.delete(f"{site.url}/v1/prefixes/{'n' * 120}").raise_for_status()
 
 
 def luminance(colour: str) -> float:
@@ -167,7 +167,7 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_dark_and_light(site: Site, page: Page) -> None:
+def test_dark_and_light(site: DashboardServer, page: Page) -> None:
     """The page follows the system's choice, and in both text can be read (WCAG's 4.5) and colours told from the card (3)."""
     page.open(site.url)
     page.wait(lambda: page.text("#state") == "ready")
@@ -192,7 +192,7 @@ def test_dark_and_light(site: Site, page: Page) -> None:
     assert luminance(cards["light"]) > 0.9 > 0.1 > luminance(cards["dark"])
 
 
-def test_keyboard(site: Site, page: Page) -> None:
+def test_keyboard(site: DashboardServer, page: Page) -> None:
     """Everything that can be used is reached with the Tab key, and a chart's columns are read with the arrow keys."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
@@ -210,7 +210,7 @@ def test_keyboard(site: Site, page: Page) -> None:
     assert re.match(r"\d\d:\d\d:\d\d: ", page.text(".readout"))
 
 
-def test_key(site: Site, page: Page) -> None:
+def test_key(site: DashboardServer, page: Page) -> None:
     """With keys the page asks for one, tells of a wrong one, keeps the right one for the tab only, and shows no other tenant's
     names."""
     site.name_prefix("anns", words("anns", 20), "k1")
@@ -234,7 +234,7 @@ def enter(page: Page, key: str) -> None:
     page.click("#ask button")
 
 
-def test_stops_when_hidden(site: Site, page: Page) -> None:
+def test_stops_when_hidden(site: DashboardServer, page: Page) -> None:
     """A page that nobody sees asks for nothing, and is up to date again as soon as somebody looks."""
     page.open(site.url)
     page.wait(lambda: page.text("#state") == "ready")
@@ -272,7 +272,7 @@ def hide(page: Page, hidden: bool) -> None:
 # Over HTTP
 
 
-def test_files(site: Site) -> None:
+def test_files(site: DashboardServer) -> None:
     """The page comes whole from this server, with a policy that lets nothing inline run and nothing from elsewhere load."""
     with httpx.Client(base_url=site.url, follow_redirects=True, timeout=60) as client:
         answer = client.get("/ui")
@@ -299,11 +299,11 @@ def test_nothing_from_elsewhere() -> None:
         assert not found, path.name
 
 
-def test_tenants_see_their_own(site: Site) -> None:
+def test_tenants_see_their_own(site: DashboardServer) -> None:
     """Without a key there is no data; with one a tenant sees its own requests, prefixes and chains, and no text at all."""
     for path in ("now", "history"):
-        assert patient.get(f"{site.keyed}/ui/data/{path}").status_code == 401
-    assert patient.get(f"{site.keyed}/ui/data/kind").json()["welcome"] is False
+        assert http_client.get(f"{site.keyed}/ui/data/{path}").status_code == 401
+    assert http_client.get(f"{site.keyed}/ui/data/kind").json()["welcome"] is False
     secret = words("swordfish", 40)
     site.name_prefix("treasure", secret, "k1")
     for number in range(2):
@@ -338,12 +338,12 @@ def test_history_is_kept_and_bounded() -> None:
     assert kept["values"][0] == [10.0] and kept["values"][-1] == [samples + 9.0, 7.0]
 
 
-def test_history_of_a_server(site: Site) -> None:
+def test_history_of_a_server(site: DashboardServer) -> None:
     """A server samples its metrics from its first request on, whether or not somebody looks."""
     site.complete("hello")
 
     def known() -> dict[str, float]:
-        kept = patient.get(f"{site.url}/ui/data/history").json()
+        kept = http_client.get(f"{site.url}/ui/data/history").json()
         names = [name for name, labels in kept["series"] if not labels]
         return dict(zip(names, kept["values"][-1], strict=False)) if kept["times"] else {}
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import patient
+import http_client
 import pytest
 from browser import Page, browser
-from doors import until, words
+from dashboard_server import HOSTILE, open_dashboard_server
 from prometheus_client.parser import text_string_to_metric_families
 from router_parts import QUICK
-from site_of_dashboard import HOSTILE, open_site
+from shared_server import until, words
 
 from foreword.router.replica_memory import parse_memory
 
@@ -35,12 +35,12 @@ class Routed:
 
     def complete(self, prompt: str, **headers: str) -> None:
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
-        patient.post(f"{self.url}/v1/completions", json=body, headers=headers).raise_for_status()
+        http_client.post(f"{self.url}/v1/completions", json=body, headers=headers).raise_for_status()
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of a metric's series with these labels."""
         found = 0.0
-        for family in text_string_to_metric_families(patient.get(f"{self.url}/metrics").text):
+        for family in text_string_to_metric_families(http_client.get(f"{self.url}/metrics").text):
             for sample in family.samples:
                 if sample.name == name and labels.items() <= sample.labels.items():
                     found += sample.value
@@ -61,7 +61,7 @@ def routing(*arguments: str) -> Iterator[str]:
         until(lambda: "routes on" in "".join(lines) or popen.poll() is not None, 120)
         found = re.search(r"http://\S+:\d+", next((line for line in lines if "routes on" in line), ""))
         assert found is not None, "".join(lines)
-        until(lambda: patient.get(f"{found[0]}/health").status_code == 200)
+        until(lambda: http_client.get(f"{found[0]}/health").status_code == 200)
         yield found[0]
     finally:
         popen.kill()
@@ -73,10 +73,10 @@ def routing(*arguments: str) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
     first, second = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("store")
-    with open_site(first) as one, open_site(second) as other:
+    with open_dashboard_server(first) as one, open_dashboard_server(second) as other:
         urls = one.url, other.url
         with routing("--replica", urls[0], "--replica", urls[1]) as url:
-            until(lambda: patient.get(f"{url}/ready").status_code == 200, 60)
+            until(lambda: http_client.get(f"{url}/ready").status_code == 200, 60)
             yield Routed(url, urls)
 
 
@@ -120,14 +120,14 @@ def test_numbers_are_those_of_metrics(routed: Routed, page: Page) -> None:
         row = [page.text(f"[data-expected='{replica}'] td:nth-child({column})") for column in (2, 3)]
         actual = routed.total("foreword:router_actual_cached_tokens_total", replica=replica)
         assert row == [f"{expected:,.0f}", f"{actual:,.0f}"]
-        fill = parse_memory(patient.get(f"{replica}/metrics").text)
+        fill = parse_memory(http_client.get(f"{replica}/metrics").text)
         assert fill.device is not None
         cached = f"{fill.device['cached']:.0f}"
         page.wait(
             lambda card=card, cached=cached: page.attribute(f"{card} [data-place=device]", "data-cached") == cached
         )  # type: ignore[misc]
         assert "64.0 MiB" in page.text(f"{card} [data-place=disk]")
-    [last] = patient.get(f"{routed.url}/v1/router/decisions?last=1").json()["data"]
+    [last] = http_client.get(f"{routed.url}/v1/router/decisions?last=1").json()["data"]
     assert last["in_words"].replace("http://", "") in page.text("#decisions tbody tr:first-child")
 
 
@@ -149,7 +149,7 @@ def test_admin_key(routed: Routed, page: Page) -> None:
     gone = "http://127.0.0.1:9"
     arguments = ["--admin-key", "root", "--replica", routed.replicas[0], "--replica", gone]
     with routing(*arguments) as url:
-        assert patient.get(f"{url}/ui/data/now").status_code == 401
+        assert http_client.get(f"{url}/ui/data/now").status_code == 401
         page.open(url)
         page.wait(lambda: page.run("return document.getElementById('ask').open"))
         page.run("document.getElementById('ask-key').value = 'root'")
@@ -157,7 +157,9 @@ def test_admin_key(routed: Routed, page: Page) -> None:
         page.wait(lambda: page.text(f"[data-replica='{routed.replicas[0]}'] .pill") == "ready")
         page.wait(lambda: "cannot connect" in page.text(f"[data-replica='{gone}'] .note"))
         body: dict[str, Any] = {"replica": routed.replicas[0]}
-        patient.post(f"{url}/v1/router/drain", json=body, headers={"authorization": "Bearer root"}).raise_for_status()
+        http_client.post(
+            f"{url}/v1/router/drain", json=body, headers={"authorization": "Bearer root"}
+        ).raise_for_status()
         page.wait(lambda: page.text(f"[data-replica='{routed.replicas[0]}'] .pill") == "draining")
         page.wait(lambda: page.text("#state") == "loading" and "no replica takes requests" in page.text("#notice"))
         page.run("sessionStorage.clear()")
@@ -167,7 +169,7 @@ def test_admin_key(routed: Routed, page: Page) -> None:
 def test_closed(routed: Routed, page: Page, tmp_path: Path) -> None:
     """A router with tenants and without an admin key says why there is nothing to see."""
     with routing("--api-keys", "ann=k1", "--replica", routed.replicas[0]) as url:
-        assert patient.get(f"{url}/ui/data/history").status_code == 403
+        assert http_client.get(f"{url}/ui/data/history").status_code == 403
         page.open(url)
         page.wait(lambda: "--admin-key" in page.text("#notice"))
         page.driver.get("about:blank")

@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import http_client
 import httpx
 import openai
-import patient
 import pytest
-from doors import ENGINE, PREFIXES, Door, Doors, until
-from server_process import LedProcess, Process, slow
+from server_process import ControlledProcess, ServerProcess, slow
+from shared_server import ENGINE, PREFIXES, SharedServer, SharedServers, until
 
 from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
@@ -28,18 +28,18 @@ FLAGS = ["--dtype", "float32", "--transfer-min-tokens", "16"]
 LINE = "def area(width: float, height: float) -> float:\n    return width * height\n\n"
 
 
-def server(role: str, *more: str) -> LedProcess:
-    return LedProcess("--role", role, *FLAGS, *more)
+def server(role: str, *more: str) -> ControlledProcess:
+    return ControlledProcess("--role", role, *FLAGS, *more)
 
 
-def end(*processes: Process) -> None:
+def end(*processes: ServerProcess) -> None:
     for process in processes:
         process.popen.kill()
         process.popen.wait()
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[LedProcess, LedProcess]]:
+def servers() -> Iterator[tuple[ControlledProcess, ControlledProcess]]:
     """A prefill server, which computes a long prompt in many steps, and a decode server."""
     prefill, decode = server("prefill", "--max-batch-tokens", "128"), server("decode")
     try:
@@ -55,25 +55,25 @@ def servers() -> Iterator[tuple[LedProcess, LedProcess]]:
 
 
 @pytest.fixture
-def urls(servers: tuple[LedProcess, LedProcess]) -> tuple[str, str]:
+def urls(servers: tuple[ControlledProcess, ControlledProcess]) -> tuple[str, str]:
     prefill, decode = servers
     return prefill.url(), decode.url()
 
 
 def instance(url: str) -> dict[str, Any]:
-    found: dict[str, Any] = patient.get(f"{url}/v1/instance").json()
+    found: dict[str, Any] = http_client.get(f"{url}/v1/instance").json()
     return found
 
 
 def forget(*urls: str) -> None:
     for url in urls:
-        assert patient.delete(f"{url}/v1/cache").status_code == 200
+        assert http_client.delete(f"{url}/v1/cache").status_code == 200
 
 
 def metric(url: str, name: str, **labels: str) -> float:
     """The sum of a metric's lines that have these labels."""
     total = 0.0
-    for line in patient.get(f"{url}/metrics").text.splitlines():
+    for line in http_client.get(f"{url}/metrics").text.splitlines():
         if re.match(rf"{re.escape(name)}({{|\s)", line) and all(f'{k}="{v}"' in line for k, v in labels.items()):
             total += float(line.rsplit(" ", 1)[1])
     return total
@@ -88,7 +88,7 @@ def free(url: str) -> bool:
     return bool(load["free_blocks"] == load["blocks"] and load["running"] == load["waiting"] == 0)
 
 
-def test_what_an_instance_says(urls: tuple[str, str], door: Door) -> None:
+def test_what_an_instance_says(urls: tuple[str, str], server: SharedServer) -> None:
     """An instance tells its role, its transfer address, its model and layout, and how busy it is; a server without a role says
     that it has none."""
     prefill, decode = (instance(url) for url in urls)
@@ -97,7 +97,7 @@ def test_what_an_instance_says(urls: tuple[str, str], door: Door) -> None:
     for name in ("model", "fingerprint", "layout", "block_size", "tenant"):
         assert prefill[name] == decode[name]
     assert prefill["load"]["free_blocks"] == prefill["load"]["blocks"] > 0
-    plain = instance(door.url)
+    plain = instance(server.url)
     assert (plain["role"], plain["transfer"]) == (None, None)
 
 
@@ -115,11 +115,13 @@ def test_same_answer(urls: tuple[str, str], params: dict[str, Any]) -> None:
     prefill, decode = urls
     body = {"prompt": LINE * 12 + "def volume(", "max_tokens": 24, "cache_report": True, **params}
     forget(*urls)
-    alone = patient.post(f"{decode}/v1/completions", json=body).json()
+    alone = http_client.post(f"{decode}/v1/completions", json=body).json()
     forget(*urls)
     address = instance(prefill)["transfer"]
     computed = metric(decode, "vllm:iteration_tokens_total_sum")
-    apart = patient.post(f"{decode}/v1/completions", json={**body, "kv_transfer_params": {"prefill": address}}).json()
+    apart = http_client.post(
+        f"{decode}/v1/completions", json={**body, "kv_transfer_params": {"prefill": address}}
+    ).json()
     computed = metric(decode, "vllm:iteration_tokens_total_sum") - computed
     for one, other in zip(apart["choices"], alone["choices"], strict=True):
         assert (one["text"], one["finish_reason"]) == (other["text"], other["finish_reason"])
@@ -133,6 +135,7 @@ def test_same_answer(urls: tuple[str, str], params: dict[str, Any]) -> None:
     until(lambda: free(prefill) and free(decode))
 
 
+@pytest.mark.slow
 def test_chat_stream(urls: tuple[str, str]) -> None:
     """OpenAI's client sees a stream as from one server."""
     prefill, decode = urls
@@ -156,26 +159,27 @@ def test_chat_stream(urls: tuple[str, str]) -> None:
     until(lambda: transfers(prefill, "source", "taken") == before + 1)
 
 
-def test_field_without_endpoint(door: Door) -> None:
+def test_field_without_endpoint(server: SharedServer) -> None:
     """A server without a role takes no notice of where a prompt could be computed."""
     body = {
         "prompt": LINE,
         "max_tokens": 2,
         "kv_transfer_params": {"prefill": "127.0.0.1:1", "do_remote_prefill": True},
     }
-    assert patient.post(f"{door.url}/v1/completions", json=body).status_code == 200
-    wrong = patient.post(f"{door.url}/v1/completions", json={**body, "kv_transfer_params": {"prefill": 5}})
+    assert http_client.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    wrong = http_client.post(f"{server.url}/v1/completions", json={**body, "kv_transfer_params": {"prefill": 5}})
     assert wrong.status_code == 400
 
 
-def test_addresses_of_strangers(urls: tuple[str, str], start: Callable[..., Process]) -> None:
+@pytest.mark.slow
+def test_addresses_of_strangers(urls: tuple[str, str], start: Callable[..., ServerProcess]) -> None:
     """A client cannot send a server to another host: 403, with a sentence that names the setting; what is no address is 400; a
     server whose operator allows the host tries it, and computes the prompt itself if nothing comes of that."""
     prefill, decode = urls
 
     def ask(url: str, address: str) -> httpx.Response:
         body = {"prompt": LINE * 3, "max_tokens": 1, "kv_transfer_params": {"prefill": address}}
-        return patient.post(f"{url}/v1/completions", json=body)
+        return http_client.post(f"{url}/v1/completions", json=body)
 
     refused = ask(decode, "10.255.0.1:9100")
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
@@ -183,15 +187,18 @@ def test_addresses_of_strangers(urls: tuple[str, str], start: Callable[..., Proc
     assert ask(decode, "metadata.internal:80").status_code == 403
     assert ask(decode, "nonsense").status_code == 400
     assert ask(prefill, "10.255.0.1:9100").status_code == 200  # it computes its prompts itself, whatever is asked
-    drained = patient.post(f"{prefill}/v1/drain", json={"to": ["http://10.255.0.1:8000"]})
-    assert drained.status_code == 403 and patient.get(f"{prefill}/ready").status_code == 200
+    drained = http_client.post(f"{prefill}/v1/drain", json={"to": ["http://10.255.0.1:8000"]})
+    assert drained.status_code == 403 and http_client.get(f"{prefill}/ready").status_code == 200
     allowing = start("--role", "decode", *FLAGS, "--peer", "10.255.0.0/16", "--peer", "*.internal").wait_ready()
     assert ask(allowing, "10.255.0.1:9100").status_code == 200
     assert transfers(allowing, "destination", "failed") == 1  # no secret for other hosts
     assert ask(allowing, "10.254.0.1:9100").status_code == 403
 
 
-def test_clients_that_leave_are_counted(urls: tuple[str, str], servers: tuple[LedProcess, LedProcess]) -> None:
+@pytest.mark.slow
+def test_clients_that_leave_are_counted(
+    urls: tuple[str, str], servers: tuple[ControlledProcess, ControlledProcess]
+) -> None:
     """A prompt whose client goes away while it travels is counted as cancelled on both sides, and everything comes back."""
     prefill, decode = urls
     forget(*urls)
@@ -215,7 +222,7 @@ def test_clients_that_leave_are_counted(urls: tuple[str, str], servers: tuple[Le
     until(lambda: free(prefill) and free(decode))
 
 
-def test_tenants_do_not_drain(doors: Doors) -> None:
+def test_tenants_do_not_drain(shared: SharedServers) -> None:
     """Where anybody is told from anybody else, by keys or by a router, draining takes the operator's key, and there is none to
     be had without --admin-key."""
     settings = {
@@ -225,7 +232,7 @@ def test_tenants_do_not_drain(doors: Doors) -> None:
     }
 
     async def drain(key: str, config: ServerConfig) -> int:
-        app = create_app(doors.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
+        app = create_app(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
         headers = {"authorization": f"Bearer {key}", "x-foreword-salt": "ca"} if key else {}
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers) as client:
@@ -237,6 +244,7 @@ def test_tenants_do_not_drain(doors: Doors) -> None:
         assert asyncio.run(drain(key, config)) == 403
 
 
+@pytest.mark.slow
 def test_twenty_at_once(urls: tuple[str, str]) -> None:
     """Twenty requests at once, a third of which share their beginning, get the answers that they get alone."""
     prefill, decode = urls
@@ -245,7 +253,7 @@ def test_twenty_at_once(urls: tuple[str, str]) -> None:
 
     def ask(prompt: str, **extra: Any) -> str:
         body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, **extra}
-        return str(patient.post(f"{decode}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"])
+        return str(http_client.post(f"{decode}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"])
 
     forget(*urls)
     alone = [ask(prompt) for prompt in prompts]
@@ -270,6 +278,7 @@ def long_body(**more: Any) -> dict[str, Any]:
     return {"prompt": LINE * 150, "max_tokens": 8, "temperature": 0, **more}
 
 
+@pytest.mark.slow
 def test_prefill_is_killed(urls: tuple[str, str]) -> None:
     """kill -9 of the prefill server while KV travels: the decode server computes what did not come, and the client gets its
     answer."""
@@ -282,7 +291,7 @@ def test_prefill_is_killed(urls: tuple[str, str]) -> None:
         before = metric(decode, "foreword:transfer_link_bytes_total", direction="received")
         body = long_body(kv_transfer_params={"prefill": address}, cache_report=True)
         thread = threading.Thread(
-            target=lambda: answers.append(patient.post(f"{decode}/v1/completions", json=body, timeout=120))
+            target=lambda: answers.append(http_client.post(f"{decode}/v1/completions", json=body, timeout=120))
         )
         with slow(doomed, step=0.5):
             thread.start()
@@ -297,12 +306,13 @@ def test_prefill_is_killed(urls: tuple[str, str]) -> None:
     assert 0 <= came < report["prompt_tokens"]
     until(lambda: transfers(decode, "destination", "lost") == 1)
     forget(decode)
-    alone = patient.post(f"{decode}/v1/completions", json=long_body(), timeout=120).json()
+    alone = http_client.post(f"{decode}/v1/completions", json=long_body(), timeout=120).json()
     assert answers[0].json()["choices"][0]["text"] == alone["choices"][0]["text"]
     until(lambda: free(decode))
 
 
-def test_decode_is_killed(urls: tuple[str, str], servers: tuple[LedProcess, LedProcess]) -> None:
+@pytest.mark.slow
+def test_decode_is_killed(urls: tuple[str, str], servers: tuple[ControlledProcess, ControlledProcess]) -> None:
     """kill -9 of the decode server while KV travels: the prefill server frees its blocks at once and serves others."""
     prefill, decode = urls
     forget(prefill)
@@ -314,7 +324,7 @@ def test_decode_is_killed(urls: tuple[str, str], servers: tuple[LedProcess, LedP
 
         def ask() -> None:
             with pytest.raises(httpx.HTTPError):
-                patient.post(
+                http_client.post(
                     f"{url}/v1/completions", content=body, headers={"content-type": "application/json"}, timeout=120
                 )
 
@@ -328,7 +338,7 @@ def test_decode_is_killed(urls: tuple[str, str], servers: tuple[LedProcess, LedP
         end(doomed)
     until(lambda: free(prefill))
     until(lambda: transfers(prefill, "source", "lost") + transfers(prefill, "source", "taken") > 0)
-    after = patient.post(
+    after = http_client.post(
         f"{decode}/v1/completions",
         json={"prompt": LINE * 3, "max_tokens": 4, "kv_transfer_params": {"prefill": address}},
         timeout=60,

@@ -1,14 +1,13 @@
-"""Servers that are told to stop move their requests away first, and those that have just come to them too (R32)."""
+"""Servers that are told to stop move their requests away first, and those that have just come to them too."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
 
-import patient
+import http_client
 import pytest
-from doors import until
-from moving_parts import (
+from migration_client import (
     ALICE,
     FLAGS,
     Stream,
@@ -22,19 +21,20 @@ from moving_parts import (
     two_servers,
     whole,
 )
-from server_process import LedProcess, slow
+from server_process import ControlledProcess, slow
+from shared_server import until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[tuple[LedProcess, LedProcess]]:
+def processes() -> Iterator[tuple[ControlledProcess, ControlledProcess]]:
     with two_servers() as made:
         yield made
 
 
 @pytest.fixture
-def urls(processes: tuple[LedProcess, LedProcess]) -> Iterator[tuple[str, str]]:
+def urls(processes: tuple[ControlledProcess, ControlledProcess]) -> Iterator[tuple[str, str]]:
     with empty(processes) as found:
         yield found
 
@@ -44,7 +44,7 @@ def test_stopping_moves_requests_away(urls: tuple[str, str]) -> None:
     whole text, and the process ends with status 0 long before its time is up."""
     here, there = urls
     expected = whole(here)
-    third = LedProcess(*FLAGS, "--drain-to", here, "--drain-to", there, "--drain-seconds", "120")
+    third = ControlledProcess(*FLAGS, "--drain-to", here, "--drain-to", there, "--drain-seconds", "120")
     try:
         url = third.wait_ready()
         with slow(third), streamed(url, **{"x-foreword-follow": "1"}) as following, streamed(url) as direct:
@@ -55,7 +55,7 @@ def test_stopping_moves_requests_away(urls: tuple[str, str]) -> None:
             relayed.read(others)
         assert found.moved is not None, third.text
         stream = f"{found.moved['to']}/v1/requests/{found.moved['request_id']}/stream"
-        with patient.stream("GET", stream, params={"from": found.tokens}, headers=ALICE) as response:
+        with http_client.stream("GET", stream, params={"from": found.tokens}, headers=ALICE) as response:
             found.read(response.iter_lines())
         assert third.end() == 0
     finally:
@@ -66,12 +66,14 @@ def test_stopping_moves_requests_away(urls: tuple[str, str]) -> None:
     assert "2 of 2 requests migrated" in third.text and "Traceback" not in third.text
 
 
-def test_drained_before_it_was_fetched(urls: tuple[str, str], processes: tuple[LedProcess, LedProcess]) -> None:
+def test_drained_before_it_was_fetched(
+    urls: tuple[str, str], processes: tuple[ControlledProcess, ControlledProcess]
+) -> None:
     """A server that is told to stop moves on a request that moved there and that nobody has fetched yet, and stays until its
     client has come and been told where it went: the client reads the same stream over three servers."""
     here, there = urls
     expected = whole(here)
-    middle = LedProcess(*FLAGS, "--drain-to", there, "--drain-seconds", "120")
+    middle = ControlledProcess(*FLAGS, "--drain-to", there, "--drain-seconds", "120")
     try:
         url = middle.wait_ready()
         with slow(processes[0], middle):
@@ -104,8 +106,8 @@ def test_two_servers_drain(urls: tuple[str, str]) -> None:
     their whole texts, and both processes end with status 0."""
     here, _ = urls
     expected = whole(here)
-    second = LedProcess(*FLAGS, "--drain-to", here, "--drain-seconds", "120")
-    first = LedProcess(*FLAGS, "--drain-to", second.url(), "--drain-seconds", "120")
+    second = ControlledProcess(*FLAGS, "--drain-to", here, "--drain-seconds", "120")
+    first = ControlledProcess(*FLAGS, "--drain-to", second.url(), "--drain-seconds", "120")
     try:
         url, _ = first.wait_ready(), second.wait_ready()
         with slow(first, second) as fast, streamed(url) as one, streamed(url) as other:

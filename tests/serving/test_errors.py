@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from doors import Door, Doors, slow, until, words
+from shared_server import SharedServer, SharedServers, slow, until, words
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -129,20 +129,20 @@ def test_body_too_large(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_prompt_too_long(client: httpx.Client, door: Door, stream: bool) -> None:
+def test_prompt_too_long(client: httpx.Client, server: SharedServer, stream: bool) -> None:
     """A prompt that does not fit is a 400 with OpenAI's code, before a stream begins."""
-    longest = door.engine.info.max_model_len
+    longest = server.engine.info.max_model_len
     for prompt, max_tokens in (([5] * (longest + 1), 1), ([5] * 10, longest), ("x " * longest * 300, 1)):
         body = {"prompt": prompt, "max_tokens": max_tokens, "stream": stream}
         answer = client.post("/v1/completions", json=body)
         assert (answer.status_code, error_of(answer)["code"]) == (400, "context_length_exceeded")
 
 
-def test_unknown_model(client: httpx.Client, ai: openai.OpenAI, door: Door) -> None:
+def test_unknown_model(client: httpx.Client, ai: openai.OpenAI, server: SharedServer) -> None:
     """An unknown model is a 404 that names the one that is served, as OpenAI's client understands it."""
     with pytest.raises(openai.NotFoundError) as caught:
-        ai.completions.create(model=door.model + "x", prompt="x")
-    assert caught.value.code == "model_not_found" and door.model in caught.value.message
+        ai.completions.create(model=server.model + "x", prompt="x")
+    assert caught.value.code == "model_not_found" and server.model in caught.value.message
     assert error_of(client.get("/v1/models/nothing"))["code"] == "model_not_found"
 
 
@@ -156,7 +156,7 @@ def test_unknown_routes_and_methods(client: httpx.Client) -> None:
     assert client.get("/v1/completions/").status_code == 404
 
 
-def test_request_ids(client: httpx.Client, door: Door) -> None:
+def test_request_ids(client: httpx.Client, server: SharedServer) -> None:
     """The client's request id comes back in the header and in the answer's id; without one the server draws one."""
     body = {"prompt": "x", "max_tokens": 1}
     answer = client.post("/v1/completions", json=body, headers={"x-request-id": "abc-123"})
@@ -168,13 +168,13 @@ def test_request_ids(client: httpx.Client, door: Door) -> None:
         assert answer.status_code == 404 and len(answer.headers["x-request-id"]) == 32
 
 
-def test_the_same_request_id_twice_at_once(door: Door) -> None:
+def test_the_same_request_id_twice_at_once(server: SharedServer) -> None:
     """Two requests with the same id at the same time do not disturb each other."""
     texts: list[str] = []
 
     def ask() -> None:
         body = {"prompt": words("twin", 4), "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-        with door.http() as client:
+        with server.http() as client:
             answer = client.post("/v1/completions", json=body, headers={"x-request-id": "twin"})
         texts.append(answer.json()["choices"][0]["text"])
 
@@ -186,27 +186,27 @@ def test_the_same_request_id_twice_at_once(door: Door) -> None:
     assert len(texts) == 3 and len(set(texts)) == 1
 
 
-def test_queue_full(doors: Doors, metric: Callable[..., float]) -> None:
+def test_queue_full(shared: SharedServers, metric: Callable[..., float]) -> None:
     """When enough requests wait, further ones are a 429 with Retry-After, and are counted; then it goes on."""
     body = {"prompt": words("queue", 4), "stream": True, "n": 10, "ignore_eos": True, "max_tokens": 1000}
-    body["max_tokens"] = min(1000, doors.open.engine.info.max_model_len - 100)
-    with doors.open.http() as busy, doors.short.http() as client:
-        with slow(doors.open), busy.stream("POST", "/v1/completions", json=body) as stream:
+    body["max_tokens"] = min(1000, shared.open.engine.info.max_model_len - 100)
+    with shared.open.http() as busy, shared.short.http() as client:
+        with slow(shared.open), busy.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
-            until(lambda: doors.open.engine.status().waiting >= 2)
+            until(lambda: shared.open.engine.status().waiting >= 2)
             for asks in ({"stream": False}, {"stream": True}):
                 answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, **asks})
                 assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
                 assert error_of(answer)["code"] == "queue_full"
-        until(lambda: doors.open.engine.status().running == doors.open.engine.status().waiting == 0)
+        until(lambda: shared.open.engine.status().running == shared.open.engine.status().waiting == 0)
         assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
         assert metric("foreword:http_responses_total", route="/v1/completions", status="429") >= 2
 
 
-def test_openai_client_sees_its_own_exceptions(ai: openai.OpenAI, door: Door) -> None:
+def test_openai_client_sees_its_own_exceptions(ai: openai.OpenAI, server: SharedServer) -> None:
     """OpenAI's client raises the exception that belongs to each error."""
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
-        ai.completions.create(model=door.model, prompt="x", max_tokens=-1)
+        ai.completions.create(model=server.model, prompt="x", max_tokens=-1)
     with pytest.raises(openai.BadRequestError, match="tool calls"):
-        ai.chat.completions.create(model=door.model, messages=CHAT, tools=[{"type": "function"}])  # type: ignore
+        ai.chat.completions.create(model=server.model, messages=CHAT, tools=[{"type": "function"}])  # type: ignore

@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from doors import Door, Doors, serving, until
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from shared_server import SharedServer, SharedServers, shared_servers, until
 
 from foreword.api.schemas import ChatRequest, CompletionRequest, NewPrefix, TokenizeRequest
 
@@ -18,9 +18,9 @@ FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCh
 
 
 @pytest.fixture(scope="module")
-def doors() -> Iterator[Doors]:
+def servers() -> Iterator[SharedServers]:
     """An engine of its own: if a request should break it, the other tests do not suffer."""
-    with serving() as made:
+    with shared_servers() as made:
         yield made
 
 
@@ -148,7 +148,7 @@ def test_unreasonable_paths(client: httpx.Client, method: str, name: str) -> Non
         assert client.request(method, path).status_code < 500
 
 
-def test_afterwards_it_still_works(client: httpx.Client, door: Door) -> None:
+def test_afterwards_it_still_works(client: httpx.Client, server: SharedServer) -> None:
     """After all of this nothing is left running, and the server answers."""
-    until(lambda: door.engine.status().running == door.engine.status().waiting == 0)
+    until(lambda: server.engine.status().running == server.engine.status().waiting == 0)
     assert post(client, "/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200

@@ -6,11 +6,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import http_client
 import openai
-import patient
 import pytest
-from doors import until
-from moving_parts import (
+from migration_client import (
     ALICE,
     BOB,
     FLAGS,
@@ -25,10 +24,11 @@ from moving_parts import (
     two_servers,
     whole,
 )
-from server_process import LedProcess, slow
+from server_process import ControlledProcess, slow
+from shared_server import until
 
 pytestmark = pytest.mark.timeout(300)
-Servers = tuple[LedProcess, LedProcess]
+Servers = tuple[ControlledProcess, ControlledProcess]
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +77,17 @@ def test_client_follows(urls: tuple[str, str], processes: Servers) -> None:
     assert found.moved is not None and not found.done and found.usage is None
     assert (found.moved["to"], found.moved["tokens"]) == (there, found.tokens)
     stream = f"{there}/v1/requests/{found.moved['request_id']}/stream"
-    wrong = patient.get(stream, params={"from": 1}, headers=ALICE)
+    wrong = http_client.get(stream, params={"from": 1}, headers=ALICE)
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (409, "cannot_move")
-    assert patient.get(stream, params={"from": found.tokens}, headers=BOB).status_code == 404
-    with patient.stream("GET", stream, params={"from": found.tokens}, headers=ALICE) as response:
+    assert http_client.get(stream, params={"from": found.tokens}, headers=BOB).status_code == 404
+    with http_client.stream("GET", stream, params={"from": found.tokens}, headers=ALICE) as response:
         assert response.status_code == 200
         found.read(response.iter_lines())
     check_same(found, expected)
-    assert patient.get(stream, params={"from": found.tokens}, headers=ALICE).status_code == 404
+    assert http_client.get(stream, params={"from": found.tokens}, headers=ALICE).status_code == 404
 
 
+@pytest.mark.slow
 def test_openai_client(urls: tuple[str, str], processes: Servers) -> None:
     """OpenAI's own client reads a chat that moves in the middle, streamed and not streamed."""
     here, there = urls
@@ -111,7 +112,7 @@ def test_openai_client(urls: tuple[str, str], processes: Servers) -> None:
     thread = threading.Thread(target=lambda: found.append(client.chat.completions.create(**chat)))
     with slow(*processes):
         thread.start()
-        until(lambda: bool(patient.get(f"{here}/v1/requests", headers=ALICE).json()["data"]))
+        until(lambda: bool(http_client.get(f"{here}/v1/requests", headers=ALICE).json()["data"]))
         assert migrate(here, the_one(here)["id"], there).status_code == 200
     thread.join(120)
     assert found[0].choices[0].message.content == expected.choices[0].message.content
@@ -121,18 +122,19 @@ def test_openai_client(urls: tuple[str, str], processes: Servers) -> None:
 def test_who_may(urls: tuple[str, str], processes: Servers) -> None:
     """A tenant sees and moves its own requests only; the operator sees all; draining is the operator's."""
     here, there = urls
-    assert patient.get(f"{here}/v1/requests").status_code == 401
+    assert http_client.get(f"{here}/v1/requests").status_code == 401
     with slow(*processes), streamed(here) as response:
         lines = response.iter_lines()  # kept: without it the connection is closed
         Stream().read(lines, 3)
         running = the_one(here)
-        assert patient.get(f"{here}/v1/requests", headers=BOB).json()["data"] == []
+        assert http_client.get(f"{here}/v1/requests", headers=BOB).json()["data"] == []
         assert migrate(here, running["id"], there, BOB).status_code == 404
         assert the_one(here, OPERATOR)["id"] == running["id"]
-        refused = patient.post(f"{here}/v1/drain", json={}, headers=BOB)
+        refused = http_client.post(f"{here}/v1/drain", json={}, headers=BOB)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
 
 
+@pytest.mark.slow
 def test_through_a_router(urls: tuple[str, str], processes: Servers) -> None:
     """Tenants for whom a router speaks see and move their own requests, and nobody else's."""
     here, there = urls
@@ -143,7 +145,7 @@ def test_through_a_router(urls: tuple[str, str], processes: Servers) -> None:
         found = Stream().read(lines, 3)
         name = the_one(here, carol)["id"]
         for other in (dave, ALICE, {"authorization": "Bearer routers-key"}):
-            assert patient.get(f"{here}/v1/requests", headers=other).json()["data"] == []
+            assert http_client.get(f"{here}/v1/requests", headers=other).json()["data"] == []
             assert migrate(here, name, there, other).status_code == 404
         assert migrate(here, name, there, carol).status_code == 200
         fast()
@@ -193,10 +195,11 @@ def test_what_cannot_move(urls: tuple[str, str], processes: Servers) -> None:
         assert migrate(here, the_one(here)["id"], there).status_code == 409
 
 
+@pytest.mark.slow
 def test_target_is_killed(urls: tuple[str, str], processes: Servers) -> None:
     """kill -9 of the server that took a request over: its client, which does not follow, is told in the stream."""
     here, _ = urls
-    third = LedProcess(*FLAGS)
+    third = ControlledProcess(*FLAGS)
     try:
         url = third.wait_ready()
         with slow(*processes, third), streamed(here) as response:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from doors import Door, words
+from shared_server import SharedServer, words
 
 
 @pytest.fixture(autouse=True)
@@ -17,14 +17,14 @@ def forget(client: httpx.Client) -> Iterator[None]:
         client.delete(f"/v1/prefixes/{prefix['name']}")
 
 
-def test_add_show_list_remove(client: httpx.Client, door: Door) -> None:
+def test_add_show_list_remove(client: httpx.Client, server: SharedServer) -> None:
     """A prefix is registered, shown with its content, listed with its size, and removed."""
     content = words("life", 20)
     made = client.post("/v1/prefixes", json={"name": "life", "content": content})
     assert made.status_code == 201
     prefix = made.json()
     assert (prefix["name"], prefix["version"], prefix["kind"], prefix["ready"]) == ("life", 1, "text", True)
-    assert prefix["num_tokens"] == len(door.engine.tokenizer.encode(content)) and prefix["bytes"] > 0
+    assert prefix["num_tokens"] == len(server.engine.tokenizer.encode(content)) and prefix["bytes"] > 0
     assert client.get("/v1/prefixes/life").json()["content"] == content
     listed = client.get("/v1/prefixes").json()
     assert [item["name"] for item in listed["data"]] == ["life"]
@@ -35,18 +35,18 @@ def test_add_show_list_remove(client: httpx.Client, door: Door) -> None:
     assert client.get("/v1/prefixes/life").status_code == 404
 
 
-def test_a_text_prefix_stands_before_the_prompt(client: httpx.Client, door: Door) -> None:
+def test_a_text_prefix_stands_before_the_prompt(client: httpx.Client, server: SharedServer) -> None:
     """A request that names a text prefix gives what the joined text gives, from the cache, and counts as a use."""
     content = words("front", 30)
     client.post("/v1/prefixes", json={"name": "front", "content": content})
     body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
     named = client.post("/v1/completions", json={**body, "prompt": " and then", "prefix": "front"}).json()
-    tokenizer = door.engine.tokenizer
+    tokenizer = server.engine.tokenizer
     ids = tokenizer.encode(content) + tokenizer.encode(" and then", add_special_tokens=False)
     spelled = client.post("/v1/completions", json={**body, "prompt": ids}).json()
     assert named["choices"][0]["text"] == spelled["choices"][0]["text"]
     assert named["usage"]["prompt_tokens"] == len(ids)
-    block = door.engine.info.block_size
+    block = server.engine.info.block_size
     cached = named["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= len(tokenizer.encode(content)) // block * block > 0
     shown = client.get("/v1/prefixes/front").json()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import httpx
 import openai
 import pytest
-from doors import Door, words
 from prometheus_client.parser import text_string_to_metric_families
+from shared_server import SharedServer, words
 
 VLLM_NAMES = {
     "vllm:num_requests_running": "gauge",
@@ -28,30 +28,30 @@ VLLM_NAMES = {
 }
 
 
-def test_models(ai: openai.OpenAI, door: Door) -> None:
+def test_models(ai: openai.OpenAI, server: SharedServer) -> None:
     """One model is listed, and it can be asked for by its name."""
     listed = ai.models.list().data
-    assert [model.id for model in listed] == [door.model]
-    one = ai.models.retrieve(door.model)
-    assert one.object == "model" and one.max_model_len == door.engine.info.max_model_len  # type: ignore[attr-defined]
+    assert [model.id for model in listed] == [server.model]
+    one = ai.models.retrieve(server.model)
+    assert one.object == "model" and one.max_model_len == server.engine.info.max_model_len  # type: ignore[attr-defined]
 
 
-def test_tokenize_and_back(client: httpx.Client, door: Door) -> None:
+def test_tokenize_and_back(client: httpx.Client, server: SharedServer) -> None:
     """Text becomes the tokenizer's token ids, and these become the text again."""
     text = "def f(x): return 'é𝄞'"
     answer = client.post("/v1/tokenize", json={"prompt": text, "return_token_strs": True}).json()
-    assert answer["tokens"] == door.engine.tokenizer.encode(text)
+    assert answer["tokens"] == server.engine.tokenizer.encode(text)
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
-    assert answer["max_model_len"] == door.engine.info.max_model_len
+    assert answer["max_model_len"] == server.engine.info.max_model_len
     bare = client.post("/v1/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
     assert client.post("/v1/detokenize", json={"tokens": bare}).json()["prompt"] == text
 
 
-def test_tokenize_messages(client: httpx.Client, door: Door) -> None:
+def test_tokenize_messages(client: httpx.Client, server: SharedServer) -> None:
     """Messages become what the chat template makes of them."""
     messages = [{"role": "user", "content": "hi"}]
     answer = client.post("/v1/tokenize", json={"messages": messages}).json()
-    assert answer["tokens"] == door.engine.tokenizer.render_chat(messages, add_generation_prompt=True)
+    assert answer["tokens"] == server.engine.tokenizer.render_chat(messages, add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_bad_tokenize(client: httpx.Client, path: str, body: dict[str, object]) 
     assert client.post(f"/v1/{path}", json=body).status_code == 400
 
 
-def test_probes(client: httpx.Client, door: Door) -> None:
+def test_probes(client: httpx.Client, server: SharedServer) -> None:
     """A loaded server is alive and ready, and says its version."""
     assert client.get("/health").json() == {"status": "alive"}
-    assert client.get("/ready").json() == {"status": "ready", "model": door.model}
+    assert client.get("/ready").json() == {"status": "ready", "model": server.model}
     assert client.get("/version").json()["version"]
 
 
@@ -85,21 +85,21 @@ def test_openapi_describes_the_bodies(client: httpx.Client) -> None:
     assert {"prompt", "max_tokens", "prefix"} <= set(body["properties"]) and body["required"] == ["prompt"]
 
 
-def test_metrics_have_vllms_names(client: httpx.Client, door: Door) -> None:
+def test_metrics_have_vllms_names(client: httpx.Client, server: SharedServer) -> None:
     """Every metric that vLLM's dashboards use is there under its name and type, with the model's name."""
     client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
     found = {family.name: family for family in text_string_to_metric_families(client.get("/metrics").text)}
     for name, kind in VLLM_NAMES.items():
         assert found[name].type == kind
-        assert all(sample.labels["model_name"] == door.model for sample in found[name].samples)
+        assert all(sample.labels["model_name"] == server.model for sample in found[name].samples)
     reasons = {sample.labels["finished_reason"] for sample in found["vllm:request_success"].samples}
     assert {"stop", "length", "abort", "error"} <= reasons
 
 
-def test_metrics_move(client: httpx.Client, door: Door, metric: Callable[..., float]) -> None:
+def test_metrics_move(client: httpx.Client, server: SharedServer, metric: Callable[..., float]) -> None:
     """A request moves the counters by exactly its tokens, its hits and itself."""
     prompt = words("counted", 60)
-    tokens = len(door.engine.tokenizer.encode(prompt))
+    tokens = len(server.engine.tokenizer.encode(prompt))
     client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).raise_for_status()
     names = ["prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens"]
     before = [metric(f"vllm:{name}_total") for name in names]

@@ -7,51 +7,52 @@ import signal
 import socket
 from collections.abc import Callable
 
-import patient
+import http_client
 import pytest
-from doors import until
-from server_process import LedProcess, Process, slow
+from server_process import ControlledProcess, ServerProcess, slow
+from shared_server import until
 
 pytestmark = pytest.mark.timeout(300)
 
 
 def ask(url: str, max_tokens: int) -> dict[str, object]:
-    longest = patient.get(f"{url}/v1/models").json()["data"][0]["max_model_len"]
+    longest = http_client.get(f"{url}/v1/models").json()["data"][0]["max_model_len"]
     return {"prompt": "x", "stream": True, "ignore_eos": True, "max_tokens": min(max_tokens, longest - 50)}
 
 
-def test_alive_at_once_and_ready_later(lead: Callable[..., LedProcess]) -> None:
+@pytest.mark.slow
+def test_alive_at_once_and_ready_later(start_controlled: Callable[..., ControlledProcess]) -> None:
     """While the model loads the server is alive and not ready, and answers requests with 503 and Retry-After."""
-    process = lead(loading=False)
+    process = start_controlled(loading=False)
     url = process.url()
-    assert patient.get(f"{url}/health").status_code == 200
-    ready = patient.get(f"{url}/ready")
+    assert http_client.get(f"{url}/health").status_code == 200
+    ready = http_client.get(f"{url}/ready")
     assert (ready.status_code, ready.json()["status"]) == (503, "not_ready") and "loaded" in ready.json()["reason"]
-    early = patient.post(f"{url}/v1/completions", json={"prompt": "x"})
+    early = http_client.post(f"{url}/v1/completions", json={"prompt": "x"})
     assert (early.status_code, early.json()["error"]["code"]) == (503, "not_ready") and early.headers["retry-after"]
-    assert patient.get(f"{url}/metrics").status_code == 200
+    assert http_client.get(f"{url}/metrics").status_code == 200
     process.load()
     process.wait_ready()
-    assert patient.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    assert http_client.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
     process.popen.send_signal(signal.SIGINT)
     assert process.end() == 0
     assert "Traceback" not in process.text
 
 
-def test_drain_lets_running_requests_finish(lead: Callable[..., LedProcess]) -> None:
+def test_drain_lets_running_requests_finish(start_controlled: Callable[..., ControlledProcess]) -> None:
     """After SIGTERM a running stream is finished, new requests and /ready are 503, and the exit status is 0."""
-    process = lead("--drain-seconds", "200")
+    process = start_controlled("--drain-seconds", "200")
     url = process.wait_ready()
-    with slow(process) as fast, patient.stream("POST", f"{url}/v1/completions", json=ask(url, 400)) as stream:
+    with slow(process) as fast, http_client.stream("POST", f"{url}/v1/completions", json=ask(url, 400)) as stream:
         lines = stream.iter_lines()
         next(lines)
         process.popen.send_signal(signal.SIGTERM)
         until(lambda: "shutting down" in process.text)
-        ready = patient.get(f"{url}/ready")
+        ready = http_client.get(f"{url}/ready")
         assert (ready.status_code, ready.json()["status"]) == (503, "shutting_down")
-        refused = patient.post(f"{url}/v1/completions", json={"prompt": "x"})
+        refused = http_client.post(f"{url}/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
-        assert patient.get(f"{url}/health").status_code == 200
+        assert http_client.get(f"{url}/health").status_code == 200
         fast()
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
@@ -60,11 +61,12 @@ def test_drain_lets_running_requests_finish(lead: Callable[..., LedProcess]) -> 
     assert "Traceback" not in process.text
 
 
-def test_drain_aborts_what_takes_too_long(lead: Callable[..., LedProcess]) -> None:
+@pytest.mark.slow
+def test_drain_aborts_what_takes_too_long(start_controlled: Callable[..., ControlledProcess]) -> None:
     """What still runs after `drain_seconds` is ended with an error in its stream, and the exit status is still 0."""
-    process = lead("--drain-seconds", "0")
+    process = start_controlled("--drain-seconds", "0")
     url = process.wait_ready()
-    with slow(process), patient.stream("POST", f"{url}/v1/completions", json=ask(url, 10**6)) as stream:
+    with slow(process), http_client.stream("POST", f"{url}/v1/completions", json=ask(url, 10**6)) as stream:
         lines = stream.iter_lines()
         next(lines)
         process.popen.send_signal(signal.SIGTERM)
@@ -74,11 +76,12 @@ def test_drain_aborts_what_takes_too_long(lead: Callable[..., LedProcess]) -> No
     assert "Traceback" not in process.text
 
 
-def test_second_signal_exits_at_once(lead: Callable[..., LedProcess]) -> None:
+@pytest.mark.slow
+def test_second_signal_exits_at_once(start_controlled: Callable[..., ControlledProcess]) -> None:
     """A second signal does not wait for anything."""
-    process = lead("--drain-seconds", "1000")
+    process = start_controlled("--drain-seconds", "1000")
     url = process.wait_ready()
-    with slow(process), patient.stream("POST", f"{url}/v1/completions", json=ask(url, 10**6)) as stream:
+    with slow(process), http_client.stream("POST", f"{url}/v1/completions", json=ask(url, 10**6)) as stream:
         lines = stream.iter_lines()  # kept: without it the connection is closed
         next(lines)
         process.popen.send_signal(signal.SIGTERM)
@@ -87,22 +90,24 @@ def test_second_signal_exits_at_once(lead: Callable[..., LedProcess]) -> None:
         assert process.end() == 128 + signal.SIGTERM
 
 
-def test_signal_while_loading(lead: Callable[..., LedProcess]) -> None:
+@pytest.mark.slow
+def test_signal_while_loading(start_controlled: Callable[..., ControlledProcess]) -> None:
     """A signal that comes while the model is loaded ends the process, which does not wait for the model, with status 0."""
-    process = lead(loading=False)
+    process = start_controlled(loading=False)
     process.url()
     process.popen.send_signal(signal.SIGTERM)
     assert process.end() == 0
 
 
-def test_failed_load(start: Callable[..., Process]) -> None:
+@pytest.mark.slow
+def test_failed_load(start: Callable[..., ServerProcess]) -> None:
     """A model that cannot be loaded ends the process with status 1 and a sentence, without a traceback."""
     process = start("/nonexistent/model")
     assert process.end(200) == 1
     assert "/nonexistent/model" in process.text and "Traceback" not in process.text
 
 
-def test_port_in_use(start: Callable[..., Process]) -> None:
+def test_port_in_use(start: Callable[..., ServerProcess]) -> None:
     """A port that is taken ends the process with status 2 and a sentence that names the port and --port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -111,7 +116,7 @@ def test_port_in_use(start: Callable[..., Process]) -> None:
     assert port in process.text and "--port" in process.text and "Traceback" not in process.text
 
 
-def test_bad_settings(start: Callable[..., Process]) -> None:
+def test_bad_settings(start: Callable[..., ServerProcess]) -> None:
     """A bad value, host or API key ends the process with status 2 and one sentence, before anything loads."""
     for arguments in (["--block-size", "0"], ["--host", "no.such.host.invalid"], ["--api-keys", "two words"]):
         process = start(*arguments)

@@ -10,20 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import patient
+import http_client
 import pytest
-from doors import knocking, until, words
 from router_parts import RouterProcess
-from server_process import LedProcess, slow
+from server_process import ControlledProcess, slow
+from shared_server import abandoned_request, until, words
 
 pytestmark = pytest.mark.timeout(300)
 ADMIN = {"authorization": "Bearer admin-secret"}
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[LedProcess]]:
+def servers() -> Iterator[list[ControlledProcess]]:
     flags = ["--kv-events", "tcp://127.0.0.1:0", "--dtype", "float32", "--max-num-seqs", "8"]
-    started = [LedProcess(*flags) for _ in range(2)]
+    started = [ControlledProcess(*flags) for _ in range(2)]
     for process in started:
         process.wait_ready()
     yield started
@@ -32,12 +32,12 @@ def servers() -> Iterator[list[LedProcess]]:
         process.popen.wait()
 
 
-def replicas(servers: list[LedProcess]) -> list[str]:
+def replicas(servers: list[ControlledProcess]) -> list[str]:
     return [argument for process in servers for argument in ("--replica", process.url())]
 
 
 @pytest.fixture(scope="module")
-def router(servers: list[LedProcess]) -> Iterator[RouterProcess]:
+def router(servers: list[ControlledProcess]) -> Iterator[RouterProcess]:
     process = RouterProcess(*replicas(servers), "--admin-key", "admin-secret").wait_for(2)
     yield process
     process.kill()
@@ -46,13 +46,13 @@ def router(servers: list[LedProcess]) -> Iterator[RouterProcess]:
 def ask(router: RouterProcess, prompt: str, headers: dict[str, str] | None = None, **more: Any) -> tuple[str, int]:
     """Which replica answered, and how many tokens it had cached."""
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, **more}
-    answer = patient.post(f"{router.url}/v1/completions", json=body, headers=headers).raise_for_status()
+    answer = http_client.post(f"{router.url}/v1/completions", json=body, headers=headers).raise_for_status()
     where = answer.headers["x-foreword-route"].partition(": ")[0]
     return where, answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def state(router: RouterProcess) -> dict[str, dict[str, Any]]:
-    listed = patient.get(f"{router.url}/v1/router/replicas", headers=ADMIN).json()["data"]
+    listed = http_client.get(f"{router.url}/v1/router/replicas", headers=ADMIN).json()["data"]
     return {one["replica"]: one for one in listed}
 
 
@@ -61,7 +61,7 @@ def known_blocks(router: RouterProcess) -> int:
     return sum(one["known_blocks"] for one in state(router).values())
 
 
-def test_it_goes_where_the_prefix_is(router: RouterProcess, servers: list[LedProcess]) -> None:
+def test_it_goes_where_the_prefix_is(router: RouterProcess, servers: list[ControlledProcess]) -> None:
     """Prompts that begin alike go to the replica that has their beginning, and find it there; the header says why."""
     for topic in ("north", "south", "east", "west"):
         shared = words(topic, 80)
@@ -81,30 +81,30 @@ def knows(router: RouterProcess, url: str, blocks: int) -> bool:
     return bool(state(router)[url]["known_blocks"] > blocks)
 
 
-def test_what_another_brought_there_is_known(router: RouterProcess, servers: list[LedProcess]) -> None:
+def test_what_another_brought_there_is_known(router: RouterProcess, servers: list[ControlledProcess]) -> None:
     """A prompt that a server got from elsewhere is known to the router by the server's events alone."""
     for process in servers:
         prompt = words(f"elsewhere{process.url()[-3:]}", 90)
         before = state(router)[process.url()]["known_blocks"]
         body = {"prompt": prompt, "max_tokens": 1}
-        patient.post(f"{process.url()}/v1/completions", json=body).raise_for_status()
+        http_client.post(f"{process.url()}/v1/completions", json=body).raise_for_status()
         url = process.url()
         until(partial(knows, router, url, before + 10))
         where, cached = ask(router, prompt)
         assert where == url and cached > 100
 
 
-def test_what_was_forgotten_is_known(router: RouterProcess, servers: list[LedProcess]) -> None:
+def test_what_was_forgotten_is_known(router: RouterProcess, servers: list[ControlledProcess]) -> None:
     """When a server forgets its blocks, the router's directory does too."""
     url = servers[0].url()
     body = {"prompt": words("forgotten", 90), "max_tokens": 1}
-    patient.post(f"{url}/v1/completions", json=body).raise_for_status()
+    http_client.post(f"{url}/v1/completions", json=body).raise_for_status()
     until(lambda: state(router)[url]["known_blocks"] > 0)
-    patient.delete(f"{url}/v1/cache").raise_for_status()
+    http_client.delete(f"{url}/v1/cache").raise_for_status()
     until(lambda: state(router)[url]["known_blocks"] == 0)
 
 
-def test_a_router_that_comes_late_catches_up(router: RouterProcess, servers: list[LedProcess]) -> None:
+def test_a_router_that_comes_late_catches_up(router: RouterProcess, servers: list[ControlledProcess]) -> None:
     """A second router learns from the replay what servers hold."""
     prompt, known = words("late", 90), known_blocks(router)
     where, _ = ask(router, prompt)
@@ -149,10 +149,10 @@ def test_conversations_stay(router: RouterProcess) -> None:
 def test_decisions_are_explained(router: RouterProcess) -> None:
     """The last decisions are listed with prices and words, the newest first; only the operator may read them."""
     ask(router, words("explained", 40), headers={"x-request-id": "why-not"})
-    last = patient.get(f"{router.url}/v1/router/decisions?last=2", headers=ADMIN).json()["data"]
+    last = http_client.get(f"{router.url}/v1/router/decisions?last=2", headers=ADMIN).json()["data"]
     assert len(last) == 2 and last[0]["request_id"] == "why-not" and last[0]["tokens_from"] == "replica"
     assert len(last[0]["prices"]) == 2 and "computing" in last[0]["in_words"]
-    assert patient.get(f"{router.url}/v1/router/decisions").status_code == 401
+    assert http_client.get(f"{router.url}/v1/router/decisions").status_code == 401
 
 
 def test_models_and_other_paths(router: RouterProcess) -> None:
@@ -171,53 +171,53 @@ def test_models_and_other_paths(router: RouterProcess) -> None:
         assert broken.status_code == 400 and "JSON" in broken.json()["error"]["message"]
 
 
-def test_named_prefixes_reach_all(router: RouterProcess, servers: list[LedProcess]) -> None:
+def test_named_prefixes_reach_all(router: RouterProcess, servers: list[ControlledProcess]) -> None:
     """A named prefix that is registered through the router can be used at whichever replica a request lands."""
     with router.http() as client:
         made = client.post("/v1/prefixes", json={"name": "shared", "content": words("named", 30)})
         assert made.status_code == 201 and made.headers["x-foreword-replicas"] == "2 of 2"
         for process in servers:
-            listed = patient.get(f"{process.url()}/v1/prefixes").json()["data"]
+            listed = http_client.get(f"{process.url()}/v1/prefixes").json()["data"]
             assert [one["name"] for one in listed] == ["shared"]
         assert ask(router, " and more", prefix="shared")[1] > 40
         assert client.delete("/v1/prefixes/shared").status_code == 200
         assert client.get("/v1/prefixes").json()["data"] == []
 
 
-def test_drain_and_undrain(router: RouterProcess, servers: list[LedProcess]) -> None:
+def test_drain_and_undrain(router: RouterProcess, servers: list[ControlledProcess]) -> None:
     """A drained replica gets no new requests, not even those of its sessions, until it is taken back."""
     where, _ = ask(router, "x", user="drained")
     body = {"replica": where}
-    assert patient.post(f"{router.url}/v1/router/drain", json=body).status_code == 401
-    said = patient.post(f"{router.url}/v1/router/drain", json=body, headers=ADMIN).json()
+    assert http_client.post(f"{router.url}/v1/router/drain", json=body).status_code == 401
+    said = http_client.post(f"{router.url}/v1/router/drain", json=body, headers=ADMIN).json()
     assert said["reason"] == "draining" and not said["takes_requests"]
     others = {ask(router, words(f"drained{number}", 20), user="drained")[0] for number in range(4)}
     assert len(others) == 1 and where not in others
-    assert patient.post(f"{router.url}/v1/router/undrain", json=body, headers=ADMIN).json()["takes_requests"]
-    unknown = patient.post(f"{router.url}/v1/router/drain", json={"replica": "http://x:1"}, headers=ADMIN)
+    assert http_client.post(f"{router.url}/v1/router/undrain", json=body, headers=ADMIN).json()["takes_requests"]
+    unknown = http_client.post(f"{router.url}/v1/router/drain", json={"replica": "http://x:1"}, headers=ADMIN)
     assert unknown.status_code == 404
 
 
-def test_membership_by_api(servers: list[LedProcess]) -> None:
+def test_membership_by_api(servers: list[ControlledProcess]) -> None:
     """Replicas come and go by the API; without one, requests are refused with 503 and Retry-After."""
     router = RouterProcess("--admin-key", "admin-secret")
     try:
-        refused = patient.post(f"{router.url}/v1/completions", json={"prompt": "x"})
+        refused = http_client.post(f"{router.url}/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503 and refused.headers["retry-after"]
         for process in servers:
-            made = patient.post(f"{router.url}/v1/router/replicas", json={"replica": process.url()}, headers=ADMIN)
+            made = http_client.post(f"{router.url}/v1/router/replicas", json={"replica": process.url()}, headers=ADMIN)
             assert made.status_code == 201
-        twice = patient.post(f"{router.url}/v1/router/replicas", json={"replica": servers[0].url()}, headers=ADMIN)
+        twice = http_client.post(f"{router.url}/v1/router/replicas", json={"replica": servers[0].url()}, headers=ADMIN)
         assert twice.status_code == 400
         router.wait_for(2)
         gone = {"replica": servers[0].url()}
-        patient.request("DELETE", f"{router.url}/v1/router/replicas", json=gone, headers=ADMIN).raise_for_status()
+        http_client.request("DELETE", f"{router.url}/v1/router/replicas", json=gone, headers=ADMIN).raise_for_status()
         assert {ask(router, words(f"gone{number}", 20))[0] for number in range(4)} == {servers[1].url()}
     finally:
         router.kill()
 
 
-def test_membership_by_file(servers: list[LedProcess], tmp_path: Path) -> None:
+def test_membership_by_file(servers: list[ControlledProcess], tmp_path: Path) -> None:
     """Replicas come and go as a file says; a file that is broken changes nothing."""
     path = tmp_path / "replicas"
     path.write_text(f"# all of them\n{servers[0].url()}  # the first\n")
@@ -235,7 +235,7 @@ def test_membership_by_file(servers: list[LedProcess], tmp_path: Path) -> None:
         router.kill()
 
 
-def test_membership_by_name(servers: list[LedProcess]) -> None:
+def test_membership_by_name(servers: list[ControlledProcess]) -> None:
     """Every address of a name is a replica."""
     port = servers[0].url().rpartition(":")[2]
     router = RouterProcess("--replica-dns", f"http://localhost:{port}", "--admin-key", "admin-secret").wait_for(1)
@@ -246,7 +246,7 @@ def test_membership_by_name(servers: list[LedProcess]) -> None:
         router.kill()
 
 
-def test_a_local_tokenizer(servers: list[LedProcess], router: RouterProcess) -> None:
+def test_a_local_tokenizer(servers: list[ControlledProcess], router: RouterProcess) -> None:
     """With the tokenizer's folder the router makes the same tokens as the replicas, chat template included."""
     from foreword.engine.model import embedded_model
 
@@ -258,51 +258,51 @@ def test_a_local_tokenizer(servers: list[LedProcess], router: RouterProcess) -> 
         known = known_blocks(local)
         message = {"role": "user", "content": words("local", 60)}
         body = {"messages": [message], "max_tokens": 1}
-        first = patient.post(f"{router.url}/v1/chat/completions", json=body)
+        first = http_client.post(f"{router.url}/v1/chat/completions", json=body)
         until(lambda: known_blocks(local) > known + 5)
-        second = patient.post(f"{local.url}/v1/chat/completions", json=body)
+        second = http_client.post(f"{local.url}/v1/chat/completions", json=body)
         routes = [answer.headers["x-foreword-route"].partition(": ")[0] for answer in (first, second)]
         assert routes[0] == routes[1]
         assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
-        last = patient.get(f"{local.url}/v1/router/decisions?last=1", headers=ADMIN).json()["data"][0]
+        last = http_client.get(f"{local.url}/v1/router/decisions?last=1", headers=ADMIN).json()["data"][0]
         assert last["tokens_from"] == "tokenizer" and last["prompt_tokens"] == second.json()["usage"]["prompt_tokens"]
     finally:
         local.kill()
 
 
-def test_router_drains_on_sigterm(servers: list[LedProcess]) -> None:
+def test_router_drains_on_sigterm(servers: list[ControlledProcess]) -> None:
     """After SIGTERM running streams come to their end, new requests are refused, and the exit status is 0."""
     router = RouterProcess(*replicas(servers)).wait_for(2)
     body = {"prompt": "x", "stream": True, "max_tokens": 400, "ignore_eos": True}
-    with slow(*servers) as fast, patient.stream("POST", f"{router.url}/v1/completions", json=body) as answer:
+    with slow(*servers) as fast, http_client.stream("POST", f"{router.url}/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
         router.popen.send_signal(signal.SIGTERM)
         until(lambda: "shutting down" in router.text)
-        assert patient.get(f"{router.url}/ready").status_code == 503
-        refused = patient.post(f"{router.url}/v1/completions", json={"prompt": "x"})
+        assert http_client.get(f"{router.url}/ready").status_code == 503
+        refused = http_client.post(f"{router.url}/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         fast()
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert router.end() == 0 and "Traceback" not in router.text
 
 
-def test_clients_that_go_away_are_noticed(router: RouterProcess, servers: list[LedProcess]) -> None:
+def test_clients_that_go_away_are_noticed(router: RouterProcess, servers: list[ControlledProcess]) -> None:
     """When a client disconnects, streaming or not, the replica stops computing for it."""
 
     def running() -> float:
-        texts = [patient.get(f"{process.url()}/metrics").text.splitlines() for process in servers]
+        texts = [http_client.get(f"{process.url()}/metrics").text.splitlines() for process in servers]
         found = [line for text in texts for line in text if line.startswith("vllm:num_requests_running{")]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
     body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
     with slow(*servers):
-        with patient.stream("POST", f"{router.url}/v1/completions", json={**body, "stream": True}) as answer:
+        with http_client.stream("POST", f"{router.url}/v1/completions", json={**body, "stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
             until(lambda: running() == 1)
         until(lambda: running() == 0)
-        with knocking(router.url, body):
+        with abandoned_request(router.url, body):
             until(lambda: running() == 1)
         until(lambda: running() == 0)
     until(lambda: all(one["in_flight"] == 0 for one in state(router).values()))
@@ -314,7 +314,7 @@ def test_no_secrets_in_the_log(router: RouterProcess) -> None:
     assert "private" not in router.text and "admin-secret" not in router.text
 
 
-def test_killed_in_the_middle(servers: list[LedProcess], router: RouterProcess) -> None:
+def test_killed_in_the_middle(servers: list[ControlledProcess], router: RouterProcess) -> None:
     """A replica is killed with SIGKILL under a dozen streams: every client sees its whole answer, the same as without."""
     prompts = [words(f"killed{number}", 12) for number in range(12)]
     body = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -326,7 +326,7 @@ def test_killed_in_the_middle(servers: list[LedProcess], router: RouterProcess) 
     def stream(prompt: str) -> None:
         asked = {**body, "prompt": prompt, "stream": True, "prompt_cache_key": prompt}
         text = ""
-        with patient.stream("POST", f"{router.url}/v1/completions", json=asked, timeout=120) as answer:
+        with http_client.stream("POST", f"{router.url}/v1/completions", json=asked, timeout=120) as answer:
             for number, line in enumerate(line for line in answer.iter_lines() if line.startswith("data: {")):
                 chunk = json.loads(line.removeprefix("data: "))
                 if "error" in chunk:
@@ -349,7 +349,7 @@ def test_killed_in_the_middle(servers: list[LedProcess], router: RouterProcess) 
     # Asked only now: before, the prompts would have been drawn to the server that has computed them.
     whole = {}
     for prompt in prompts:
-        answer = patient.post(f"{servers[1].url()}/v1/completions", json={**body, "prompt": prompt})
+        answer = http_client.post(f"{servers[1].url()}/v1/completions", json={**body, "prompt": prompt})
         whole[prompt] = answer.json()["choices"][0]["text"]
     assert errors == [] and found == whole
     assert router.metric("foreword:router_continuations_total", outcome="continued") >= 1

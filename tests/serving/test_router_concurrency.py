@@ -8,8 +8,8 @@ import resource
 
 import aiohttp
 from aiohttp import web
-from doors import until
 from router_parts import Loop, RouterProcess
+from shared_server import until
 
 STREAMS, EVENTS = 300, 20
 CHUNK = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}

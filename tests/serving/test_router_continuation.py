@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from doors import Doors
 from router_parts import Loop, Relay, RouterProcess, Scissors
+from shared_server import SharedServers
 
 CHAT = {"messages": [{"role": "user", "content": "Write a Python function that reads a file."}]}
 TEXT = {"prompt": "def read_file(path):\n", "ignore_eos": True}
@@ -21,9 +21,9 @@ def scissors() -> Scissors:
 
 
 @pytest.fixture(scope="module")
-def relays(doors: Doors, scissors: Scissors) -> Iterator[tuple[Relay, ...]]:
+def relays(shared: SharedServers, scissors: Scissors) -> Iterator[tuple[Relay, ...]]:
     loop = Loop()
-    made = tuple(Relay(loop, doors.open.url, scissors) for _ in range(3))
+    made = tuple(Relay(loop, shared.open.url, scissors) for _ in range(3))
     yield made
     for relay in made:
         relay.close()
@@ -62,12 +62,12 @@ def continued(router: RouterProcess) -> float:
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
 def test_the_same_text_wherever_it_was_lost(
-    router: RouterProcess, scissors: Scissors, doors: Doors, path: str, body: dict[str, Any]
+    router: RouterProcess, scissors: Scissors, shared: SharedServers, path: str, body: dict[str, Any]
 ) -> None:
     """Lost after any number of events, once or twice, the text, the ending and the usage are those of an answer that was not
     lost; there is one id, one time and one role."""
     asked = {**body, "max_tokens": 11, "stream_options": {"include_usage": True}}
-    whole = stream(doors.open.url, path, asked)
+    whole = stream(shared.open.url, path, asked)
     before = continued(router)
     for events in range(len(whole)):
         scissors.cut_after(events, *([2] if events % 2 else []))
@@ -89,16 +89,16 @@ def test_the_same_text_wherever_it_was_lost(
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
 def test_stop_strings_across_the_seam(
-    router: RouterProcess, scissors: Scissors, doors: Doors, path: str, body: dict[str, Any]
+    router: RouterProcess, scissors: Scissors, shared: SharedServers, path: str, body: dict[str, Any]
 ) -> None:
     """A stop string ends the answer where it would have, also if the replica was lost in the middle of it."""
-    free = text(stream(doors.open.url, path, {**body, "max_tokens": 9}))
+    free = text(stream(shared.open.url, path, {**body, "max_tokens": 9}))
     # Of the answer's own text: one that is found in its middle, one that spans several tokens, two that begin alike.
     stops: list[tuple[Any, bool]] = [(free[5:7], False), (free[8:16], False), (free[8:16], True)]
     stops.append(([free[6:9] + "\x00", free[7:12]], True))
     for stop, include in stops:
         asked = {**body, "max_tokens": 9, "stop": stop, "include_stop_str_in_output": include}
-        whole = stream(doors.open.url, path, asked)
+        whole = stream(shared.open.url, path, asked)
         assert ending(whole)[0] == "stop" and ending(whole)[1]
         for events in range(1, len(whole) + 1):
             scissors.cut_after(events)
@@ -116,12 +116,12 @@ def half_characters(client: httpx.Client) -> dict[str, int]:
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
 def test_half_characters(
-    router: RouterProcess, scissors: Scissors, doors: Doors, path: str, body: dict[str, Any]
+    router: RouterProcess, scissors: Scissors, shared: SharedServers, path: str, body: dict[str, Any]
 ) -> None:
     """A character whose bytes lie on both sides of the seam arrives once and whole."""
-    with doors.open.http() as client:
+    with shared.open.http() as client:
         asked = {**body, "max_tokens": 9, "logit_bias": half_characters(client), "ignore_eos": True}
-    whole = stream(doors.open.url, path, asked)
+    whole = stream(shared.open.url, path, asked)
     for events in range(1, len(whole) + 1):
         scissors.cut_after(events)
         chunks = stream(router.url, path, asked)
@@ -146,11 +146,11 @@ def tokens_of(chunks: list[dict[str, Any]]) -> list[tuple[str, float]]:
     ],
 )
 def test_log_probabilities_and_token_ids(
-    router: RouterProcess, scissors: Scissors, doors: Doors, path: str, body: dict[str, Any]
+    router: RouterProcess, scissors: Scissors, shared: SharedServers, path: str, body: dict[str, Any]
 ) -> None:
     """Each token's log-probability and id come once and in order, in the interface's own shape, offsets included."""
     asked = {**body, "max_tokens": 7, "return_token_ids": True}
-    whole = stream(doors.open.url, path, asked)
+    whole = stream(shared.open.url, path, asked)
     for events in range(1, len(whole) + 1):
         scissors.cut_after(events)
         chunks = stream(router.url, path, asked)
@@ -194,11 +194,11 @@ def test_what_cannot_be_continued_exactly(
     assert len(lines) <= 7
 
 
-def test_the_official_client_notices_nothing(router: RouterProcess, scissors: Scissors, doors: Doors) -> None:
+def test_the_official_client_notices_nothing(router: RouterProcess, scissors: Scissors, shared: SharedServers) -> None:
     """The official client sees a stream without a seam, and a request that is not streamed is answered by another replica."""
-    body = {"model": doors.open.model, "max_tokens": 12, "temperature": 0}
+    body = {"model": shared.open.model, "max_tokens": 12, "temperature": 0}
     asked: Any = {**body, **CHAT}
-    whole = doors.open.openai().chat.completions.create(**asked)
+    whole = shared.open.openai().chat.completions.create(**asked)
     scissors.cut_after(5)
     chunks = router.openai().chat.completions.create(**asked, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content

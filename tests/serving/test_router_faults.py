@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import http_client
 import httpx
-import patient
 import pytest
 import uvicorn
 from aiohttp import web
-from doors import ENGINE, PREFIXES, Doors, knocking, until, words
 from router_parts import Loop, Relay, RouterProcess
+from shared_server import ENGINE, PREFIXES, SharedServers, abandoned_request, until, words
 
 from foreword.api.listener import bind
 from foreword.config import Config, ServerConfig
@@ -159,7 +159,7 @@ def named(*scripted: Scripted | Relay) -> list[str]:
 
 def post(router: RouterProcess, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
     body = {"model": "m", "prompt": "count", **more}
-    return patient.post(f"{router.url}/v1/completions", json=body, headers=headers)
+    return http_client.post(f"{router.url}/v1/completions", json=body, headers=headers)
 
 
 def lines(answer: httpx.Response) -> list[str]:
@@ -351,11 +351,11 @@ def test_no_replica_left(loop: Loop) -> None:
     relay = Relay(loop, scripted.url)
     with routed(*named(relay), replicas=1) as router:
         relay.close()
-        until(lambda: patient.get(f"{router.url}/ready").status_code == 503)
+        until(lambda: http_client.get(f"{router.url}/ready").status_code == 503)
         answer = post(router)
         assert answer.status_code == 503 and answer.headers["retry-after"]
         assert "cannot connect" in answer.json()["error"]["message"]
-        assert patient.get(f"{router.url}/health").status_code == 200
+        assert http_client.get(f"{router.url}/health").status_code == 200
 
 
 def test_queue_then_429(loop: Loop) -> None:
@@ -386,7 +386,7 @@ def test_clients_may_leave_the_queue(loop: Loop) -> None:
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(post, router, stream=True)
             until(lambda: slow.open == 1)
-            with knocking(router.url, {"prompt": "x", "stream": True}):
+            with abandoned_request(router.url, {"prompt": "x", "stream": True}):
                 until(lambda: router.metric("foreword:router_queue_length") == 1)
             until(lambda: router.metric("foreword:router_queue_length") == 0)
             slow.release()
@@ -458,11 +458,11 @@ def test_what_a_replica_gets(loop: Loop) -> None:
 
 
 @pytest.fixture(scope="module")
-def trusting(doors: Doors) -> Iterator[str]:
+def trusting(shared: SharedServers) -> Iterator[str]:
     """A real server that takes tenants' salts from a router."""
     config = ServerConfig(port=0, router_key="router-key")
     listener = bind(config)
-    app = create_app(doors.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
+    app = create_app(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
     thread.start()
@@ -492,12 +492,12 @@ def test_tenants_do_not_share(trusting: str) -> None:
             assert alice.delete("/v1/prefixes/hers").status_code == 200
 
 
-def test_servers_that_would_let_tenants_share(doors: Doors) -> None:
+def test_servers_that_would_let_tenants_share(shared: SharedServers) -> None:
     """A server that would not keep a router's tenants apart gets no requests, and the refusal says what to do."""
     keys = ["--api-keys", "alice=alice-key", "--replica-key", "some-key"]
-    with routed_unready("--replica", doors.open.url, *keys) as router:
+    with routed_unready("--replica", shared.open.url, *keys) as router:
         until(lambda: "takes no requests" in router.text)
-        answer = post(router, {"authorization": "Bearer alice-key"}, model=doors.open.model)
+        answer = post(router, {"authorization": "Bearer alice-key"}, model=shared.open.model)
         assert answer.status_code == 503 and "--router-key" in answer.json()["error"]["message"]
 
 

@@ -7,19 +7,19 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import patient
+import http_client
 import pytest
-from doors import until, words
 from router_parts import RouterProcess
-from server_process import LedProcess, slow
+from server_process import ControlledProcess, slow
+from shared_server import until, words
 
 pytestmark = pytest.mark.timeout(300)
 FLAGS = ["--dtype", "float32", "--max-num-seqs", "12"]
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[LedProcess, LedProcess]]:
-    started = LedProcess(*FLAGS, "--role", "both"), LedProcess(*FLAGS, "--role", "both")
+def servers() -> Iterator[tuple[ControlledProcess, ControlledProcess]]:
+    started = ControlledProcess(*FLAGS, "--role", "both"), ControlledProcess(*FLAGS, "--role", "both")
     for process in started:
         process.wait_ready()
     yield started
@@ -40,7 +40,7 @@ def text(chunk: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_an_answer_that_moves(servers: tuple[LedProcess, LedProcess], path: str) -> None:
+def test_an_answer_that_moves(servers: tuple[ControlledProcess, ControlledProcess], path: str) -> None:
     """A stream whose request is moved to the other server goes on from there, the same as if it had not moved."""
     urls = [process.url() for process in servers]
     asked: dict[str, Any] = {"max_tokens": 500, "temperature": 0, "ignore_eos": True}
@@ -48,18 +48,18 @@ def test_an_answer_that_moves(servers: tuple[LedProcess, LedProcess], path: str)
         asked["messages"] = [{"role": "user", "content": words("moving", 20)}]
     else:
         asked["prompt"] = words("moving", 20)
-    choice = patient.post(urls[0] + path, json=asked).json()["choices"][0]
+    choice = http_client.post(urls[0] + path, json=asked).json()["choices"][0]
     whole = choice["message"]["content"] if "chat" in path else choice["text"]
     router = RouterProcess("--replica", urls[0], "--replica", urls[1], "--policy", "round-robin").wait_for(2)
     try:
         asked["stream"] = True
-        with slow(*servers) as fast, patient.stream("POST", router.url + path, json=asked) as answer:
+        with slow(*servers) as fast, http_client.stream("POST", router.url + path, json=asked) as answer:
             source = answer.headers["x-foreword-route"].partition(": ")[0]
             target = next(url for url in urls if url != source)
             found = chunks(answer.iter_lines())
             seen = [next(found) for _ in range(5)]
             name = answer.headers["x-request-id"]
-            moved = patient.post(f"{source}/v1/requests/{name}/migrate", json={"to": target})
+            moved = http_client.post(f"{source}/v1/requests/{name}/migrate", json={"to": target})
             assert moved.status_code == 200, moved.text
             fast()
             seen += list(found)
@@ -72,7 +72,7 @@ def test_an_answer_that_moves(servers: tuple[LedProcess, LedProcess], path: str)
         router.kill()
 
 
-def test_a_prompt_computed_elsewhere(servers: tuple[LedProcess, LedProcess]) -> None:
+def test_a_prompt_computed_elsewhere(servers: tuple[ControlledProcess, ControlledProcess]) -> None:
     """While many decode, a long prompt is computed by the prefill server and decoded by the other, with the same answer; a
     short one, and one that is cached, is not sent to two servers."""
     prefill, decode = (process.url() for process in servers)
@@ -84,7 +84,7 @@ def test_a_prompt_computed_elsewhere(servers: tuple[LedProcess, LedProcess]) -> 
     def keep_busy() -> None:
         body = {"prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True}
         while not ended.is_set():
-            with patient.stream("POST", f"{router.url}/v1/completions", json=body) as answer:
+            with http_client.stream("POST", f"{router.url}/v1/completions", json=body) as answer:
                 for _ in answer.iter_lines():
                     if ended.is_set():
                         return
@@ -98,7 +98,7 @@ def test_a_prompt_computed_elsewhere(servers: tuple[LedProcess, LedProcess]) -> 
 
         def ask(prompt: str) -> tuple[str, dict[str, Any]]:
             body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
-            answer = patient.post(f"{router.url}/v1/completions", json=body)
+            answer = http_client.post(f"{router.url}/v1/completions", json=body)
             return answer.headers["x-foreword-route"], answer.json()
 
         long = words("elsewhere", 200)
@@ -108,7 +108,7 @@ def test_a_prompt_computed_elsewhere(servers: tuple[LedProcess, LedProcess]) -> 
         again, cached = ask(long)
         assert "after" not in again
         assert cached["choices"][0]["text"] == answer["choices"][0]["text"]
-        known = patient.get(f"{prefill}/metrics").text.splitlines()
+        known = http_client.get(f"{prefill}/metrics").text.splitlines()
         lookups = [line for line in known if line.startswith("vllm:prefix_cache_queries_total")]
         assert float(lookups[0].rsplit(" ", 1)[1]) >= 600
     finally:

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from doors import Doors, until, words
 from router_parts import Loop, Relay, RouterProcess, Scissors
+from shared_server import SharedServers, until, words
 
 # A stop string may lie across the seam, so what the tokens stand for has to be asked.
 ASKED = {"prompt": "def read_file(path):\n", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stop": "\x00"}
@@ -70,14 +70,14 @@ def said(url: str, body: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("replicas", "silent"), [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("loses", [True, False])
-def test_a_lost_answer_goes_on(doors: Doors, loop: Loop, replicas: int, silent: int, loses: bool) -> None:
+def test_a_lost_answer_goes_on(shared: SharedServers, loop: Loop, replicas: int, silent: int, loses: bool) -> None:
     """A stream that lost its replica goes on with the same text although replicas are late to say what its tokens stand for, or
     lose the question, and although there is no other replica than the one that broke off."""
     scissors = Scissors()
-    relays = [Mute(loop, doors.open.url, scissors, "/v1/detokenize", silent, loses=loses) for _ in range(replicas)]
+    relays = [Mute(loop, shared.open.url, scissors, "/v1/detokenize", silent, loses=loses) for _ in range(replicas)]
     with routed(*relays, more=("--tokenize-timeout", "0.4")) as router:
         scissors.cut_after(5)
-        assert said(router.url, ASKED) == said(doors.open.url, ASKED)
+        assert said(router.url, ASKED) == said(shared.open.url, ASKED)
         assert router.metric("foreword:router_continuations_total", outcome="continued") == 1
         assert sum(relay.asked for relay in relays) > silent
 
@@ -91,10 +91,10 @@ def sent(router: RouterProcess, body: dict[str, Any]) -> socket.socket:
     return made
 
 
-def test_who_asked_first_goes_away(doors: Doors, loop: Loop) -> None:
+def test_who_asked_first_goes_away(shared: SharedServers, loop: Loop) -> None:
     """Two clients send the same prompt, and the one whose request asked for its tokens hangs up before they came: the other is
     answered."""
-    relays = [Mute(loop, doors.open.url, Scissors(), "/v1/tokenize", 1, loses=False) for _ in range(2)]
+    relays = [Mute(loop, shared.open.url, Scissors(), "/v1/tokenize", 1, loses=False) for _ in range(2)]
     body = {"prompt": words("both", 30), "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     with routed(*relays, more=("--tokenize-timeout", "60")) as router:
         with sent(router, body):

@@ -21,8 +21,8 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from doors import until, words
 from router_parts import Loop, Relay, RouterProcess, Scissors
+from shared_server import until, words
 
 from foreword.api.tenants import Tenants
 from foreword.config import ServerConfig

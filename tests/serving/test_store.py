@@ -10,21 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import patient
+import http_client
 import pytest
-from doors import until
-from server_process import Process
+from server_process import ServerProcess
+from shared_server import until
 
 pytestmark = pytest.mark.timeout(300)
 
-Start = Callable[..., Process]
+Start = Callable[..., ServerProcess]
 TEXT = "def parse(text: str) -> list[str]:\n    return [part.strip() for part in text.split(',')]\n\n" * 12
 
 
 def post(url: str, key: str | None = None, **body: Any) -> dict[str, Any]:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     given = {"temperature": 0, "max_tokens": 8, "cache_report": True, **body}
-    answer = patient.post(f"{url}/v1/completions", json=given, headers=headers, timeout=120)
+    answer = http_client.post(f"{url}/v1/completions", json=given, headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -35,7 +35,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def metric(url: str, name: str, **labels: str) -> float:
-    for line in patient.get(f"{url}/metrics").text.splitlines():
+    for line in http_client.get(f"{url}/metrics").text.splitlines():
         if line.startswith(name + "{") and all(f'{key}="{value}"' in line for key, value in labels.items()):
             return float(line.rsplit(" ", 1)[1])
     raise AssertionError(name)
@@ -52,13 +52,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_killed_and_started_again(start: Start, tmp_path: Path) -> None:
     """A server that is killed is warm when it starts again, a second one beside it hits with its first request, and both know
     the named prefixes of the first; its answers are the same (R18, R24, R25)."""
     first = start(*store(tmp_path))
     url = first.wait_ready()
     answer = post(url, prompt=TEXT)
-    made = patient.post(f"{url}/v1/prefixes", json={"name": "rules", "content": TEXT}, timeout=120)
+    made = http_client.post(f"{url}/v1/prefixes", json={"name": "rules", "content": TEXT}, timeout=120)
     assert made.status_code == 201
     named = post(url, prompt="x = parse(", prefix="rules")
     until(lambda: metric(url, "foreword:store_queued_blocks") == 0)
@@ -75,26 +76,28 @@ def test_killed_and_started_again(start: Start, tmp_path: Path) -> None:
         assert metric(url, "vllm:prompt_tokens_cached_by_source_total", source="disk") > 0
         other = post(url, prompt="x = parse(", prefix="rules")
         assert other["choices"][0]["text"] == named["choices"][0]["text"]
-        [listed] = patient.get(f"{url}/v1/prefixes").json()["data"]
+        [listed] = http_client.get(f"{url}/v1/prefixes").json()["data"]
         assert (listed["name"], listed["version"]) == ("rules", 1)
 
 
+@pytest.mark.slow
 def test_prefixes_are_shared_and_versioned(start: Start, tmp_path: Path) -> None:
     """What one server registers, replaces and removes, another one that shares the store knows soon after."""
     one, other = start(*store(tmp_path)), start(*store(tmp_path))
     here, there = one.wait_ready(), other.wait_ready()
-    patient.post(f"{here}/v1/prefixes", json={"name": "p", "content": TEXT}, timeout=120).raise_for_status()
-    assert patient.get(f"{there}/v1/prefixes/p").json()["content"] == TEXT
-    clash = patient.post(f"{there}/v1/prefixes", json={"name": "p", "content": "y"}, timeout=120)
+    http_client.post(f"{here}/v1/prefixes", json={"name": "p", "content": TEXT}, timeout=120).raise_for_status()
+    assert http_client.get(f"{there}/v1/prefixes/p").json()["content"] == TEXT
+    clash = http_client.post(f"{there}/v1/prefixes", json={"name": "p", "content": "y"}, timeout=120)
     assert clash.status_code == 400 and "exists" in clash.json()["error"]["message"]
-    patient.put(f"{there}/v1/prefixes/p", json={"content": TEXT * 2}, timeout=120).raise_for_status()
-    until(lambda: patient.get(f"{here}/v1/prefixes/p").json().get("version") == 2)
-    assert patient.get(f"{here}/v1/prefixes/p").json()["content"] == TEXT * 2
-    assert patient.delete(f"{here}/v1/prefixes/p").status_code == 200
+    http_client.put(f"{there}/v1/prefixes/p", json={"content": TEXT * 2}, timeout=120).raise_for_status()
+    until(lambda: http_client.get(f"{here}/v1/prefixes/p").json().get("version") == 2)
+    assert http_client.get(f"{here}/v1/prefixes/p").json()["content"] == TEXT * 2
+    assert http_client.delete(f"{here}/v1/prefixes/p").status_code == 200
     found = run("inspect", f"disk://{tmp_path}/kv", "--json")
     assert json.loads(found.stdout)["prefixes"] == []
 
 
+@pytest.mark.slow
 def test_tenants_in_a_store(start: Start, tmp_path: Path) -> None:
     """A tenant's blocks survive a restart for that tenant only; `forget` removes them, from disk and server, with a receipt,
     and nobody else's."""
@@ -120,7 +123,7 @@ def test_tenants_in_a_store(start: Start, tmp_path: Path) -> None:
     assert cached(post(url, "k1", prompt=TEXT)) == 0
     assert cached(post(url, "k2", prompt=TEXT)) > 100
     for _ in range(2):
-        gone = patient.delete(f"{url}/v1/cache", headers={"authorization": "Bearer k2"}).json()
+        gone = http_client.delete(f"{url}/v1/cache", headers={"authorization": "Bearer k2"}).json()
         assert gone["left"] == 0
     assert cached(post(url, "k2", prompt=TEXT)) == 0
 
@@ -161,12 +164,13 @@ def found_bytes(where: str) -> int:
     return int(tier["bytes"])
 
 
+@pytest.mark.slow
 def test_forget_a_prefix_and_a_model(start: Start, tmp_path: Path) -> None:
     """`forget --prefix` removes a named prefix with what continues it and leaves other texts; `--model` removes the rest."""
     process = start(*store(tmp_path))
     url = process.wait_ready()
     other = "import os\nimport sys\n" * 40
-    patient.post(f"{url}/v1/prefixes", json={"name": "p", "content": TEXT}, timeout=120).raise_for_status()
+    http_client.post(f"{url}/v1/prefixes", json={"name": "p", "content": TEXT}, timeout=120).raise_for_status()
     post(url, prompt="x = 1\n" * 20, prefix="p")
     post(url, prompt=other)
     process.popen.send_signal(signal.SIGTERM)

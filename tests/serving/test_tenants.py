@@ -7,54 +7,54 @@ from typing import Any
 
 import httpx
 import pytest
-from doors import Doors, words
+from shared_server import SharedServers, words
 
 from foreword.api.tenants import Tenants, derive_salt
 from foreword.config import ServerConfig
 from foreword.errors import ConfigError, Unauthorized
 
 
-def cached(doors: Doors, key: str, prompt: str, **more: Any) -> int:
+def cached(shared: SharedServers, key: str, prompt: str, **more: Any) -> int:
     body = {"prompt": prompt, "max_tokens": 1, **more}
-    with doors.keyed.http(key) as client:
+    with shared.keyed.http(key) as client:
         usage = client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_tenants_do_not_share_the_cache(doors: Doors) -> None:
+def test_tenants_do_not_share_the_cache(shared: SharedServers) -> None:
     """A prompt that one tenant sent is cached for that tenant and never seen by another."""
     prompt = words("private", 60)
-    assert cached(doors, "alice0-secret", prompt) == 0
-    assert cached(doors, "alice0-secret", prompt) > 0
-    assert cached(doors, "bob0-secret", prompt) == 0
-    assert cached(doors, "lonely-secret", prompt) == 0
-    assert cached(doors, "bob0-secret", prompt) > 0
+    assert cached(shared, "alice0-secret", prompt) == 0
+    assert cached(shared, "alice0-secret", prompt) > 0
+    assert cached(shared, "bob0-secret", prompt) == 0
+    assert cached(shared, "lonely-secret", prompt) == 0
+    assert cached(shared, "bob0-secret", prompt) > 0
 
 
-def test_a_salt_from_the_client_is_ignored(doors: Doors) -> None:
+def test_a_salt_from_the_client_is_ignored(shared: SharedServers) -> None:
     """Whatever salt a client sends, it hits its own tenant's blocks and nobody else's."""
     prompt = words("salted", 60)
-    assert cached(doors, "alice1-secret", prompt) == 0
+    assert cached(shared, "alice1-secret", prompt) == 0
     salt = derive_salt(b"s3cret", "alice1")
     for name in ("salt", "cache_salt"):
         for value in ("", "x", salt.hex(), salt.decode("latin-1")):
-            assert cached(doors, "alice1-secret", prompt, **{name: value}) > 0
-    assert cached(doors, "bob1-secret", prompt, cache_salt=salt.hex()) == 0
+            assert cached(shared, "alice1-secret", prompt, **{name: value}) > 0
+    assert cached(shared, "bob1-secret", prompt, cache_salt=salt.hex()) == 0
 
 
-def test_the_cache_report_does_not_tell(doors: Doors) -> None:
+def test_the_cache_report_does_not_tell(shared: SharedServers) -> None:
     """A cache report does not reveal that another tenant has the prefix."""
     prompt = words("secretive", 60)
-    cached(doors, "alice2-secret", prompt)
+    cached(shared, "alice2-secret", prompt)
     body = {"prompt": prompt, "max_tokens": 1, "cache_report": True}
-    with doors.keyed.http("bob2-secret") as client:
+    with shared.keyed.http("bob2-secret") as client:
         report = client.post("/v1/completions", json=body).json()["cache_report"]
     assert report["cached_tokens"] == 0 and report["reason"] != "other_tenant"
 
 
-def test_tenants_have_their_own_prefixes(doors: Doors) -> None:
+def test_tenants_have_their_own_prefixes(shared: SharedServers) -> None:
     """A named prefix of one tenant is neither listed for another nor usable, shown or removable by it."""
-    with doors.keyed.http("alice3-secret") as alice, doors.keyed.http("bob3-secret") as bob:
+    with shared.keyed.http("alice3-secret") as alice, shared.keyed.http("bob3-secret") as bob:
         made = alice.post("/v1/prefixes", json={"name": "mine", "content": words("mine", 10)})
         assert made.status_code == 201
         assert [item["name"] for item in alice.get("/v1/prefixes").json()["data"]] == ["mine"]
@@ -66,10 +66,10 @@ def test_tenants_have_their_own_prefixes(doors: Doors) -> None:
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Basic alice3-secret", "Bearer alice3-secre", "Bearer é"])
-def test_wrong_keys(doors: Doors, header: str | None) -> None:
+def test_wrong_keys(shared: SharedServers, header: str | None) -> None:
     """Without a key that the server knows, everything under /v1 is a 401; probes need none."""
     headers = [] if header is None else [(b"authorization", header.encode())]
-    with httpx.Client(base_url=doors.keyed.url, headers=headers, timeout=60) as client:
+    with httpx.Client(base_url=shared.keyed.url, headers=headers, timeout=60) as client:
         for method, path in [
             ("GET", "/v1/models"),
             ("GET", "/v1/models/x"),
@@ -90,9 +90,9 @@ def test_wrong_keys(doors: Doors, header: str | None) -> None:
             assert client.get(path).status_code == 200
 
 
-def test_every_v1_route_asks_for_a_key(doors: Doors) -> None:
+def test_every_v1_route_asks_for_a_key(shared: SharedServers) -> None:
     """No route under /v1 was forgotten: each one that is documented answers 401 without a key."""
-    with doors.keyed.http() as client:
+    with shared.keyed.http() as client:
         paths = client.get("/openapi.json").json()["paths"]
         guarded = {path: methods for path, methods in paths.items() if path.startswith("/v1")}
         assert len(guarded) >= 8

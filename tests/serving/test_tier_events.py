@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import patient
+import http_client
 import pytest
-from doors import until, words
 from router_parts import RouterProcess
-from server_process import LedProcess
+from server_process import ControlledProcess
+from shared_server import until, words
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ADMIN = {"authorization": "Bearer admin-secret"}
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LedProcess]]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ControlledProcess]]:
     shared: Path = tmp_path_factory.mktemp("shared")
     events = ["--kv-events", "tcp://127.0.0.1:0", "--no-self-check", "--kv-memory", "1024 tokens"]
     stores = ["--store", "memory://?size=64MiB", "--store", f"file://{shared}", "--store-lookup-timeout", "60"]
-    started = [LedProcess(*events, *stores) for _ in range(2)]
+    started = [ControlledProcess(*events, *stores) for _ in range(2)]
     for process in started:
         process.wait_ready()
     yield started
@@ -31,7 +31,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LedProces
 
 
 @pytest.fixture(scope="module")
-def router(servers: list[LedProcess]) -> Iterator[RouterProcess]:
+def router(servers: list[ControlledProcess]) -> Iterator[RouterProcess]:
     named = [argument for process in servers for argument in ("--replica", process.url())]
     process = RouterProcess(*named, "--admin-key", "admin-secret").wait_for(2)
     yield process
@@ -41,29 +41,29 @@ def router(servers: list[LedProcess]) -> Iterator[RouterProcess]:
 def ask(url: str, prompt: str) -> tuple[str, int]:
     """The route that the router tells, and how many tokens were cached."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
-    answer = patient.post(f"{url}/v1/completions", json=body).raise_for_status()
+    answer = http_client.post(f"{url}/v1/completions", json=body).raise_for_status()
     found: dict[str, Any] = answer.json()["usage"]["prompt_tokens_details"]
     return answer.headers.get("x-foreword-route", ""), found["cached_tokens"]
 
 
 def known(router: RouterProcess, url: str) -> int:
-    listed = patient.get(f"{router.url}/v1/router/replicas", headers=ADMIN).json()["data"]
+    listed = http_client.get(f"{router.url}/v1/router/replicas", headers=ADMIN).json()["data"]
     return next(int(one["known_blocks"]) for one in listed if one["replica"] == url)
 
 
 def shared(router: RouterProcess) -> int:
     """Blocks in the directory that no replica has of its own."""
-    listed = patient.get(f"{router.url}/v1/router/replicas", headers=ADMIN).json()["data"]
+    listed = http_client.get(f"{router.url}/v1/router/replicas", headers=ADMIN).json()["data"]
     return int(router.metric("foreword:router_directory_blocks")) - sum(int(one["known_blocks"]) for one in listed)
 
 
 def drain(router: RouterProcess, url: str, *, back: bool = False) -> None:
     word = "undrain" if back else "drain"
     path = f"{router.url}/v1/router/{word}"
-    patient.post(path, json={"replica": url}, headers=ADMIN).raise_for_status()
+    http_client.post(path, json={"replica": url}, headers=ADMIN).raise_for_status()
 
 
-def test_what_left_the_device_is_known_in_memory(router: RouterProcess, servers: list[LedProcess]) -> None:
+def test_what_left_the_device_is_known_in_memory(router: RouterProcess, servers: list[ControlledProcess]) -> None:
     """Other prompts push one out of a server's device, which its memory keeps: the router still sends it there, expects to load
     it from host memory, and that is what happens. When the server forgets all of it, the router knows that too."""
     url = servers[1].url()
@@ -81,11 +81,13 @@ def test_what_left_the_device_is_known_in_memory(router: RouterProcess, servers:
 
     until(is_known, 60)
     assert route.startswith(url) and cached > 100
-    patient.delete(f"{url}/v1/cache").raise_for_status()
+    http_client.delete(f"{url}/v1/cache").raise_for_status()
     until(lambda: known(router, url) == 0)
 
 
-def test_what_one_wrote_to_a_shared_store_is_known_of_all(router: RouterProcess, servers: list[LedProcess]) -> None:
+def test_what_one_wrote_to_a_shared_store_is_known_of_all(
+    router: RouterProcess, servers: list[ControlledProcess]
+) -> None:
     """A prompt that one server computed is loaded by the other one, which never saw it, and the router expects that."""
     first, second = (process.url() for process in servers)
     prompt = words("shared", 200)

@@ -1,10 +1,9 @@
-"""`foreword serve` that a test leads with files in a folder, so that what it does while an answer is under way, or the model is
-loaded, does not race with how fast the machine is.
+"""`foreword serve` that a test controls with files in a folder, so that the test does not depend on the speed of the machine.
 
-While `pace` is there, every step of the engine takes at least as many seconds as it says; while `loading` is there, the model
-is not loaded. What is found in a store is loaded, however slow this machine is at the moment.
+While the file `pace` exists, every step of the engine takes at least as many seconds as it contains. While `loading` exists,
+the model is not loaded. Blocks found in a store are always loaded, even if computing them would be faster.
 
-python led_server.py FOLDER serve ...
+python controlled_server.py FOLDER serve ...
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One engine with the embedded model behind three front doors on free ports, and what tests need around it."""
+"""One engine with the embedded model behind three HTTP servers on free ports, and helpers for tests that use them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHORT = ServerConfig(port=0, max_queue=2)
 
 
 @dataclass(frozen=True)
-class Door:
+class SharedServer:
     """A running server."""
 
     url: str
@@ -62,15 +62,15 @@ class Door:
 
 
 @dataclass(frozen=True)
-class Doors:
-    open: Door
-    keyed: Door
-    short: Door
+class SharedServers:
+    open: SharedServer
+    keyed: SharedServer
+    short: SharedServer
 
 
 @contextmanager
-def serving() -> Iterator[Doors]:
-    """Load an engine and open the doors to it."""
+def shared_servers() -> Iterator[SharedServers]:
+    """Load an engine and serve it with three configurations: open, with API keys, with a short queue."""
     registry = PrometheusObserver()
     engine = AsyncEngine.from_config(ENGINE, prefixes=PREFIXES, observers=[registry])
     registry.watch(engine)
@@ -80,14 +80,14 @@ def serving() -> Iterator[Doors]:
         app = create_app(engine, registry, Config(ENGINE, config, PREFIXES))
         settings = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         servers.append((uvicorn.Server(settings), listener))
-        made.append(Door("http://{}:{}".format(*listener.getsockname()[:2]), engine))
+        made.append(SharedServer("http://{}:{}".format(*listener.getsockname()[:2]), engine))
 
     async def run() -> None:
         await asyncio.gather(*(server.serve([listener]) for server, listener in servers))
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
-    yield Doors(*made)
+    yield SharedServers(*made)
     for server, _ in servers:
         server.should_exit = True
     thread.join(60)
@@ -103,9 +103,9 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 @contextmanager
-def slow(door: Door, step: float = 0.1) -> Iterator[None]:
-    """Every step of the engine takes at least so long: an answer of 900 tokens outlasts whatever the test does meanwhile."""
-    runner: Any = door.engine._core._runner
+def slow(server: SharedServer, step: float = 0.1) -> Iterator[None]:
+    """Every step of the engine takes at least `step` seconds, so that a long answer outlasts the test."""
+    runner: Any = server.engine._core._runner
     run = runner.run
 
     def slowly(*arguments: Any) -> Any:
@@ -120,8 +120,8 @@ def slow(door: Door, step: float = 0.1) -> Iterator[None]:
 
 
 @contextmanager
-def knocking(url: str, body: dict[str, Any]) -> Iterator[None]:
-    """A completion's request whose client goes away at the end, without having read anything."""
+def abandoned_request(url: str, body: dict[str, Any]) -> Iterator[None]:
+    """Send a completion request. The client disconnects at the end of the block without having read anything."""
     parts, text = urlsplit(url), json.dumps(body).encode()
     with socket.create_connection((parts.hostname, parts.port or 80), 60) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-length: {len(text)}\r\n"
@@ -130,5 +130,5 @@ def knocking(url: str, body: dict[str, Any]) -> Iterator[None]:
 
 
 def words(topic: str, count: int) -> str:
-    """A text of its own for each topic, so that tests do not hit each other's cached prefixes."""
+    """A text that is different for each topic, so that tests do not hit each other's cached prefixes."""
     return " ".join(f"{topic}{number}" for number in range(count))

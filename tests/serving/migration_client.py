@@ -1,4 +1,4 @@
-"""A client of servers between which requests move, and how it reads them."""
+"""A client of two servers between which requests migrate."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import http_client
 import httpx
-import patient
-from doors import until
-from server_process import LedProcess, Process
+from server_process import ControlledProcess, ServerProcess
+from shared_server import until
 
 FLAGS = ["--dtype", "float32", "--role", "both", "--tenant-secret", "a long text", "--admin-key", "operators-key"]
 FLAGS += ["--api-keys", "alice=alices-key", "--api-keys", "bob=bobs-key", "--router-key", "routers-key"]
@@ -29,9 +29,9 @@ BODY: dict[str, Any] = {
 
 
 @contextmanager
-def two_servers() -> Iterator[tuple[LedProcess, LedProcess]]:
+def two_servers() -> Iterator[tuple[ControlledProcess, ControlledProcess]]:
     """Both must end with status 0 when they are told to."""
-    made = LedProcess(*FLAGS), LedProcess(*FLAGS)
+    made = ControlledProcess(*FLAGS), ControlledProcess(*FLAGS)
     try:
         for process in made:
             process.wait_ready()
@@ -45,7 +45,7 @@ def two_servers() -> Iterator[tuple[LedProcess, LedProcess]]:
         end(*made)
 
 
-def end(*processes: Process) -> None:
+def end(*processes: ServerProcess) -> None:
     """Kill what still runs."""
     for process in processes:
         process.popen.kill()
@@ -53,18 +53,18 @@ def end(*processes: Process) -> None:
 
 
 @contextmanager
-def empty(processes: tuple[LedProcess, LedProcess]) -> Iterator[tuple[str, str]]:
+def empty(processes: tuple[ControlledProcess, ControlledProcess]) -> Iterator[tuple[str, str]]:
     """URLs of servers with nothing cached; in the end nothing may run there."""
     here, there = (process.url() for process in processes)
     for url in (here, there):
-        assert patient.delete(f"{url}/v1/cache", headers=ALICE).status_code == 200
+        assert http_client.delete(f"{url}/v1/cache", headers=ALICE).status_code == 200
     yield here, there
     for url in (here, there):
         until(lambda url=url: is_free(url))
 
 
 def is_free(url: str) -> bool:
-    load = patient.get(f"{url}/v1/instance", headers=ALICE).json()["load"]
+    load = http_client.get(f"{url}/v1/instance", headers=ALICE).json()["load"]
     return bool(load["free_blocks"] == load["blocks"] and load["running"] == load["waiting"] == 0)
 
 
@@ -132,19 +132,19 @@ def whole(url: str) -> Stream:
     """The stream without a move; nothing stays cached."""
     with streamed(url) as response:
         found = Stream().read(response.iter_lines())
-    assert patient.delete(f"{url}/v1/cache", headers=ALICE).status_code == 200
+    assert http_client.delete(f"{url}/v1/cache", headers=ALICE).status_code == 200
     return found
 
 
 def the_one(url: str, headers: dict[str, str] = ALICE) -> dict[str, Any]:
     """The only request that runs at a server."""
-    [running] = patient.get(f"{url}/v1/requests", headers=headers).json()["data"]
+    [running] = http_client.get(f"{url}/v1/requests", headers=headers).json()["data"]
     found: dict[str, Any] = running
     return found
 
 
 def migrate(url: str, name: str, to: str, headers: dict[str, str] = ALICE) -> httpx.Response:
-    return patient.post(f"{url}/v1/requests/{name}/migrate", json={"to": to}, headers=headers)
+    return http_client.post(f"{url}/v1/requests/{name}/migrate", json={"to": to}, headers=headers)
 
 
 def check_same(found: Stream, expected: Stream) -> None:

@@ -1,4 +1,4 @@
-"""Engines over two tiers behind real doors, for tests of the dashboard."""
+"""Engines over two tiers behind two HTTP servers, for tests of the dashboard."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ ENGINE = EngineConfig(
 
 
 @dataclass(frozen=True)
-class Site:
-    """An engine over two tiers, behind an open door and one that asks for keys."""
+class DashboardServer:
+    """An engine over two tiers. `url` serves without API keys, `keyed` with them."""
 
     url: str
     keyed: str
@@ -75,8 +75,8 @@ class Site:
 
 
 @contextmanager
-def open_site(folder: Path) -> Iterator[Site]:
-    """Load an engine that keeps blocks in memory and in `folder`, and open its doors."""
+def open_dashboard_server(folder: Path) -> Iterator[DashboardServer]:
+    """Load an engine that keeps blocks in memory and in `folder`, and serve it."""
     urls = ("memory://?size=8MiB", f"disk://{folder}?size=64MiB")
     store = StoreConfig(urls=urls, lookup_timeout=60.0, load_timeout=60.0)
     registry = PrometheusObserver()
@@ -86,20 +86,20 @@ def open_site(folder: Path) -> Iterator[Site]:
     engine.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
     registry.watch(engine)
     keyed = ServerConfig(port=0, api_keys=("ann=k1", "bob=k2"), tenant_secret="s3cret")
-    servers, doors = [], []
+    servers, urls = [], []
     for config in (ServerConfig(port=0), keyed):
         listener = bind(config)
         app = create_app(engine, registry, Config(ENGINE, config))
         settings = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         servers.append((uvicorn.Server(settings), listener))
-        doors.append("http://{}:{}".format(*listener.getsockname()[:2]))
+        urls.append("http://{}:{}".format(*listener.getsockname()[:2]))
 
     async def run() -> None:
         await asyncio.gather(*(server.serve([listener]) for server, listener in servers))
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
-    yield Site(*doors, engine)
+    yield DashboardServer(*urls, engine)
     for server, _ in servers:
         server.should_exit = True
     thread.join(60)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from doors import until
 from servers import free_port
+from shared_server import until
+
+pytestmark = pytest.mark.slow
 
 PATIENCE = 300.0
 SECRETS = {
