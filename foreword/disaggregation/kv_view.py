@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foreword.blocks.layout import Layout
 from foreword.blocks.runs import consecutive_runs
-from foreword.offload.staging import Paged, tensors_of
+from foreword.offload.staging import PagedTensors, tensors_of
 from foreword.transfer.messages import Buffer, KVPart
 
 
@@ -30,7 +30,7 @@ class KVView:
         layout: as other instances see them; its order is `tokens`.
     """
 
-    def __init__(self, layers: Mapping[int, Paged], layout: Layout) -> None:
+    def __init__(self, layers: Mapping[int, PagedTensors], layout: Layout) -> None:
         self.layout = layout
         self.position = {layer: number for number, layer in enumerate(sorted(layers))}
         self._size = layout.block_size

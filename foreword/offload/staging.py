@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
-class Paged(Protocol):
+class PagedTensors(Protocol):
     """One layer's paged tensors, `[num_blocks, block_size, kv_heads, dim]`, contiguous."""
 
     @property
@@ -27,7 +27,7 @@ class Paged(Protocol):
     def v_blocks(self) -> Tensor: ...
 
 
-def layout_of(layers: Mapping[int, Paged], model: bytes, loss: str = "") -> Layout:
+def layout_of(layers: Mapping[int, PagedTensors], model: bytes, loss: str = "") -> Layout:
     """The stored layout of a block of these layers."""
     ordered = [layers[number] for number in sorted(layers)]
     kind = ordered[0].k_blocks.dtype
@@ -38,7 +38,7 @@ def layout_of(layers: Mapping[int, Paged], model: bytes, loss: str = "") -> Layo
     return Layout(model, block_size, shapes, str(kind).removeprefix("torch."), loss=loss)
 
 
-def tensors_of(layers: Mapping[int, Paged]) -> list[Tensor]:
+def tensors_of(layers: Mapping[int, PagedTensors]) -> list[Tensor]:
     """The paged tensors in payload order: layer after layer, K before V."""
     ordered = [layers[number] for number in sorted(layers)]
     return [tensor for layer in ordered for tensor in (layer.k_blocks, layer.v_blocks)]
@@ -65,7 +65,7 @@ class StagingArena:
         arena = torch.empty(slots, stride, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
         self._bytes = memoryview(cast(Any, arena.numpy())).cast("B")
         self._stride = stride
-        self._parts: list[tuple[Any, Any]] = list(_pair(tensors, arena))
+        self._parts: list[tuple[Any, Any]] = list(_word_views(tensors, arena))
         self._copy: Callable[[Any, Any], object] = _copy_on_device
         if self.device.type == "cpu":
             self._parts = [(paged.numpy(), staged.numpy()) for paged, staged in self._parts]
@@ -97,11 +97,11 @@ class StagingArena:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _copy_on_device(into: Tensor, source: Tensor) -> None:
-    into.copy_(source, non_blocking=True)
+def _copy_on_device(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
-def _pair(tensors: Sequence[Tensor], arena: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _word_views(tensors: Sequence[Tensor], arena: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Each tensor as `[num_blocks, words]`, with its part of the arena, in the widest words that all sizes allow."""
     offset = HEADER_BYTES
     for tensor in tensors:
