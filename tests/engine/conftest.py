@@ -52,8 +52,8 @@ def reference(folder: Folder) -> Callable[[str], tiny.Reference]:
 
 @pytest.fixture(scope="session")
 def engine(folder: Folder) -> Callable[..., LLM]:
-    """An engine of a family: blocks of 4 tokens, and room for 1024 unless told otherwise. What is found in stores given by
-    their URLs is loaded; a `StoreConfig` is taken as it is."""
+    """An engine of a family: blocks of 4 tokens, and room for 1024 unless the options say otherwise. What is found in
+    stores given by their URLs is loaded; a `StoreConfig` is taken as it is."""
 
     def make(family: str, **options: Any) -> LLM:
         settings: dict[str, Any] = {"dtype": "float32", "kv_memory": "1024 tokens", "block_size": 4, "threads": 1}

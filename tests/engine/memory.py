@@ -1,4 +1,4 @@
-"""KV memory without numbers: a slot holds the very prefix that its token was computed from, so mistakes can be seen."""
+"""KV memory without numbers: a slot holds the prefix that its token was computed from, so mistakes are visible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCAB = 50
 class FakeMemory:
     """Implements `Runner`. Every chunk writes its tokens' prefixes and then reads all that it attends to.
 
-    The next token is a function of what was *read*: whoever is served wrong KV says something else.
+    The next token is a function of what was *read*: wrong KV gives another output.
 
     Attributes:
         fail: fail the next step after it has scribbled over everything that it may write.
@@ -88,7 +88,7 @@ def follow(prefix: bytes) -> int:
 
 
 def expected(salt: bytes, prompt: tuple[int, ...], count: int) -> list[int]:
-    """What a sequence says, computed without any cache."""
+    """The output of a sequence, computed without a cache."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(follow(prefixes(salt, tokens)[-1]))

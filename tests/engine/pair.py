@@ -1,4 +1,4 @@
-"""Engines that know each other, steps that wait for permission, and what was said of transfers."""
+"""Pairs of connected engines, steps that wait for permission, and records of transfers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK = {"answer_timeout": 5.0, "progress_timeout": 5.0, "lease_seconds": 5.0, "
 
 
 class Said:
-    """An observer that keeps what was computed and how transfers ended."""
+    """An observer that records computed tokens and ended transfers."""
 
     def __init__(self) -> None:
         self.transfers: list[TransferEnded] = []
@@ -81,7 +81,7 @@ class Valve:
         self._open = True
 
     def turn(self) -> None:
-        """One step more, if it is turns that the engine waits for."""
+        """Permit one more step, if the engine waits for turns."""
         if self.stepwise and self.waiting:
             self.let(1)
 
@@ -106,7 +106,7 @@ class Node:
         return sum(traffic.bytes_received for traffic in self.engine.instance.endpoint.status().traffic.values())
 
     async def fresh(self) -> None:
-        """Forget what is cached and what was said."""
+        """Forget what is cached and recorded."""
         self.valve.open()
         self.valve.pace = 0.0
         await self.engine.clear_cache()
@@ -126,7 +126,7 @@ class Node:
 
 
 def node(model: Path, role: str, *, transfer: dict[str, Any] | None = None, **options: Any) -> Node:
-    """An engine with blocks of 4 tokens and room for 1024, unless told otherwise."""
+    """An engine with blocks of 4 tokens and room for 1024, unless the options say otherwise."""
     settings: dict[str, Any] = {"dtype": "float32", "kv_memory": "1024 tokens", "block_size": 4, "threads": 1}
     config = EngineConfig(model=str(model), **(settings | {"max_batch_tokens": 32} | options))
     said = Said()
@@ -138,7 +138,7 @@ def node(model: Path, role: str, *, transfer: dict[str, Any] | None = None, **op
 
 @contextmanager
 def stepwise(*nodes: Node) -> Iterator[None]:
-    """These engines make a step only when somebody takes a turn: nothing ends unasked."""
+    """These engines make a step only when a reader takes a turn, so nothing ends unexpectedly."""
     for each in nodes:
         each.valve.stepwise = True
         each.valve.shut()
@@ -160,7 +160,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @dataclass
 class Answer:
-    """All that a request said."""
+    """The output of a request."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -174,7 +174,7 @@ class Answer:
         self.last = delta
 
     def same(self, other: Answer) -> bool:
-        """The same to the client: tokens, text, how it ended, and log-probabilities but for rounding."""
+        """The same for the client: tokens, text, how it ended, and log-probabilities up to rounding."""
         assert self.last is not None and other.last is not None
         close = all(
             abs(a.logprob - b.logprob) < 1e-4 and [t for t, _ in a.top] == [t for t, _ in b.top]
@@ -194,7 +194,7 @@ def request(tokens: Sequence[int], params: SamplingParams, prefill: str = "", sa
 async def ask(
     engine: AsyncEngine, tokens: Sequence[int], params: SamplingParams, prefill: str = "", salt: bytes = b""
 ) -> Answer:
-    """The answer of a request with one sequence."""
+    """The output of a request with one sequence."""
     answer = Answer()
     async for delta in engine.generate(request(tokens, params, prefill, salt)):
         answer.add(delta)

@@ -1,4 +1,4 @@
-"""Stores that are waited for: a machine that is busy for a second must not make an engine compute what a test has it load."""
+"""Stores without hurry: on a busy machine an engine must not compute what a test wants it to load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def patient(store: str | Sequence[str], **times: float) -> StoreConfig:
 
 
 def unhurried(llm: LLM) -> LLM:
-    """From now on the engine loads what it finds, however soon it could compute it."""
+    """Make the engine load what it finds, even if computing looks faster."""
     if llm.offload is not None:
         llm.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
     return llm

@@ -1,4 +1,4 @@
-"""An engine in a process of its own that others read blocks from. Commands come as JSON lines, answers go out as JSON lines.
+"""An engine in a separate process that others read blocks from. Commands and results are JSON lines.
 
 python peer_process.py '{"engine": {...}, "store": [...], "transfer": {...}}'
 """

@@ -1,4 +1,4 @@
-"""A runner without a model: it says what it is told to, so that the loop can be tested token by token."""
+"""A runner without a model: it samples given tokens, so that the loop can be tested token by token."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_core(runner: ScriptedRunner, **options: int) -> EngineCore:
 
 
 def say(tokens: Sequence[int]) -> EngineCore:
-    """An engine that answers every prompt with these tokens."""
+    """An engine that continues every prompt with these tokens."""
     return make_core(ScriptedRunner(lambda sequence: tokens[sequence.num_output]))
 
 

@@ -1,4 +1,4 @@
-"""The loop without a model: failures, memory held by pinned prefixes, aborts, and what observers are told."""
+"""The loop without a model: failures, memory pinned by named prefixes, aborts, and events."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def tokens_of(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.tokens]
 
 
-def test_says_what_the_memory_says() -> None:
+def test_tokens_in_order() -> None:
     """The loop gives every request its own tokens, in order, and one last delta."""
     core = Core()
     for name, start in (("a", 0), ("b", 10), ("c", 0)):
@@ -84,7 +84,7 @@ def test_says_what_the_memory_says() -> None:
 
 
 def test_a_failed_step() -> None:
-    """A step that the device fails ends its requests with an error and is withdrawn: all later requests are right."""
+    """A failed step ends its requests with an error and is withdrawn: all later requests are right."""
     core = Core(max_batch_tokens=24)
     core.ask("a", range(9), 20)
     core.step()
@@ -104,7 +104,7 @@ def test_a_failed_step() -> None:
     core.check_idle()
 
 
-def test_requests_outside_a_failed_step_go_on() -> None:
+def test_requests_outside_a_failed_step_continue() -> None:
     """A request that only waited while a step failed is computed afterwards."""
     core = Core(max_num_seqs=1)
     core.ask("a", range(9), 20)
@@ -151,7 +151,7 @@ def test_no_more_room_beside_pinned_prefixes() -> None:
 
 
 def test_abort_anywhere() -> None:
-    """A request is aborted while it waits, prefills, decodes or has been preempted; its blocks go back; others are right."""
+    """An abort of a waiting, prefilling, decoding or preempted request returns its blocks; the others are right."""
     core = Core(num_blocks=12, max_batch_tokens=8, max_num_seqs=3)
     prompts = {name: range(5 * i, 5 * i + 11) for i, name in enumerate("abcdef")}
     for name, prompt in prompts.items():
@@ -175,7 +175,7 @@ def test_abort_anywhere() -> None:
 def test_unknown_and_double_ids() -> None:
     """Aborting an unknown request does nothing; a second request with an id in use is refused, until the first has ended."""
     core = Core()
-    assert core.abort("nobody") == []
+    assert core.abort("unknown") == []
     core.ask("a", range(5), 3)
     with pytest.raises(BadRequest, match="already running"):
         core.ask("a", range(5), 3)
@@ -185,8 +185,8 @@ def test_unknown_and_double_ids() -> None:
     core.check_idle()
 
 
-def test_what_observers_are_told() -> None:
-    """Observers learn of every admission, token, preemption, end and step, with numbers that add up."""
+def test_events() -> None:
+    """Observers get an event for every admission, token, preemption, end and step, with numbers that add up."""
     core = Core(num_blocks=10)
     for name, start in (("a", 0), ("b", 15), ("c", 30)):
         core.ask(name, range(start, start + 11), 14)

@@ -79,7 +79,7 @@ async def steps(engine: AsyncEngine, count: int) -> None:
 
 @contextlib.contextmanager
 def slow(engine: AsyncEngine) -> Iterator[None]:
-    """Every step takes a while: what is to be running still runs, however late this test comes to look."""
+    """Every step takes a while, so what should be running still runs when the test looks."""
     runner = engine._core._runner
     run = runner.run
 
@@ -113,7 +113,7 @@ def test_concurrent_requests_are_as_alone(engine: AsyncEngine, reference: Find) 
 
 
 def test_n_sequences_stream_together(engine: AsyncEngine) -> None:
-    """The deltas of `n` sequences come as they are made, and each sequence has one end."""
+    """The deltas of `n` sequences come as they are produced, and each sequence has one end."""
 
     async def main() -> None:
         params = SamplingParams(temperature=1.5, seed=1, max_tokens=6, n=3, ignore_eos=True)
@@ -150,7 +150,7 @@ def test_cancel_frees_blocks(engine: AsyncEngine) -> None:
 
 
 def test_cancel_at_any_moment(llama: Path) -> None:
-    """Wherever a request is when it is cancelled, even before the engine heard of it, nothing of it stays."""
+    """A request that is cancelled in any state, even before the engine has seen it, leaves nothing behind."""
 
     async def main(engine: AsyncEngine) -> None:
         for turns in range(12):
@@ -264,7 +264,7 @@ def hold(engine: AsyncEngine) -> tuple[threading.Event, threading.Event]:
 
 
 def test_close_while_a_request_arrives(engine: AsyncEngine) -> None:
-    """A request that arrives during the last step before the end is told so: nobody waits for ever."""
+    """A request that arrives during the last step gets an error; it does not wait forever."""
     begun, go = hold(engine)
 
     async def main() -> None:
@@ -284,7 +284,7 @@ def test_close_while_a_request_arrives(engine: AsyncEngine) -> None:
 
 
 def test_a_caller_that_is_gone(engine: AsyncEngine) -> None:
-    """A call whose event loop was closed before the answer came harms nobody."""
+    """A call whose event loop was closed before its result came does no harm."""
     begun, go = hold(engine)
     busy = threading.Thread(target=lambda: asyncio.run(collect(engine.generate(request(prompt(5, 1), 3)))))
     busy.start()
@@ -302,7 +302,7 @@ def test_a_caller_that_is_gone(engine: AsyncEngine) -> None:
 
 
 def test_several_event_loops(engine: AsyncEngine, reference: Find) -> None:
-    """Requests from threads with event loops of their own all get their answers."""
+    """Requests from threads with separate event loops all get their output."""
     found: dict[int, Completion] = {}
 
     def ask(seed: int) -> None:
@@ -318,7 +318,7 @@ def test_several_event_loops(engine: AsyncEngine, reference: Find) -> None:
 
 
 def test_failed_step(engine: AsyncEngine, reference: Find) -> None:
-    """A step that the device fails ends its requests with an error; the engine goes on and is right afterwards."""
+    """A failed step ends its requests with an error; the engine continues and is right afterwards."""
     runner = engine._core._runner
     forward, calls = runner._forward, itertools.count()  # type: ignore[attr-defined]
 
@@ -349,7 +349,8 @@ def test_failed_step(engine: AsyncEngine, reference: Find) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_broken_engine(engine: AsyncEngine) -> None:
-    """When the loop itself breaks, everyone is told, the status says why, and later requests are refused."""
+    """When the loop itself fails, all requests get an error, the status has the reason, and later requests are
+    refused."""
 
     async def main() -> None:
         tasks = [asyncio.create_task(collect(engine.generate(request(prompt(5, i))))) for i in range(2)]

@@ -1,4 +1,4 @@
-"""`LLM`: batches without a server, and named prefixes (R15 to R18)."""
+"""`LLM`: batches without a server, and named prefixes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 
 @contextlib.contextmanager
 def breaking(llm: LLM, error: BaseException) -> Iterator[None]:
-    """The device fails."""
+    """Let the device fail."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm._core._runner, "run", Mock(side_effect=error))
         yield
@@ -116,7 +116,7 @@ def test_unknown_option(llama: Path) -> None:
 
 
 def test_named_prefix(engine: Make, reference: Find) -> None:
-    """A request that names a prefix gets what the whole text would give, and the prefix is not computed again (R15, R16)."""
+    """A request that names a prefix gets what the whole text would give, and the prefix is a cache hit."""
     llm = engine("llama")
     made = llm.add_prefix("rules", RULES)
     tokens = llm.tokenizer.encode(RULES)
@@ -152,7 +152,7 @@ def test_prefix_of_messages(engine: Make) -> None:
 
 
 def test_unknown_prefix(engine: Make) -> None:
-    """A name that was never registered is an error that lists close names (R17)."""
+    """An unregistered name is an error that lists similar names."""
     llm = engine("llama")
     with pytest.raises(UnknownPrefix, match="None is known yet"):
         llm.generate("a", SHORT, prefix="rules")
@@ -164,7 +164,7 @@ def test_unknown_prefix(engine: Make) -> None:
 
 
 def test_pinned_prefix_survives_pressure(engine: Make) -> None:
-    """However much else is computed, a named prefix stays on the device; an unnamed one is evicted (R18)."""
+    """A named prefix is never evicted from the device; an unnamed one is."""
     llm = engine("llama", kv_memory="256 tokens", prefix_budget="50%")
     llm.add_prefix("rules", RULES)
     unnamed = prompt(60, 1)
@@ -178,7 +178,7 @@ def test_pinned_prefix_survives_pressure(engine: Make) -> None:
 
 
 def test_budget(engine: Make) -> None:
-    """Named prefixes never pin more than their budget: one that does not fit is refused before it is computed (R18)."""
+    """Named prefixes never pin more than their budget: one that does not fit is refused before it is computed."""
     room, per_block = 40, 3072
     llm = engine("llama", prefix_budget=str(room * per_block))
     assert llm.info.kv_bytes_per_block == per_block
@@ -195,7 +195,7 @@ def test_budget(engine: Make) -> None:
 
 
 def test_replace(engine: Make, reference: Find) -> None:
-    """A prefix is replaced only when asked; its next version has the new content and frees what the old one pinned (R18)."""
+    """A prefix is replaced only when asked; its next version has the new content and frees the blocks of the old one."""
     llm = engine("llama")
     llm.add_prefix("rules", RULES)
     with pytest.raises(BadRequest, match="exists; replace it"):
@@ -213,7 +213,7 @@ def test_replace(engine: Make, reference: Find) -> None:
 
 
 def test_remove(engine: Make) -> None:
-    """A removed prefix frees its blocks, which stay cached while they can, and its name is unknown (R18)."""
+    """A removed prefix frees its blocks, which stay cached until they are evicted, and its name is unknown."""
     llm = engine("llama")
     made = llm.add_prefix("rules", RULES)
     assert free(llm) == llm.info.num_blocks - len(made.tokens) // 4
@@ -227,7 +227,7 @@ def test_remove(engine: Make) -> None:
 
 
 def test_prefix_that_is_not_computed(engine: Make) -> None:
-    """A prefix that fails to be computed leaves no promise behind, and its name free."""
+    """A prefix whose computation fails leaves no reservation in the budget, and its name stays free."""
     llm = engine("llama", max_model_len=64)
     with pytest.raises(PromptTooLong):
         llm.add_prefix("rules", "x" * 65)
@@ -247,7 +247,7 @@ def test_prefix_that_is_not_computed(engine: Make) -> None:
 
 
 def test_prefix_without_caching(engine: Make, reference: Find) -> None:
-    """With caching off a prefix still stands before the prompt; it only costs its computation each time."""
+    """Without prefix caching a named prefix still works; it is computed each time."""
     llm = engine("llama", enable_prefix_caching=False)
     assert llm.add_prefix("rules", RULES).bytes == 0
     [output] = llm.generate(["Where?"], greedy(6), prefix="rules")
@@ -277,7 +277,8 @@ def test_bad_configuration(options: dict[str, Any], message: str, engine: Make) 
 
 
 def test_memory_in_all_units(engine: Make) -> None:
-    """KV memory in bytes, tokens, or what is free: the pool has the blocks that this buys, and no more than are useful."""
+    """KV memory can be given in bytes, tokens, or as a share of free memory; the pool has the matching number of
+    blocks, and no more than are useful."""
     per_block = engine("llama").info.kv_bytes_per_block
     assert per_block == 4 * 3 * 2 * 2 * 16 * 4  # tokens, layers, K and V, heads, dimension, float32
     assert engine("llama", kv_memory=str(per_block * 10 + 1)).info.num_blocks == 10

@@ -26,7 +26,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def test_instances_share_a_redis(engine: Make, reference: Find, redis: RedisServer) -> None:
-    """What one engine computed another loads from Redis, and it says so."""
+    """Blocks that one engine computed are loaded by another from Redis, and the report says so."""
     tokens = prompt(90, 1)
     with engine("llama", store=redis.url) as llm:
         llm.generate(tokens, greedy(4))
@@ -37,8 +37,8 @@ def test_instances_share_a_redis(engine: Make, reference: Find, redis: RedisServ
 
 
 def test_killed_in_the_middle(engine: Make, reference: Find, redis: RedisServer) -> None:
-    """A server that dies between search and load, stays away, and comes back empty: right outputs all along, errors that are
-    counted, no block lost, and hits again afterwards."""
+    """A server that dies between search and load, stays away, and comes back empty: outputs are right, errors are
+    counted, no block is lost, and hits return."""
     tokens = prompt(90, 2)
     with unhurried(engine("llama", store=patient(redis.url, flush_seconds=2.0))) as llm:
         llm.generate(tokens, greedy(4))
@@ -74,7 +74,7 @@ def test_killed_in_the_middle(engine: Make, reference: Find, redis: RedisServer)
 
 
 def test_accepts_and_never_answers(engine: Make, reference: Find) -> None:
-    """A server that takes connections and says nothing costs the time that a search may take, a few times, and then none."""
+    """A server that accepts connections and never answers costs the lookup timeout a few times, then nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
         with engine("llama", store=StoreConfig(urls=(url,), lookup_timeout=0.1, flush_seconds=0.2)) as llm:

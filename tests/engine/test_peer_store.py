@@ -1,5 +1,5 @@
-"""Engines that read each other's blocks (`peer://`): what one computed another one loads, and whatever becomes of the one, the
-other one's output is right."""
+"""Engines that read each other's blocks (`peer://`): hits load them, and the reader's output is right whatever happens
+to the other engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Find_folder = Callable[[str], Path]
 MEMORY = "memory://?size=16MiB"
 SECRET = "a shared secret of the tests"
 QUICK: dict[str, Any] = {"beat_seconds": 1.0, "connect_timeout": 60.0, "progress_timeout": 60.0, "ring": "4MiB"}
-# Nothing to do with the promises here: a loaded machine must not make computing look sooner than loading.
+# On a busy machine computing must not look faster than loading.
 PATIENT: dict[str, Any] = {"lookup_timeout": 20.0, "load_timeout": 60.0}
 
 
@@ -82,7 +82,7 @@ class Giver:
         return [self.served.layout.fingerprint + key for key in chain_keys(root, tokens, info.block_size)]
 
     def check(self) -> None:
-        """Nothing is held for anybody, and the pool is sound."""
+        """Nothing is held for readers, and the pool passes its check."""
         until(lambda: self.engine.status().kv_usage == 0.0)
         asyncio.run(self.engine.check_integrity())
 
@@ -108,7 +108,7 @@ def giver(llama: Path) -> Iterator[Callable[..., Giver]]:
 
 
 def unhurried(llm: LLM) -> None:
-    """From now on the engine loads what it finds, however slow the machine is at the moment."""
+    """Make the engine load what it finds, even if the machine is so slow that computing looks faster."""
     assert llm.offload is not None
     llm.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
 
@@ -121,7 +121,7 @@ def connected(llm: LLM, number: int = -1) -> None:
 
 
 def serve(served: BlockServer, names: Sequence[bytes], longest: int = 1 << 20) -> list[bytes | None]:
-    """What `get` gives, copied: its memory is used again."""
+    """The frames that `get` gives, copied, because the next batch reuses their memory."""
     found = [
         bytes(one) if one is not None else None
         for batch in served.get(names, longest, time.monotonic() + PATIENCE)
@@ -137,8 +137,8 @@ def serve(served: BlockServer, names: Sequence[bytes], longest: int = 1 << 20) -
 def test_from_the_device_of_another(
     family: str, folder: Find_folder, engine: Make, reference: Find, giver: Any
 ) -> None:
-    """What one engine has on its device another one loads, for every kind of layer, and goes on as if it had computed it; the
-    report says where it came from; and the next time it is in its own memory."""
+    """Blocks on one engine's device are loaded by another one, for every kind of layer, with the same output; the
+    report names the peer, and the next time they come from the reader's own memory tier."""
     tokens = prompt(101, 1)
     one = giver(folder(family))
     one.generate(tokens)
@@ -160,8 +160,8 @@ def test_from_the_device_of_another(
 
 
 def test_from_the_memory_of_another(engine: Make, reference: Find, giver: Any) -> None:
-    """What has left the device of one engine but is in its memory tier another one loads; also where the memory tier has only
-    the first part and the device the rest."""
+    """Blocks that left an engine's device but are in its memory tier are loaded by another one, also when the memory
+    tier has only the first part and the device the rest."""
     tokens = prompt(120, 2)
     one = giver(None, MEMORY)
     one.generate(tokens[:60])
@@ -187,7 +187,7 @@ def test_from_the_memory_of_another(engine: Make, reference: Find, giver: Any) -
 
 
 def test_frames_are_those_that_a_store_would_have(giver: Any) -> None:
-    """A frame from the device is to the last bit the one that was written into the memory tier: parent, depth and all."""
+    """A frame from the device equals the one written into the memory tier bit for bit, parent and depth included."""
     one = giver(None, MEMORY)
     texts = [prompt(60, 3), prompt(60, 3)[:24] + prompt(40, 4), prompt(90, 5)]
     for tokens in texts:
@@ -205,7 +205,7 @@ def test_frames_are_those_that_a_store_would_have(giver: Any) -> None:
 
 
 def test_two_peers(engine: Make, reference: Find, giver: Any) -> None:
-    """Each prompt comes from the peer that has it, and one whose beginning one has and whose rest the other has from both."""
+    """Each prompt is loaded from the peer that has it; a prompt that is spread over two peers is loaded from both."""
     first, second = giver(), giver()
     both = prompt(80, 6)
     first.generate(prompt(61, 7))
@@ -227,7 +227,7 @@ def test_two_peers(engine: Make, reference: Find, giver: Any) -> None:
 
 
 def test_tenants(giver: Any, engine: Make) -> None:
-    """A tenant's blocks cannot be asked for by who does not know the tenant's salt, and can by who does."""
+    """A tenant's blocks can be read only with the tenant's salt."""
     one = giver()
     tokens = prompt(80, 9)
     one.generate(tokens, salt=b"ann")
@@ -243,8 +243,8 @@ def test_tenants(giver: Any, engine: Make) -> None:
 
 
 def test_another_model(folder: Find_folder, engine: Make, reference: Find, giver: Any, caplog: Any) -> None:
-    """An engine with another model, and one with another block size, is not read: the log says what differs, the call is
-    counted, the output is right."""
+    """An engine with another model or block size is not read: the log says what differs, the call is counted, the
+    output is right."""
     tokens = prompt(80, 10)
     other = giver(folder("qwen2"))
     other.generate(tokens)
@@ -334,7 +334,7 @@ def wire() -> Iterator[Callable[[str], Wire]]:
 
 
 def test_bytes_that_change_on_the_way(engine: Make, reference: Find, giver: Any, wire: Any) -> None:
-    """A block whose bytes changed on the way is a miss that is counted; the output is right, and the block is not kept."""
+    """A block that was altered on the way is a counted miss; the output is right, and the block is not kept."""
     tokens = prompt(400, 12)
     one = giver()
     one.generate(tokens)
@@ -354,11 +354,12 @@ def test_bytes_that_change_on_the_way(engine: Make, reference: Find, giver: Any,
         assert set(output.cache_report.loaded_tokens) <= {"memory", "peer"} and output.cached_tokens == 399
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_and_comes_back(
     llama: Path, engine: Make, reference: Find, wire: Any, tmp_path: Path
 ) -> None:
-    """Two processes: B loads what A has on its device, and in its memory; A stands still: B answers; A is killed in the middle
-    of a load: B answers; A starts again at its address: B finds it again. B's output is the model's, all the time."""
+    """B loads what A has on its device and in memory. B's output stays right while A is stopped, when A is killed in
+    the middle of a load, and after A has restarted at its address and is found again."""
     settings = {"model": str(llama), "dtype": "float32", "kv_memory": "2048 tokens", "block_size": 4, "threads": 1}
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
@@ -420,9 +421,9 @@ def test_a_process_that_is_killed_and_comes_back(
 # What it costs the engine that is read
 
 
-def test_the_engine_goes_on_while_it_is_read(giver: Any, reference: Find) -> None:
-    """While four readers take all that they can, the engine decodes to the end; what they hold is a share of the pool; in the
-    end nothing is held."""
+def test_engine_decodes_while_it_is_read(giver: Any, reference: Find) -> None:
+    """While four readers take all they can, the engine decodes to the end; they hold a share of the pool at most, and
+    nothing in the end."""
     one = giver(blocks=128)
     read = prompt(160, 30)
     one.generate(read)
@@ -455,7 +456,7 @@ def test_the_engine_goes_on_while_it_is_read(giver: Any, reference: Find) -> Non
 
 
 def test_blocks_come_and_go_while_they_are_read(giver: Any) -> None:
-    """While blocks are evicted and computed again under the readers' hands, whatever is given under a name is that block."""
+    """While blocks are evicted and recomputed under the readers, each frame holds the block that it names."""
     one = giver(blocks=96)
     texts = [prompt(100, 40 + number) for number in range(6)]
     truth: dict[bytes, np.ndarray] = {}
@@ -492,7 +493,7 @@ def payload(data: bytes) -> np.ndarray:
 
 
 def test_reading_keeps_a_chain_in_order(giver: Any) -> None:
-    """Reading only the end of a chain counts as use of all of it: its beginning is not evicted before its end."""
+    """Reading only the last blocks of a chain counts as use of all of it: no parent is evicted before its child."""
     one = giver(blocks=64)
     first, second = prompt(64, 50), prompt(64, 51)
     one.generate(first, 1)
@@ -507,7 +508,7 @@ def test_reading_keeps_a_chain_in_order(giver: Any) -> None:
 
 
 def test_an_engine_that_has_ended(giver: Any) -> None:
-    """After the engine is closed nothing is given, and nobody waits for it."""
+    """A closed engine gives nothing, and its readers do not wait."""
     one = giver(None, MEMORY)
     tokens = prompt(60, 60)
     one.generate(tokens)
@@ -518,7 +519,7 @@ def test_an_engine_that_has_ended(giver: Any) -> None:
 
 
 def test_an_engine_that_is_busy(giver: Any) -> None:
-    """Who asks while the engine is in a long step gets nothing when the time is over, and nothing stays held."""
+    """A reader gets nothing if the engine's step takes longer than the deadline, and nothing stays held."""
     one = giver()
     tokens = prompt(60, 61)
     one.generate(tokens)
@@ -540,7 +541,7 @@ def test_an_engine_that_is_busy(giver: Any) -> None:
 
 
 def test_what_does_not_fit_is_not_given(giver: Any) -> None:
-    """Frames longer than the asker has room for, and names of another layout, are missing."""
+    """Frames longer than the reader allows, and blocks of another layout, are missing."""
     one = giver()
     tokens = prompt(60, 62)
     one.generate(tokens)
@@ -554,7 +555,8 @@ def test_what_does_not_fit_is_not_given(giver: Any) -> None:
 
 
 def test_places_in_chains() -> None:
-    """The observer knows each block's parent and depth, over branches, repetitions and evictions, and forgets what is gone."""
+    """`ChainIndex` knows each block's parent and depth, through branches, repetitions and evictions, and forgets
+    evicted blocks."""
     chains = ChainIndex()
     chains.notify(BlocksStored(b"root", (b"a", b"b")))
     chains.notify(BlocksStored(b"b", (b"c", b"d")))

@@ -1,4 +1,4 @@
-"""Why did it hit, and why did it miss? And who shares with whom: tenants, models, and copies of models."""
+"""Cache reports: why a prompt hit or missed, and which requests share: tenants, models, and copies of models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def report(llm: LLM, tokens: list[int], params: SamplingParams = ONE) -> CacheRe
 
 
 def test_never_seen_and_all_cached(engine: Make) -> None:
-    """The first time nothing is known; the second time everything but the last token is cached."""
+    """The first time nothing is cached; the second time all but the last token is."""
     llm, tokens = engine("llama"), prompt(22, 1)
     first = report(llm, tokens)
     assert (first.reason, first.cached_tokens, first.diverged_at) == ("never_seen", 0, None)
@@ -58,7 +58,7 @@ def test_diverged(engine: Make) -> None:
 
 
 def test_evicted(engine: Make) -> None:
-    """What was computed and has been evicted since is told apart from what was never computed."""
+    """The report distinguishes a prefix that was evicted from one that was never computed."""
     llm, tokens = engine("llama", kv_memory="128 tokens"), prompt(60, 1)
     report(llm, tokens)
     for seed in range(3):
@@ -85,7 +85,8 @@ def test_disabled(engine: Make) -> None:
 
 
 def test_generated_text_counts(engine: Make) -> None:
-    """Generated tokens are remembered too: a conversation that goes on is cached, one that changes the answer diverges."""
+    """Generated tokens are remembered too: the next turn of a conversation is cached, one that changes the output
+    diverges."""
     llm, tokens = engine("llama"), prompt(21, 1)
     answer = llm.generate([tokens], tiny.greedy(12))[0].outputs[0].tokens
     went_on = report(llm, [*tokens, *answer, 1, 2, 3])
@@ -95,7 +96,7 @@ def test_generated_text_counts(engine: Make) -> None:
 
 
 def test_no_report_unless_asked(engine: Make) -> None:
-    """Who did not ask gets none."""
+    """A request that did not ask for a report gets none."""
     assert engine("llama").generate([prompt(5, 1)], ONE)[0].cache_report is None
 
 
@@ -114,7 +115,7 @@ async def ask(engine: AsyncEngine, tokens: list[int], salt: bytes) -> Delta:
 
 
 def test_salts_never_share(llama: Path) -> None:
-    """Requests share exactly within their salt, and no report tells a tenant what another has, unless told to."""
+    """Requests share within their salt only, and a report mentions other tenants only where that is configured."""
 
     async def main(engine: AsyncEngine, expected: str) -> None:
         tokens = prompt(33, 1)
@@ -129,13 +130,13 @@ def test_salts_never_share(llama: Path) -> None:
         assert len({one.tokens for one in await asyncio.gather(*together)}) == 1
         await idle(engine)
 
-    for told, expected in ((False, "never_seen"), (True, "other_tenant")):
-        with started(llama, report_other_tenants=told) as engine:
+    for configured, expected in ((False, "never_seen"), (True, "other_tenant")):
+        with started(llama, report_other_tenants=configured) as engine:
             asyncio.run(main(engine, expected))
 
 
 def test_prefixes_of_tenants(llama: Path) -> None:
-    """Named prefixes belong to a tenant: others neither see nor use them, and may take the same name."""
+    """Named prefixes belong to a tenant: others neither see nor use them, and may use the same name."""
 
     async def main(engine: AsyncEngine) -> None:
         text = "abcd" * 10
@@ -155,8 +156,9 @@ def test_prefixes_of_tenants(llama: Path) -> None:
         asyncio.run(main(engine))
 
 
-def test_cancelled_prefix_leaves_no_promise(llama: Path) -> None:
-    """Wherever its registration is cancelled, a prefix is either there or has left no trace in the budget."""
+def test_cancelled_prefix_leaves_no_reservation(llama: Path) -> None:
+    """A registration that is cancelled at any moment either registers the prefix or leaves no reservation in the
+    budget."""
 
     async def main(engine: AsyncEngine) -> None:
         text = "a long text " * 20
@@ -208,7 +210,7 @@ def test_fingerprint(llama: Path, tmp_path: Path) -> None:
 
 
 def test_other_models_have_other_keys(engine: Make, folder: Callable[[str], Path]) -> None:
-    """The same prompt has other keys under another model, another block size or another salt: they can never be confused."""
+    """The same prompt has other keys under another model, block size or salt."""
     caches = [engine("llama")._core.cache, engine("qwen2")._core.cache, engine("llama", block_size=8)._core.cache]
     keys = [tuple(cache.open(prompt(16, 1), salt=salt).chain.keys_to(2)) for cache in caches for salt in (b"", b"x")]
     assert all(not set(one) & set(other) for one, other in itertools.combinations(keys, 2))

@@ -1,4 +1,5 @@
-"""Continuous batching, chunked prefill, preemption and same-step hits (R8 to R11), without a model and without tensors."""
+"""The scheduler without a model and without tensors: continuous batching, chunked prefill, preemption, hits within a
+step."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def sizes(steps: Iterable[Step], sequence: SequenceState) -> list[int]:
 
 
 def test_chunks() -> None:
-    """A long prompt is computed in chunks of the step's budget, and only a chunk's blocks are taken (R10)."""
+    """A long prompt is computed in chunks of the step's budget, and each step takes only the blocks of its chunk."""
     plant = Plant(options={"max_batch_tokens": 10})
     sequence = plant.add(range(100, 134), 2)
     held = []
@@ -90,13 +91,13 @@ def test_chunks() -> None:
 
 
 def test_lookahead() -> None:
-    """With blocks taken ahead a sequence holds a few more than it needs, and gives all of them back (R10)."""
+    """With lookahead a sequence holds a few more blocks than it needs, and gives all of them back."""
     plant = Plant(cache_options={"lookahead_blocks": 2}, options={"max_batch_tokens": 8})
     sequence = plant.add(range(20), 9)
     plant.step()
     assert len(sequence.table.blocks) == 4
     plant.run()
-    # Ahead of need only while there are some: the last blocks go to whoever needs them.
+    # Only while there are free blocks: the last ones go to the sequences that need them.
     tight = Plant(num_blocks=6, cache_options={"lookahead_blocks": 5})
     tight.add(range(20), 3)
     tight.run()
@@ -136,7 +137,8 @@ def test_number_of_sequences() -> None:
 
 
 def test_preemption_takes_the_last_admitted() -> None:
-    """When memory runs out, who was admitted last loses its blocks, waits in front, and resumes to the same output (R11)."""
+    """When memory runs out, the sequence admitted last loses its blocks, waits at the front of the queue, and resumes
+    with the same output."""
     plant = Plant(num_blocks=10)
     prompts = [tuple(range(100 * i, 100 * i + 11)) for i in range(3)]
     first, second, third = (plant.add(prompt, 14) for prompt in prompts)
@@ -144,7 +146,7 @@ def test_preemption_takes_the_last_admitted() -> None:
     steps = []
     while waiting not in plant.scheduler.running and plant.scheduler.has_work():
         steps.append(plant.step())
-    # Whoever was preempted goes before whoever only waited.
+    # A preempted sequence comes before one that only waited.
     assert third in plant.scheduler.running or third.request.id in plant.finished
     preempted = [sequence for step in (*steps, *plant.run()) for sequence in step.preempted]
     assert preempted[0] is third
@@ -156,7 +158,7 @@ def test_preemption_takes_the_last_admitted() -> None:
 
 
 def test_resumed_from_the_cache() -> None:
-    """A preempted sequence finds those of its blocks that nobody took, partly filled ones too (R11)."""
+    """A preempted sequence finds those of its blocks that were not evicted, partial ones too."""
     plant = Plant(num_blocks=9)
     first, second = plant.add(range(13), 12), plant.add(range(100, 113), 12)
     step = plant.step()
@@ -174,7 +176,7 @@ def test_resumed_from_the_cache() -> None:
 
 
 def test_reserve() -> None:
-    """A reserve keeps an admission from taking the last blocks while others run, but never keeps the engine idle (R11)."""
+    """A reserve keeps an admission from taking the last blocks while others run, but never leaves the engine idle."""
     free = Plant(num_blocks=20)
     kept = Plant(num_blocks=20, options={"reserve": 0.25})
     for plant in (free, kept):
@@ -201,7 +203,7 @@ def test_prefills_in_progress_count() -> None:
 
 
 def test_hit_in_the_same_step() -> None:
-    """A block that one request fills in a step is hit by the next request of the same step (R9)."""
+    """A block that one request fills in a step is a cache hit for the next request of the same step."""
     plant = Plant()
     first, second = plant.add(range(12), 3), plant.add([*range(8), 99, 98], 3)
     step = plant.step()
@@ -218,14 +220,14 @@ def test_no_hit_on_what_is_not_scheduled() -> None:
     first, second = plant.add(range(17), 2), plant.add(range(40), 2)
     step = plant.step()
     assert sizes([step], first) == [17]
-    # Four blocks are shared; what follows is the second's own, as far as the budget goes.
+    # Four blocks are shared; the second sequence computes what follows within the budget.
     assert (second.cached_tokens, sizes([step], second)) == (16, [3])
     plant.run()
 
 
 @pytest.mark.parametrize("length", [16, 17, 18])
 def test_fully_cached_prompt(length: int) -> None:
-    """A prompt cached to its last token computes one token, and writes none into blocks that others share (R8)."""
+    """A prompt cached to its last token computes one token, and writes nothing into shared blocks."""
     plant = Plant()
     plant.add(range(length), 3)
     plant.run()
@@ -244,7 +246,7 @@ def test_fully_cached_prompt(length: int) -> None:
 
 
 def test_partial_block_is_copied() -> None:
-    """The beginning of a partly filled block is reused by copying it; without partial reuse it is computed (R8)."""
+    """A partial block is reused by copying it; without partial reuse its tokens are computed."""
     for partial in (True, False):
         plant = Plant(cache_options={"partial_reuse": partial})
         running = plant.add(range(14), 30)
@@ -270,7 +272,8 @@ def fail(plant: Plant) -> Step:
 
 
 def test_failed_prefill_leaves_nothing() -> None:
-    """What a failed step would have filled is found by nobody, not even by those who hit it in the same step."""
+    """The blocks that a failed step would have filled are never found, not even by sequences that hit them in the same
+    step."""
     plant = Plant(options={"max_batch_tokens": 12})
     plant.add(range(9), 3)
     plant.add([*range(8), 50, 51, 52], 3)
@@ -361,7 +364,8 @@ actions = st.one_of(
 def test_everyone_reads_the_right_kv(
     texts: list[tuple[int, ...]], plan: list[tuple[Any, ...]], options: dict[str, Any], **shape: Any
 ) -> None:
-    """Whatever arrives, is cancelled, fails or is preempted: every token attends to its own prefix, all end, nothing leaks."""
+    """With random arrivals, aborts, failures and preemptions, every token attends to its own prefix, all requests end,
+    and no block leaks."""
     plant = Plant(options=options, **shape)
     alive: list[SequenceState] = []
     known: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The engine over stores: what left the device comes back, and whatever a store does, the output is right (R19 to R26)."""
+"""The engine over stores: blocks that left the device come back, and the output is right whatever a store does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def disk(path: Path, size: str = "64MiB") -> str:
 
 @contextmanager
 def flaky(engine: Make, family: str = "llama", **options: Any) -> Iterator[tuple[LLM, FlakyStore]]:
-    """An engine whose only tier misbehaves when it is told to."""
+    """An engine whose only tier misbehaves on request."""
     with engine(family, **({"store": MEMORY} | options)) as llm:
         [tier] = llm.offload.store.tiers
         tier.store = store = FlakyStore(tier.store)
@@ -51,8 +51,8 @@ def fill(llm: LLM, tokens: list[int], count: int = 8) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "mixtral", "deepseek_v2", "gpt_oss"])
 def test_restart(family: str, engine: Make, reference: Find, tmp_path: Path) -> None:
-    """What one process computed, the next one loads from disk, for every kind of layer, and goes on as if it had computed it
-    (R18, R24, R25)."""
+    """Blocks that one process computed are loaded from disk by the next one, for every kind of layer, with the same
+    output."""
     truth, tokens = reference(family), prompt(61, 1)
     with engine(family, store=disk(tmp_path)) as first:
         [output] = first.generate(tokens, greedy(8))
@@ -66,7 +66,7 @@ def test_restart(family: str, engine: Make, reference: Find, tmp_path: Path) -> 
 
 
 def test_generated_tokens_are_kept(engine: Make, tmp_path: Path) -> None:
-    """The next turn of a conversation finds the answer of the last one in the store too, not only the prompt (R19)."""
+    """The next turn of a conversation also finds the last output in the store, not only the prompt."""
     tokens = prompt(20, 2)
     with engine("llama", store=disk(tmp_path)) as llm:
         [first] = llm.generate(tokens, greedy(16))
@@ -78,7 +78,7 @@ def test_generated_tokens_are_kept(engine: Make, tmp_path: Path) -> None:
 
 
 def test_two_instances_share(engine: Make, tmp_path: Path) -> None:
-    """What one engine computed, another that runs beside it loads the first time it sees it (R24)."""
+    """Blocks that one engine computed are loaded by another one that runs beside it, on first use."""
     tokens = prompt(50, 3)
     with engine("llama", store=disk(tmp_path)) as one, engine("llama", store=disk(tmp_path)) as other:
         [output] = one.generate(tokens, greedy(6))
@@ -102,7 +102,7 @@ def test_two_instances_write_the_same(engine: Make, reference: Find, tmp_path: P
 
 
 def test_tiers_in_order(engine: Make, tmp_path: Path) -> None:
-    """Blocks come from the fastest tier that has them, and what only the slower one has goes up into the faster one."""
+    """Blocks are loaded from the fastest tier that has them, and are promoted from a slower tier into the faster one."""
     tokens, urls = prompt(41, 4), [MEMORY, disk(tmp_path)]
     with engine("llama", store=urls) as llm:
         fill(llm, tokens)
@@ -117,7 +117,7 @@ def test_tiers_in_order(engine: Make, tmp_path: Path) -> None:
 
 
 def test_part_of_a_chain(engine: Make, reference: Find) -> None:
-    """A chain with a block missing is loaded up to there and computed from there (R20)."""
+    """A chain with a missing block is loaded up to there and computed from there."""
     tokens = prompt(48, 5)
     with engine("llama", store=MEMORY) as llm:
         fill(llm, tokens)
@@ -131,7 +131,7 @@ def test_part_of_a_chain(engine: Make, reference: Find) -> None:
 
 
 def test_what_a_store_lost_is_written_again(engine: Make) -> None:
-    """Blocks that a store evicted, or was told to remove, go into it again when they are computed again."""
+    """Blocks that a store evicted or removed are written again when they are recomputed."""
     tokens = prompt(48, 18)
     with engine("llama", store=MEMORY) as llm:
         fill(llm, tokens)
@@ -144,7 +144,7 @@ def test_what_a_store_lost_is_written_again(engine: Make) -> None:
 
 
 def test_a_tier_that_hangs_holds_up_no_other(engine: Make) -> None:
-    """While one tier does not come back from a write, the other one writes what comes after it."""
+    """While a write to one tier hangs, the other tiers are still written."""
     with engine("llama", store=StoreConfig(urls=(MEMORY, MEMORY), flush_seconds=0.1)) as llm:
         fast, slow = llm.offload.store.tiers
         slow.store = hanging = FlakyStore(slow.store)
@@ -157,7 +157,7 @@ def test_a_tier_that_hangs_holds_up_no_other(engine: Make) -> None:
 
 
 def test_another_model_finds_nothing(engine: Make, tmp_path: Path) -> None:
-    """Blocks of other weights, of another dtype or of another block size are never found, though the tokens are the same."""
+    """Blocks of other weights, another dtype or another block size are never found, though the tokens are the same."""
     tokens = prompt(40, 6)
     with engine("llama", store=disk(tmp_path)) as llm:
         llm.generate(tokens, greedy(2))
@@ -170,7 +170,7 @@ def test_another_model_finds_nothing(engine: Make, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["corrupt", "truncate", "swap"])
 def test_damaged_blocks(fault: Fault, engine: Make, reference: Find) -> None:
-    """A block that comes back altered, cut short, or as another block is not used: it is counted, removed and computed."""
+    """A block that is altered, cut short or another block is not used: it is counted, removed and recomputed."""
     tokens = prompt(40, 7)
     with flaky(engine) as (llm, store):
         fill(llm, tokens)
@@ -190,8 +190,8 @@ def test_damaged_blocks(fault: Fault, engine: Make, reference: Find) -> None:
 
 @pytest.mark.parametrize("trouble", ["fail", "hang"])
 def test_a_store_that_does_not_answer(trouble: Fault, engine: Make, reference: Find) -> None:
-    """A store that fails at everything, or never answers, is a miss: requests are computed, errors are counted, and after a
-    few of them it is left alone for a while."""
+    """A store that fails at everything or never answers is a miss: requests are computed, errors are counted, and after
+    a few of them the circuit opens."""
     with flaky(engine, store=StoreConfig(urls=(MEMORY,), flush_seconds=0.5)) as (llm, store):
         fill(llm, prompt(40, 8))
         store.inject(trouble)
@@ -208,8 +208,7 @@ def test_a_store_that_does_not_answer(trouble: Fault, engine: Make, reference: F
 
 
 def test_a_load_that_breaks_off(engine: Make, reference: Find) -> None:
-    """A store that finds a chain and then fails, or hangs, in the middle of its load costs the rest of the load, not the
-    request."""
+    """A store that fails or hangs in the middle of a load costs the rest of the load, not the request."""
     tokens = prompt(200, 12)
     for trouble in ("fail", "hang"):
         # A load that hangs costs what a load may take.
@@ -235,7 +234,7 @@ def test_a_load_that_breaks_off(engine: Make, reference: Find) -> None:
 
 
 def test_eviction_in_a_small_store(engine: Make, reference: Find) -> None:
-    """A store with room for a few prompts only, read and written at once by more of them, gives right outputs."""
+    """A small store that is read and written by more prompts than it holds gives right outputs."""
     draw = random.Random(13)
     with engine("llama", store="memory://?size=96KiB", kv_memory="256 tokens") as llm:
         heads = [prompt(24, seed) for seed in range(6)]
@@ -250,8 +249,8 @@ def test_eviction_in_a_small_store(engine: Make, reference: Find) -> None:
 
 
 def test_like_no_store(engine: Make, tmp_path: Path) -> None:
-    """Random batches with common beginnings, a device with little memory (so that blocks are evicted, reloaded, and
-    requests preempted if it comes so), and two tiers: the same outputs as an engine without a store."""
+    """Random batches with common prefixes, a small device (so that blocks are evicted and reloaded, and requests
+    preempted) and two tiers give the outputs of an engine without a store."""
     draw = random.Random(14)
     heads = [prompt(40, seed) for seed in range(3)]
     batches = [
@@ -272,7 +271,7 @@ def test_like_no_store(engine: Make, tmp_path: Path) -> None:
 
 
 def test_slower_than_computing(engine: Make, reference: Find) -> None:
-    """A tier that was measured to be slower than the engine computes is not read; one that turns out so is cut off."""
+    """A tier measured as slower than computing is not read; a load that turns out slower is cut off."""
     tokens = prompt(200, 15)
     with flaky(engine) as (llm, store):
         fill(llm, tokens)
@@ -294,7 +293,7 @@ def test_slower_than_computing(engine: Make, reference: Find) -> None:
 
 
 def test_a_queue_that_is_full(engine: Make) -> None:
-    """Where blocks are made faster than a store takes them, the oldest waiting ones are dropped and counted; no step waits."""
+    """When the write queue is full, its oldest blocks are dropped and counted; no step waits."""
     with flaky(engine, store=StoreConfig(urls=(MEMORY,), staging="1KiB")) as (llm, store):
         store.delay(0.05)
         for seed in range(6):
@@ -305,9 +304,9 @@ def test_a_queue_that_is_full(engine: Make) -> None:
         llm.check()
 
 
-def test_others_go_on_while_one_loads(llama: Path) -> None:
-    """While a request waits for a store that hangs, others are answered; it is answered in the end; aborting it gives its
-    blocks back."""
+def test_others_continue_while_one_loads(llama: Path) -> None:
+    """While one request waits for a store that hangs, others are served; it gets its output in the end, and an abort
+    returns its blocks."""
 
     async def collect(engine: AsyncEngine, request: Request) -> tuple[int, ...]:
         return tuple([token async for delta in engine.generate(request) for token in delta.tokens])
@@ -358,7 +357,7 @@ def test_others_go_on_while_one_loads(llama: Path) -> None:
 
 
 def test_a_prompt_that_another_request_loads(engine: Make) -> None:
-    """Requests with the same beginning that come together load it once."""
+    """Concurrent requests with the same prefix load it once."""
     tokens = prompt(80, 16)
     with engine("llama", store=MEMORY) as llm:
         fill(llm, tokens)
@@ -370,8 +369,8 @@ def test_a_prompt_that_another_request_loads(engine: Make) -> None:
 
 
 def test_settings_that_do_not_go_together(engine: Make, tmp_path: Path) -> None:
-    """A store without prefix caching, a store that does not exist, a size that is none and an unknown option are errors that
-    say what to do."""
+    """A store without prefix caching, an unknown store, an invalid size and an unknown option are errors that say what
+    to do."""
     with pytest.raises(ConfigError, match="prefix caching"):
         engine("llama", store=MEMORY, enable_prefix_caching=False)
     for url, words in (
@@ -386,7 +385,7 @@ def test_settings_that_do_not_go_together(engine: Make, tmp_path: Path) -> None:
 
 
 def test_a_closed_engine_has_written_everything(engine: Make, tmp_path: Path) -> None:
-    """`close` waits for the queue: nothing that was computed is lost."""
+    """`close` waits for the write queue: no computed block is lost."""
     tokens = prompt(300, 17)
     with engine("llama", store=disk(tmp_path)) as llm:
         llm.generate(tokens, greedy(2))
@@ -396,15 +395,14 @@ def test_a_closed_engine_has_written_everything(engine: Make, tmp_path: Path) ->
 
 
 def test_the_store_is_unavailable_at_start(engine: Make, tmp_path: Path) -> None:
-    """A folder that cannot be made is an error at start, with the path in it."""
+    """A folder that cannot be created is an error at start that names the path."""
     (tmp_path / "file").write_text("in the way")
     with pytest.raises((StoreUnavailable, StoreConfigError), match="file"):
         engine("llama", store=f"disk://{tmp_path}/file/store?size=1MiB")
 
 
 def test_prefixes_of_an_earlier_process(engine: Make, llama: Path, reference: Find, tmp_path: Path) -> None:
-    """Named prefixes that an earlier process registered are known and serve; one that this model's tokenizer cannot render is
-    left out, and nothing else suffers."""
+    """Named prefixes registered by an earlier process work; one that this model's tokenizer cannot render is skipped."""
     with engine("llama", store=disk(tmp_path)) as llm:
         made = llm.add_prefix("rules", "Be brief. " * 8)
         llm.add_prefix("persona", messages=[{"role": "system", "content": "Be kind."}])

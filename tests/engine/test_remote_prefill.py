@@ -1,5 +1,5 @@
-"""Prefill on one engine, decode on another: the same text as alone, nothing computed twice, and whatever fails costs time only
-(R28 to R30, R33)."""
+"""Prefill on one engine, decode on another: the same output as on one engine, nothing computed twice, and failures
+cost time only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def nodes(folder: Callable[[str], Path]) -> Iterator[tuple[Node, Node]]:
 
 
 async def alone(nodes: tuple[Node, Node], tokens: list[int], params: SamplingParams) -> Answer:
-    """What one engine says without the other; both have forgotten everything afterwards."""
+    """The output of one engine; both have forgotten everything afterwards."""
     answer = await ask(nodes[0].engine, tokens, params)
     for each in nodes:
         await each.fresh()
@@ -53,8 +53,8 @@ async def alone(nodes: tuple[Node, Node], tokens: list[int], params: SamplingPar
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100])
 def test_same_as_alone(nodes: tuple[Node, Node], name: str, length: int) -> None:
-    """Wherever the prompt ends in a block and in a chunk, and however tokens are chosen, the answer is the one that an engine
-    gives alone, and the decode side computes no token of the prompt."""
+    """For prompts that end anywhere in a block and in a chunk, and for all kinds of sampling, the output is that of
+    one engine, and the decode side computes no token of the prompt."""
     prefill, decode = nodes
 
     async def main() -> None:
@@ -74,7 +74,7 @@ def test_same_as_alone(nodes: tuple[Node, Node], name: str, length: int) -> None
 
 
 def test_stop_strings(nodes: tuple[Node, Node]) -> None:
-    """A stop string, even one that the first token completes, ends the text where it does alone."""
+    """A stop string, even one that the first token completes, ends the text at the same place as on one engine."""
 
     async def main() -> None:
         tokens, sampling = prompt(20, 99), dataclasses.replace(SEEDED, max_tokens=16, ignore_eos=True)
@@ -91,8 +91,8 @@ def test_stop_strings(nodes: tuple[Node, Node]) -> None:
 
 
 def test_only_missing_blocks_travel(nodes: tuple[Node, Node]) -> None:
-    """Of a prompt whose beginning the decode side has, only the rest travels, byte for byte; what prefill had cached is not
-    computed again, and the report says what was cached where."""
+    """Blocks that the decode side caches are not sent, to the byte; blocks that the prefill side caches are not
+    recomputed; and the report says what was cached where."""
     prefill, decode = nodes
 
     async def main() -> None:
@@ -121,8 +121,8 @@ def test_only_missing_blocks_travel(nodes: tuple[Node, Node]) -> None:
     asyncio.run(main())
 
 
-def test_short_prompts_stay(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
-    """A prompt with fewer tokens to compute than the threshold is computed where it is."""
+def test_short_prompts_are_computed_here(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
+    """A prompt with fewer missing tokens than the threshold is computed where it is decoded."""
     prefill = nodes[0]
     few = node(folder("llama"), "decode", transfer={"min_tokens": 20})
 
@@ -140,7 +140,7 @@ def test_short_prompts_stay(folder: Callable[[str], Path], nodes: tuple[Node, No
 
 
 def test_several_sequences(nodes: tuple[Node, Node]) -> None:
-    """With n=3 the prompt travels once; the other sequences share it and compute no more than its last, partial block."""
+    """With n=3 the prompt is sent once; the other sequences share it and compute its last, partial block at most."""
     prefill, decode = nodes
     params = dataclasses.replace(SEEDED, n=3)
 
@@ -166,8 +166,8 @@ def test_several_sequences(nodes: tuple[Node, Node]) -> None:
 
 
 def test_many_at_once(nodes: tuple[Node, Node]) -> None:
-    """Twenty prompts at once, some with a common beginning, more than either pool has room for at a time: each gets its own
-    answer, and both pools are whole afterwards."""
+    """Twenty prompts at once, some with a common prefix, more than either pool holds: each gets its own output, and
+    both pools are whole afterwards."""
     prefill, decode = nodes
 
     async def main() -> None:
@@ -181,8 +181,8 @@ def test_many_at_once(nodes: tuple[Node, Node]) -> None:
     asyncio.run(main())
 
 
-def test_others_go_on(nodes: tuple[Node, Node]) -> None:
-    """While three prompts wait for a prefill side that stands still, a request that decodes goes on to its end."""
+def test_others_continue(nodes: tuple[Node, Node]) -> None:
+    """While three prompts wait for a prefill side that stands still, another request decodes to its end."""
     prefill, decode = nodes
 
     async def main() -> None:
@@ -205,8 +205,8 @@ def test_others_go_on(nodes: tuple[Node, Node]) -> None:
     asyncio.run(main())
 
 
-def test_layers_travel_early(nodes: tuple[Node, Node]) -> None:
-    """KV of the first chunks is at the decode side while the last ones are not computed yet."""
+def test_layers_are_sent_early(nodes: tuple[Node, Node]) -> None:
+    """KV of the first chunks has arrived while the last ones are not computed yet."""
     prefill, decode = nodes
 
     async def main() -> None:
@@ -230,8 +230,8 @@ def test_layers_travel_early(nodes: tuple[Node, Node]) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_client_leaves(nodes: tuple[Node, Node], steps: int) -> None:
-    """A client that leaves while its prompt waits or travels frees the blocks on both sides, the prompt is not computed to its
-    end, and both sides count a transfer that was cancelled, with what had come."""
+    """A client that leaves while its prompt waits or is sent frees the blocks on both sides, the prompt is not
+    computed to its end, and both sides count a cancelled transfer with the bytes so far."""
     prefill, decode = nodes
 
     async def main() -> None:
@@ -257,8 +257,8 @@ def test_client_leaves(nodes: tuple[Node, Node], steps: int) -> None:
 
 
 def test_source_dies(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
-    """If the prefill side goes away in the middle, the decode side keeps the blocks that came whole and computes the rest; the
-    client sees the same answer, and the failure is counted."""
+    """If the prefill side dies in the middle, the decode side keeps the blocks that came whole and computes the rest;
+    the client sees the same output, and the failure is counted."""
     decode = nodes[1]
     doomed = node(folder("llama"), "prefill")
 
@@ -289,8 +289,8 @@ def test_source_dies(folder: Callable[[str], Path], nodes: tuple[Node, Node]) ->
 
 
 def test_refusals(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
-    """An address where nobody listens, one that is none, an instance that only decodes, and one with other blocks: each time
-    the prompt is computed here, and why is counted."""
+    """A wrong address, an instance that only decodes, and one with other blocks: the prompt is computed where it is
+    decoded, and the reason is counted."""
     decode = nodes[1]
     other = node(folder("llama"), "prefill", block_size=8)
     same = node(folder("llama"), "decode")
@@ -322,7 +322,8 @@ def test_refusals(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> No
 def test_secret_and_links(
     folder: Callable[[str], Path], nodes: tuple[Node, Node], links: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """With the same secret, from a file or not, KV travels over either link; with another one the prompt is computed here."""
+    """With the same secret, from a file or not, KV is sent over each link; with another secret the prompt is computed
+    where it is decoded."""
     word = "sixteen characters and more"
     (tmp_path / "secret").write_text(word + "\n")
     assert TransferConfig(secret_file=str(tmp_path / "secret")).with_secret().secret == word
@@ -349,9 +350,9 @@ def test_secret_and_links(
             each.engine.close()
 
 
-def test_nonsense_is_refused(nodes: tuple[Node, Node]) -> None:
-    """What a peer with the secret sends is checked: a description that is none, tokens outside the vocabulary, a seed that is
-    too large, more blocks than there are. Each ends its own transfer, and the engine goes on."""
+def test_invalid_messages_are_refused(nodes: tuple[Node, Node]) -> None:
+    """Messages of a peer with the secret are checked: a malformed description, tokens outside the vocabulary, a seed
+    out of range, too many blocks. Each ends its transfer only."""
     prefill = nodes[0]
     assert prefill.engine.instance is not None
     layout = prefill.engine.instance.layout
@@ -385,7 +386,7 @@ def test_nonsense_is_refused(nodes: tuple[Node, Node]) -> None:
 
 
 def test_stalled_source(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
-    """A prefill side whose engine stands still is waited for no longer than the progress timeout."""
+    """The decode side waits for a prefill side that stands still no longer than the progress timeout."""
     decode = nodes[1]
     stuck = node(folder("llama"), "prefill")
     hasty = node(folder("llama"), "decode", transfer={"progress_timeout": 0.5})
@@ -410,7 +411,7 @@ def test_stalled_source(folder: Callable[[str], Path], nodes: tuple[Node, Node])
 
 
 def test_source_without_memory(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
-    """A prefill side too small for the prompt says so, and it is computed here."""
+    """A prefill side too small for the prompt refuses it, and it is computed where it is decoded."""
     decode = nodes[1]
     small = node(folder("llama"), "prefill", kv_memory="64 tokens")
 
@@ -435,7 +436,7 @@ def test_source_without_memory(folder: Callable[[str], Path], nodes: tuple[Node,
 
 
 def test_destination_without_memory(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
-    """A decode side with room for one prompt at a time asks for one after the other, and preempts as it always does."""
+    """A decode side with room for one prompt at a time asks for one after the other, and preempts as usual."""
     prefill = nodes[0]
     small = node(folder("llama"), "decode", kv_memory="128 tokens")
 
@@ -455,7 +456,7 @@ def test_destination_without_memory(folder: Callable[[str], Path], nodes: tuple[
 
 
 def test_salts_stay_apart(nodes: tuple[Node, Node]) -> None:
-    """The salt travels with the prompt: on both sides, tenants share with themselves and with nobody else."""
+    """The salt is sent with the prompt: on both sides a tenant shares only with itself."""
     prefill, decode = nodes
 
     async def main() -> None:
@@ -476,7 +477,8 @@ def test_salts_stay_apart(nodes: tuple[Node, Node]) -> None:
 
 
 def test_over_a_store(folder: Callable[[str], Path], nodes: tuple[Node, Node], tmp_path: Path) -> None:
-    """What came is in the decode side's own store too, and is found there when the device has forgotten it."""
+    """KV that was sent is written to the decode side's store too, and is loaded from there when the device has evicted
+    it."""
     prefill = nodes[0]
     config = EngineConfig(
         model=str(folder("llama")),

@@ -40,7 +40,7 @@ def layers_on(device: str, seed: int) -> dict[int, Layer]:
 
 
 def by_copies(layers: Mapping[int, Any]) -> KVView:
-    """A port that copies as it does on a device, also where the tensors are on the CPU."""
+    """A view that copies as on a device, also for tensors on the CPU."""
     port = KVView(layers, layout_of(layers, b"model"))
     if port._copies is None:
         flat = [t for number in sorted(layers) for t in (layers[number].k_blocks, layers[number].v_blocks)]
@@ -69,8 +69,8 @@ def joined(buffers: list[Any]) -> bytes:
 @pytest.mark.parametrize("device", DEVICES)
 @given(parts(), st.integers(0, 100))
 def test_copies_are_what_views_are(device: str, case: tuple[KVPart, list[int]], seed: int) -> None:
-    """Read by a copy, a part has the bytes that its view has; written by a copy, it changes the slots of its tokens in its
-    layers and nothing else, from memory that may not be written to."""
+    """A part read by copy has the bytes of its view; a part written by copy changes the slots of its tokens in its
+    layers only, also from read-only memory."""
     part, blocks = case
     there, here = layers_on("cpu", seed), layers_on(device, seed)
     views, copies = by_views(there), by_copies(here)
@@ -101,8 +101,8 @@ def test_what_was_read_stays(device: str) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_order_on_a_gpu() -> None:
-    """What the engine's stream was told before a mark is in a part that another thread reads, and does not overwrite one that
-    another thread writes, although the engine's stream is busy for long."""
+    """A part that another thread reads includes the work before its mark, and a part that it writes is not overwritten
+    by that work, although the engine's stream is busy for long."""
     device = f"cuda:{torch.cuda.device_count() - 1}"
     layers = layers_on(device, 2)
     port = by_copies(layers)
