@@ -231,13 +231,13 @@ def _decoder_forwards(
 ) -> dict[nn.Module, DecoderForward]:
     """The kernels' forward of all candidates; empty unless each of them does what its layer does in a trial pass."""
     metadata, num_blocks = _trial_metadata()
-    own, ours = (_zero_layers(recorder, num_blocks) for _ in range(2))
+    expected, found = (_zero_layers(recorder, num_blocks) for _ in range(2))
     with unpatched(model):
-        calls = _watch(model, candidates, StepAttention(metadata, own), metadata, vocab_size)
-    cpu = CpuAttention(metadata, CpuLayers(kernels, ours))
+        calls = _watch(model, candidates, StepAttention(metadata, expected), metadata, vocab_size)
+    cpu = CpuAttention(metadata, CpuLayers(kernels, found))
     forwards = {}
     for layer, parts in candidates.items():
-        forward = _try_layer(layer, parts, calls.get(layer), cpu, own[parts.number], ours[parts.number])
+        forward = _try_layer(layer, parts, calls.get(layer), cpu, expected[parts.number], found[parts.number])
         # In a layer that adds little to large numbers rounding hides a difference: the other layers must agree as well.
         if forward is None:
             return {}
@@ -255,7 +255,12 @@ class _LayerCall:
 
 
 def _try_layer(
-    layer: nn.Module, parts: _LayerParts, call: _LayerCall | None, cpu: CpuAttention, own: PagedLayer, ours: PagedLayer
+    layer: nn.Module,
+    parts: _LayerParts,
+    call: _LayerCall | None,
+    cpu: CpuAttention,
+    expected: PagedLayer,
+    found: PagedLayer,
 ) -> DecoderForward | None:
     """The kernels' forward, with or without rotary embedding, if it does what the layer did in `call`."""
     if call is None:
@@ -263,7 +268,7 @@ def _try_layer(
     for rotated in (True, False):
         forward = DecoderForward(layer, parts, rotated)
         out = forward.compute(cpu, call.x, call.rotary)
-        if _agree(out, call.out, call.x) and _agree(ours.k, own.k) and _agree(ours.v, own.v):
+        if _agree(out, call.out, call.x) and _agree(found.k, expected.k) and _agree(found.v, expected.v):
             return forward
         cpu.layers.forget_decoder(parts.number)
     return None

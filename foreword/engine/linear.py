@@ -98,11 +98,11 @@ class Patch:
 @contextmanager
 def unpatched(model: nn.Module) -> Iterator[None]:
     """Within, all modules of the model have their own `forward`."""
-    held = [(module, module.__dict__.pop("forward")) for module in model.modules() if is_patched(module)]
+    patches = [(module, module.__dict__.pop("forward")) for module in model.modules() if is_patched(module)]
     try:
         yield
     finally:
-        for module, forward in held:
+        for module, forward in patches:
             module.__dict__["forward"] = forward
 
 

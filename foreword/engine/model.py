@@ -265,7 +265,7 @@ def open_kernels(
 
 
 def _pack(model: Any, config: EngineConfig, kernels: Kernels | None, progress: Callable[[str], None]) -> None:
-    """Give linear layers packed copies of their weights, as far as `linear_memory` allows."""
+    """Give linear layers packed copies of their weights, within `linear_memory`."""
     needed = linear.packed_bytes(model)
     if config.linear_memory == "auto":
         budget = needed if needed <= psutil.virtual_memory().available // 2 else 0
@@ -295,7 +295,7 @@ def _max_model_len(text: Any, recorder: LayerRecorder, config: EngineConfig) -> 
     if config.max_model_len is not None:
         if config.max_model_len > length:
             raise ConfigError(
-                f"engine.max_model_len is {config.max_model_len}, but the model goes only to {length} tokens"
+                f"engine.max_model_len is {config.max_model_len}, but the model supports only {length} tokens"
             )
         return config.max_model_len
     return int(length)

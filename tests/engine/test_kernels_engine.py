@@ -209,8 +209,8 @@ def kernels_of(kernels: str) -> Finding:
 
 def test_doctor() -> None:
     """`doctor` says which kernels are in use."""
-    assert kernels_of("auto").fine and kernels_of("auto").text.startswith("native")
-    assert kernels_of("torch").fine and kernels_of("torch").text.startswith("PyTorch")
+    assert kernels_of("auto").ok and kernels_of("auto").text.startswith("native")
+    assert kernels_of("torch").ok and kernels_of("torch").text.startswith("PyTorch")
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -219,7 +219,7 @@ def test_doctor_without_a_compiler() -> None:
     for kernels in ("auto", "native"):
         finding = kernels_of(kernels)
         assert "there is no C++ compiler" in finding.text
-        assert finding.fine == (kernels == "auto")
+        assert finding.ok == (kernels == "auto")
 
 
 def test_torch_asks_for_no_compiler(llama: Path, no_compiler: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -265,7 +265,7 @@ def test_prefix_without_caching(engine: Make, reference: Find) -> None:
         ({"block_size": 0}, "must be at least 1"),
         ({"dtype": "int8"}, "must be auto, float32"),
         ({"device": "tpu"}, "must be auto, cpu or cuda"),
-        ({"max_model_len": 513}, "goes only to 512"),
+        ({"max_model_len": 513}, "supports only 512"),
         ({"reserve": 1.0}, "share of the blocks"),
     ],
     ids=str,

@@ -72,7 +72,7 @@ FOREIGN: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: transformers.MptConfig(vocab_size=tiny.VOCAB, d_model=32, n_layers=2, n_heads=4),
         "does not run through paged attention",
     ),
-    "doge": (lambda: common(transformers.DogeConfig), "an attention mask of its own"),
+    "doge": (lambda: common(transformers.DogeConfig), "passes an attention mask"),
     "diffllama": (lambda: common(transformers.DiffLlamaConfig), "differ from the model's own"),
     "gemma3_bidirectional": (
         lambda: common(transformers.Gemma3TextConfig, use_bidirectional_attention=True),
@@ -219,7 +219,7 @@ def test_rotary_embedding_that_changes_with_length(make: Callable[[], Any], leng
     truth.check(tokens, llm.generate([tokens], greedy(12))[0].outputs[0], 12)
     with pytest.raises(PromptTooLong, match=f"longest text is {length} tokens"):
         llm.generate([tokens], greedy(13))
-    with pytest.raises(ConfigError, match=f"goes only to {length}"):
+    with pytest.raises(ConfigError, match=f"supports only {length}"):
         start(path, max_model_len=length + 1)
 
 

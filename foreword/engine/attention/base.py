@@ -138,7 +138,7 @@ def _interface(
     attention = _context.attention
     assert attention is not None, "a forward pass outside the engine's step"
     if attention_mask is not None:
-        raise RuntimeError("the model brings an attention mask of its own, which paged attention does not apply")
+        raise RuntimeError("the model passes an attention mask, which paged attention does not apply")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale, sliding_window, softcap, s_aux)
     return attention.attend(module.layer_idx, query, key, value, params), None

@@ -1,4 +1,4 @@
-"""Attention metadata of one step: its chunks, their block tables and slot mapping, and where their KV lies."""
+"""Attention metadata of one step: its chunks, their block tables and slot mapping, and where their KV is."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def shared_tokens(chunks: Sequence[QueryChunk], block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVSlots:
-    """Where consecutive tokens of one sequence lie: in runs of slots, which are views, and in blocks to be gathered.
+    """The slots of consecutive tokens of one sequence: runs of slots, which are views, and blocks to be gathered.
 
     Attributes:
         runs: intervals `[low, high)` of slots.
@@ -147,7 +147,7 @@ class KVSlots:
 def find_kv_slots(
     block_table: Sequence[int], start: int, stop: int, block_size: int, device: torch.device, *, ordered: bool = False
 ) -> KVSlots:
-    """Where tokens `[start, stop)` of a block table lie.
+    """The slots of tokens `[start, stop)` of a block table.
 
     One run is a view. Of several, the MAX_RUNS longest are views if they have LONG_RUN tokens; the other blocks are
     gathered. With `ordered` the result is one run, or all blocks gathered: several runs lose the order of the tokens.

@@ -166,9 +166,9 @@ static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, 
     const typename T::Element nothing[LANES] = {};
     for (int64_t i = 0; i < round_up(count, KEYS); i += T::PER_WORD) {
         int32_t* to = tile.values + i / T::PER_WORD * tile.width;
-        const int64_t held = min(T::PER_WORD, count - i);
-        const typename T::Element* one = held > 0 ? values[i] : nullptr;
-        const typename T::Element* two = held > 1 ? values[i + 1] : nullptr;
+        const int64_t present = min(T::PER_WORD, count - i);
+        const typename T::Element* one = present > 0 ? values[i] : nullptr;
+        const typename T::Element* two = present > 1 ? values[i + 1] : nullptr;
         for (int64_t j = 0; j < whole; j += LANES)
             store(to + j, T::pair(one ? one + j : nothing, two ? two + j : nothing));
         if (whole < dim) {
@@ -181,6 +181,7 @@ static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, 
     }
 }
 
+// out = out * decay + weights x values, for some columns.
 template <class T, int ROWS, int COLUMNS>
 INLINE void add_values(const Tile<T>& tile, int64_t row, int64_t column, const float* decay, int64_t steps) {
     Floats sums[ROWS][COLUMNS];
@@ -217,15 +218,16 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
         if (high[r] > low[r]) widest = max(widest, high[r]);
     }
     if (widest == 0) return;
+    // The scores of all rows, then one row at a time: mask, softmax, weights.
     Floats scores[ROWS][KEY_VECTORS] = {};
     multiply<T, ROWS, KEY_VECTORS, 0>(scores, tile.queries + row * tile.words, tile.words, tile.keys, KEYS, tile.words,
                                       nullptr);
     float decay[ROWS];
-    Floats held[ROWS * KEY_VECTORS];
+    Floats products[ROWS * KEY_VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < KEY_VECTORS; c++) held[r * KEY_VECTORS + c] = scores[r][c];
+        for (int c = 0; c < KEY_VECTORS; c++) products[r * KEY_VECTORS + c] = scores[r][c];
     const float scale = layer.scale * LOG2E;
     Words numbers;
     for (int i = 0; i < LANES; i++) numbers[i] = i;
@@ -234,7 +236,7 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
         Floats values[KEY_VECTORS];
 #pragma GCC unroll 4
         for (int c = 0; c < KEY_VECTORS; c++) {
-            values[c] = held[r * KEY_VECTORS + c] * scale;
+            values[c] = products[r * KEY_VECTORS + c] * scale;
             if (__builtin_expect(layer.softcap > 0, 0))
                 values[c] = tanh_of(values[c] * (1.0f / (layer.softcap * LOG2E))) * (layer.softcap * LOG2E);
             if (masked) {
@@ -246,12 +248,12 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
         Floats top = values[0];
 #pragma GCC unroll 4
         for (int c = 1; c < KEY_VECTORS; c++) top = larger(top, values[c]);
-        const float before = tile.largest[row + r];
-        const float now = largest_of(larger(top, broadcast(before)));
-        const float origin = now == -INFINITE ? 0.0f : now;
-        const Floats fall = exp2_of<6>(broadcast(before - origin));
-        decay[r] = fall[0];
-        Floats sum = load<Floats>(tile.sums + (row + r) * LANES) * fall;
+        const float old_largest = tile.largest[row + r];
+        const float new_largest = largest_of(larger(top, broadcast(old_largest)));
+        const float origin = new_largest == -INFINITE ? 0.0f : new_largest;
+        const Floats rescale = exp2_of<6>(broadcast(old_largest - origin));
+        decay[r] = rescale[0];
+        Floats sum = load<Floats>(tile.sums + (row + r) * LANES) * rescale;
 #pragma GCC unroll 4
         for (int c = 0; c < KEY_VECTORS; c++) {
             const Floats weight = exp2_of<T::EXP_DEGREE>(values[c] - origin);
@@ -259,7 +261,7 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
             T::write(tile.weights + r * KEYS + c * LANES, weight);
         }
         store(tile.sums + (row + r) * LANES, sum);
-        tile.largest[row + r] = now;
+        tile.largest[row + r] = new_largest;
     }
     const int64_t steps = (widest + T::PER_WORD - 1) / T::PER_WORD;
     int64_t column = 0;
@@ -268,12 +270,14 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
     for (; column < tile.width; column += LANES) add_values<T, ROWS, 1>(tile, row, column, decay, steps);
 }
 
+// The same for any number of rows up to QUERY_ROWS.
 template <class T, int ROWS = QUERY_ROWS>
 INLINE void attend_some(int64_t rows, const Tile<T>& tile, int64_t row, int64_t first, int64_t count) {
     if (rows == ROWS) return attend_rows<T, ROWS>(tile, row, first, count);
     if constexpr (ROWS > 1) attend_some<T, ROWS - 1>(rows, tile, row, first, count);
 }
 
+// Normalize a head's output: into the result, or into its part of it.
 template <class T>
 static void finish(const Tile<T>& tile, int64_t head, const QueryRows& rows) {
     const AttentionLayer& layer = tile.layer;
@@ -313,7 +317,7 @@ static void start_head(const Tile<T>& tile, int64_t head, const QueryRows& rows)
     }
 }
 
-// Heads `[first_head, last_head)` of a task, a block of keys at a time: the heads of one key lie together in memory.
+// Heads `[first_head, last_head)` of a task, a block of keys at a time: the heads of one key are adjacent in memory.
 template <class T>
 static void attend_task(const AttentionTasks& step, const AttentionLayer& layer, const QueryRows& rows,
                         const AttentionTask& task, int64_t first_head, int64_t last_head) {
@@ -353,6 +357,7 @@ static void attend_task(const AttentionTasks& step, const AttentionLayer& layer,
     }
 }
 
+// Merge the parts of a row that several tasks computed.
 template <class T>
 static void merge_row(const AttentionTasks& step, const AttentionLayer& layer, const QueryRows& rows,
                       const Merge& merge) {

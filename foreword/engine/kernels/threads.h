@@ -38,10 +38,10 @@ class ThreadTeam {
         } call{this, &lead};
         open_region(
             [](void* data) {
-                Call& mine = *(Call*)data;
-                if (mine.team->led_.exchange(true)) return mine.team->help();
-                (*mine.lead)();
-                mine.team->ticket_.store(CLOSED, std::memory_order_release);
+                Call& call = *(Call*)data;
+                if (call.team->led_.exchange(true)) return call.team->help();
+                (*call.lead)();
+                call.team->ticket_.store(CLOSED, std::memory_order_release);
             },
             &call, (unsigned)threads, 0);
     }

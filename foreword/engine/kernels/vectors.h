@@ -1,6 +1,6 @@
 // Vectors of the widest registers that the compiler may use, and the two number formats.
 //
-// Matrices are read in words of 32 bits: one float, or a pair of bfloat16 numbers that lie side by side. A dot product
+// Matrices are read in words of 32 bits: one float, or a pair of bfloat16 numbers side by side. A dot product
 // over words is the same loop for both: `Number::multiply_add(sum, words, words)`. Sums are float.
 #pragma once
 
@@ -105,8 +105,8 @@ INLINE Floats exp2_of(Floats x) {
     return (Floats)_mm512_scalef_ps((__m512)y, (__m512)whole);
 #else
     const Words power = __builtin_convertvector(whole, Words);
-    const Words held = power < -126 ? broadcast(int32_t(-126)) : (power > 127 ? broadcast(int32_t(127)) : power);
-    const Floats scaled = y * (Floats)((held + 127) << 23);
+    const Words clamped = power < -126 ? broadcast(int32_t(-126)) : (power > 127 ? broadcast(int32_t(127)) : power);
+    const Floats scaled = y * (Floats)((clamped + 127) << 23);
     const Floats beyond = select(whole > 127.0f, broadcast(INFINITE), scaled);
     return select(x == x, select(whole < -126.0f, broadcast(0.0f), beyond), x);
 #endif
@@ -114,8 +114,8 @@ INLINE Floats exp2_of(Floats x) {
 
 INLINE Floats exp_of(Floats x) { return exp2_of<6>(x * LOG2E); }
 INLINE Floats tanh_of(Floats x) {
-    const Floats held = select(x > 15.0f, broadcast(15.0f), select(x < -15.0f, broadcast(-15.0f), x));
-    return 1.0f - 2.0f / (exp_of(2.0f * held) + 1.0f);
+    const Floats clamped = select(x > 15.0f, broadcast(15.0f), select(x < -15.0f, broadcast(-15.0f), x));
+    return 1.0f - 2.0f / (exp_of(2.0f * clamped) + 1.0f);
 }
 
 struct Float32 {
