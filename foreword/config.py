@@ -379,6 +379,9 @@ class Config:
         return self.server.role
 
 
+_SECTIONS: Mapping[str, type[Any]] = typing.get_type_hints(Config)
+
+
 def load_config(
     path: Path | None = None,
     environ: Mapping[str, str] | None = None,
@@ -390,7 +393,7 @@ def load_config(
     """
     layers = [_read_file(path), _read_environment(os.environ if environ is None else environ), flags or {}]
     sections: dict[str, Any] = {}
-    for name, kind in typing.get_type_hints(Config).items():
+    for name, kind in _SECTIONS.items():
         merged: dict[str, Any] = {}
         for layer in layers:
             merged |= layer.get(name, {})
@@ -407,10 +410,9 @@ def _read_file(path: Path | None) -> Mapping[str, Mapping[str, Any]]:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    sections = {section.name for section in dataclasses.fields(Config)}
     for name, table in data.items():
-        if name not in sections:
-            raise ConfigError(f"{path}: unknown table [{name}]{did_you_mean(name, sections)}")
+        if name not in _SECTIONS:
+            raise ConfigError(f"{path}: unknown table [{name}]{did_you_mean(name, _SECTIONS)}")
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: {name} must be a table, written [{name}]")
     return data
@@ -419,13 +421,12 @@ def _read_file(path: Path | None) -> Mapping[str, Mapping[str, Any]]:
 def _read_environment(environ: Mapping[str, str]) -> Mapping[str, Mapping[str, Any]]:
     """Variables `FOREWORD_<SECTION>_<KEY>`. Any other variable that starts with FOREWORD_ is an error, so typos are found."""
     found: dict[str, dict[str, Any]] = {}
-    sections = [section.name for section in dataclasses.fields(Config)]
     for name, value in environ.items():
         if not name.startswith(ENV_PREFIX):
             continue
         section, _, key = name[len(ENV_PREFIX) :].lower().partition("_")
-        if section not in sections:
-            known = did_you_mean(section, sections)
+        if section not in _SECTIONS:
+            known = did_you_mean(section, _SECTIONS)
             raise ConfigError(f"environment variable {name}: unknown section {section!r}{known}")
         found.setdefault(section, {})[key] = value
     return found

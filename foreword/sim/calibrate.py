@@ -8,12 +8,12 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from foreword import __version__
 from foreword.config import EngineConfig
@@ -23,9 +23,6 @@ from foreword.routing.costs import LoadCost, pairs
 from foreword.sim.costs import EngineCosts
 from foreword.sim.profile import Profile
 from foreword.store.urls import parse
-
-if TYPE_CHECKING:
-    from foreword.entrypoints.llm import LLM
 
 _BATCHES: Final = (1, 2, 4, 8, 16)
 _DECODED: Final = 12
@@ -77,38 +74,71 @@ class StepSample:
         return (1.0, self.tokens, self.pairs, self.decoding, self.context)
 
 
-@dataclass(slots=True)
-class _StepObserver:
-    """Collects the events of an engine."""
+class _MeasuredEngine:
+    """The engine to measure. It observes its events and keeps those of the last `generate`.
 
-    steps: list[StepFinished] = field(default_factory=list)
-    firsts: list[float] = field(default_factory=list)
-    loaded: int = 0
+    Attributes:
+        steps: finished steps.
+        ttfts: times to first token.
+        loaded: prompt tokens that were loaded from the store.
+    """
+
+    def __init__(self, setup: CalibrationSetup, store: str | None = None) -> None:
+        from foreword.entrypoints.llm import LLM
+
+        self.steps: list[StepFinished] = []
+        self.ttfts: list[float] = []
+        self.loaded = 0
+        self._rng = random.Random(0)
+        pool_tokens = max(2 * setup.longest, (_BATCHES[-1] + 1) * (setup.longest // 2 + 64))
+        self.llm = LLM(
+            setup.model,
+            store=(store,) if store is not None else (),
+            observers=[self],
+            threads=setup.threads,
+            dtype=setup.dtype,
+            block_size=setup.block_size,
+            max_batch_tokens=setup.max_batch_tokens,
+            max_num_seqs=_BATCHES[-1],
+            kv_memory=f"{pool_tokens} tokens",
+            self_check=False,
+            seed=0,
+        )
 
     def notify(self, event: Event) -> None:
         if isinstance(event, StepFinished):
             self.steps.append(event)
         elif isinstance(event, FirstToken):
-            self.firsts.append(event.seconds)
+            self.ttfts.append(event.seconds)
         elif isinstance(event, PrefixLookup):
             self.loaded = sum(tokens for _, tokens in event.loaded_tokens)
 
-    def clear(self) -> None:
+    def prompt(self, length: int) -> list[int]:
+        """Random tokens."""
+        return [self._rng.randrange(self.llm.info.vocab_size) for _ in range(length)]
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+        from foreword.engine.request import SamplingParams
+
         self.steps.clear()
-        self.firsts.clear()
+        self.ttfts.clear()
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        self.llm.generate([list(prompt) for prompt in prompts], params)
+
+    def close(self) -> None:
+        self.llm.close()
 
 
 def measure(setup: CalibrationSetup, report: Callable[[str], None] = lambda _: None) -> Profile:
     """Load the model and measure it. Takes minutes on a CPU; nothing else should run then. Raises ForewordError."""
-    watch = _StepObserver()
-    with _opened(setup, watch) as llm:
-        info = llm.info
+    with closing(_MeasuredEngine(setup)) as engine:
+        info = engine.llm.info
         longest = min(setup.longest, info.max_model_len - _DECODED - 1)
         if longest < _SHORTEST:
             raise ConfigError(f"{info.name} has a maximum length of {info.max_model_len} tokens: too short to measure")
         setup = replace(setup, longest=longest)
         report(f"{info.name}, {info.parameters / 1e6:.0f}M parameters, {info.dtype} on {info.device}")
-        times = _steps(llm, watch, setup, report)
+        times = _steps(engine, setup, report)
         bytes_per_token = info.kv_bytes_per_block // info.block_size
         model = f"{info.name}, {info.parameters} parameters, {info.dtype} on {info.device}"
     costs, error, worst = fit(times)
@@ -169,60 +199,36 @@ def fit(times: Sequence[tuple[StepSample, float]]) -> tuple[EngineCosts, float, 
     return costs, float(np.median(errors)), float(errors.max())
 
 
-# Steps
-
-
 def _steps(
-    llm: LLM, watch: _StepObserver, setup: CalibrationSetup, report: Callable[[str], None]
+    engine: _MeasuredEngine, setup: CalibrationSetup, report: Callable[[str], None]
 ) -> list[tuple[StepSample, float]]:
-    rng = random.Random(0)
     seen: dict[StepSample, list[float]] = {}
     for number in range(setup.rounds + 1):
-        found = [*_prefill(llm, watch, setup, rng), *_decode(llm, watch, setup, rng)]
+        found = [*_prefill(engine, setup), *_decode(engine, setup)]
         report(f"steps: round {number} of {setup.rounds}, {len(found)} measured" + ("" if number else " (warming up)"))
         for sample, seconds in found if number else ():
             seen.setdefault(sample, []).append(seconds)
     return [(sample, median(values)) for sample, values in seen.items()]
 
 
-def _prefill(
-    llm: LLM, watch: _StepObserver, setup: CalibrationSetup, rng: random.Random
-) -> Iterator[tuple[StepSample, float]]:
+def _prefill(engine: _MeasuredEngine, setup: CalibrationSetup) -> Iterator[tuple[StepSample, float]]:
     for length in (*_SHORT, setup.longest // 4, setup.longest):
-        _generate(llm, watch, [_prompt(llm.info.vocab_size, length, rng)], 1)
+        engine.generate([engine.prompt(length)], 1)
         before = 0
-        for step in watch.steps:
+        for step in engine.steps:
             count = step.prefill_tokens
             if count > 1:
                 yield StepSample(count, pairs(count, before), 0, 0), step.seconds
             before += count
 
 
-def _decode(
-    llm: LLM, watch: _StepObserver, setup: CalibrationSetup, rng: random.Random
-) -> Iterator[tuple[StepSample, float]]:
+def _decode(engine: _MeasuredEngine, setup: CalibrationSetup) -> Iterator[tuple[StepSample, float]]:
     for context in (64, setup.longest // 2):
         for batch in _BATCHES:
-            prompts = [_prompt(llm.info.vocab_size, context, rng) for _ in range(batch)]
-            _generate(llm, watch, prompts, _DECODED)
-            steps = [one.seconds for one in watch.steps if one.decode_tokens == batch and not one.prefill_tokens]
+            engine.generate([engine.prompt(context) for _ in range(batch)], _DECODED)
+            steps = [one.seconds for one in engine.steps if one.decode_tokens == batch and not one.prefill_tokens]
             if steps:
                 yield StepSample(0, 0, batch, batch * (context + _DECODED // 2)), median(steps)
-
-
-def _generate(llm: LLM, watch: _StepObserver, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-    from foreword.engine.request import SamplingParams
-
-    watch.clear()
-    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    llm.generate([list(prompt) for prompt in prompts], params)
-
-
-def _prompt(vocab_size: int, length: int, rng: random.Random) -> list[int]:
-    return [rng.randrange(vocab_size) for _ in range(length)]
-
-
-# Loads
 
 
 def _loads(
@@ -255,22 +261,21 @@ def _load(setup: CalibrationSetup, url: str) -> LoadCost | None:
 
     The differences at two lengths give a line: latency and seconds per token.
     """
-    watch, rng = _StepObserver(), random.Random(1)
     points: list[tuple[int, float]] = []
-    with _opened(setup, watch, url) as llm:
+    with closing(_MeasuredEngine(setup, url)) as engine:
         for length in (setup.longest // 4, setup.longest // 2, setup.longest):
-            prompt = _prompt(llm.info.vocab_size, length, rng)
-            _generate(llm, watch, [prompt], 1)
+            prompt = engine.prompt(length)
+            engine.generate([prompt], 1)
             times: list[float] = []
             for number in range(setup.rounds + 1):
-                llm.flush(_FLUSH_SECONDS)
-                llm.clear_cache()
-                _generate(llm, watch, [prompt], 1)
-                loaded, seconds = watch.loaded, watch.firsts[0]
+                engine.llm.flush(_FLUSH_SECONDS)
+                engine.llm.clear_cache()
+                engine.generate([prompt], 1)
+                loaded, seconds = engine.loaded, engine.ttfts[0]
                 # The same prompt from the device: the difference is the load.
-                _generate(llm, watch, [prompt], 1)
+                engine.generate([prompt], 1)
                 if number and loaded * 2 > length:
-                    times.append(max(seconds - watch.firsts[0], 0.0))
+                    times.append(max(seconds - engine.ttfts[0], 0.0))
             if times:
                 points.append((length, median(times)))
     if not points:
@@ -278,27 +283,6 @@ def _load(setup: CalibrationSetup, url: str) -> LoadCost | None:
     (short, quick), (long, slow) = points[0], points[-1]
     per_token = max(slow - quick, 0.0) / (long - short) if long > short else slow / long
     return LoadCost(per_token or slow / long, max(quick - per_token * short, 0.0))
-
-
-@contextmanager
-def _opened(setup: CalibrationSetup, watch: _StepObserver, store: str | None = None) -> Iterator[LLM]:
-    from foreword.entrypoints.llm import LLM
-
-    pool_tokens = max(2 * setup.longest, (_BATCHES[-1] + 1) * (setup.longest // 2 + 64))
-    with LLM(
-        setup.model,
-        store=(store,) if store is not None else (),
-        observers=[watch],
-        threads=setup.threads,
-        dtype=setup.dtype,
-        block_size=setup.block_size,
-        max_batch_tokens=setup.max_batch_tokens,
-        max_num_seqs=_BATCHES[-1],
-        kv_memory=f"{pool_tokens} tokens",
-        self_check=False,
-        seed=0,
-    ) as llm:
-        yield llm
 
 
 def _machine() -> str:
