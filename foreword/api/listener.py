@@ -1,4 +1,4 @@
-"""Where a server or a router listens."""
+"""The listening socket of a server or a router."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foreword.errors import ConfigError
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A socket that listens. Raises ConfigError with a sentence if that is not possible."""
+    """A listening socket. Raises ConfigError with advice if that is not possible."""
     where = f"{config.host} port {config.port}"
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -22,7 +22,7 @@ def bind(config: ServerConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # Listening now, not when the loop starts: of two servers on one port the second fails here.
+        # Listen before the loop starts: the second of two servers on one port fails here.
         listener.listen(2048)
     except OSError as error:
         listener.close()

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of both of OpenAI's interfaces."""
+"""Log-probabilities in the formats of OpenAI's completions and chat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foreword.engine.request import TokenLogprob
 if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer
 
-# JSON has no infinity. OpenAI's and vLLM's stand-in for "impossible".
+# JSON has no infinity. OpenAI and vLLM use this value for probability 0.
 _IMPOSSIBLE = -9999.0
 
 
@@ -39,15 +39,15 @@ def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, A
 
 
 class Offsets:
-    """Where each token begins in a completion's text, in characters, while the text grows."""
+    """The offset of each token in a completion's text, in characters, while the text grows."""
 
     def __init__(self, start: int = 0) -> None:
         self._position = start
-        # A character may be spread over tokens: it counts where its last byte is.
+        # The bytes of one character may belong to several tokens. It counts for the token with its last byte.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, tokenizer: Tokenizer, token: int) -> int:
-        """The offset of the next token. Special tokens are listed, but no part of the text."""
+        """The offset of the next token. Special tokens have an offset but no text."""
         offset = self._position
         if tokenizer.decode([token]):
             self._position += len(self._decoder.decode(tokenizer.token_bytes(token)))
@@ -55,7 +55,7 @@ class Offsets:
 
 
 def for_completion(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], offsets: Offsets) -> dict[str, Any]:
-    """The `logprobs` of a completion's choice. OpenAI lists the chosen token among the likeliest even if it is not."""
+    """The `logprobs` of a completion's choice. The chosen token is always in `top_logprobs`, as at OpenAI."""
     return {
         "tokens": [name_of(tokenizer, entry.token) for entry in entries],
         "token_logprobs": [max(entry.logprob, _IMPOSSIBLE) for entry in entries],
@@ -68,6 +68,6 @@ def _likeliest(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, float]:
     pairs = [*entry.top, (entry.token, entry.logprob)]
     named: dict[str, float] = {}
     for token, logprob in pairs:
-        # Two tokens may have the same text; the likelier one comes first and stays.
+        # Of two tokens with the same text, the likelier one comes first and is kept.
         named.setdefault(name_of(tokenizer, token), max(logprob, _IMPOSSIBLE))
     return named

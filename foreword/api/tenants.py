@@ -1,8 +1,7 @@
-"""Who calls: API key -> tenant -> salt.
+"""Authentication: API key -> tenant -> cache salt. The server and the router share it.
 
-The salt decides which cached blocks a request can hit, so it comes from the authenticated caller alone; a salt in a
-request body is an unknown field like any other and has no effect. Only a router, which authenticates callers itself and has
-a key of its own (`router_key`), may name the salt of those it speaks for, in the header `x-foreword-salt`.
+The salt decides which cached blocks a request can hit, so it depends on the API key alone. A salt in a request body has no
+effect. Only a router with the `router_key` authenticates callers itself and names their salt in the header `x-foreword-salt`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Literal
 from foreword.config import ServerConfig
 from foreword.errors import BadRequest, ConfigError, Unauthorized
 
-# A bare key has no "=", so that a mistyped pair is not taken for one.
+# A bare key has no "=", so that a mistyped pair is an error.
 _PAIR = re.compile(r"(?P<tenant>[A-Za-z0-9_.-]+)=(?P<key>[!-~]+)")
 _BARE = re.compile(r"(?P<key>[!-<>-~]+)")
 SALT_HEADER = "x-foreword-salt"
@@ -28,10 +27,10 @@ _MAX_SALT = 128
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A caller. Tenants with equal salts share cached blocks and named prefixes.
+    """A group of callers. Tenants with equal salts share cached blocks and named prefixes.
 
     Attributes:
-        source: who said so: the caller's `key`, a `router`, or `none` where no keys are asked for.
+        source: what determined the tenant: the caller's `key`, a `router`, or `none` where no keys are required.
     """
 
     name: str
@@ -40,11 +39,11 @@ class Tenant:
 
 
 class Tenants:
-    """All callers that the server knows. Without any key there is one tenant, with an empty salt.
+    """All tenants. Without any key there is one tenant, with an empty salt.
 
     Args:
         keys: key and tenant.
-        router_key: with this key a router speaks for others.
+        router_key: a caller with this key names the tenant's salt itself.
     """
 
     def __init__(self, keys: Iterable[tuple[bytes, Tenant]] = (), router_key: bytes | None = None) -> None:
@@ -53,7 +52,7 @@ class Tenants:
         self._only = Tenant("default", b"", "none")
 
     def __len__(self) -> int:
-        """How many tenants can be told apart by their keys; 0 if no key is asked for."""
+        """The number of tenants that have keys; 0 if no key is required."""
         return len({tenant.name for _, tenant in self._keys})
 
     @property
@@ -72,34 +71,34 @@ class Tenants:
         return cls(((key, Tenant(name, derive_salt(secret, name))) for name, key in entries), router_key)
 
     def authenticate(self, authorization: str | None, salt: str | None = None) -> Tenant:
-        """The tenant of an `Authorization` header. Raises Unauthorized, BadRequest for a router's salt that is none.
+        """The tenant of an `Authorization` header. Raises Unauthorized, or BadRequest for a malformed salt.
 
-        `salt` is what `x-foreword-salt` says, in hexadecimal; only a router's counts.
+        `salt` is the header `x-foreword-salt`, in hexadecimal; it has an effect only with the router's key.
 
-        Every key is compared in constant time, so the time of an answer tells nothing about a key.
+        Every key is compared in constant time, so the time of an answer reveals nothing about a key.
         """
         if not self._keys and self._router_key is None:
             return self._only
         scheme, _, given = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
-            raise Unauthorized("This server asks for an API key; send the header Authorization: Bearer KEY")
+            raise Unauthorized("This server requires an API key; send the header Authorization: Bearer KEY")
         candidate = given.strip().encode("latin-1", "replace")
         if self._router_key is not None and hmac.compare_digest(self._router_key, candidate):
-            return _spoken_for(salt)
+            return _tenant_of_salt(salt)
         found = [tenant for key, tenant in self._keys if hmac.compare_digest(key, candidate)]
         if not found:
             raise Unauthorized("The API key is not one that this server knows")
         return found[0]
 
     def headers_for(self, salt: bytes) -> dict[str, str]:
-        """What shows another server with the same keys that a call is on behalf of the tenant with this salt."""
+        """Headers that authenticate a call on behalf of this salt's tenant at another server with the same keys."""
         key = next((key for key, tenant in self._keys if hmac.compare_digest(tenant.salt, salt)), None)
         if key is not None or self._router_key is None:
             return {} if key is None else {"authorization": f"Bearer {key.decode()}"}
         return {"authorization": f"Bearer {self._router_key.decode()}", SALT_HEADER: salt.hex()}
 
 
-def _spoken_for(salt: str | None) -> Tenant:
+def _tenant_of_salt(salt: str | None) -> Tenant:
     try:
         found = bytes.fromhex(salt or "")
     except ValueError:
@@ -110,7 +109,7 @@ def _spoken_for(salt: str | None) -> Tenant:
 
 
 def derive_salt(secret: bytes, tenant: str) -> bytes:
-    """HMAC-SHA256 of the tenant's name: equal on every server that has the same secret."""
+    """HMAC-SHA256 of the tenant's name: equal on all servers with the same secret."""
     return hmac.digest(secret, tenant.encode(), hashlib.sha256)
 
 
@@ -128,7 +127,7 @@ def _read(path: str | None) -> list[str]:
 
 
 def _parse(entry: str) -> tuple[str, bytes]:
-    """`KEY` or `TENANT=KEY`. A bare key is a tenant of its own, so that strangers never share by accident."""
+    """Parse `KEY` or `TENANT=KEY`. Each bare key is a separate tenant."""
     match = _PAIR.fullmatch(entry) or _BARE.fullmatch(entry)
     if match is None or not match["key"].strip("="):
         # The entry is a secret: it is not repeated here.

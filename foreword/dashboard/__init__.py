@@ -1,1 +1,1 @@
-"""A page that shows what the cache does: `/ui` on a server and on a router."""
+"""The dashboard: the page `/ui` of a server and of a router."""

@@ -43,19 +43,19 @@ from foreword.store.urls import parse
 logger = logging.getLogger(__name__)
 
 _KEPT_MESSAGES: Final = 10_000
-# Token ids kept for replay, all messages together: the bound on memory, about 5 bytes each.
+# Limit for the memory of all messages kept for replay, about 5 bytes per token id.
 _KEPT_BYTES: Final = 64 << 20
 _WAITING: Final = 100_000
 _POLL_SECONDS: Final = 0.05
-# Blocks of which it is remembered what they hold, for when a tier has them: about 400 bytes each where they have 16 tokens.
+# Blocks whose tokens are kept for the events of tiers: about 400 bytes per block of 16 tokens.
 _KNOWN_BLOCKS: Final = 1 << 14
-# Changes of tiers that are not told yet; those that do not fit are not told.
-_MOST_CHANGES: Final = 1 << 17
-_OWN: Final = ("memory", "disk")
+# Changes of tiers that are not published yet; further ones are dropped.
+_MAX_CHANGES: Final = 1 << 17
+_LOCAL_SCHEMES: Final = ("memory", "disk")
 
 
 class Place(NamedTuple):
-    """Where blocks lie, in the words of events."""
+    """Where blocks are, in the terms of vLLM's events."""
 
     medium: str
     locality: str | None = None
@@ -81,12 +81,10 @@ class _Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where the events are, as `GET /kv_event_sources` tells it."""
+    """The addresses of the events, for `GET /kv_event_sources`."""
 
     endpoint: str
     replay_endpoint: str
-    buffer_steps: int = _KEPT_MESSAGES
-    topic: str = ""
 
     def described(self) -> dict[str, Any]:
         """In vLLM's fields."""
@@ -95,13 +93,13 @@ class EventSource:
             "publisher": "zmq",
             "endpoint": self.endpoint,
             "replay_endpoint": self.replay_endpoint,
-            "buffer_steps": self.buffer_steps,
-            "topic": self.topic,
+            "buffer_steps": _KEPT_MESSAGES,
+            "topic": "",
         }
 
 
 class KvEvents:
-    """An `events.Observer` that publishes. `close` ends its thread.
+    """An observer that publishes the engine's events. `close` ends its thread.
 
     Args:
         block_size: tokens per block of the engine.
@@ -128,7 +126,7 @@ class KvEvents:
         self._watches = False
         self._known: OrderedDict[bytes, _KnownBlock] = OrderedDict()
         self._known_lock = threading.Lock()
-        self._changes: deque[_Change] = deque(maxlen=_MOST_CHANGES)
+        self._changes: deque[_Change] = deque(maxlen=_MAX_CHANGES)
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -137,7 +135,7 @@ class KvEvents:
     # On the engine's thread
 
     def notify(self, event: Event) -> None:
-        """Remember what was stored until its step has ended; pass removals on at once."""
+        """Keep stored blocks until their step has ended; publish removals at once."""
         if type(event) is BlocksStored:
             self._stored.append(event)
             if self._watches:
@@ -151,7 +149,7 @@ class KvEvents:
             self._stored.clear()
 
     def _withdraw(self, keys: set[bytes]) -> None:
-        """What was removed before its step ended was never computed, nor was what follows it in its chain."""
+        """Drop blocks that were removed before their step ended: they and their successors were never computed."""
         left: list[BlocksStored] = []
         for event in self._stored:
             good = next((i for i, key in enumerate(event.keys) if key in keys), len(event.keys))
@@ -186,13 +184,13 @@ class KvEvents:
     def _send(self, events: Sequence[object]) -> None:
         try:
             self._messages.put_nowait(list(events))
-        except queue.Full:  # the numbers then have a gap that no replay fills, and subscribers start anew
+        except queue.Full:  # leaves a gap in the numbers that no replay fills, so subscribers start again
             self._lost += 1
 
     # On the threads that write to stores
 
     def watch(self, store: TieredStore, urls: Sequence[str]) -> None:
-        """From now on tell of what these tiers, opened from these URLs, take and lose too."""
+        """Publish also what these tiers, opened from these URLs, store and remove."""
         places = [_place(url) for url in urls]
         self._watches = True
 
@@ -201,10 +199,10 @@ class KvEvents:
 
         store.subscribe(note)
 
-    # On its own thread
+    # On the publishing thread
 
     def _changed(self) -> list[object]:
-        """What changed in the tiers since this was asked last, as events. A block whose tokens are forgotten is not told of."""
+        """The changes of tiers since the last call, as events. Blocks whose tokens are no longer known are left out."""
         changes = [self._changes.popleft() for _ in range(len(self._changes))]
         events: list[object] = []
         for (place, stored), some in groupby(changes, key=lambda one: one[:2]):
@@ -216,7 +214,7 @@ class KvEvents:
         return events
 
     def _runs(self, keys: Sequence[bytes]) -> list[BlocksStored]:
-        """Stretches of chains, as far as it is known what the blocks hold."""
+        """Consecutive runs of the blocks whose tokens are known."""
         with self._known_lock:
             found = [(key, self._known[key]) for key in keys if key in self._known]
         runs: list[list[tuple[bytes, _KnownBlock]]] = []
@@ -245,7 +243,7 @@ class KvEvents:
                 events = self._messages.get(timeout=_POLL_SECONDS)
             if events is None:
                 return
-            # The device's first: whoever reads them knows what a tier's are about.
+            # The device's events first: subscribers then know the blocks of the tiers' events.
             for some in (events, self._changed()):
                 if some:
                     number += self._lost_since()
@@ -269,7 +267,7 @@ class KvEvents:
     def _replay(self, frames: list[bytes]) -> None:
         start = decode_number(frames[2]) if len(frames) == 3 else None
         if start is None:
-            logger.warning("a request for missed KV events was not understood")
+            logger.warning("ignored a malformed request for a replay of KV events")
             return
         peer = frames[0]
         for number, payload in self._kept:
@@ -278,7 +276,7 @@ class KvEvents:
         self._router.send_multipart((peer, b"", b"", REPLAY_END, b""))
 
     def close(self) -> None:
-        """Send what waits and end."""
+        """Publish queued events and end the thread."""
         self._messages.put(None)
         self._thread.join(2)
         self._close_sockets()
@@ -292,7 +290,7 @@ class KvEvents:
 def _place(url: str) -> Place:
     parsed = parse(url)
     medium = HOST_MEDIUM if parsed.scheme == "memory" else STORAGE_MEDIUM
-    return Place(medium, LOCAL if parsed.scheme in _OWN else REMOTE, parsed.label)
+    return Place(medium, LOCAL if parsed.scheme in _LOCAL_SCHEMES else REMOTE, parsed.label)
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:

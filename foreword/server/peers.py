@@ -1,11 +1,11 @@
-"""Which other servers this one may be sent to.
+"""The allow-list of other servers that a request may name.
 
-A request can name an address: `kv_transfer_params.prefill`, or `to` of a request that shall move. Without a bound whoever may
-send requests could make this server connect to anything that it can reach, and show a caller's key there. Allowed are this
-host, the hosts that the configuration names anyway (`--drain-to`, stores at `peer://`, the own transfer address), and what
-`--peer` says. Whoever has the operator's key, or a router's, is not asked.
+A request can name an address: `kv_transfer_params.prefill`, or `to` for a migration. Without a limit, any client could make
+this server connect to any address that it can reach, and send a caller's key there. Allowed are this host, hosts that the
+configuration names (`--drain-to`, `peer://` stores, the server's own transfer address), and those of `--peer`. A caller with
+the operator's or a router's key may name any address.
 
-Names are compared as they are written and never resolved: what a name stands for can change between the check and the call.
+Names are compared as written and never resolved, because a name's address can change between the check and the call.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LOCAL = ("127.0.0.0/8", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """One entry of the list: addresses of a network, or names that fit a pattern; at one port, or any."""
+class PeerRule:
+    """One entry of the allow-list: a network or a pattern of names, at one port or at any."""
 
     network: _Network | None = None
     names: re.Pattern[str] | None = None
     port: int | None = None
 
-    def fits(self, host: str, port: int) -> bool:
+    def matches(self, host: str, port: int) -> bool:
         if self.port not in (None, port):
             return False
         number = _number(host)
@@ -47,10 +47,10 @@ class Rule:
 
 
 class Peers:
-    """This host, and whom `rules` add.
+    """The allow-list: this host, and what `rules` add.
 
     Args:
-        rules: `HOST`, `HOST:PORT`, `http://HOST:PORT`, `*.DOMAIN`, a network such as `10.0.0.0/8`, or `*` for everybody.
+        rules: `HOST`, `HOST:PORT`, `http://HOST:PORT`, `*.DOMAIN`, a network such as `10.0.0.0/8`, or `*` for any.
 
     Raises ConfigError for an entry that is none of these.
     """
@@ -60,11 +60,11 @@ class Peers:
 
     @classmethod
     def from_config(cls, config: Config) -> Peers:
-        """Raises ConfigError, also for a URL in `--drain-to` that is none."""
+        """Raises ConfigError, also for a malformed URL in `--drain-to`."""
         return cls((*_named(config), *config.server.peers))
 
     def check_address(self, address: str, param: str) -> None:
-        """An instance's address for transfers. Raises BadRequest for what is none, Forbidden."""
+        """Check a transfer address. Raises BadRequest for a malformed one, Forbidden for one that is not allowed."""
         try:
             where = parse_address(address)
         except ConfigError as error:
@@ -73,36 +73,36 @@ class Peers:
             self._check(where.host, where.port, address, param)
 
     def check_url(self, url: str, param: str) -> None:
-        """A server's URL. Raises BadRequest for what is none, Forbidden."""
-        # As the client that calls it reads it: two readings of one text would be a way around this check.
+        """Check a server's URL. Raises BadRequest for a malformed one, Forbidden for one that is not allowed."""
+        # Parsed by the HTTP client that calls it later: a second parser could understand the URL differently.
         parts = httpx.URL(server_url(url, param))
         self._check(parts.raw_host.decode("ascii"), parts.port or _PORTS[parts.scheme], url, param)
 
     def _check(self, host: str, port: int, given: str, param: str) -> None:
         bare = _bare(host)
-        if not any(rule.fits(bare, port) for rule in self._rules):
+        if not any(rule.matches(bare, port) for rule in self._rules):
             raise Forbidden(
-                f"{param}: {given} is none of the servers that this one may be sent to; its operator can allow it with "
+                f"{param}: {given} is not an allowed server; the operator of this server can allow it with "
                 f"--peer {bare} (server.peers; names and addresses are compared as written)",
                 param=param,
             )
 
 
 def server_url(text: str, param: str) -> str:
-    """A server's URL without a slash at its end. Raises BadRequest."""
+    """A server's URL without a trailing slash. Raises BadRequest."""
     try:
         parts = httpx.URL(text.strip())
         plain = not (parts.query or parts.fragment or parts.userinfo) and (parts.port or 0) <= 65535
-        fine = parts.scheme in _PORTS and plain and _HOST.fullmatch(parts.raw_host) is not None
+        valid = parts.scheme in _PORTS and plain and _HOST.fullmatch(parts.raw_host) is not None
     except (httpx.InvalidURL, ValueError):
-        fine = False
-    if not fine:
-        raise BadRequest(f"{param!r} is a server's URL, such as http://10.0.0.7:8000, not {text!r}", param=param)
+        valid = False
+    if not valid:
+        raise BadRequest(f"{param!r} must be a server's URL, such as http://10.0.0.7:8000, not {text!r}", param=param)
     return text.strip().rstrip("/")
 
 
 def _named(config: Config) -> Iterator[str]:
-    """Hosts that the configuration names for other reasons, in the form of rules."""
+    """Rules for the hosts that other keys of the configuration name."""
     for url in config.server.drain_to:
         try:
             yield _as_rule(httpx.URL(server_url(url, "drain_to")).raw_host.decode("ascii"))
@@ -125,20 +125,20 @@ def _is_any(host: str) -> bool:
     return number is not None and number.is_unspecified
 
 
-def _parse(text: str) -> Iterator[Rule]:
+def _parse(text: str) -> Iterator[PeerRule]:
     """The rules of one entry. Raises ConfigError."""
     entry = text.strip().lower()
     if entry == "*":
-        yield Rule(ipaddress.ip_network("0.0.0.0/0"))
-        yield Rule(ipaddress.ip_network("::/0"), re.compile(".*"))
+        yield PeerRule(ipaddress.ip_network("0.0.0.0/0"))
+        yield PeerRule(ipaddress.ip_network("::/0"), re.compile(".*"))
         return
     host, port = _split(entry, text)
     try:
-        yield Rule(ipaddress.ip_network(host, strict=False), port=port)
+        yield PeerRule(ipaddress.ip_network(host, strict=False), port=port)
     except ValueError:
         if not _NAME.fullmatch(host) or not re.search(r"[a-z]", host):
             raise _wrong(text) from None
-        yield Rule(names=_pattern(host), port=port)
+        yield PeerRule(names=_pattern(host), port=port)
 
 
 def _split(entry: str, text: str) -> tuple[str, int | None]:
@@ -158,23 +158,23 @@ def _split(entry: str, text: str) -> tuple[str, int | None]:
 def _wrong(text: str) -> ConfigError:
     return ConfigError(
         f"server.peers: {text!r} is not a peer; write a host, host:port, http://host:port, *.domain, a network such as "
-        "10.0.0.0/8, or * for everybody"
+        "10.0.0.0/8, or * for any"
     )
 
 
 def _pattern(host: str) -> re.Pattern[str]:
-    """`*.` in front stands for any names before it, any other `*` for a part of one: `web-*` is not `web-1.example.org`."""
+    """A leading `*.` matches one or more labels, any other `*` a part of one label: `web-*` does not match `web-1.a.org`."""
     head, rest = (r"(?:[^.]+\.)+", host[2:]) if host.startswith("*.") else ("", host)
     return re.compile(head + "[^.]*".join(map(re.escape, rest.split("*"))))
 
 
 def _bare(host: str) -> str:
-    """One way to write a host."""
+    """A host in canonical form."""
     return host.lower().removeprefix("[").removesuffix("]").removesuffix(".")
 
 
 def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """An address written in numbers; an IPv4 address within an IPv6 one is itself."""
+    """An IP address; an IPv4-mapped IPv6 address as the IPv4 address. None for a name."""
     try:
         found = ipaddress.ip_address(host)
     except ValueError:

@@ -1,4 +1,4 @@
-// The page: asks this server each second, unless nobody looks, and hands the answers to the view.
+// The page: fetches data from this server each second while it is visible, and passes the data to the view.
 
 import { Closed, Failed, Refused, askForKey, get, getJson, refused } from "./api.js";
 import { clock } from "./dom.js";
@@ -7,7 +7,7 @@ import { RouterView } from "./router.js";
 import { ServerView } from "./server.js";
 
 const EVERY = 1000;
-const PATIENCE = 8000;
+const TIMEOUT = 8000;
 const STATES = { ready: ["ready", "good"], not_ready: ["loading", "warn"], shutting_down: ["draining", "warn"], engine_error: ["failed", "bad"] };
 
 const element = (id) => document.getElementById(id);
@@ -22,16 +22,16 @@ function say(word, tone, notice = "") {
 }
 
 async function open() {
-  const about = await getJson("data/kind", AbortSignal.timeout(PATIENCE));
+  const about = await getJson("data/kind", AbortSignal.timeout(TIMEOUT));
   if (!about.welcome) throw refused();
   if (about.closed) throw new Closed(about.closed);
   page.kind = about.kind;
   page.view = new (about.kind === "router" ? RouterView : ServerView)(element("view"));
-  element("foot").textContent = `Foreword ${about.version} · figures from /metrics, asked each second while this page is seen`;
+  element("foot").textContent = `Foreword ${about.version} · figures from /metrics, updated each second while this page is visible`;
 }
 
 async function ask() {
-  const signal = AbortSignal.timeout(PATIENCE);
+  const signal = AbortSignal.timeout(TIMEOUT);
   if (!page.kind) await open();
   if (!page.fresh) {
     page.timeline.load(await getJson("data/history", signal));
@@ -68,7 +68,7 @@ async function tick() {
     } else if (error instanceof Failed || error.name === "TimeoutError" || error.name === "AbortError") {
       document.body.classList.add("stale");
       page.fresh = false;
-      say("no answer", "bad", `${error instanceof Failed ? error.message : "The server takes long to answer."} ${page.heard ? `Last heard at ${clock(page.heard)}; t` : "T"}rying again.`);
+      say("no answer", "bad", `${error instanceof Failed ? error.message : "The server does not answer in time."} ${page.heard ? `Last answer at ${clock(page.heard)}; t` : "T"}rying again.`);
     } else {
       broken(error);
     }
@@ -78,7 +78,7 @@ async function tick() {
   if (!document.hidden && !page.paused) page.timer = setTimeout(tick, EVERY);
 }
 
-// A mistake of this page's own: said, logged, and the page goes on.
+// An error of this page itself: shown and logged. The page continues.
 function broken(error) {
   console.error(error);
   say("page error", "bad", `This page failed to draw: ${error.message}. Please report it.`);
@@ -101,7 +101,7 @@ element("pause").addEventListener("click", () => {
   element("pause").setAttribute("aria-pressed", page.paused);
   if (page.paused) clearTimeout(page.timer); else tick();
 });
-// What happened while nobody looked comes from the server's own memory.
+// The time while the page was hidden comes from the server's history.
 document.addEventListener("visibilitychange", () => {
   clearTimeout(page.timer);
   if (document.hidden) return;

@@ -1,4 +1,4 @@
-// What both views are made of.
+// Building blocks of both views.
 
 import { h } from "./dom.js";
 

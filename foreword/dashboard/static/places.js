@@ -3,7 +3,7 @@
 import { bytes, count, h, percent, segment } from "./dom.js";
 import { kindOf, wordOf } from "./sources.js";
 
-// `free` blocks may still hold KV: `idle` of them do, as far as the numbers tell.
+// `free` blocks may still hold KV: `idle` is the number of those.
 export function devicePlace({ all, pinned, free, cached, each }) {
   const used = Math.max(0, all - free - pinned);
   const idle = Math.max(0, Math.min(free, cached - (all - free)));
@@ -12,23 +12,23 @@ export function devicePlace({ all, pinned, free, cached, each }) {
   return h("div", { class: "place device", "data-place": "device", "data-cached": cached },
     h("b", {}, "Device"),
     h("div", { class: "bar", role: "img", "aria-label": `Device: ${percent(filled)} full` },
-      segment(pinned / all, "tone deep", `${count(pinned)} pinned`), segment(used / all, "tone", `${count(used)} in use`), segment(idle / all, "tone light", `${count(idle)} cached, free to be evicted`)),
+      segment(pinned / all, "tone deep", `${count(pinned)} pinned`), segment(used / all, "tone", `${count(used)} in use`), segment(idle / all, "tone light", `${count(idle)} cached, evictable`)),
     h("p", {}, `${percent(filled)} full: ${text}`),
-    h("p", { class: "legend" }, h("span", { class: "key device" }, `in use ${percent(used / all)}`), h("span", { class: "key device light" }, `kept for reuse ${percent(idle / all)}`), pinned > 0 && h("span", {}, `pinned ${count(pinned)} blocks`)));
+    h("p", { class: "legend" }, h("span", { class: "key device" }, `in use ${percent(used / all)}`), h("span", { class: "key device light" }, `cached ${percent(idle / all)}`), pinned > 0 && h("span", {}, `pinned ${count(pinned)} blocks`)));
 }
 
-// A server that tells only which share of its blocks requests use.
+// A server that reports only the share of blocks in use.
 export const usagePlace = (usage) => h("div", { class: "place device", "data-place": "device" },
   h("b", {}, "Device"),
   h("div", { class: "bar", role: "img", "aria-label": `Device: ${percent(usage)} in use` }, segment(usage, "tone")),
-  h("p", {}, `${percent(usage)} in use by requests; it does not say what it keeps for reuse`));
+  h("p", {}, `${percent(usage)} in use by requests; its cached blocks are unknown`));
 
 export function tierPlace({ tier, held, budget, blocks, pinned, open, facts = [] }) {
-  const size = blocks < 0 ? "size unknown" : budget ? `${percent(held / budget)} full: ${bytes(held)} of ${bytes(budget)}` : `${bytes(held)}, no bound of its own`;
+  const size = blocks < 0 ? "size unknown" : budget ? `${percent(held / budget)} full: ${bytes(held)} of ${bytes(budget)}` : `${bytes(held)}, no size limit`;
   const more = [blocks >= 0 ? `${count(blocks)} blocks` : null, ...facts].filter(Boolean).join(", ");
   return h("div", { class: `place ${kindOf(tier)}`, "data-place": tier, "data-bytes": held },
     h("b", {}, wordOf(tier)),
     budget ? h("div", { class: "bar", role: "img", "aria-label": `${tier}: ${size}` },
       segment(pinned / budget, "tone deep", `${bytes(pinned)} pinned`), segment((held - pinned) / budget, "tone")) : h("span"),
-    h("p", {}, open ? h("span", { class: "broken" }, "Left alone for now: it kept failing. ") : null, more ? `${size}; ${more}` : size));
+    h("p", {}, open ? h("span", { class: "broken" }, "Circuit open: this tier keeps failing. ") : null, more ? `${size}; ${more}` : size));
 }

@@ -9,7 +9,7 @@ const PLACED = "foreword:router_prompt_tokens_total";
 const FOUND = "foreword:router_actual_cached_tokens_total";
 const EXPECTED = "foreword:router_expected_cached_tokens_total";
 const DECIDED = "foreword:router_decisions_total";
-const FIRST = "foreword:router_time_to_first_token_seconds";
+const TTFT = "foreword:router_time_to_first_token_seconds";
 const REASONS = { cheapest: "lowest TTFT", session: "session affinity", moved: "session moved", spread: "spread, least loaded", only: "only one available" };
 
 // The sum over all series of a metric, of a map of values or of a period.
@@ -19,12 +19,12 @@ const shortOf = (text) => text.replaceAll(/\bhttps?:\/\//g, "");
 
 export class RouterView {
   constructor(root) {
-    this.hit = figure("hit-share", "Prompt tokens reused");
-    this.first = figure("first-token", "Time to first token, mean");
+    this.hit = figure("hit-share", "Cache hit rate");
+    this.first = figure("first-token", "Time to first token (TTFT), mean");
     this.flight = figure("in-flight", "Requests in flight");
     this.moved = figure("moved", "Sessions moved");
     this.replicas = h("div", { class: "replicas", id: "replicas" });
-    this.sources = new Shares("Prompt tokens found in a replica's caches, over time", 170);
+    this.sources = new Shares("Prompt tokens cached at the chosen replica, over time", 170);
     this.sourcesLegend = h("p", { class: "legend" });
     this.load = new Lines("Requests in flight and queued at the router, over time", 170, ["running", "waiting"]);
     this.expected = h("div", { id: "expected" });
@@ -33,9 +33,9 @@ export class RouterView {
       h("span", {}, h("span", { class: "swatch-line" }), "in flight"), h("span", {}, h("span", { class: "swatch-line waiting" }), "queued here"));
     root.replaceChildren(
       this.hit.element, this.first.element, this.flight.element, this.moved.element, this.replicas,
-      card("w6", "Prompt tokens found in caches", this.sources.element, this.sourcesLegend),
+      card("w6", "Cached prompt tokens", this.sources.element, this.sourcesLegend),
       card("w6", "Requests", this.load.element, legend),
-      card("", h("span", {}, "Expected and found ", h("small", {}, "cached tokens, as estimated by the router and as reported by the replicas")), this.expected),
+      card("", h("span", {}, "Expected and actual ", h("small", {}, "cached tokens, as estimated by the router and as reported by the replicas")), this.expected),
       card("", "Last decisions", this.decisions),
     );
   }
@@ -47,8 +47,8 @@ export class RouterView {
     const level = (name) => sum(timeline, (key) => timeline.last.values.get(key), name);
     const [placed, found] = [total(PLACED), total(FOUND)];
     this.hit.set(placed ? percent(found / placed) : "–", placed ? `${count(found)} of ${count(placed)}` : "no prompts in this period");
-    const firsts = total(`${FIRST}_count`);
-    this.first.set(firsts ? seconds(total(`${FIRST}_sum`) / firsts) : "–", `of ${count(firsts)} streamed requests`);
+    const firsts = total(`${TTFT}_count`);
+    this.first.set(firsts ? seconds(total(`${TTFT}_sum`) / firsts) : "–", `of ${count(firsts)} streamed requests`);
     this.flight.set(count(level("foreword:router_in_flight")), `${count(level("foreword:router_queue_length"))} queued here`);
     this.moved.set(count(total("foreword:router_sessions_moved_total")), `${count(level("foreword:router_sessions"))} sessions known`);
     this.drawReplicas(timeline, period, now);
@@ -66,7 +66,7 @@ export class RouterView {
   }
 
   drawCharts(timeline, range, placed, found) {
-    const tell = (part, whole) => (whole ? `${percent(part / whole)} of ${count(whole)} tokens found` : "no prompts");
+    const tell = (part, whole) => (whole ? `${percent(part / whole)} of ${count(whole)} tokens cached` : "no prompts");
     const points = columnsOf(timeline, range).map(([from, to]) => {
       const [before, after] = [timeline.at(from), timeline.at(to)];
       const delta = (name) => Math.max(0, sum(timeline, (key) => (after.get(key) || 0) - (before.get(key) || 0), name));
@@ -75,7 +75,7 @@ export class RouterView {
       return { from, parts: [["plain", part], ["computed", whole - part]], text: tell(part, whole) };
     });
     this.sources.show(points, tell(found, placed));
-    renew(this.sourcesLegend, [found, placed], () => [["plain", "Found", found], ["computed", "Computed", placed - found]].map(([kind, word, tokens]) =>
+    renew(this.sourcesLegend, [found, placed], () => [["plain", "Cached", found], ["computed", "Computed", placed - found]].map(([kind, word, tokens]) =>
       h("span", { class: `key ${kind}` }, `${word} `, h("b", {}, placed ? percent(tokens / placed) : "–"))));
     const names = ["foreword:router_in_flight", "foreword:router_queue_length"];
     const loads = columnsOf(timeline, range).map(([from, to]) => {
@@ -89,9 +89,9 @@ export class RouterView {
     const rows = now.replicas.map(({ replica }) => [replica, period.delta(EXPECTED, { replica }), period.delta(FOUND, { replica })]);
     renew(this.expected, rows, () => {
       const most = Math.max(1, ...rows.flatMap(([, expected, found]) => [expected, found]));
-      return rows.length ? table([["Replica"], ["Expected", "n"], ["Found", "n"], ["Found of expected", "n wide"]], rows.map(([url, expected, found]) =>
+      return rows.length ? table([["Replica"], ["Expected", "n"], ["Actual", "n"], ["Actual of expected", "n wide"]], rows.map(([url, expected, found]) =>
         h("tr", { "data-expected": url },
-          h("td", {}, shortOf(url), h("div", { class: "bar thin plain", title: `expected ${count(expected)}` }, segment(expected / most, "tone light")), h("div", { class: "bar thin plain", title: `found ${count(found)}` }, segment(found / most, "tone"))),
+          h("td", {}, shortOf(url), h("div", { class: "bar thin plain", title: `expected ${count(expected)}` }, segment(expected / most, "tone light")), h("div", { class: "bar thin plain", title: `actual ${count(found)}` }, segment(found / most, "tone"))),
           h("td", { class: "n" }, count(expected)), h("td", { class: "n" }, count(found)), h("td", { class: "n wide" }, expected ? percent(found / expected) : "–")))) : empty("There is no replica yet.");
     });
   }
@@ -103,15 +103,15 @@ function replicaCard(one, sent, all) {
     ["Requests", `${count(sent)} of ${count(all)}, ${all ? percent(sent / all) : "–"}`],
     ["In flight", `${count(one.in_flight)}, ${count(one.waiting || 0)} before the first token`],
     ["Queued prompts", `${count(one.queued_tokens)} tokens`],
-    ["Computes", one.costs && one.costs.prefill_seconds_per_token > 0 ? `${count(1 / one.costs.prefill_seconds_per_token)} tokens/s` : "not measured yet"],
-    ["Known to hold", one.kv_events && one.kv_events.length ? `${count(one.known_blocks)} blocks, by its events` : `${count(one.estimated_blocks || 0)} blocks, estimated`],
+    ["Prefill speed", one.costs && one.costs.prefill_seconds_per_token > 0 ? `${count(1 / one.costs.prefill_seconds_per_token)} tokens/s` : "not measured yet"],
+    ["Cached blocks", one.kv_events && one.kv_events.length ? `${count(one.known_blocks)} blocks, from KV events` : `${count(one.estimated_blocks || 0)} blocks, estimated`],
   ];
   const share = h("div", { class: "bar thin plain", "aria-hidden": "true" }, segment(all ? sent / all : 0, "tone"));
   return h("section", { class: "card replica", "data-replica": one.replica, "data-sent": sent },
     h("h2", {}, h("span", {}, shortOf(one.replica)), h("span", { class: `pill ${tone}` }, word), one.role === "both" ? null : h("small", {}, one.role)),
     one.reason && !one.drained ? h("p", { class: "note broken" }, one.reason) : null,
     h("div", { class: "places" },
-      one.device ? devicePlace({ ...one.device, each: NaN }) : one.usage !== null ? usagePlace(one.usage) : h("p", { class: "empty" }, "It does not say how full it is."),
+      one.device ? devicePlace({ ...one.device, each: NaN }) : one.usage !== null ? usagePlace(one.usage) : h("p", { class: "empty" }, "Its memory use is unknown."),
       one.tiers.map(tierPlace)),
     h("dl", {}, facts.flatMap(([name, text], row) => [h("dt", {}, name), h("dd", {}, text), row ? null : share])));
 }
@@ -120,6 +120,6 @@ function decisionTable(rows) {
   return table([["Time"], ["Request", "wide"], ["To"], ["Prompt", "n wide"], ["Expected", "n"], ["Why"]], rows.map((one) =>
     h("tr", { "data-decision": one.request_id, class: one.replica ? null : "bad" },
       h("td", { class: "t" }, clock(one.time)), h("td", { class: "id wide", title: one.request_id }, one.request_id),
-      h("td", { class: "t" }, one.replica ? shortOf(one.replica) : "nowhere", h("br"), h("small", {}, REASONS[one.reason] || one.reason)),
+      h("td", { class: "t" }, one.replica ? shortOf(one.replica) : "none", h("br"), h("small", {}, REASONS[one.reason] || one.reason)),
       h("td", { class: "n wide" }, count(one.prompt_tokens)), h("td", { class: "n" }, count(one.expected_cached_tokens)), h("td", { class: "why" }, shortOf(one.in_words)))));
 }

@@ -7,13 +7,13 @@ import { devicePlace, tierPlace } from "./places.js";
 import { bySpeed, kindOf, wordOf } from "./sources.js";
 
 const SOURCE = "vllm:prompt_tokens_cached_by_source_total";
-const FIRST = "foreword:time_to_first_token_by_cached_seconds";
-const SHARES = [["none", "Nothing", "computed"], ["some", "Under half", "device light"], ["most", "Half or more", "device"]];
+const TTFT = "foreword:time_to_first_token_by_cached_seconds";
+const SHARES = [["none", "No hit", "computed"], ["some", "Under half", "device light"], ["most", "Half or more", "device"]];
 
 export class ServerView {
   constructor(root) {
-    this.hit = figure("hit-share", "Prompt tokens reused");
-    this.first = figure("first-token", "Time to first token, mean");
+    this.hit = figure("hit-share", "Prefix cache hit rate");
+    this.first = figure("first-token", "Time to first token (TTFT), mean");
     this.requests = figure("running", "Requests running");
     this.rate = figure("rate", "Tokens per second");
     this.places = h("div", { class: "places", id: "places" });
@@ -22,7 +22,7 @@ export class ServerView {
     this.ttft = h("div", { class: "ttft", id: "ttft" });
     this.load = new Lines("Requests running and waiting, over time", 130, ["running", "waiting"]);
     this.prefixes = h("div", { id: "prefixes" });
-    this.chains = h("div", { id: "chains" });
+    this.commonPrefixes = h("div", { id: "common-prefixes" });
     this.recent = h("div", { id: "recent" });
     const legend = h("p", { class: "legend" },
       h("span", {}, h("span", { class: "swatch-line" }), "running"), h("span", {}, h("span", { class: "swatch-line waiting" }), "waiting"));
@@ -31,9 +31,9 @@ export class ServerView {
       card("w7", "Where prompt tokens came from", this.sources.element, this.sourcesLegend),
       card("w5", "Where blocks are", this.places),
       card("w7", "Requests", this.load.element, legend),
-      card("w5", h("span", {}, "Time to first token ", h("small", {}, "by how much of the prompt was cached")), this.ttft),
-      card("w6", h("span", {}, "Named prefixes ", h("small", {}, "pinned until they are removed")), this.prefixes),
-      card("w6", h("span", {}, "Shared most ", h("small", {}, "beginnings that recent texts have in common")), this.chains),
+      card("w5", h("span", {}, "Time to first token ", h("small", {}, "by the cached share of the prompt")), this.ttft),
+      card("w6", h("span", {}, "Named prefixes ", h("small", {}, "pinned until removed")), this.prefixes),
+      card("w6", h("span", {}, "Common prefixes ", h("small", {}, "of recent requests")), this.commonPrefixes),
       card("", "Recent requests", this.recent),
     );
   }
@@ -56,8 +56,8 @@ export class ServerView {
     this.hit.set(asked ? percent(hits / asked) : "–", asked ? `${count(hits)} of ${count(asked)}` : "no prompts in this period");
     const firsts = period.delta("vllm:time_to_first_token_seconds_count");
     const mean = (share) => {
-      const number = period.delta(`${FIRST}_count`, { cached: share });
-      return number ? period.delta(`${FIRST}_sum`, { cached: share }) / number : NaN;
+      const number = period.delta(`${TTFT}_count`, { cached: share });
+      return number ? period.delta(`${TTFT}_sum`, { cached: share }) / number : NaN;
     };
     this.first.set(
       firsts ? seconds(period.delta("vllm:time_to_first_token_seconds_sum") / firsts) : "–",
@@ -67,7 +67,7 @@ export class ServerView {
     const recent = timeline.period(10);
     const speed = (name) => recent.delta(name) / 10;
     const computed = speed("vllm:prefix_cache_queries_total") - speed("vllm:prefix_cache_hits_total");
-    this.rate.set(count(speed("vllm:generation_tokens_total")), `generated; ${count(computed)} of prompts computed`);
+    this.rate.set(count(speed("vllm:generation_tokens_total")), `generated; ${count(computed)} prompt tokens computed`);
   }
 
   drawSources(timeline, period, labels, range) {
@@ -112,8 +112,8 @@ export class ServerView {
 
   drawTtft(period) {
     const rows = SHARES.map(([share, word, tone]) => {
-      const number = period.delta(`${FIRST}_count`, { cached: share });
-      return [word, tone, number, number ? period.delta(`${FIRST}_sum`, { cached: share }) / number : null, share];
+      const number = period.delta(`${TTFT}_count`, { cached: share });
+      return [word, tone, number, number ? period.delta(`${TTFT}_sum`, { cached: share }) / number : null, share];
     });
     renew(this.ttft, rows, (shown) => {
       const longest = Math.max(...shown.map((row) => row[3] || 0)) || 1;
@@ -137,7 +137,7 @@ export class ServerView {
   drawTables(now, labels) {
     const at = Math.floor(now.time / 5) * 5;
     renew(this.prefixes, [now.prefixes, at], ([rows]) => (rows.length ? prefixTable(rows, at) : empty("None. Register one with `foreword prefix add` or POST /v1/prefixes.")));
-    renew(this.chains, now.common_prefixes, (rows) => (rows.length ? chainTable(rows) : empty("No two recent texts share a full block.")));
+    renew(this.commonPrefixes, now.common_prefixes, (rows) => (rows.length ? commonPrefixTable(rows) : empty("No two recent requests share a full block.")));
     const tiers = labels.length > 1;
     renew(this.recent, [now.requests, tiers], ([rows]) => (rows.length ? requestTable(rows, tiers) : empty("None since the server started.")));
   }
@@ -150,20 +150,20 @@ function prefixTable(rows, now) {
       h("td", { class: "n wide" }, `${count(one.hit_tokens)} tokens`), h("td", { class: "n wide" }, ago(one.last_used, now)))));
 }
 
-function chainTable(rows) {
+function commonPrefixTable(rows) {
   const most = Math.max(...rows.map((one) => one.users));
-  return table([["Begins with"], ["Tokens", "n"], ["Blocks", "n"], ["On device", "n wide"], ["Texts", "n"]], rows.map((one) =>
-    h("tr", { "data-chain": one.tokens }, h("td", {}, chainName(one), h("div", { class: "bar thin device" }, segment(one.users / most, "tone"))),
+  return table([["Starts with"], ["Tokens", "n"], ["Blocks", "n"], ["On device", "n wide"], ["Requests", "n"]], rows.map((one) =>
+    h("tr", { "data-common-prefix": one.tokens }, h("td", {}, commonPrefixName(one), h("div", { class: "bar thin device" }, segment(one.users / most, "tone"))),
       h("td", { class: "n" }, count(one.tokens)), h("td", { class: "n" }, count(one.blocks)), h("td", { class: "n wide" }, percent(one.on_device / one.blocks)), h("td", { class: "n" }, count(one.users)))));
 }
 
-function chainName(one) {
+function commonPrefixName(one) {
   if (one.starts_with) return h("b", {}, one.starts_with);
-  return one.part_of.length ? h("span", {}, "part of ", h("b", {}, one.part_of.join(", "))) : "a text without a name";
+  return one.part_of.length ? h("span", {}, "part of ", h("b", {}, one.part_of.join(", "))) : "unnamed";
 }
 
 function requestTable(rows, tiers) {
-  const heads = [["Ended"], ["Request", "wide"], ["Prompt", "n"], ["Reused"], ["First token", "n"], ["In all", "n wide"], ["Output", "n"], ["Why the rest was computed", "wide"]];
+  const heads = [["Ended"], ["Request", "wide"], ["Prompt", "n"], ["Cached"], ["TTFT", "n"], ["Total", "n wide"], ["Output", "n"], ["Cache miss reason", "wide"]];
   return table(heads, rows.slice(0, 25).map((one) => {
     const failed = one.finish_reason === "error" || one.finish_reason === "abort";
     return h("tr", { class: failed ? "bad" : null, "data-request": one.number },
@@ -173,7 +173,7 @@ function requestTable(rows, tiers) {
       h("td", {}, `${percent(one.cached_tokens / one.prompt_tokens)}`, sourceBar(one, tiers)),
       h("td", { class: "n" }, seconds(one.ttft)), h("td", { class: "n wide" }, seconds(one.seconds)),
       h("td", { class: "n" }, failed ? { error: "failed", abort: "aborted" }[one.finish_reason] : count(one.output_tokens)),
-      h("td", { class: "why wide" }, one.report ? one.report.detail : h("span", { title: "Requests are explained while this page is open." }, "–")));
+      h("td", { class: "why wide" }, one.report ? one.report.detail : h("span", { title: "Cache reports are made while this page is open." }, "–")));
   }));
 }
 

@@ -1,4 +1,4 @@
-// Where KV came from: a few kinds, each with one colour, whatever the tiers are called.
+// Sources of KV: a few kinds with one color each, independent of the tiers' labels.
 
 const ORDER = ["device", "memory", "disk", "shared", "peer", "computed"];
 
