@@ -379,17 +379,17 @@ class DictStore:
     def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
         return iter([StoredBlock(name, size=len(data)) for name, data in self.frames.items()])
 
-    def put_record(self, word: str, data: bytes, *, deadline: float) -> None:
-        self.kept[word] = data
+    def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
+        self.kept[key] = data
 
-    def get_record(self, word: str, *, deadline: float) -> bytes | None:
-        return self.kept.get(word)
+    def get_record(self, key: str, *, deadline: float) -> bytes | None:
+        return self.kept.get(key)
 
-    def delete_record(self, word: str, *, deadline: float) -> bool:
-        return self.kept.pop(word, None) is not None
+    def delete_record(self, key: str, *, deadline: float) -> bool:
+        return self.kept.pop(key, None) is not None
 
-    def records(self, start: str, *, deadline: float) -> list[str]:
-        return sorted(word for word in self.kept if word.startswith(start))
+    def records(self, prefix: str, *, deadline: float) -> list[str]:
+        return sorted(key for key in self.kept if key.startswith(prefix))
 
     def status(self) -> StoreStatus:
         return StoreStatus(blocks=len(self.frames), notes={"mine": 1})

@@ -246,7 +246,7 @@ def test_injected_delays(flaky: FlakyStore) -> None:
     flaky.delay(0)
     flaky.inject("hang")
     with pytest.raises(StoreTimeout):
-        flaky.get_record("word", deadline=soon(0.01))
+        flaky.get_record("key", deadline=soon(0.01))
     flaky.inject("hang", 0.0)
     assert flaky.lookup(names_of(frames), deadline=soon()) == 3
     assert flaky.injected == {"delay": 2, "hang": 1}

@@ -124,9 +124,9 @@ def calls_of(store: ObjectStore, seconds: float) -> dict[str, Callable[[], objec
         "delete": lambda: store.delete(names, deadline=then()),
         "pin": lambda: store.pin(names, deadline=then()),
         "scan": lambda: list(store.scan(deadline=then())),
-        "put_record": lambda: store.put_record("word", b"data", deadline=then()),
-        "get_record": lambda: store.get_record("word", deadline=then()),
-        "delete_record": lambda: store.delete_record("word", deadline=then()),
+        "put_record": lambda: store.put_record("key", b"data", deadline=then()),
+        "get_record": lambda: store.get_record("key", deadline=then()),
+        "delete_record": lambda: store.delete_record("key", deadline=then()),
         "records": lambda: store.records("", deadline=then()),
     }
 
@@ -259,7 +259,7 @@ def test_prefixes_are_kept_apart(server: S3Server):
     mine = ObjectStore(server.url(), prefix=prefix)
     frames = make_frames(9, 2, 100)
     mine.put(frames, deadline=soon())
-    mine.put_record("word", b"data", deadline=soon())
+    mine.put_record("key", b"data", deadline=soon())
     for other in (ObjectStore(server.url(), prefix=prefix + "x"), ObjectStore(server.url(), prefix=prefix[:-1])):
         assert present(other, frames) == [False, False]
         assert not {entry.name for entry in other.scan(deadline=soon())} & set(names_of(frames))
@@ -270,13 +270,13 @@ def test_prefixes_are_kept_apart(server: S3Server):
 
 def test_record_keys(store: ObjectStore):
     """Record keys that look like relative paths are ordinary keys. Invalid keys are refused."""
-    for word in ("..", ".", "../../x", "a/..", "a.record"):
-        store.put_record(word, word.encode(), deadline=soon())
+    for key in ("..", ".", "../../x", "a/..", "a.record"):
+        store.put_record(key, key.encode(), deadline=soon())
     assert store.records("", deadline=soon()) == sorted(["..", ".", "../../x", "a/..", "a.record"])
     assert store.get_record("../../x", deadline=soon()) == b"../../x"
-    for word in ("", "/a", "a/", "a//b", "a b", "a!b", "ä", "a\n"):
+    for key in ("", "/a", "a/", "a//b", "a b", "a!b", "ä", "a\n"):
         with pytest.raises(StoreConfigError):
-            store.put_record(word, b"x", deadline=soon())
+            store.put_record(key, b"x", deadline=soon())
 
 
 # Failures

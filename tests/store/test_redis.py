@@ -162,9 +162,9 @@ def calls_of(store: RedisStore, seconds: float) -> dict[str, Callable[[], object
         "delete": lambda: store.delete(names, deadline=at()),
         "pin": lambda: store.pin(names, deadline=at()),
         "scan": lambda: list(store.scan(deadline=at())),
-        "put_record": lambda: store.put_record("word", b"data", deadline=at()),
-        "get_record": lambda: store.get_record("word", deadline=at()),
-        "delete_record": lambda: store.delete_record("word", deadline=at()),
+        "put_record": lambda: store.put_record("key", b"data", deadline=at()),
+        "get_record": lambda: store.get_record("key", deadline=at()),
+        "delete_record": lambda: store.delete_record("key", deadline=at()),
         "records": lambda: store.records("", deadline=at()),
     }
 
@@ -302,7 +302,7 @@ def test_prefixes_and_databases_are_kept_apart(server: RedisServer):
     stores = [RedisStore(server.url, prefix=fresh()), RedisStore(f"{server.url}/3", prefix=prefix)]
     mine = RedisStore(server.url, prefix=prefix)
     mine.put(frames, deadline=soon())
-    mine.put_record("word", b"data", deadline=soon())
+    mine.put_record("key", b"data", deadline=soon())
     for other in stores:
         assert present(other, frames) == [False, False]
         assert list(other.scan(deadline=soon())) == [] and other.records("", deadline=soon()) == []
@@ -388,7 +388,7 @@ def test_a_replica_is_read_only(tmp_path: Path, own: RedisServer):
         with pytest.raises(StoreReadOnly):
             store.put(frames, deadline=soon())
         with pytest.raises(StoreReadOnly):
-            store.put_record("word", b"data", deadline=soon())
+            store.put_record("key", b"data", deadline=soon())
         assert read(store, frames) == [frames[0].data, None]
         store.close()
     finally:
@@ -682,9 +682,9 @@ def test_wrong_urls():
 
 def test_record_keys(store: RedisStore):
     """Invalid record keys are refused."""
-    for word in ("", "/a", "a/", "a//b", "a b", "ä", "a\n"):
+    for key in ("", "/a", "a/", "a//b", "a b", "ä", "a\n"):
         with pytest.raises(StoreConfigError):
-            store.put_record(word, b"x", deadline=soon())
+            store.put_record(key, b"x", deadline=soon())
 
 
 def test_a_store_crosses_a_fork(server: RedisServer, store: RedisStore):

@@ -34,7 +34,7 @@ def use(url: str) -> None:
     """Open a store and send it a command."""
     store = open_store([url], None, {"peer": opener(TransferConfig())})
     try:
-        store.tiers[0].store.put_record("word", b"data", deadline=time.monotonic() + 20)
+        store.tiers[0].store.put_record("key", b"data", deadline=time.monotonic() + 20)
     finally:
         store.close()
 
@@ -121,7 +121,7 @@ def test_a_server_that_repeats_the_password() -> None:
     store = RedisStore(f"redis://:QuietPlease@127.0.0.1:{liar.port}")
     try:
         with pytest.raises(StoreConfigError, match="AUTH") as caught:
-            store.get_record("word", deadline=time.monotonic() + 60)
+            store.get_record("key", deadline=time.monotonic() + 60)
         assert SECRET not in shown(caught.value)
     finally:
         store.close()
