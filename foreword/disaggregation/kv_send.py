@@ -128,13 +128,13 @@ class KVSend:
         if unused:
             self._sender.released(self)
 
-    def take_off(self) -> bool:
+    def start_job(self) -> bool:
         """Count a job as in flight; False if the transfer has ended."""
         with self._changed:
             self._in_flight += not self._over
             return not self._over
 
-    def land(self) -> None:
+    def end_job(self) -> None:
         """A job was done, or was dropped."""
         with self._changed:
             self._in_flight -= 1
@@ -171,9 +171,9 @@ class KVSend:
                 self.bytes += size
                 self.parts += 1
                 self.hidden_bytes += 0 if self.computed else size
-            self.land()
+            self.end_job()
 
-        if not self.take_off():
+        if not self.start_job():
             return
         try:
             if not self.source.send(part, buffers, sent=sent, wait=SEND_WAIT):
@@ -227,7 +227,7 @@ class KVSender:
 
     def put(self, send: KVSend, job: Job) -> None:
         """Queue KV, or a call that follows everything queued before. Does nothing if the transfer is over."""
-        if not send.take_off():
+        if not send.start_job():
             return
         channel = send.source.channel
         with self._changed:
@@ -259,7 +259,7 @@ class KVSender:
                 send.source.cancel(Reason.FAILED, "sending KV failed")
             finally:
                 for _ in range(count):
-                    send.land()
+                    send.end_job()
 
 
 def _next(jobs: deque[tuple[KVSend, Job]]) -> tuple[KVSend, Job, int]:

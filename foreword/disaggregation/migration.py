@@ -370,6 +370,7 @@ class Migrations:
         self._core.replay_output(sequence)
         self._context.thread.add_migrated(sequence.request, sequence.output, incoming.offer.envelope)
         incoming.kv_tokens, incoming.done = tokens, True
+        self._core.scheduler.collect_one(sequence)
 
     def settle(self, incoming: IncomingMigration, outcome: str) -> None:
         """The transfer is over. A request that was not taken is forgotten."""

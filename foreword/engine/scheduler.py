@@ -281,25 +281,24 @@ class Scheduler:
         Returns those admitted for the first time. One whose prompt was computed elsewhere has nothing to compute until the
         token that came with it (`transferred.token`) is appended.
         """
-        admitted = []
-        for sequence, external in list(self.waiting_for_kv.items()):
-            if not external.done:
-                continue
-            arrival = self._end_wait(sequence)
-            first = sequence.cached_tokens < 0
-            if first and arrival.origin:
-                sequence.transferred = arrival
-            elif first:
-                sequence.loaded = arrival
-            if self._is_remote(sequence, arrival.tokens) and self._begin_remote(sequence):
-                continue  # what the stores do not have
-            if not sequence.table.blocks:  # migrated here before it had any KV
-                self.waiting.appendleft(sequence)
-                continue
-            self._run_with(sequence, arrival)
-            if first:
-                admitted.append(sequence)
-        return admitted
+        done = [sequence for sequence, external in self.waiting_for_kv.items() if external.done]
+        return [sequence for sequence in done if self.collect_one(sequence)]
+
+    def collect_one(self, sequence: SequenceState) -> bool:
+        """End a sequence's wait for KV. True if it runs now and was admitted for the first time."""
+        first = sequence.cached_tokens < 0
+        arrival = self._end_wait(sequence)
+        if first and arrival.origin:
+            sequence.transferred = arrival
+        elif first:
+            sequence.loaded = arrival
+        if self._is_remote(sequence, arrival.tokens) and self._begin_remote(sequence):
+            return False  # the stores did not have all of it
+        if not sequence.table.blocks:  # migrated here before it had any KV
+            self.waiting.appendleft(sequence)
+            return False
+        self._run_with(sequence, arrival)
+        return first
 
     def _end_wait(self, sequence: SequenceState) -> KVArrival:
         """End a sequence's wait, and publish the blocks that came whole."""

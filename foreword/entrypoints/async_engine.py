@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import secrets
 import threading
@@ -132,65 +131,48 @@ class AsyncEngine:
         """Raises PromptTooLong or BadRequest for a request that `generate` would refuse."""
         self._core.validate(request)
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+    def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Deltas of all `params.n` sequences, as they come. Closing the iterator ends the request and frees its blocks.
 
         Raises BadRequest or PromptTooLong at the first step, EngineFailed if the engine breaks.
         """
-        self.validate(request)
-        async with contextlib.aclosing(self._listen(request, None)) as deltas:
-            async for delta in deltas:
-                yield delta
+        return self._generate(request, None)
 
-    async def _listen(
+    def _generate(
         self, request: Request, on_finish: Callable[[SequenceState], None] | None
     ) -> AsyncGenerator[Delta, None]:
-        if request.id in self._active:
-            raise BadRequest(f"a request with the id {request.id!r} is already running", param="request_id")
-        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        begin = functools.partial(self._begin, request, listener, on_finish)
-        async with contextlib.aclosing(self._deltas(request.id, listener, begin, request.params.n)) as deltas:
-            async for delta in deltas:
-                yield delta
+        def begin(listener: _Listener) -> None:
+            self._core.add(request, on_finish)
+            self._listeners[request.id] = listener
 
-    async def _compute_and_pin(self, one: Registration) -> PinnedKV:
-        """Compute the KV of a named prefix, or load it, and pin its full blocks."""
-        pin = PrefixPin(self._parts, f"prefix-{next(self._prefix_ids)}-{one.prefix.name}", one.tokens, one.salt)
-        try:
-            self.validate(pin.request)
-            async for _ in self._listen(pin.request, pin.pin):
-                pass
-        except BaseException:
-            self.post(pin.undo)  # behind the request in the inbox: by then it is pinned, or never will be
-            raise
-        if pin.pinned is None:
-            raise ShuttingDown(f"the engine ended before the prefix {one.prefix.name!r} was computed")
-        return pin.pinned
+        return self._stream(request.id, begin, request.params.n)
 
-    def _unpin(self, blocks: Sequence[int]) -> None:
-        self.post(lambda: self._core.cache.unpin(blocks))
-
-    async def follow(self, request_id: str) -> AsyncGenerator[Delta, None]:
+    def follow(self, request_id: str) -> AsyncGenerator[Delta, None]:
         """Claim a request that migrated here: its output since then, and all that follows. Closing the iterator ends it.
 
-        Raises NotFound if no unclaimed request has this id.
+        Raises NotFound at the first step if no unclaimed request has this id.
         """
-        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        begin = functools.partial(self._attach, request_id, listener)
-        async with contextlib.aclosing(self._deltas(request_id, listener, begin, 1)) as deltas:
-            async for delta in deltas:
-                yield delta
 
-    async def unclaimed_requests(self) -> Sequence[UnclaimedRequest]:
-        """Unclaimed requests, once the engine's thread has done everything posted before."""
-        return await self._call(self.unclaimed.all)
+        def begin(listener: _Listener) -> None:
+            unclaimed = self.unclaimed.claim(request_id)
+            if unclaimed is None:
+                raise NotFound(f"no request {request_id!r} has moved here and waits to be fetched")
+            self._listeners[request_id] = listener
+            self.deliver(unclaimed.deltas)
 
-    async def _deltas(
-        self, request_id: str, listener: _Listener, begin: Callable[[], None], sequences: int
+        return self._stream(request_id, begin, 1)
+
+    async def _stream(
+        self, request_id: str, begin: Callable[[_Listener], None], sequences: int
     ) -> AsyncGenerator[Delta, None]:
+        """Deltas until all sequences have ended. `begin` runs on the engine's thread between two steps: a step that is
+        running may still produce a delta of an earlier request with this id."""
+        if request_id in self._active:
+            raise BadRequest(f"a request with the id {request_id!r} is already running", param="request_id")
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         self._active.add(request_id)
         try:
-            await self._call(begin)
+            await self._call(lambda: begin(listener))
             left = sequences
             while left:
                 delta = await listener.queue.get()
@@ -204,17 +186,30 @@ class AsyncEngine:
                 self._listeners.pop(request_id, None)
             self._active.discard(request_id)
 
-    def _begin(self, request: Request, listener: _Listener, on_finish: Callable[[SequenceState], None] | None) -> None:
-        # On the engine's thread: a step in flight may still bring a delta for an earlier request of this id.
-        self._core.add(request, on_finish)
-        self._listeners[request.id] = listener
+    def _forget(self, request_id: str, listener: _Listener) -> None:
+        if self._listeners.get(request_id) is listener:  # not if another client follows it by now
+            del self._listeners[request_id]
+            self._core.abort(request_id)
 
-    def _attach(self, request_id: str, listener: _Listener) -> None:
-        unclaimed = self.unclaimed.claim(request_id)
-        if unclaimed is None:
-            raise NotFound(f"no request {request_id!r} has moved here and waits to be fetched")
-        self._listeners[request_id] = listener
-        self.deliver(unclaimed.deltas)
+    async def _compute_and_pin(self, one: Registration) -> PinnedKV:
+        """Compute the KV of a named prefix, or load it, and pin its full blocks."""
+        pin = PrefixPin(self._parts, f"prefix-{next(self._prefix_ids)}-{one.prefix.name}", one.tokens, one.salt)
+        try:
+            async for _ in self._generate(pin.request, pin.pin):
+                pass
+        except BaseException:
+            self.post(pin.undo)  # behind the request in the inbox: by then it is pinned, or never will be
+            raise
+        if pin.pinned is None:
+            raise ShuttingDown(f"the engine ended before the prefix {one.prefix.name!r} was computed")
+        return pin.pinned
+
+    def _unpin(self, blocks: Sequence[int]) -> None:
+        self.post(lambda: self._core.cache.unpin(blocks))
+
+    async def unclaimed_requests(self) -> Sequence[UnclaimedRequest]:
+        """Unclaimed requests, once the engine's thread has done everything posted before."""
+        return await self._call(self.unclaimed.all)
 
     def _expired(self, request_id: str) -> None:
         """The client of a migrated request has not come for it in time."""
@@ -224,11 +219,6 @@ class AsyncEngine:
                 self._core.abort(request_id)
 
         self.post(work)
-
-    def _forget(self, request_id: str, listener: _Listener) -> None:
-        if self._listeners.get(request_id) is listener:  # not if another client follows it by now
-            del self._listeners[request_id]
-            self._core.abort(request_id)
 
     async def migrate(
         self, request_id: str, address: str, *, to: str = "", new_id: str = "", envelope: bytes = b""
