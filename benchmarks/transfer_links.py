@@ -1,13 +1,15 @@
-"""Links between two processes on one host, against a plain socket and a plain copy of the same bytes, in turns.
+"""Throughput of the links between two processes on one host, compared with a plain socket and a plain copy.
 
     python benchmarks/transfer_links.py [--volume 64MiB] [--rounds 15] [--json FILE]
 
-Each round sends the same blocks once in each way, from one process to another, and ends when the other one says that the last
-has arrived; the order of the ways changes from round to round. `plain socket` is loopback TCP with `sendall` and `recv_into` of
-one block at a time into one buffer. `memcpy` copies each block once within this process, into as much memory as the ring
-has, so it is one copy, as the shared-memory link makes one. `summed` is with the checksum of every payload made on one side
-and checked on the other. `parts` is the whole package: a transfer between two endpoints, through queue, writer, reader, ledger
-and checks, into a service that releases each part at once.
+Each round sends the same blocks once in each way, from one process to another, and ends when the receiver has reported the
+last one. The order of the ways changes from round to round.
+
+    plain socket   loopback TCP with `sendall` and `recv_into` of one block at a time into one buffer
+    memcpy         copies each block once within this process, into as much memory as the ring has (as the shm link does)
+    tcp, shm       the links
+    ... summed     with a checksum of every payload, computed by the sender and checked by the receiver
+    ... parts      a transfer between two endpoints: queue, threads, checks, and a service that releases each part at once
 """
 
 import argparse
