@@ -1,4 +1,4 @@
-"""`foreword route` as a process, and a relay in front of a real server that breaks connections where a test wants it."""
+"""`foreword route` as a process, and a relay in front of a real server that breaks connections on demand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUICK += [part for name in ("health", "connect", "tokenize") for part in (f"--{n
 
 
 class RouterProcess:
-    """`foreword route` with what it wrote to stderr."""
+    """A `foreword route` process and its stderr."""
 
     def __init__(self, *arguments: str) -> None:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
@@ -52,7 +52,7 @@ class RouterProcess:
         return found[1]
 
     def wait_for(self, replicas: int) -> RouterProcess:
-        """Until so many replicas take requests."""
+        """Wait until this many replicas take requests."""
         until(lambda: self.text.count(" serves ") >= replicas or self.popen.poll() is not None, 120)
         until(lambda: http_client.get(f"{self.url}/ready").status_code == 200)
         return self
@@ -82,7 +82,7 @@ class RouterProcess:
 
 
 class Loop:
-    """An event loop on a thread of its own."""
+    """An event loop on a separate thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -98,7 +98,7 @@ class Loop:
 
 
 class Scissors:
-    """Shared by relays: the next completions through any of them are reset once so many events have passed, one number each."""
+    """Shared by relays: each of the next completions through any of them is reset after a given number of events."""
 
     def __init__(self) -> None:
         self._next: list[int] = []
@@ -111,8 +111,8 @@ class Scissors:
 
 
 class Relay:
-    """A TCP relay to a real server: another replica for the router. It can lose a connection in the middle of an answer, and
-    refuse all connections."""
+    """A TCP relay to a real server, which looks like another replica. It can reset a connection in the middle of a response
+    and refuse connections."""
 
     def __init__(self, loop: Loop, target: str, scissors: Scissors | None = None) -> None:
         self._loop = loop
@@ -137,7 +137,7 @@ class Relay:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def close(self) -> None:
-        """As when the process is killed: nobody listens, all connections are reset."""
+        """Like a killed process: stop listening and reset all connections."""
         self._loop.call(self._close)
 
     def _close(self) -> None:
@@ -174,8 +174,8 @@ class Relay:
         away.close()
 
     async def _passes(self, data: bytes, left: list[int | None]) -> bool:
-        """Whether a piece of a request goes on to the server; else its connection is lost. `left`: events that may come back,
-        None for any number."""
+        """Whether to forward a piece of a request; otherwise its connection is reset. `left`: events that may still come
+        back; None for any number."""
         if data.startswith((b"POST /v1/completions", b"POST /v1/chat/completions")):
             self.posts += 1
             left[0] = self._scissors.take()

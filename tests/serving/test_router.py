@@ -1,4 +1,4 @@
-"""A router in front of two real servers that publish KV events, each a process of its own."""
+"""The router in front of two real servers that publish KV events, each in its own process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def router(servers: list[ControlledProcess]) -> Iterator[RouterProcess]:
 
 
 def ask(router: RouterProcess, prompt: str, headers: dict[str, str] | None = None, **more: Any) -> tuple[str, int]:
-    """Which replica answered, and how many tokens it had cached."""
+    """Returns the replica that served the request, and its cached tokens."""
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, **more}
     answer = http_client.post(f"{router.url}/v1/completions", json=body, headers=headers).raise_for_status()
     where = answer.headers["x-foreword-route"].partition(": ")[0]
@@ -57,12 +57,12 @@ def state(router: RouterProcess) -> dict[str, dict[str, Any]]:
 
 
 def known_blocks(router: RouterProcess) -> int:
-    """How many blocks the servers have told the router of."""
+    """Blocks that the router knows from the servers' events."""
     return sum(one["known_blocks"] for one in state(router).values())
 
 
-def test_it_goes_where_the_prefix_is(router: RouterProcess, servers: list[ControlledProcess]) -> None:
-    """Prompts that begin alike go to the replica that has their beginning, and find it there; the header says why."""
+def test_requests_follow_their_prefix(router: RouterProcess, servers: list[ControlledProcess]) -> None:
+    """Prompts with a shared prefix go to the replica that holds it and hit its cache; the header gives the reason."""
     for topic in ("north", "south", "east", "west"):
         shared = words(topic, 80)
         known = known_blocks(router)
@@ -81,8 +81,8 @@ def knows(router: RouterProcess, url: str, blocks: int) -> bool:
     return bool(state(router)[url]["known_blocks"] > blocks)
 
 
-def test_what_another_brought_there_is_known(router: RouterProcess, servers: list[ControlledProcess]) -> None:
-    """A prompt that a server got from elsewhere is known to the router by the server's events alone."""
+def test_blocks_computed_for_other_clients_are_known(router: RouterProcess, servers: list[ControlledProcess]) -> None:
+    """A prompt that a server computed for another client is known to the router from the server's events."""
     for process in servers:
         prompt = words(f"elsewhere{process.url()[-3:]}", 90)
         before = state(router)[process.url()]["known_blocks"]
@@ -94,8 +94,8 @@ def test_what_another_brought_there_is_known(router: RouterProcess, servers: lis
         assert where == url and cached > 100
 
 
-def test_what_was_forgotten_is_known(router: RouterProcess, servers: list[ControlledProcess]) -> None:
-    """When a server forgets its blocks, the router's directory does too."""
+def test_cleared_blocks_are_known(router: RouterProcess, servers: list[ControlledProcess]) -> None:
+    """When a server clears its cache, the router's directory follows."""
     url = servers[0].url()
     body = {"prompt": words("forgotten", 90), "max_tokens": 1}
     http_client.post(f"{url}/v1/completions", json=body).raise_for_status()
@@ -104,8 +104,8 @@ def test_what_was_forgotten_is_known(router: RouterProcess, servers: list[Contro
     until(lambda: state(router)[url]["known_blocks"] == 0)
 
 
-def test_a_router_that_comes_late_catches_up(router: RouterProcess, servers: list[ControlledProcess]) -> None:
-    """A second router learns from the replay what servers hold."""
+def test_a_late_router_catches_up_by_replay(router: RouterProcess, servers: list[ControlledProcess]) -> None:
+    """A second router learns from the replay what the servers hold."""
     prompt, known = words("late", 90), known_blocks(router)
     where, _ = ask(router, prompt)
     until(lambda: known_blocks(router) > known + 10)
@@ -119,8 +119,8 @@ def test_a_router_that_comes_late_catches_up(router: RouterProcess, servers: lis
 
 
 @pytest.mark.parametrize("how", ["prompt_cache_key", "user", "x-session-id"])
-def test_sessions_stay(router: RouterProcess, how: str) -> None:
-    """Requests of one session go to one replica, whatever their prompts."""
+def test_sessions_stay_on_one_replica(router: RouterProcess, how: str) -> None:
+    """Requests of one session go to one replica, whatever their prompts are."""
     for session in range(6):
         name = f"{how}-{session}"
         named: dict[str, Any] = {"headers": {how: name}} if how == "x-session-id" else {how: name}
@@ -128,8 +128,8 @@ def test_sessions_stay(router: RouterProcess, how: str) -> None:
         assert len(set(asked)) == 1
 
 
-def test_conversations_stay(router: RouterProcess) -> None:
-    """A conversation that goes on, unnamed, stays where it was, and finds its turns there."""
+def test_conversations_stay_on_one_replica(router: RouterProcess) -> None:
+    """A conversation without a session name stays on its replica and hits its cache."""
     client = router.openai()
     messages: list[Any] = [{"role": "user", "content": words("conversation", 60)}]
     seen = []
@@ -147,7 +147,7 @@ def test_conversations_stay(router: RouterProcess) -> None:
 
 
 def test_decisions_are_explained(router: RouterProcess) -> None:
-    """The last decisions are listed with prices and words, the newest first; only the operator may read them."""
+    """The last decisions are listed with estimates and reasons, newest first; only the operator may read them."""
     ask(router, words("explained", 40), headers={"x-request-id": "why-not"})
     last = http_client.get(f"{router.url}/v1/router/decisions?last=2", headers=ADMIN).json()["data"]
     assert len(last) == 2 and last[0]["request_id"] == "why-not" and last[0]["tokens_from"] == "replica"
@@ -156,7 +156,7 @@ def test_decisions_are_explained(router: RouterProcess) -> None:
 
 
 def test_models_and_other_paths(router: RouterProcess) -> None:
-    """Models are listed once, unknown ones refused with a hint, and other paths under /v1 reach a replica."""
+    """Models are listed once, unknown models are refused with a hint, and other paths under /v1 reach a replica."""
     with router.http() as client:
         assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["stdlib-nano"]
         assert client.get("/v1/models/stdlib-nano").json()["max_model_len"] > 0
@@ -171,8 +171,8 @@ def test_models_and_other_paths(router: RouterProcess) -> None:
         assert broken.status_code == 400 and "JSON" in broken.json()["error"]["message"]
 
 
-def test_named_prefixes_reach_all(router: RouterProcess, servers: list[ControlledProcess]) -> None:
-    """A named prefix that is registered through the router can be used at whichever replica a request lands."""
+def test_named_prefixes_are_registered_on_all_replicas(router: RouterProcess, servers: list[ControlledProcess]) -> None:
+    """A named prefix that is registered through the router can be used on any replica."""
     with router.http() as client:
         made = client.post("/v1/prefixes", json={"name": "shared", "content": words("named", 30)})
         assert made.status_code == 201 and made.headers["x-foreword-replicas"] == "2 of 2"
@@ -185,7 +185,7 @@ def test_named_prefixes_reach_all(router: RouterProcess, servers: list[Controlle
 
 
 def test_drain_and_undrain(router: RouterProcess, servers: list[ControlledProcess]) -> None:
-    """A drained replica gets no new requests, not even those of its sessions, until it is taken back."""
+    """A drained replica gets no new requests, also not those of its sessions, until it is undrained."""
     where, _ = ask(router, "x", user="drained")
     body = {"replica": where}
     assert http_client.post(f"{router.url}/v1/router/drain", json=body).status_code == 401
@@ -198,8 +198,8 @@ def test_drain_and_undrain(router: RouterProcess, servers: list[ControlledProces
     assert unknown.status_code == 404
 
 
-def test_membership_by_api(servers: list[ControlledProcess]) -> None:
-    """Replicas come and go by the API; without one, requests are refused with 503 and Retry-After."""
+def test_replicas_added_and_removed_by_api(servers: list[ControlledProcess]) -> None:
+    """Replicas are added and removed by the API; without a replica requests get 503 with Retry-After."""
     router = RouterProcess("--admin-key", "admin-secret")
     try:
         refused = http_client.post(f"{router.url}/v1/completions", json={"prompt": "x"})
@@ -217,8 +217,9 @@ def test_membership_by_api(servers: list[ControlledProcess]) -> None:
         router.kill()
 
 
-def test_membership_by_file(servers: list[ControlledProcess], tmp_path: Path) -> None:
-    """Replicas come and go as a file says; a file that is broken changes nothing."""
+@pytest.mark.slow
+def test_replicas_from_a_file(servers: list[ControlledProcess], tmp_path: Path) -> None:
+    """Replicas follow a watched file; a broken file changes nothing."""
     path = tmp_path / "replicas"
     path.write_text(f"# all of them\n{servers[0].url()}  # the first\n")
     router = RouterProcess("--replica-file", str(path), "--admin-key", "admin-secret").wait_for(1)
@@ -235,8 +236,8 @@ def test_membership_by_file(servers: list[ControlledProcess], tmp_path: Path) ->
         router.kill()
 
 
-def test_membership_by_name(servers: list[ControlledProcess]) -> None:
-    """Every address of a name is a replica."""
+def test_replicas_from_dns(servers: list[ControlledProcess]) -> None:
+    """Every address of a DNS name is a replica."""
     port = servers[0].url().rpartition(":")[2]
     router = RouterProcess("--replica-dns", f"http://localhost:{port}", "--admin-key", "admin-secret").wait_for(1)
     try:
@@ -246,8 +247,9 @@ def test_membership_by_name(servers: list[ControlledProcess]) -> None:
         router.kill()
 
 
+@pytest.mark.slow
 def test_a_local_tokenizer(servers: list[ControlledProcess], router: RouterProcess) -> None:
-    """With the tokenizer's folder the router makes the same tokens as the replicas, chat template included."""
+    """With `--tokenizer` the router makes the same tokens as the replicas, including the chat template."""
     from foreword.engine.model import embedded_model
 
     local = RouterProcess(
@@ -271,7 +273,7 @@ def test_a_local_tokenizer(servers: list[ControlledProcess], router: RouterProce
 
 
 def test_router_drains_on_sigterm(servers: list[ControlledProcess]) -> None:
-    """After SIGTERM running streams come to their end, new requests are refused, and the exit status is 0."""
+    """After SIGTERM active streams finish, new requests are refused, and the exit status is 0."""
     router = RouterProcess(*replicas(servers)).wait_for(2)
     body = {"prompt": "x", "stream": True, "max_tokens": 400, "ignore_eos": True}
     with slow(*servers) as fast, http_client.stream("POST", f"{router.url}/v1/completions", json=body) as answer:
@@ -287,8 +289,8 @@ def test_router_drains_on_sigterm(servers: list[ControlledProcess]) -> None:
     assert router.end() == 0 and "Traceback" not in router.text
 
 
-def test_clients_that_go_away_are_noticed(router: RouterProcess, servers: list[ControlledProcess]) -> None:
-    """When a client disconnects, streaming or not, the replica stops computing for it."""
+def test_client_disconnects_stop_the_replica(router: RouterProcess, servers: list[ControlledProcess]) -> None:
+    """When a client disconnects, streaming or not, the replica stops computing its request."""
 
     def running() -> float:
         texts = [http_client.get(f"{process.url()}/metrics").text.splitlines() for process in servers]
@@ -314,8 +316,10 @@ def test_no_secrets_in_the_log(router: RouterProcess) -> None:
     assert "private" not in router.text and "admin-secret" not in router.text
 
 
-def test_killed_in_the_middle(servers: list[ControlledProcess], router: RouterProcess) -> None:
-    """A replica is killed with SIGKILL under a dozen streams: every client sees its whole answer, the same as without."""
+@pytest.mark.slow
+def test_failover_of_streams_after_sigkill(servers: list[ControlledProcess], router: RouterProcess) -> None:
+    """A replica is killed under a dozen streams: every client gets the same complete output as without the
+    failure."""
     prompts = [words(f"killed{number}", 12) for number in range(12)]
     body = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
     killed = servers[0].url()

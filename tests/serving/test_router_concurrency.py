@@ -1,4 +1,4 @@
-"""Many streams at once through one router."""
+"""Many concurrent streams through one router."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from aiohttp import web
 from router_parts import Loop, RouterProcess
 from shared_server import until
 
-STREAMS, EVENTS = 300, 20
+STREAMS, EVENTS = 200, 10
 CHUNK = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
 
 
-class Together:
-    """A server whose streams go on only when all of them have begun."""
+class Barrier:
+    """A server whose streams continue only when all of them have begun."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -53,7 +53,7 @@ class Together:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, number: int) -> str:
-    """The text of one stream that ends as it should."""
+    """The text of one complete stream."""
     body = {"model": "m", "prompt": f"{number} count", "stream": True, "max_tokens": EVENTS}
     async with session.post(f"{url}/v1/completions", json=body) as answer:
         lines = [line[6:].strip() async for line in answer.content if line.startswith(b"data: ")]
@@ -61,10 +61,10 @@ async def ask(session: aiohttp.ClientSession, url: str, number: int) -> str:
     return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
 
 
-def test_streams_side_by_side() -> None:
-    """Hundreds of streams are open at the same time, each gets its tokens as they come, once and in order, and then the router
-    holds nothing of them any more."""
-    loop, server = Loop(), Together()
+def test_concurrent_streams() -> None:
+    """Hundreds of streams are open at once, each gets its tokens once and in order, and afterwards the router has
+    nothing in flight."""
+    loop, server = Loop(), Barrier()
     router = RouterProcess("--replica", loop.call(server.start)).wait_for(1)
 
     async def together() -> list[str]:
@@ -81,8 +81,8 @@ def test_streams_side_by_side() -> None:
         router.kill()
 
 
-def test_as_many_files_as_allowed() -> None:
-    """A router opens as many files as the system lets it, however few its parent may."""
+def test_the_limit_of_open_files_is_raised() -> None:
+    """A router raises its limit of open files to the system's maximum."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     hard = before[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1000, hard), hard))

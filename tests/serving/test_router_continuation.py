@@ -1,4 +1,4 @@
-"""A replica that is lost in the middle of an answer: another goes on, and the client sees one uninterrupted answer."""
+"""Failover in the middle of a stream: another replica continues, and the client sees one uninterrupted response."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def continued(router: RouterProcess) -> float:
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
-def test_the_same_text_wherever_it_was_lost(
+def test_the_same_text_wherever_the_stream_breaks(
     router: RouterProcess, scissors: Scissors, shared: SharedServers, path: str, body: dict[str, Any]
 ) -> None:
-    """Lost after any number of events, once or twice, the text, the ending and the usage are those of an answer that was not
-    lost; there is one id, one time and one role."""
+    """After a break at any event, once or twice, text, finish reason and usage are those of an unbroken response,
+    with one id, time and role."""
     asked = {**body, "max_tokens": 11, "stream_options": {"include_usage": True}}
     whole = stream(shared.open.url, path, asked)
     before = continued(router)
@@ -88,10 +88,10 @@ def test_the_same_text_wherever_it_was_lost(
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
-def test_stop_strings_across_the_seam(
+def test_stop_strings_across_a_failover(
     router: RouterProcess, scissors: Scissors, shared: SharedServers, path: str, body: dict[str, Any]
 ) -> None:
-    """A stop string ends the answer where it would have, also if the replica was lost in the middle of it."""
+    """A stop string ends the response where it would have, also if the stream broke in the middle of it."""
     free = text(stream(shared.open.url, path, {**body, "max_tokens": 9}))
     # Of the answer's own text: one that is found in its middle, one that spans several tokens, two that begin alike.
     stops: list[tuple[Any, bool]] = [(free[5:7], False), (free[8:16], False), (free[8:16], True)]
@@ -107,7 +107,7 @@ def test_stop_strings_across_the_seam(
 
 
 def half_characters(client: httpx.Client) -> dict[str, int]:
-    """Tokens that are parts of characters, made likely: nearly every one holds text back."""
+    """A logit bias that makes tokens with parts of characters likely, so that nearly every token holds text back."""
     found: set[int] = set()
     for sign in "\U0001f98a\u00e9\u6f22":
         found |= set(client.post("/v1/tokenize", json={"prompt": sign, "add_special_tokens": False}).json()["tokens"])
@@ -115,10 +115,10 @@ def half_characters(client: httpx.Client) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
-def test_half_characters(
+def test_characters_split_by_a_failover(
     router: RouterProcess, scissors: Scissors, shared: SharedServers, path: str, body: dict[str, Any]
 ) -> None:
-    """A character whose bytes lie on both sides of the seam arrives once and whole."""
+    """A character whose bytes lie on both sides of the failover arrives once and complete."""
     with shared.open.http() as client:
         asked = {**body, "max_tokens": 9, "logit_bias": half_characters(client), "ignore_eos": True}
     whole = stream(shared.open.url, path, asked)
@@ -148,7 +148,8 @@ def tokens_of(chunks: list[dict[str, Any]]) -> list[tuple[str, float]]:
 def test_log_probabilities_and_token_ids(
     router: RouterProcess, scissors: Scissors, shared: SharedServers, path: str, body: dict[str, Any]
 ) -> None:
-    """Each token's log-probability and id come once and in order, in the interface's own shape, offsets included."""
+    """Each token's log-probability and id arrive once and in order, in the format of the interface, including
+    offsets."""
     asked = {**body, "max_tokens": 7, "return_token_ids": True}
     whole = stream(shared.open.url, path, asked)
     for events in range(1, len(whole) + 1):
@@ -166,7 +167,7 @@ def ids_of(chunks: list[dict[str, Any]]) -> list[int]:
 
 
 def shapes(chunks: list[dict[str, Any]]) -> list[Any]:
-    """What besides numbers must be as in an answer of one piece."""
+    """The parts of log-probabilities that must be equal to an unbroken response."""
     said = [choice.get("logprobs") or {} for chunk in chunks for choice in chunk["choices"]]
     entries = [entry for one in said for entry in one.get("content") or ()]
     offsets = [offset for one in said for offset in one.get("text_offset", ())]
@@ -184,7 +185,8 @@ def shapes(chunks: list[dict[str, Any]]) -> list[Any]:
 def test_what_cannot_be_continued_exactly(
     router: RouterProcess, scissors: Scissors, more: dict[str, Any], reason: str
 ) -> None:
-    """Where no replica can go on exactly there, the stream ends with an error event that says why, and nothing is doubled."""
+    """Where no replica can continue exactly, the stream ends with an error event with the reason, and nothing is
+    sent twice."""
     scissors.cut_after(6)
     body = {**CHAT, "max_tokens": 16, "temperature": 0, "stream": True, **more}
     with httpx.stream("POST", f"{router.url}/v1/chat/completions", json=body, timeout=120) as answer:
@@ -195,7 +197,8 @@ def test_what_cannot_be_continued_exactly(
 
 
 def test_the_official_client_notices_nothing(router: RouterProcess, scissors: Scissors, shared: SharedServers) -> None:
-    """The official client sees a stream without a seam, and a request that is not streamed is answered by another replica."""
+    """The official client sees an unbroken stream, and a request that is not streamed is served by another
+    replica."""
     body = {"model": shared.open.model, "max_tokens": 12, "temperature": 0}
     asked: Any = {**body, **CHAT}
     whole = shared.open.openai().chat.completions.create(**asked)
@@ -207,8 +210,8 @@ def test_the_official_client_notices_nothing(router: RouterProcess, scissors: Sc
     assert again.choices[0].message.content == whole.choices[0].message.content
 
 
-def test_sampled_answers_go_on(router: RouterProcess, scissors: Scissors) -> None:
-    """A sampled answer that was lost is continued to its full length."""
+def test_sampled_responses_are_continued(router: RouterProcess, scissors: Scissors) -> None:
+    """A broken sampled response is continued to its full length."""
     scissors.cut_after(5)
     asked = {**TEXT, "max_tokens": 16, "temperature": 1, "stream_options": {"include_usage": True}}
     chunks = stream(router.url, "/v1/completions", asked)

@@ -1,4 +1,4 @@
-"""How replicas are written down."""
+"""Specifications of replicas."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from foreword.router.replicas import ReplicaSpec, parse_spec
         ),
     ],
 )
-def test_what_is_written_is_meant(text: str, spec: ReplicaSpec) -> None:
-    """A URL with options is that replica."""
+def test_valid_specifications(text: str, spec: ReplicaSpec) -> None:
+    """A URL with options is parsed."""
     assert parse_spec(text) == spec
 
 
@@ -46,8 +46,8 @@ def test_what_is_written_is_meant(text: str, spec: ReplicaSpec) -> None:
         ("http://a:1 max_waiting=0", "a number of at least 1"),
     ],
 )
-def test_mistakes_are_named_and_passwords_are_not(text: str, said: str) -> None:
-    """What is no replica is refused with a sentence that helps, which repeats no password."""
+def test_invalid_specifications_are_explained_without_passwords(text: str, said: str) -> None:
+    """An invalid specification raises an error that explains the mistake and never repeats a password."""
     with pytest.raises(ConfigError) as refused:
         parse_spec(text)
     assert said in str(refused.value) and "hunt" not in str(refused.value)
@@ -62,8 +62,8 @@ def test_mistakes_are_named_and_passwords_are_not(text: str, said: str) -> None:
         ("http://me:hunter2@a:1", "key"),
     ],
 )
-def test_names_that_are_looked_up(url: str, said: str) -> None:
-    """The same holds for names whose addresses are replicas."""
+def test_dns_names(url: str, said: str) -> None:
+    """The same holds for DNS names."""
     with pytest.raises(ConfigError) as refused:
         configured_replicas(RouterConfig(replica_dns=(url,)))
     assert said in str(refused.value) and "hunt" not in str(refused.value)

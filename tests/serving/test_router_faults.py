@@ -1,4 +1,4 @@
-"""Replicas that misbehave, overload, deadlines and tenants. The odd replicas are small servers written here."""
+"""Faulty replicas, overload, deadlines and tenants. The replicas are small scripted servers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ CHUNK = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"
 
 
 class Scripted:
-    """A server that does as it is told: it answers `tokens` words, each after `gate` was released once."""
+    """A scripted server: it streams three words, each after `gate` was released once."""
 
     def __init__(self, loop: Loop, owner: str = "vllm") -> None:
         self.owner = owner
         self.seen: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.behaviour = "answer"
+        self.migrate_to = ""
         self.gate = asyncio.Event()
         self.gate.set()
         self.open = 0
@@ -54,6 +55,7 @@ class Scripted:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._completions)
+        app.router.add_get("/v1/requests/{name}/stream", self._migrated)
         runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -108,6 +110,10 @@ class Scripted:
             return web.json_response({**CHUNK, "choices": [choice], "usage": usage})
         return await self._stream(request)
 
+    async def _migrated(self, request: web.Request) -> web.StreamResponse:
+        """The rest of a request that migrated here."""
+        return await self._stream(request, int(request.query["from"]))
+
     async def _may_pass(self) -> None:
         waiting = [asyncio.ensure_future(self.gate.wait()), asyncio.ensure_future(self.words.get())]
         if self.gate.is_set():
@@ -116,11 +122,15 @@ class Scripted:
         for one in waiting:
             one.cancel()
 
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, first: int = 0) -> web.StreamResponse:
         out = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await out.prepare(request)
-        for number, word in enumerate(("one", " two", " three")):
+        for number, word in list(enumerate(("one", " two", " three")))[first:]:
             await self._may_pass()
+            if number == 1 and self.migrate_to:
+                moved = json.dumps({"to": self.migrate_to, "request_id": "migrated", "tokens": 1})
+                await out.write(f"event: foreword.moved\ndata: {moved}\n\n".encode())
+                return out
             choice: dict[str, Any] = {"index": 0, "text": word, "finish_reason": "stop" if number == 2 else None}
             if self.owner == "vllm":
                 choice["token_ids"] = [number + 1]
@@ -167,16 +177,26 @@ def lines(answer: httpx.Response) -> list[str]:
 
 
 def said(answer: httpx.Response) -> str:
-    """The text of a streamed answer that ends as it should."""
+    """The text of a complete stream."""
     found = lines(answer)
     assert found[-1] == "[DONE]", found
     return "".join(choice["text"] for line in found[:-1] for choice in json.loads(line)["choices"])
 
 
-@pytest.mark.parametrize("behaviour", ["broken", "hang up", "busy"])
-@pytest.mark.parametrize("streams", [True, False])
-def test_failures_before_the_first_byte(loop: Loop, behaviour: str, streams: bool) -> None:
-    """Whatever a replica does instead of answering, another one answers, and each request is answered once."""
+@pytest.mark.parametrize(
+    ("behaviour", "streams"),
+    [
+        ("broken", True),
+        ("hang up", False),
+        ("busy", True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("broken", False), ("hang up", True), ("busy", False))
+        ),
+    ],
+)
+def test_retry_before_the_first_byte(loop: Loop, behaviour: str, streams: bool) -> None:
+    """Whatever a replica does instead of responding, another one serves the request, exactly once."""
     odd, good = Scripted(loop), Scripted(loop)
     with routed(*named(odd, good), "--policy", "round-robin", replicas=2) as router:
         odd.behaviour = behaviour
@@ -189,9 +209,9 @@ def test_failures_before_the_first_byte(loop: Loop, behaviour: str, streams: boo
 
 
 @pytest.mark.parametrize("behaviour", ["garbage", "error"])
-def test_failures_in_the_middle(loop: Loop, behaviour: str) -> None:
-    """Nonsense or an error in the middle of a stream is no reason to disturb the client: the other replica is asked to go on
-    after the tokens that are known."""
+def test_failover_in_the_middle(loop: Loop, behaviour: str) -> None:
+    """After malformed data or an error in the middle of a stream, another replica continues after the known
+    tokens."""
     odd, good = Scripted(loop), Scripted(loop)
     with routed(*named(odd, good), "--policy", "round-robin", replicas=2) as router:
         odd.behaviour = behaviour
@@ -203,19 +223,19 @@ def test_failures_in_the_middle(loop: Loop, behaviour: str) -> None:
 
 
 def test_a_replica_that_stalls(loop: Loop) -> None:
-    """A replica from which nothing comes any more counts as lost."""
+    """A replica that sends nothing for the stall timeout counts as lost."""
     odd, good = Scripted(loop), Scripted(loop)
-    with routed(*named(odd, good), "--policy", "round-robin", "--stall-timeout", "3", replicas=2) as router:
+    with routed(*named(odd, good), "--policy", "round-robin", "--stall-timeout", "1", replicas=2) as router:
         odd.behaviour = "stall"
         texts = {said(post(router, stream=True, max_tokens=9)) for _ in range(2)}
         assert "one twoone two three" in texts
         until(lambda: odd.open == 0)
 
 
-@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("streams", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_replica_that_freezes(loop: Loop, streams: bool) -> None:
-    """A replica that takes connections and answers nothing, not even probes, is noticed, and who waits there is answered by
-    another."""
+    """A replica that accepts connections but never responds is detected, and its requests are served by another
+    one."""
     odd, good = Scripted(loop), Scripted(loop)
     flags = ["--policy", "round-robin", "--health-timeout", "1.5"]
     with routed(*named(odd, good), *flags, replicas=2) as router:
@@ -226,8 +246,9 @@ def test_a_replica_that_freezes(loop: Loop, streams: bool) -> None:
         until(lambda: router.metric("foreword:router_replica_up", replica=odd.url) == 0)
 
 
-def test_a_router_that_was_held_up(loop: Loop) -> None:
-    """What a router missed because it did not run itself is no replica's fault: none is left alone, and streams go on."""
+@pytest.mark.slow
+def test_a_stalled_router_does_not_blame_replicas(loop: Loop) -> None:
+    """Timeouts that happened because the router itself did not run open no circuit, and streams continue."""
     scripted = Scripted(loop)
     with routed(*named(scripted), "--health-timeout", "3", "--failures", "1", replicas=1) as router:
         for _ in range(3):
@@ -244,8 +265,18 @@ def test_a_router_that_was_held_up(loop: Loop) -> None:
         assert router.metric("foreword:router_breaker_opened_total") == 0
 
 
-def test_a_mistake_of_one_request_is_not_the_replicas(loop: Loop) -> None:
-    """A request that fails everywhere does not make anybody leave the replicas alone."""
+def test_a_migrated_stream_is_followed(loop: Loop) -> None:
+    """A stream that migrates to another replica continues from there, without a failover."""
+    source, target = Scripted(loop), Scripted(loop)
+    with routed(*named(source, target), "--policy", "round-robin", replicas=2) as router:
+        source.migrate_to, target.migrate_to = target.url, ""
+        assert [said(post(router, stream=True)) for _ in range(2)] == ["one two three"] * 2
+        assert router.metric("foreword:router_moved_total") == 1
+        assert router.metric("foreword:router_continuations_total") == 0
+
+
+def test_a_request_that_fails_everywhere_opens_no_circuit(loop: Loop) -> None:
+    """A request that fails on every replica opens no circuit."""
     odd, other = Scripted(loop), Scripted(loop)
     with routed(*named(odd, other), "--failures", "1", replicas=2) as router:
         odd.behaviour = other.behaviour = "broken"
@@ -255,10 +286,10 @@ def test_a_mistake_of_one_request_is_not_the_replicas(loop: Loop) -> None:
         assert router.metric("foreword:router_breaker_opened_total") == 0
 
 
-def test_servers_that_tell_no_tokens(loop: Loop) -> None:
-    """An answer of a plain OpenAI server, which gets nothing but the client's own fields, cannot be continued: the stream ends
-    with an error that says so."""
-    plain = Scripted(loop, owner="somebody")
+def test_plain_openai_servers(loop: Loop) -> None:
+    """A plain OpenAI server gets only the client's own fields. Its broken stream cannot be continued and ends with
+    an error that says so."""
+    plain = Scripted(loop, owner="another")
     with routed(*named(plain), replicas=1) as router:
         assert said(post(router, stream=True)) == "one two three"
         assert plain.seen[-1] == {"model": "m", "prompt": "count", "stream": True}
@@ -267,8 +298,8 @@ def test_servers_that_tell_no_tokens(loop: Loop) -> None:
         assert error["code"] == "replica_failed" and "tokens are not known" in error["message"]
 
 
-def test_the_clients_own_mistakes(loop: Loop) -> None:
-    """What a replica refuses for the client's fault is passed on as it is, and not tried again."""
+def test_client_errors_are_not_retried(loop: Loop) -> None:
+    """A client error of a replica is returned unchanged and not retried."""
     picky, other = Scripted(loop), Scripted(loop)
     picky.behaviour = other.behaviour = "picky"
     with routed(*named(picky, other), replicas=2) as router:
@@ -277,8 +308,8 @@ def test_the_clients_own_mistakes(loop: Loop) -> None:
         assert len(picky.seen) + len(other.seen) == 1
 
 
-def test_all_fail(loop: Loop) -> None:
-    """When every replica fails a request, the client gets the last one's own error."""
+def test_an_error_of_all_replicas(loop: Loop) -> None:
+    """If every replica fails a request, the client gets the last one's own error."""
     odd, other = Scripted(loop), Scripted(loop)
     with routed(*named(odd, other), replicas=2) as router:
         odd.behaviour = other.behaviour = "broken"
@@ -286,8 +317,9 @@ def test_all_fail(loop: Loop) -> None:
         assert answer.status_code == 500 and answer.json()["error"]["message"] == "it broke"
 
 
-def test_breaker_opens_and_closes(loop: Loop) -> None:
-    """A replica that nobody can connect to is left alone at once, and used again after it came back, tried with one request."""
+def test_the_circuit_opens_and_closes(loop: Loop) -> None:
+    """The circuit of an unreachable replica opens at once, and closes after it is reachable again and a trial
+    request succeeded."""
     scripted, other = Scripted(loop), Scripted(loop)
     relay = Relay(loop, scripted.url)
     with routed(*named(relay, other), "--policy", "round-robin", replicas=2) as router:
@@ -303,9 +335,8 @@ def test_breaker_opens_and_closes(loop: Loop) -> None:
         assert router.metric("foreword:router_breaker_opened_total", replica=relay.url) == 1
 
 
-def test_one_that_was_away_is_tried_once(loop: Loop) -> None:
-    """A replica that comes back gets one request, and the others as soon as that one has its first token: they wait for it,
-    but not for its end."""
+def test_half_open_allows_one_trial_request(loop: Loop) -> None:
+    """A recovered replica gets one trial request; the others wait for its first token, but not for its end."""
     scripted = Scripted(loop)
     relay = Relay(loop, scripted.url)
     with routed(*named(relay), replicas=1) as router, ThreadPoolExecutor() as threads:
@@ -326,9 +357,9 @@ def test_one_that_was_away_is_tried_once(loop: Loop) -> None:
         assert [said(one.result(60)) for one in (first, second)] == ["one two three"] * 2
 
 
-def test_what_is_away_long_is_used_at_once() -> None:
-    """However long a replica was away, a probe looks for it again a second later; one that answers probes and fails requests is
-    tried ever less often."""
+def test_pauses_of_the_circuit_breaker() -> None:
+    """A replica that is down is probed every second however long it is down. One that answers probes and fails
+    requests gets longer and longer pauses."""
     away, odd = ReplicaBreaker(), ReplicaBreaker()
     away.failed(0.0, "gone", certain=True)
     for second in range(1, 600):
@@ -345,8 +376,8 @@ def test_what_is_away_long_is_used_at_once() -> None:
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
-def test_no_replica_left(loop: Loop) -> None:
-    """Without any healthy replica requests are refused at once, with 503, Retry-After and the reason."""
+def test_no_healthy_replica(loop: Loop) -> None:
+    """Without a healthy replica requests are refused at once, with 503, Retry-After and the reason."""
     scripted = Scripted(loop)
     relay = Relay(loop, scripted.url)
     with routed(*named(relay), replicas=1) as router:
@@ -359,8 +390,7 @@ def test_no_replica_left(loop: Loop) -> None:
 
 
 def test_queue_then_429(loop: Loop) -> None:
-    """When all replicas have their fill, requests wait their turn; when the queue is full, they are refused with 429 and
-    Retry-After."""
+    """When all replicas are busy, requests are queued; when the queue is full, they get 429 with Retry-After."""
     slow = Scripted(loop)
     with routed(*named(slow), "--max-waiting", "1", "--max-queue", "2", replicas=1) as router:
         slow.hold()
@@ -378,8 +408,8 @@ def test_queue_then_429(loop: Loop) -> None:
         assert "queued" in waiting[0].result().headers["x-foreword-route"]
 
 
-def test_clients_may_leave_the_queue(loop: Loop) -> None:
-    """Who goes away while it waits leaves the queue, and is never sent to a replica."""
+def test_disconnected_clients_leave_the_queue(loop: Loop) -> None:
+    """A client that disconnects leaves the queue, and its request is never sent."""
     slow = Scripted(loop)
     with routed(*named(slow), "--max-waiting", "1", replicas=1) as router:
         slow.hold()
@@ -395,8 +425,8 @@ def test_clients_may_leave_the_queue(loop: Loop) -> None:
 
 
 def test_deadlines(loop: Loop) -> None:
-    """A request whose time is over is answered 504 before its first byte, and with an error event after it; the client may
-    ask for less time than the router allows; the replica is let go."""
+    """A request past its deadline gets 504 before its first byte and an error event after it; the client may ask for
+    a shorter time; the replica's request is cancelled."""
     slow = Scripted(loop)
     with routed(*named(slow), "--request-timeout", "1", replicas=1) as router:
         slow.hold()
@@ -411,8 +441,8 @@ def test_deadlines(loop: Loop) -> None:
         until(lambda: slow.open == 0)
 
 
-def test_fair_shares(loop: Loop) -> None:
-    """A tenant that floods the queue does not keep another waiting: they take turns."""
+def test_tenants_take_turns_in_the_queue(loop: Loop) -> None:
+    """A tenant that floods the queue does not delay another one."""
     slow = Scripted(loop)
     keys = ["--api-keys", "greedy=greedy-key", "--api-keys", "modest=modest-key"]
     with routed(*named(slow), *keys, "--replica-key", "r", "--max-in-flight", "1", replicas=1) as router:
@@ -431,9 +461,9 @@ def test_fair_shares(loop: Loop) -> None:
         assert order.index("modest") <= 2 and len(order) - order[::-1].index("modest") <= 5
 
 
-def test_what_a_replica_gets(loop: Loop) -> None:
-    """A client's salt, transfer parameters and headers for servers are stripped; the replica gets the router's key, the
-    tenant's salt and the request's id; the client gets its id back and no hop-by-hop header."""
+def test_what_is_sent_to_a_replica(loop: Loop) -> None:
+    """The client's salt, transfer parameters and internal headers are removed; the replica gets the router's key,
+    the tenant's salt and the request id; the client gets its id back and no hop-by-hop header."""
     scripted = Scripted(loop)
     keys = ["--api-keys", "alice=alice-key", "--replica-key", "router-key", "--tenant-secret", "s3cret"]
     with routed(*named(scripted), *keys, replicas=1) as router:
@@ -459,7 +489,7 @@ def test_what_a_replica_gets(loop: Loop) -> None:
 
 @pytest.fixture(scope="module")
 def trusting(shared: SharedServers) -> Iterator[str]:
-    """A real server that takes tenants' salts from a router."""
+    """A real server that accepts tenants' salts from a router."""
     config = ServerConfig(port=0, router_key="router-key")
     listener = bind(config)
     app = create_app(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
@@ -471,8 +501,9 @@ def trusting(shared: SharedServers) -> Iterator[str]:
     thread.join(60)
 
 
-def test_tenants_do_not_share(trusting: str) -> None:
-    """Tenants of a router never hit each other's blocks at a real server, whatever salt they send; each hits its own."""
+def test_tenants_share_no_blocks(trusting: str) -> None:
+    """Tenants of a router never hit each other's blocks on a real server, whatever salt they send; each hits its
+    own."""
     keys = ["--api-keys", "alice=alice-key", "--api-keys", "bob=bob-key", "--replica-key", "router-key"]
     with routed("--replica", trusting, *keys, replicas=1) as router:
 
@@ -492,8 +523,8 @@ def test_tenants_do_not_share(trusting: str) -> None:
             assert alice.delete("/v1/prefixes/hers").status_code == 200
 
 
-def test_servers_that_would_let_tenants_share(shared: SharedServers) -> None:
-    """A server that would not keep a router's tenants apart gets no requests, and the refusal says what to do."""
+def test_servers_without_tenant_isolation_get_no_requests(shared: SharedServers) -> None:
+    """A server that would not separate a router's tenants gets no requests, and the error says what to do."""
     keys = ["--api-keys", "alice=alice-key", "--replica-key", "some-key"]
     with routed_unready("--replica", shared.open.url, *keys) as router:
         until(lambda: "takes no requests" in router.text)
@@ -514,16 +545,21 @@ def routed_unready(*arguments: str) -> Iterator[RouterProcess]:
     ("arguments", "says"),
     [
         ([], "--replica"),
-        (["--replica", "host:8000"], "http://"),
-        (["--replica", "http://h:1", "--replica", "http://h:1"], "twice"),
         (["--replica", "http://h:1", "--policy", "cheapest"], "policy"),
-        (["--replica", "http://h:1 rolle=prefill"], "role"),
-        (["--replica-file", "/nonexistent"], "/nonexistent"),
-        (["--replica", "http://h:1", "--tenant-weight", "a"], "TENANT=WEIGHT"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (["--replica", "host:8000"], "http://"),
+                (["--replica", "http://h:1", "--replica", "http://h:1"], "twice"),
+                (["--replica", "http://h:1 rolle=prefill"], "role"),
+                (["--replica-file", "/nonexistent"], "/nonexistent"),
+                (["--replica", "http://h:1", "--tenant-weight", "a"], "TENANT=WEIGHT"),
+            )
+        ),
     ],
 )
-def test_mistakes_at_the_start(arguments: list[str], says: str) -> None:
-    """A mistake of the operator ends the process with status 2 and one sentence."""
+def test_configuration_errors_at_the_start(arguments: list[str], says: str) -> None:
+    """A configuration error ends the process with status 2 and one sentence."""
     process = RouterProcess(*arguments)
     assert process.end(60) == 2
     assert process.text.startswith("foreword: ") and says in process.text and process.text.count("\n") == 1

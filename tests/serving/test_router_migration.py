@@ -1,4 +1,4 @@
-"""A router in front of real servers that send each other KV: answers that move, prompts that another server computes."""
+"""The router in front of real servers that transfer KV to each other: migration and disaggregated prefill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from router_parts import RouterProcess
 from server_process import ControlledProcess, slow
 from shared_server import until, words
 
-pytestmark = pytest.mark.timeout(300)
+# Two real servers: a quick test with scripted ones is in test_router_faults.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FLAGS = ["--dtype", "float32", "--max-num-seqs", "12"]
 
 
@@ -40,8 +41,8 @@ def text(chunk: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_an_answer_that_moves(servers: tuple[ControlledProcess, ControlledProcess], path: str) -> None:
-    """A stream whose request is moved to the other server goes on from there, the same as if it had not moved."""
+def test_a_migrated_stream_is_followed(servers: tuple[ControlledProcess, ControlledProcess], path: str) -> None:
+    """A stream whose request migrates to the other server continues from there with the same output."""
     urls = [process.url() for process in servers]
     asked: dict[str, Any] = {"max_tokens": 500, "temperature": 0, "ignore_eos": True}
     if "chat" in path:
@@ -72,9 +73,9 @@ def test_an_answer_that_moves(servers: tuple[ControlledProcess, ControlledProces
         router.kill()
 
 
-def test_a_prompt_computed_elsewhere(servers: tuple[ControlledProcess, ControlledProcess]) -> None:
-    """While many decode, a long prompt is computed by the prefill server and decoded by the other, with the same answer; a
-    short one, and one that is cached, is not sent to two servers."""
+def test_disaggregated_prefill(servers: tuple[ControlledProcess, ControlledProcess]) -> None:
+    """While many sequences decode, a long prompt is computed by the prefill server and decoded by the other one,
+    with the same output; short and cached prompts use one server."""
     prefill, decode = (process.url() for process in servers)
     router = RouterProcess("--replica", decode, "--prefill", prefill, "--min-prefill", "128").wait_for(2)
     ended = threading.Event()

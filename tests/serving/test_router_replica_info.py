@@ -1,4 +1,4 @@
-"""What the router learns of a replica before it sends requests there."""
+"""What the router learns about a replica before it sends requests there."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from aiohttp import web
 from router_parts import Loop, RouterProcess
 
 
-class InPieces:
-    """A server that says about itself what vLLM says, its metrics in two pieces."""
+class ChunkedMetrics:
+    """A server that describes itself as vLLM does and sends its metrics in two chunks."""
 
     def __init__(self, loop: Loop) -> None:
         self.url = loop.call(self._start)
@@ -44,10 +44,10 @@ class InPieces:
         return out
 
 
-def test_metrics_that_come_in_pieces() -> None:
-    """A server's block size and room are known however its metrics are cut on their way: without them the router would not
-    understand what its KV events tell."""
-    server = InPieces(Loop())
+def test_metrics_in_several_chunks() -> None:
+    """Block size and capacity are read even if the metrics arrive in chunks; without them KV events could not be
+    used."""
+    server = ChunkedMetrics(Loop())
     router = RouterProcess("--replica", server.url, "--admin-key", "admin").wait_for(1)
     try:
         headers = {"authorization": "Bearer admin"}

@@ -1,4 +1,4 @@
-"""Conversations are tokenized message by message: the tokens are those of the whole text, whatever the tokenizer is like."""
+"""Conversations are tokenized message by message, with the same tokens as the whole text, for any tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPLATE = "{% for message in messages %}{{ message['role'] }}{{ message['conten
 
 
 def tokenizer(pre: Any, normalizer: Any, *added: AddedToken) -> Foreword:
-    """A small one, trained here, whose template writes role and content one after the other."""
+    """A small tokenizer, trained here, whose template writes role and content one after another."""
     made = Tokenizer(models.BPE(unk_token="[unk]"))
     made.pre_tokenizer, made.normalizer, made.decoder = pre, normalizer, decoders.ByteLevel()
     made.train_from_iterator(
@@ -64,11 +64,10 @@ PIECES = st.lists(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_tokens_as_of_the_whole(kind: str) -> None:
-    """Whatever stands in the messages, the tokens are those of the conversation tokenized as a whole, and the second turn
-    tokenizes only what is new."""
+def test_the_same_tokens_as_the_whole_text(kind: str) -> None:
+    """The tokens are those of the whole conversation, and the second turn tokenizes only new messages."""
     made = tokenizer(*KINDS[kind])
-    turns = MessageTokenizer(made)
+    tokenized = MessageTokenizer(made)
 
     @settings(max_examples=150, deadline=None)
     @given(st.lists(PIECES, min_size=1, max_size=4))
@@ -76,28 +75,28 @@ def test_the_same_tokens_as_of_the_whole(kind: str) -> None:
         messages = [{"role": "<c>", "content": text} for text in texts]
         for end in range(1, len(messages) + 1):
             whole = made.render_chat(messages[:end], add_generation_prompt=False)
-            assert list(turns.tokens(messages[:end], add_generation_prompt=False)) == whole
+            assert list(tokenized.tokens(messages[:end], add_generation_prompt=False)) == whole
 
     check()
-    assert turns.held > 0, "it never cut"
+    assert tokenized.held > 0, "nothing was cached"
 
 
-def test_a_tokenizer_that_cannot_be_cut() -> None:
-    """Where every special token looks at its neighbours or is hidden by another, texts are tokenized as a whole."""
+def test_a_tokenizer_that_cannot_be_split() -> None:
+    """Where every special token depends on its neighbors or is part of another, texts are tokenized as a whole."""
     made = tokenizer(FIRST, None, special("<b>", lstrip=True), special("aa"), special("a<c"), special("<c>"))
     assert made.cuts() == ["[unk]"]
-    turns = MessageTokenizer(made)
+    tokenized = MessageTokenizer(made)
     messages = [{"role": "<c>", "content": " aaa<c> <b>"}]
     whole = made.render_chat(messages, add_generation_prompt=False)
-    assert list(turns.tokens(messages, add_generation_prompt=False)) == whole
+    assert list(tokenized.tokens(messages, add_generation_prompt=False)) == whole
 
 
-def test_bounded() -> None:
-    """What is kept stays within its bound, whatever comes."""
+def test_the_cache_is_bounded() -> None:
+    """The cache stays within its budget."""
     made = tokenizer(BYTES, None, special("<c>"))
-    turns = MessageTokenizer(made, 2000)
+    tokenized = MessageTokenizer(made, 2000)
     for number in range(200):
         messages = [{"role": "<c>", "content": f"cat {number} " * (number % 50)}]
         whole = made.render_chat(messages, add_generation_prompt=False)
-        assert list(turns.tokens(messages, add_generation_prompt=False)) == whole
-        assert turns.held <= 2000
+        assert list(tokenized.tokens(messages, add_generation_prompt=False)) == whole
+        assert tokenized.held <= 2000

@@ -1,4 +1,4 @@
-"""Replicas that tell the router late, or not at once, what tokens stand for: no request fails for that."""
+"""Replicas that tokenize or detokenize late, or not at once: no request fails because of that."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 from router_parts import Loop, Relay, RouterProcess, Scissors
 from shared_server import SharedServers, until, words
 
-# A stop string may lie across the seam, so what the tokens stand for has to be asked.
+# A stop string may span the failover, so the router must detokenize.
 ASKED = {"prompt": "def read_file(path):\n", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stop": "\x00"}
 
 
 class Mute(Relay):
-    """A relay whose server says nothing to the first `silent` questions at `path`: they are lost with their connections, or
-    held back until `speak`."""
+    """A relay whose server does not respond to the first `silent` requests at `path`: their connections break, or
+    they wait for `speak`."""
 
     def __init__(self, loop: Loop, target: str, scissors: Scissors, path: str, silent: int, *, loses: bool) -> None:
         self._path = f"POST {path} ".encode()
@@ -68,11 +68,16 @@ def said(url: str, body: dict[str, Any]) -> str:
     return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
 
 
-@pytest.mark.parametrize(("replicas", "silent"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("replicas", "silent"),
+    [(1, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1), (2, 2)))],
+)
 @pytest.mark.parametrize("loses", [True, False])
-def test_a_lost_answer_goes_on(shared: SharedServers, loop: Loop, replicas: int, silent: int, loses: bool) -> None:
-    """A stream that lost its replica goes on with the same text although replicas are late to say what its tokens stand for, or
-    lose the question, and although there is no other replica than the one that broke off."""
+def test_a_broken_stream_is_continued_although_detokenizing_fails(
+    shared: SharedServers, loop: Loop, replicas: int, silent: int, loses: bool
+) -> None:
+    """A broken stream is continued with the same text although replicas detokenize late or lose the request, and
+    even if there is no other replica."""
     scissors = Scissors()
     relays = [Mute(loop, shared.open.url, scissors, "/v1/detokenize", silent, loses=loses) for _ in range(replicas)]
     with routed(*relays, more=("--tokenize-timeout", "0.4")) as router:
@@ -91,9 +96,9 @@ def sent(router: RouterProcess, body: dict[str, Any]) -> socket.socket:
     return made
 
 
-def test_who_asked_first_goes_away(shared: SharedServers, loop: Loop) -> None:
-    """Two clients send the same prompt, and the one whose request asked for its tokens hangs up before they came: the other is
-    answered."""
+def test_the_first_of_two_equal_prompts_disconnects(shared: SharedServers, loop: Loop) -> None:
+    """Two clients send the same prompt, and the first one disconnects while it is being tokenized: the second one is
+    served."""
     relays = [Mute(loop, shared.open.url, Scissors(), "/v1/tokenize", 1, loses=False) for _ in range(2)]
     body = {"prompt": words("both", 30), "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     with routed(*relays, more=("--tokenize-timeout", "60")) as router:
