@@ -37,8 +37,8 @@ class ReadOnlyStoreContract:
     def test_gaps(self, holding: Callable[[Sequence[Frame]], Store]) -> None:
         """get handles missing and repeated names in any order; lookup counts up to the first gap; batches may be empty."""
         frames = make_frames(2, 300, 64)
-        there = [*frames[:200], *frames[201:]]
-        store = holding(there)
+        present = [*frames[:200], *frames[201:]]
+        store = holding(present)
         wanted = [*frames[210:190:-1], frames[4], frames[4], frames[200]]
         assert read(store, wanted) == [None if one is frames[200] else bytes(one.data) for one in wanted]
         assert store.lookup(names_of(frames), deadline=soon()) == 200

@@ -88,15 +88,15 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pins)
     @rule(part=_parts, pinned=st.booleans())
     def pin(self, part: Sequence[Frame], pinned: bool) -> None:
-        there = {name for name in names_of(part) if name in self.blocks}
+        present = {name for name in names_of(part) if name in self.blocks}
         count = self.store.pin(names_of(part), pinned=pinned, deadline=soon())
         if not pinned:
-            assert count == len(there)
-            self.pinned -= there
+            assert count == len(present)
+            self.pinned -= present
             return
         now = {entry.name for entry in self.store.scan(deadline=soon()) if entry.pinned}
-        assert count == len(now & there) and now <= self.pinned | there
-        assert self.bounded or count == len(there)
+        assert count == len(now & present) and now <= self.pinned | present
+        assert self.bounded or count == len(present)
         self.pinned = now
 
     @rule(key=_keys, data=st.binary(max_size=20))

@@ -118,7 +118,7 @@ def check(data: memoryview, name: bytes | None = None) -> Frame:
     if name is not None and header.name != name:
         raise BadFrame("name", "another block is stored under this name")
     if len(data) != HEADER_BYTES + header.length:
-        raise BadFrame("length", f"{len(data)} bytes are there, the header says {HEADER_BYTES + header.length}")
+        raise BadFrame("length", f"the frame has {len(data)} bytes, its header says {HEADER_BYTES + header.length}")
     if _checksum(data[:_SUMMED], data[HEADER_BYTES:]) != data[_SUMMED:HEADER_BYTES]:
         raise BadFrame("checksum", "the checksum does not match")
     return Frame(header, data)

@@ -82,7 +82,8 @@ class ObjectStore(Store):
         # The blocks below `low` are probably present; the one at `high`, if any, is missing.
         low, high = 0, len(names)
         while low < high:
-            step = max(1, -(-(high - low) // _PROBES))
+            # Check evenly spaced names: the gap is between the last one present and the first one missing.
+            step = -(-(high - low) // _PROBES)  # rounded up, so there are at most _PROBES
             probes = range(low, high, step)
             sizes = list(self._each((self._size(names[index]) for index in probes), deadline, light=True))
             first = next((i for i, size in enumerate(sizes) if not size), len(sizes))

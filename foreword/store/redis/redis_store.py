@@ -75,10 +75,10 @@ class RedisStore(Store):
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         found, size = 0, _FIRST_BATCH
         while found < len(names):
-            there = self._there(names[found : found + size], deadline)
-            if not all(there):
-                return found + there.index(False)
-            found += len(there)
+            present = self._exist(names[found : found + size], deadline)
+            if not all(present):
+                return found + present.index(False)
+            found += len(present)
             size *= 8
         return found
 
@@ -98,8 +98,8 @@ class RedisStore(Store):
         return lengths
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        there = self._there([frame.name for frame in frames], deadline)
-        absent = [frame for frame, known in zip(frames, there, strict=True) if not known]
+        present = self._exist([frame.name for frame in frames], deadline)
+        absent = [frame for frame, known in zip(frames, present, strict=True) if not known]
         self._run_checked([self._set(frame) for frame in absent], deadline)
         return len(frames)
 
@@ -116,8 +116,8 @@ class RedisStore(Store):
 
         There is no budget for pins. Whether the server keeps pinned blocks depends on its policy (see the module).
         """
-        there = self._there(names, deadline)
-        found = [name for name, known in zip(names, there, strict=True) if known]
+        present = self._exist(names, deadline)
+        found = [name for name, known in zip(names, present, strict=True) if known]
         if found:
             verb = b"SADD" if pinned else b"SREM"
             commands = [make_command(self._pinned, verb, self._pinned, *found)]
@@ -185,7 +185,7 @@ class RedisStore(Store):
             self._status = replace(self._status, notes={"unreachable": 1})
         self._status_at = time.monotonic()
 
-    def _there(self, names: Sequence[Name], deadline: float) -> list[bool]:
+    def _exist(self, names: Sequence[Name], deadline: float) -> list[bool]:
         keys = [self._key(name) for name in names]
         return [
             expect(reply, int) > 0
@@ -196,6 +196,7 @@ class RedisStore(Store):
         """SET a key if it does not exist. The payload is sent without a copy."""
         key, data = self._key(frame.name), frame.data.cast("B")
         ttl = self._ttl
+        # *<arguments> SET <key> <data> NX [PX <ttl>], where each argument is $<length>\r\n<bytes>\r\n
         head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (4 if ttl is None else 6, len(key), key, len(data))
         tail = b"\r\n$2\r\nNX\r\n" if ttl is None else b"\r\n$2\r\nNX\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
         return Command(key, (head, data, tail))
