@@ -127,6 +127,17 @@ def test_damaged_weights(tmp_path: Path) -> None:
         start(tiny.save(model, tmp_path))
 
 
+def test_model_that_fails_by_itself(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose own forward pass raises an error is refused with that error."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("heads do not match")
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama, "eager_attention_forward", fail)
+    with pytest.raises(ModelUnsupported, match="own forward pass fails: heads do not match"):
+        start(llama)
+
+
 @pytest.fixture
 def crooked() -> Iterator[Callable[..., None]]:
     """Register an interface that changes the model's parameters."""
