@@ -1,4 +1,4 @@
-"""Test suites for authors of storage backends and links. They need pytest and hypothesis.
+"""Test suites for authors of storage backends. They need pytest and hypothesis.
 
 A new backend implements `foreword.store.base.Store`. Its tests subclass the suites and provide stores in fixtures:
 
@@ -25,7 +25,6 @@ A new backend implements `foreword.store.base.Store`. Its tests subclass the sui
 | `StoreContract`         | every method, threads, deadlines; with `bounded` also eviction and pins     |
 | `StoreMachine`          | random sequences of calls, compared with a dictionary                       |
 | `ReadOnlyStoreContract` | a store that is only read                                                   |
-| `links.LinkContract`    | a transport between two instances                                           |
 
 `FlakyStore` wraps a store and injects failures, delays and damaged reads, to test what uses a store.
 """

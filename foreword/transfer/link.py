@@ -1,8 +1,8 @@
 """How messages move between two processes: the base class of every link.
 
 A link is one connection that is open, authenticated, and agreed upon by both sides. It delivers messages in order, whole or
-not at all. One thread sends, another one receives; any thread may call `close`. `foreword.conformance.links.LinkContract` has
-the tests that every link must pass.
+not at all. One thread sends, another one receives; any thread may call `close`. `LinkContract`
+in the tests has what every link must pass.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from actors import LAYOUT, PATIENCE, QUICK, Decode, Prefill, Recorder, config, keys_of, parts_of
+from link_contract import child
 from networks import over_each_link
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.config import TransferConfig
-from foreword.conformance.links import child
 from foreword.errors import ConfigError, PeerRejected, TransferError
 from foreword.transfer import handshake
 from foreword.transfer.connection import Connection

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from actors import PATIENCE, QUICK, Decode, Prefill, Recorder, config, keys_of, parts_of
+from link_contract import child
 from test_faults import Line
 
-from foreword.conformance.links import child
 from foreword.errors import PeerGone
 from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.protocol import TransferOutcome

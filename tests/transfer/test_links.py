@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from link_contract import ID, LinkContract, pair, soon
 
-from foreword.conformance.links import ID, LinkContract, pair, soon
 from foreword.errors import BadMessage, ConfigError, PeerGone, TransferError
 from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link
