@@ -1,0 +1,157 @@
+"""Write docs/reference/cli.md and docs/reference/configuration.md from the commands and the configuration's dataclasses.
+
+python docs/generate.py            write both pages
+python docs/generate.py --check    status 1 if a page is not up to date
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from foreword.cli.flags import SECTIONS, config_flags
+from foreword.cli.main import app
+from foreword.config import Config
+
+REFERENCE = Path(__file__).parent / "reference"
+NOTE = "<!-- Written by docs/generate.py: change the texts in foreword/, then run it again. -->"
+WIDTH = 100
+
+CLI_INTRODUCTION = """
+Every command describes its options with `--help`. `foreword --version` prints the version;
+`foreword --install-completion` installs completion for the current shell.
+
+The exit status is 0, 2 for an error of the caller (a wrong option, a wrong value, an unknown name),
+and 1 for any other error. Error messages go to standard error.
+"""
+
+CONFIGURATION_INTRODUCTION = """
+A server and a router take their configuration from three places. If two places set the same key,
+the later one in this list has precedence:
+
+1. a TOML file, `--config FILE`, with one table per section: `[engine]`, `[server]` and so on
+2. environment variables, `FOREWORD_SECTION_KEY`; lists are separated by commas
+3. command-line flags; a flag for a list may be repeated
+
+```toml
+[engine]
+model = "Qwen/Qwen3-0.6B"
+kv_memory = "4GiB"
+
+[store]
+urls = ["memory://?size=8GiB", "disk:///var/cache/foreword?size=200GiB"]
+```
+
+An unknown table, key or variable is an error with a suggestion. A router (`foreword route`) reads
+the sections `server` and `router`, a server all sections but `router`.
+
+Sizes are written `4GiB`, `500MB` or as a number of bytes.
+"""
+
+
+def cli_page() -> str:
+    """The reference of all commands."""
+    root = typer.main.get_command(app)
+    parts = [NOTE, "# Command line", CLI_INTRODUCTION.strip()]
+    for name, command in _commands(root, "foreword"):
+        parts += _command(name, command)
+    return "\n\n".join(parts) + "\n"
+
+
+def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    children = getattr(command, "commands", None)
+    if children is None:
+        yield name, command
+        return
+    for child_name, child in sorted(children.items()):
+        yield from _commands(child, f"{name} {child_name}")
+
+
+def _command(name: str, command: Any) -> list[str]:
+    groups: dict[str, list[tuple[str, str]]] = {}
+    usage = [name, "[OPTIONS]"]
+    with command.context_class(command, info_name=name) as context:
+        for parameter in command.get_params(context):
+            record = parameter.get_help_record(context)
+            if record is None or parameter.name == "help":
+                continue
+            if parameter.param_type_name == "argument":
+                metavar = record[0].split(" ")[0].strip("[]")
+                usage.append(metavar if parameter.required else f"[{metavar}]")
+                groups.setdefault("Arguments", []).append((metavar, record[1].replace("[required]", "").strip()))
+            else:
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(record)
+    text = " ".join(inspect.cleandoc(command.help or "").split())
+    parts = [f"## {name}", _wrap(text), f"```\n{' '.join(usage)}\n```"]
+    for title in ("Arguments", "Options"):
+        rows = [
+            (f"`{flag.partition(' <')[0]}`", " ".join(description.split()))
+            for flag, description in groups.pop(title, [])
+        ]
+        if rows:
+            parts += [f"**{title}**", _table((title.removesuffix("s"), "Meaning"), rows)]
+    if groups:
+        linked = [
+            f"[{title}](configuration.md#{title.lower().replace(' ', '-')})"
+            for title in SECTIONS.values()
+            if title in groups
+        ]
+        parts.append("Configuration flags: " + ",\n".join(linked) + ".")
+    return parts
+
+
+def configuration_page() -> str:
+    """The reference of all configuration keys."""
+    parts = [NOTE, "# Configuration", CONFIGURATION_INTRODUCTION.strip()]
+    kinds = typing.get_type_hints(Config)
+    for section, title in SECTIONS.items():
+        summary = " ".join(inspect.cleandoc(kinds[section].__doc__ or "").partition("\n\n")[0].split())
+        rows = [
+            (
+                f"`{flag.key}`",
+                "MODEL" if (flag.section, flag.key) == ("engine", "model") else f"`--{flag.name}`",
+                "" if flag.default in (None, ()) else f"`{flag.shown_default}`",
+                flag.text[:1].upper() + flag.text[1:],
+            )
+            for flag in config_flags()
+            if flag.section == section
+        ]
+        parts += [f"## {title}", _wrap(f"Table `[{section}]`, variables `FOREWORD_{section.upper()}_...`. {summary}")]
+        parts.append(_table(("Key", "Flag", "Default", "Meaning"), rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [heads, tuple("---" for _ in heads), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def pages() -> dict[Path, str]:
+    """The text of each generated page."""
+    return {REFERENCE / "cli.md": cli_page(), REFERENCE / "configuration.md": configuration_page()}
+
+
+def main() -> int:
+    stale = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if "--check" in sys.argv[1:]:
+        for path in stale:
+            print(f"{path} is not up to date; run: python docs/generate.py", file=sys.stderr)
+        return 1 if stale else 0
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
