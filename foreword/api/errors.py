@@ -19,21 +19,15 @@ CLIENT_GONE: Final = 499
 _RETRY_AFTER: Final = {503: 5.0}
 
 
-class BodyTooLarge(BadRequest):
+class BodyTooLarge(BadRequest, status=413, code="request_too_large"):
     """A body is larger than any prompt could need."""
-
-    status = 413
-    code = "request_too_large"
 
     def __init__(self) -> None:
         super().__init__(f"The body has more than {MAX_BODY_BYTES >> 20} MiB")
 
 
-class UnsupportedMediaType(BadRequest):
+class UnsupportedMediaType(BadRequest, status=415, code="unsupported_media_type"):
     """A body is not declared as JSON. Browsers send such bodies across sites without a preflight request."""
-
-    status = 415
-    code = "unsupported_media_type"
 
 
 class ErrorResponse(NamedTuple):
