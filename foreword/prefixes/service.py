@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 from foreword.errors import BadRequest, ForewordError, UnknownPrefix
 from foreword.prefixes.book import Content, Kind, Message, NamedPrefix, PrefixBook
 from foreword.prefixes.records import PrefixRecord
+from foreword.prefixes.stored import PrefixStorage
 
 logger = logging.getLogger(__name__)
 
@@ -27,27 +28,6 @@ _UNKNOWN_SECONDS = 0.1
 # The store's listing may still lack a prefix that was registered within the last seconds.
 _SETTLED_SECONDS = 10.0
 _MAX_TENANTS = 4096
-
-
-class PrefixStorage(Protocol):
-    """The stores of an engine, as named prefixes use them. Blocking: seconds at most."""
-
-    def check_room(self, name: str, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:
-        """Raises PrefixBudgetExceeded if a store cannot pin what `tokens` do not share with `pinned` prefixes."""
-
-    def all(self, salt: bytes) -> list[PrefixRecord] | None:
-        """The records of a tenant; None if they cannot be listed."""
-
-    def get(self, name: str, salt: bytes) -> PrefixRecord | None: ...
-
-    def put(self, prefix: NamedPrefix, salt: bytes) -> None:
-        """Write the record and pin the blocks. Raises StoreError."""
-
-    def remove(self, name: str, salt: bytes) -> None:
-        """Delete the record. Raises StoreError: a record that stays would bring the prefix back."""
-
-    def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
-        """Unpin the blocks of a prefix that none of the `needed` prefixes shares."""
 
 
 @dataclass(frozen=True, slots=True)

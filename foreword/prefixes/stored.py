@@ -3,16 +3,56 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from foreword.blocks.keys import Scope, chain_keys
-from foreword.offload.manager import OffloadManager
 from foreword.prefixes.book import NamedPrefix
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
 
+if TYPE_CHECKING:
+    from foreword.offload.manager import OffloadManager
 
-class StoredPrefixes:
-    """Implements `PrefixStorage` over the stores of Foreword's own engine.
+
+class PrefixStorage(ABC):
+    """The stores of an engine, as named prefixes use them. All methods block, for seconds at most."""
+
+    @property
+    @abstractmethod
+    def records(self) -> PrefixRecords:
+        """The records of the engine's model."""
+
+    @abstractmethod
+    def keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
+        """Keys of the full blocks of a prefix; none if the block size is not known."""
+
+    def check_room(self, name: str, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:  # noqa: B027
+        """Raises PrefixBudgetExceeded if a store cannot pin what `tokens` do not share with `pinned` prefixes."""
+
+    def all(self, salt: bytes) -> list[PrefixRecord] | None:
+        """The records of a tenant; None if they cannot be listed."""
+        return self.records.all(salt)
+
+    def get(self, name: str, salt: bytes) -> PrefixRecord | None:
+        return self.records.get(name, salt)
+
+    def put(self, prefix: NamedPrefix, salt: bytes) -> None:
+        """Write the record of a prefix. Raises StoreError."""
+        keys = self.keys(prefix.tokens, salt)
+        self.records.put(prefix, keys[-1] if keys else b"", salt)
+
+    def remove(self, name: str, salt: bytes) -> None:
+        """Delete the record. Raises StoreError: a record that stays would bring the prefix back."""
+        self.records.remove(name, salt)
+
+    @abstractmethod
+    def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
+        """Unpin the blocks of a prefix that none of the `needed` prefixes shares."""
+
+
+class StoredPrefixes(PrefixStorage):
+    """The stores of Foreword's own engine. Their only bound is the budget of the device.
 
     Args:
         fingerprint: of the model, hexadecimal. `model`: its name, for tools.
@@ -24,29 +64,19 @@ class StoredPrefixes:
         self._model = bytes.fromhex(fingerprint)
         self._block_size = block_size
 
-    def check_room(self, name: str, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:
-        """The budget of the device is the only bound."""
+    @property
+    def records(self) -> PrefixRecords:
+        return self._records
 
-    def all(self, salt: bytes) -> list[PrefixRecord] | None:
-        return self._records.all(salt)
-
-    def get(self, name: str, salt: bytes) -> PrefixRecord | None:
-        return self._records.get(name, salt)
+    def keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
+        return chain_keys(Scope(self._model, self._block_size, salt).root(), tokens, self._block_size)
 
     def put(self, prefix: NamedPrefix, salt: bytes) -> None:
-        keys = self._keys(prefix.tokens, salt)
-        self._records.put(prefix, keys[-1] if keys else b"", salt)
-        self._offload.pin(keys)
-
-    def remove(self, name: str, salt: bytes) -> None:
-        self._records.remove(name, salt)
+        super().put(prefix, salt)
+        self._offload.pin(self.keys(prefix.tokens, salt))
 
     def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
-        self._offload.pin(self._keys(tokens, salt)[common_length(tokens, needed) // self._block_size :], pinned=False)
-
-    def _keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        """Keys of the full blocks."""
-        return chain_keys(Scope(self._model, self._block_size, salt).root(), tokens, self._block_size)
+        self._offload.pin(self.keys(tokens, salt)[common_length(tokens, needed) // self._block_size :], pinned=False)
 
 
 def common_length(tokens: Sequence[int], others: Sequence[Sequence[int]]) -> int:

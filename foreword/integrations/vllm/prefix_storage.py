@@ -16,10 +16,9 @@ from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import ITEM_BYTES
 from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
 from foreword.integrations.vllm.config import ConnectorSettings, model_digest
-from foreword.prefixes.book import NamedPrefix
 from foreword.prefixes.erasure import LayoutRecord, layouts
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
-from foreword.prefixes.stored import common_length
+from foreword.prefixes.stored import PrefixStorage, common_length
 from foreword.store.base import Name
 from foreword.store.tiered import StoreTier
 from foreword.store.urls import open_store, parse
@@ -64,8 +63,8 @@ class _BlockLayout:
     block_bytes: int
 
 
-class ConnectorStorage:
-    """Implements `PrefixStorage` over the connector's stores. Blocking: call it on a thread.
+class ConnectorStorage(PrefixStorage):
+    """The connector's stores.
 
     Raises ConfigError, ModelUnsupported, or StoreError for a store that cannot be opened.
 
@@ -133,13 +132,17 @@ class ConnectorStorage:
         """Bytes that the full blocks of so many tokens take, all ranks together."""
         return sum(num_tokens // layout.block_size * layout.block_bytes for layout in self._layouts)
 
-    def _keys(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    def keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
+        """Named prefixes of vLLM have no salt, and their blocks may differ in size."""
+        return self._chain_keys(tokens, self._block_size) if self._layouts else []
+
+    def _chain_keys(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
         return chain_keys(Scope(self._model, block_size).root(), tokens, block_size)
 
     # Records
 
     @property
-    def _records(self) -> PrefixRecords:
+    def records(self) -> PrefixRecords:
         return PrefixRecords(self._store, self._model.hex(), self._name, self._block_size)
 
     def all(self, salt: bytes) -> list[PrefixRecord] | None:
@@ -149,18 +152,7 @@ class ConnectorStorage:
             raise NotReady(
                 "the connector's stores do not say how its blocks are laid out; the log says whether they answer"
             )
-        return self._records.all(salt)
-
-    def get(self, name: str, salt: bytes) -> PrefixRecord | None:
-        return self._records.get(name, salt)
-
-    def put(self, prefix: NamedPrefix, salt: bytes) -> None:
-        """The blocks are pinned already."""
-        keys = self._keys(prefix.tokens, self._block_size) if self._layouts else []
-        self._records.put(prefix, keys[-1] if keys else b"", salt)
-
-    def remove(self, name: str, salt: bytes) -> None:
-        self._records.remove(name, salt)
+        return super().all(salt)
 
     # Pins
 
@@ -200,7 +192,7 @@ class ConnectorStorage:
         return count
 
     def _names(self, tokens: Sequence[int], layout: _BlockLayout) -> list[Name]:
-        return [layout.fingerprint + key for key in self._keys(tokens, layout.block_size)]
+        return [layout.fingerprint + key for key in self._chain_keys(tokens, layout.block_size)]
 
     def close(self) -> None:
         self._store.close()
