@@ -126,9 +126,9 @@ class TierEvents:
     def missing(self, key: bytes) -> None:
         """A lookup found this block in no tier: publish its removal if another process has evicted it."""
         known = self._stored_in.pop(key, None)
-        for tier, ranks in (known.ranks if known is not None else {}).items():
-            if known is not None and ranks == self._all:
-                self._events.append(self._removed_event(tier, [known.hash]))
+        if known is not None:
+            complete = [tier for tier, ranks in known.ranks.items() if ranks == self._all]
+            self._events += [self._removed_event(tier, [known.hash]) for tier in complete]
 
     def take(self) -> list[KVCacheEvent]:
         events, self._events = self._events, []
