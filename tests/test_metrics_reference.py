@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
+from vllm_stub import stubbed_vllm
 
 from foreword.observability.metrics import PrometheusObserver
 from foreword.offload.manager import OffloadStatus
@@ -91,38 +89,10 @@ def test_router() -> None:
     assert described(collectors(metrics._registry)) == documented("Router")
 
 
-def _empty_class(name: str) -> type:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return type(name, (), {"__init__": lambda *_: None})
-
-
-class VllmStub(Loader, MetaPathFinder):
-    """Modules of vLLM whose attributes are empty classes."""
-
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "vllm" else None
-
-    def create_module(self, spec: ModuleSpec) -> Any:
-        module: Any = ModuleType(spec.name)
-        module.__getattr__ = _empty_class
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
 @pytest.fixture
-def vllm_stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The connector can be imported without vLLM; it is forgotten after the test."""
-    if importlib.util.find_spec("vllm") is not None:
-        pytest.skip("vLLM is installed")
-    known = set(sys.modules)
-    monkeypatch.setattr(sys, "meta_path", [VllmStub(), *sys.meta_path])
-    yield
-    for name in set(sys.modules) - known:
-        if name.split(".")[0] == "vllm" or name.startswith("foreword.integrations.vllm"):
-            del sys.modules[name]
+def vllm_stub() -> Iterator[None]:
+    with stubbed_vllm():
+        yield
 
 
 @pytest.mark.usefixtures("vllm_stub")

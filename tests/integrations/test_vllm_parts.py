@@ -1,0 +1,184 @@
+"""Parts of the vLLM connector that need no vLLM: the hand-off message, and the middleware for named prefixes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from vllm_stub import stubbed_vllm
+
+from foreword.errors import TransferRefused
+
+SECRET = "a secret of the right length for tests"
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Callable[[str], Any]]:
+    """Imports a module of the connector."""
+    with stubbed_vllm():
+        yield lambda name: importlib.import_module(f"foreword.integrations.vllm.{name}")
+
+
+def test_handoff_message(vllm: Callable[[str], Any]) -> None:
+    """A hand-off message is read as it was written. One that was changed, of another block size or layout, or without a
+    secret is refused with a reason."""
+    terms = vllm("handoff").HandoffTerms
+    mine = terms(32, (b"a" * 16, b"b" * 16), SECRET)
+    message = mine.write(b"l" * 16, ("host:1", "host:2"), 64, b"k" * 32)
+    read = mine.read({"do_remote_prefill": True, "foreword": message})
+    assert (read.tokens, read.last) == (64, (b"k" * 32).hex())
+    assert read.producer.addresses == ("host:1", "host:2") and read.producer.lease == b"l" * 16
+    for reader, params, reason in (
+        (mine, {}, "another KV connector"),
+        (mine, {"foreword": "nonsense"}, "are not valid"),
+        (mine, {"foreword": {**message, "extra": 1}}, "are not valid"),
+        (mine, {"foreword": {**message, "addresses": ["evil:1", "evil:2"]}}, "another secret"),
+        (mine, {"foreword": {**message, "proof": ""}}, "another secret"),
+        (terms(32, mine.layouts, ""), {"foreword": message}, "another secret"),
+        (terms(64, mine.layouts, SECRET), {"foreword": message}, "block size is 32 there and 64 here"),
+        (terms(32, mine.layouts[:1], SECRET), {"foreword": message}, "2 ranks there and 1 here"),
+        (terms(32, (b"a" * 16, b"c" * 16), SECRET), {"foreword": message}, "another layout"),
+    ):
+        with pytest.raises(TransferRefused, match=reason):
+            reader.read(params)
+
+
+class MemoryStorage:
+    """Stores that pin every block at once and keep no records."""
+
+    budget_bytes = 1000
+
+    def __init__(self, module: Any) -> None:
+        self._pinned_blocks = module.PinnedBlocks
+        self.pinned: list[Sequence[int]] = []
+
+    def size_of(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def check_room(self, *_: Any) -> None:
+        pass
+
+    def all(self, salt: bytes) -> None:
+        return None
+
+    def get(self, name: str, salt: bytes) -> None:
+        return None
+
+    def put(self, prefix: Any, salt: bytes) -> None:
+        pass
+
+    def remove(self, name: str, salt: bytes) -> None:
+        pass
+
+    def pin(self, tokens: Sequence[int]) -> Any:
+        self.pinned.append(tokens)
+        return self._pinned_blocks(len(tokens), True)
+
+    def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
+        self.pinned.remove(tuple(tokens))
+
+    def close(self) -> None:
+        pass
+
+
+class FakeVllm:
+    """The routes of a vLLM server that the middleware calls; one token per character."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        routes = {"/tokenize": self.tokenize, "/v1/completions": self.complete, "/v1/chat/completions": self.complete}
+        self.app = Starlette(routes=[Route(path, call, methods=["POST"]) for path, call in routes.items()])
+
+    async def tokenize(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        text = body.get("prompt") or "".join(f"<{one['role']}>{one['content']}" for one in body["messages"])
+        return JSONResponse({"tokens": [ord(char) for char in text]})
+
+    async def complete(self, request: Request) -> JSONResponse:
+        self.bodies.append(await request.json())
+        return JSONResponse({"usage": {"prompt_tokens_details": {"cached_tokens": 4}}})
+
+
+def served(vllm: Callable[[str], Any], check: Callable[[httpx.AsyncClient, FakeVllm, Any], Awaitable[None]]) -> None:
+    """Run a check against a fake vLLM behind the routes for prefixes."""
+
+    async def main() -> None:
+        fake, storage = FakeVllm(), MemoryStorage(vllm("prefix_storage"))
+        prefixes = vllm("prefixes").VllmPrefixes(storage, vllm("prefixes").InnerServer(fake.app, fake.app, None))
+        routes = vllm("middleware").PrefixRoutes(fake.app, prefixes)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(routes), base_url="http://vllm") as client:
+            await check(client, fake, storage)
+        await prefixes.close()
+
+    asyncio.run(main())
+
+
+def test_named_prefixes(vllm: Callable[[str], Any]) -> None:
+    """A prefix is tokenized and computed by vLLM, pinned, put before prompts and messages, counted, and unpinned in the end."""
+
+    async def check(client: httpx.AsyncClient, fake: FakeVllm, storage: MemoryStorage) -> None:
+        made = await client.post("/v1/prefixes", json={"name": "rules", "content": "be"})
+        assert made.status_code == 201 and (made.json()["num_tokens"], made.json()["bytes"]) == (2, 2)
+        rules = [ord("b"), ord("e")]
+        assert fake.bodies[0]["prompt"] == rules and fake.bodies[0]["max_tokens"] == 1
+        assert storage.pinned == [tuple(rules)]
+        chat = {"name": "chat", "messages": [{"role": "system", "content": "x"}]}
+        made = await client.post("/v1/prefixes", json=chat)
+        # The part that does not depend on the message after it.
+        assert made.json()["num_tokens"] == len("<system>x<user>") and made.json()["kind"] == "messages"
+        fake.bodies.clear()
+        await client.post("/v1/completions", json={"prompt": ["a", [7]], "prefix": "rules", "n": 1})
+        question = {"role": "user", "content": "?"}
+        await client.post("/v1/chat/completions", json={"messages": [question], "prefix": "chat"})
+        await client.post("/v1/completions", json={"prompt": "a"})
+        assert fake.bodies == [
+            {"prompt": [[*rules, ord("a")], [*rules, 7]], "n": 1},
+            {"messages": [*chat["messages"], question]},
+            {"prompt": "a"},
+        ]
+        listed = (await client.get("/v1/prefixes")).json()
+        assert [(one["name"], one["uses"], one["hit_tokens"]) for one in listed["data"]] == [
+            ("chat", 1, 4),
+            ("rules", 1, 2),
+        ]
+        assert listed["budget_bytes"] == 1000
+        assert (await client.put("/v1/prefixes/rules", json={"content": "do"})).json()["version"] == 2
+        assert (await client.delete("/v1/prefixes/rules")).json()["deleted"] is True
+        assert (await client.get("/v1/prefixes/chat")).json()["messages"] == chat["messages"]
+        assert len(storage.pinned) == 1
+
+    served(vllm, check)
+
+
+def test_bad_prefix_requests(vllm: Callable[[str], Any]) -> None:
+    """Bad requests get OpenAI's error JSON with a reason, and vLLM does not see them."""
+
+    async def check(client: httpx.AsyncClient, fake: FakeVllm, storage: MemoryStorage) -> None:
+        await client.post("/v1/prefixes", json={"name": "rules", "content": "be"})
+        fake.bodies.clear()
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+        for method, path, body, status, reason in (
+            ("POST", "/v1/prefixes", {"name": "rules", "content": "x"}, 400, "exists"),
+            ("POST", "/v1/prefixes", {"name": "a b", "content": "x"}, 400, "letters"),
+            ("POST", "/v1/prefixes", {"name": "both", "content": "x", "messages": image}, 400, "either"),
+            ("POST", "/v1/prefixes", {"name": "image", "messages": image}, 400, "text"),
+            ("GET", "/v1/prefixes/rulez", None, 404, "'rules'"),
+            ("PATCH", "/v1/prefixes/rules", None, 404, "PATCH"),
+            ("POST", "/v1/completions", {"prompt": "x", "prefix": "rulez"}, 404, "'rules'"),
+            ("POST", "/v1/completions", {"prompt": "x", "prefix": 3}, 400, "name"),
+            ("POST", "/v1/completions", {"prompt": None, "prefix": "rules"}, 400, "prompt"),
+            ("POST", "/v1/chat/completions", {"messages": [], "prefix": "rules"}, 400, "/v1/completions"),
+        ):
+            answer = await client.request(method, path, json=body)
+            assert answer.status_code == status and reason in answer.json()["error"]["message"], answer.text
+        assert fake.bodies == []
+
+    served(vllm, check)
