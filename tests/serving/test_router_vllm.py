@@ -371,7 +371,9 @@ def test_several_answers_are_not_split(servers: list[Server], split: RouterProce
     body = prompts.new(split, servers[0], "/v1/completions", "several")
     leases = metric(prefill, "leases_total")
     answer = post(split.url, "/v1/completions", {**body, "n": 2, "temperature": 0.5}, "alice-key")
-    assert len(answer.json()["choices"]) == 2 and "fell back to the decode replica" in answer.headers["x-foreword-route"]
+    assert (
+        len(answer.json()["choices"]) == 2 and "fell back to the decode replica" in answer.headers["x-foreword-route"]
+    )
     assert metric(prefill, "leases_total") == leases
 
 
