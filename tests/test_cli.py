@@ -176,7 +176,7 @@ def test_doctor_loads_the_model() -> None:
 
 
 class Recorder(BaseHTTPRequestHandler):
-    """Answers as told and remembers what it was asked."""
+    """Gives a prepared answer and records the requests."""
 
     asked: ClassVar[list[tuple[str, str, str | None, Any]]] = []
     answer: ClassVar[tuple[int, bytes]] = (200, b"{}")

@@ -30,7 +30,7 @@ BODY: dict[str, Any] = {
 
 @contextmanager
 def two_servers() -> Iterator[tuple[ControlledProcess, ControlledProcess]]:
-    """Both must end with status 0 when they are told to."""
+    """Two servers. Both must exit with status 0 after SIGTERM."""
     made = ControlledProcess(*FLAGS), ControlledProcess(*FLAGS)
     try:
         for process in made:
@@ -129,7 +129,7 @@ def fetched(moved: dict[str, Any], tokens: int) -> Any:
 
 
 def whole(url: str) -> Stream:
-    """The stream without a move; nothing stays cached."""
+    """The stream of a request that is not migrated. Leaves nothing cached."""
     with streamed(url) as response:
         found = Stream().read(response.iter_lines())
     assert http_client.delete(f"{url}/v1/cache", headers=ALICE).status_code == 200

@@ -71,7 +71,7 @@ def test_max_completion_tokens(ai: openai.OpenAI, server: SharedServer) -> None:
 
 
 def test_without_a_limit_it_ends(ai: openai.OpenAI, server: SharedServer) -> None:
-    """Without `max_tokens` an answer goes on, if the model does not end it, until the model's length is reached."""
+    """Without `max_tokens` an answer ends by itself or at the model's maximum length."""
     longest, count = server.engine.info.max_model_len, 10
     while len(server.engine.tokenizer.render_chat(say("endless", count), add_generation_prompt=True)) < longest - 60:
         count += 10
@@ -109,7 +109,7 @@ def test_logprobs_without_alternatives(ai: openai.OpenAI, server: SharedServer) 
 
 
 def test_multi_turn_reuses_the_answer(ai: openai.OpenAI, server: SharedServer) -> None:
-    """The second turn of a conversation finds the first turn's prompt cached (R19's first half, on the device)."""
+    """The second turn of a conversation hits the first turn's prompt and answer in the cache."""
     messages = say("turns", 60)
     first = ai.chat.completions.create(model=server.model, messages=messages, max_tokens=20, temperature=0)
     messages += [

@@ -133,7 +133,7 @@ def test_echo_puts_the_prompt_before_the_text(ai: openai.OpenAI, server: SharedS
 
 
 def test_max_tokens_zero_computes_the_prompt_only(ai: openai.OpenAI, server: SharedServer) -> None:
-    """`max_tokens: 0` gives no text, and warms the cache for who comes next."""
+    """`max_tokens: 0` returns no text and warms the cache for later requests."""
     prompt = words("warm", 60)
     body: dict[str, Any] = dict(model=server.model, prompt=prompt, **GREEDY)
     warm = ai.completions.create(max_tokens=0, **body)

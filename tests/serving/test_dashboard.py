@@ -37,7 +37,7 @@ def chromium() -> Iterator[Page]:
 
 @pytest.fixture
 def page(chromium: Page) -> Iterator[Page]:
-    """Each test ends with a console that has said nothing."""
+    """The browser. After each test its console must be empty."""
     chromium.size(1280, 900)
     chromium.scheme("light")
     chromium.complaints()
@@ -58,7 +58,7 @@ def number(text: str) -> int:
 
 
 def test_numbers_are_those_of_metrics(site: DashboardServer, page: Page) -> None:
-    """Hits, sources, tiers, the pool and times to first token on the page are what `/metrics` says."""
+    """Hits, sources, tiers, the block pool and TTFT on the page equal those of `/metrics`."""
     text = words("numbers", 200)
     for _ in range(2):
         site.complete(text)
@@ -88,7 +88,7 @@ SOURCES = ("device", "memory", "disk", "computed")
 
 
 def test_hit_share_changes(site: DashboardServer, page: Page) -> None:
-    """A page that is open shows a warm request within seconds: its tokens, its cache report in words, its hit."""
+    """An open page shows a new request within seconds: its tokens, its cache report, its hit."""
     text = words("warm", 80)
     site.complete(text)
     since_start(page, site.url)
@@ -103,7 +103,7 @@ def test_hit_share_changes(site: DashboardServer, page: Page) -> None:
 
 
 def test_named_prefix_and_shared_chain(site: DashboardServer, page: Page) -> None:
-    """A named prefix appears with its size, version and uses, and the chain that its users share carries its name."""
+    """A named prefix appears with size, version and uses, and the common prefix of its requests has its name."""
     content = words("guide", 40)
     site.name_prefix("guide", content)
     site.name_prefix("guide", content + " again")
@@ -168,7 +168,8 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_dark_and_light(site: DashboardServer, page: Page) -> None:
-    """The page follows the system's choice, and in both text can be read (WCAG's 4.5) and colours told from the card (3)."""
+    """The page follows the system's color scheme. In both, text has contrast 4.5 (WCAG) and colors have contrast 3 to
+    the card."""
     page.open(site.url)
     page.wait(lambda: page.text("#state") == "ready")
     cards = {}
@@ -193,7 +194,7 @@ def test_dark_and_light(site: DashboardServer, page: Page) -> None:
 
 
 def test_keyboard(site: DashboardServer, page: Page) -> None:
-    """Everything that can be used is reached with the Tab key, and a chart's columns are read with the arrow keys."""
+    """All controls are reached with the Tab key, and the columns of a chart are read with the arrow keys."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
@@ -211,8 +212,8 @@ def test_keyboard(site: DashboardServer, page: Page) -> None:
 
 
 def test_key(site: DashboardServer, page: Page) -> None:
-    """With keys the page asks for one, tells of a wrong one, keeps the right one for the tab only, and shows no other tenant's
-    names."""
+    """With API keys the page asks for one, reports a wrong one, keeps a valid one for the tab only, and shows the data
+    of its tenant only."""
     site.name_prefix("anns", words("anns", 20), "k1")
     site.name_prefix("bobs", words("bobs", 20), "k2")
     page.open(site.keyed)
@@ -274,7 +275,7 @@ def hide(page: Page, hidden: bool) -> None:
 
 
 def test_files(site: DashboardServer) -> None:
-    """The page comes whole from this server, with a policy that lets nothing inline run and nothing from elsewhere load."""
+    """All files of the page come from this server, with a policy that allows no inline scripts and no other hosts."""
     with httpx.Client(base_url=site.url, follow_redirects=True, timeout=60) as client:
         answer = client.get("/ui")
         assert str(answer.url).endswith("/ui/") and answer.headers["content-type"].startswith("text/html")
@@ -301,7 +302,8 @@ def test_nothing_from_elsewhere() -> None:
 
 
 def test_tenants_see_their_own(site: DashboardServer) -> None:
-    """Without a key there is no data; with one a tenant sees its own requests, prefixes and chains, and no text at all."""
+    """Without a key there is no data. With one, a tenant sees its own requests, prefixes and common prefixes, and no
+    text."""
     for path in ("now", "history"):
         assert http_client.get(f"{site.keyed}/ui/data/{path}").status_code == 401
     assert http_client.get(f"{site.keyed}/ui/data/kind").json()["welcome"] is False
@@ -319,7 +321,7 @@ def test_tenants_see_their_own(site: DashboardServer) -> None:
 
 
 def test_history_is_kept_and_bounded() -> None:
-    """The ring keeps half an hour and no more, knows series that came later, and leaves buckets out."""
+    """The ring buffer keeps half an hour, accepts series that appear later, and skips buckets of histograms."""
     registry = CollectorRegistry()
     first = Gauge("foreword:first", "", ("model_name", "tier"), registry=registry)
     Gauge("python:other", "", registry=registry)
@@ -340,7 +342,7 @@ def test_history_is_kept_and_bounded() -> None:
 
 
 def test_history_of_a_server(site: DashboardServer) -> None:
-    """A server samples its metrics from its first request on, whether or not somebody looks."""
+    """A server samples its metrics from its first request on, also when no page is open."""
     site.complete("hello")
 
     def known() -> dict[str, float]:

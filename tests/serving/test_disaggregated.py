@@ -1,5 +1,4 @@
-"""`foreword serve --role prefill` and `--role decode` as processes: the same answers as from one server, and what a kill does
-(R29, R30, R34)."""
+"""Disaggregated prefill between server processes: a decode server has prompts computed by a prefill server."""
 
 from __future__ import annotations
 
@@ -88,9 +87,9 @@ def free(url: str) -> bool:
     return bool(load["free_blocks"] == load["blocks"] and load["running"] == load["waiting"] == 0)
 
 
-def test_what_an_instance_says(urls: tuple[str, str], server: SharedServer) -> None:
-    """An instance tells its role, its transfer address, its model and layout, and how busy it is; a server without a role says
-    that it has none."""
+def test_instance(urls: tuple[str, str], server: SharedServer) -> None:
+    """`/v1/instance` reports role, transfer address, model, layout and load; role and address are null on a server
+    without a role."""
     prefill, decode = (instance(url) for url in urls)
     assert (prefill["role"], decode["role"]) == ("prefill", "decode")
     assert prefill["transfer"] != decode["transfer"]
@@ -111,7 +110,7 @@ def test_what_an_instance_says(urls: tuple[str, str], server: SharedServer) -> N
     ],
 )
 def test_same_answer(urls: tuple[str, str], params: dict[str, Any]) -> None:
-    """A completion whose prompt another process computed is the one that a server computes alone, with the same usage."""
+    """A completion whose prompt another process prefilled equals that of a single server, with the same usage."""
     prefill, decode = urls
     body = {"prompt": LINE * 12 + "def volume(", "max_tokens": 24, "cache_report": True, **params}
     forget(*urls)
@@ -137,7 +136,7 @@ def test_same_answer(urls: tuple[str, str], params: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_chat_stream(urls: tuple[str, str]) -> None:
-    """OpenAI's client sees a stream as from one server."""
+    """OpenAI's client sees one ordinary stream."""
     prefill, decode = urls
     address = instance(prefill)["transfer"]
     client = openai.OpenAI(base_url=f"{decode}/v1", api_key="none", max_retries=0)
@@ -160,7 +159,7 @@ def test_chat_stream(urls: tuple[str, str]) -> None:
 
 
 def test_field_without_endpoint(server: SharedServer) -> None:
-    """A server without a role takes no notice of where a prompt could be computed."""
+    """A server without a role ignores the address of a prefill instance."""
     body = {
         "prompt": LINE,
         "max_tokens": 2,
@@ -172,9 +171,9 @@ def test_field_without_endpoint(server: SharedServer) -> None:
 
 
 @pytest.mark.slow
-def test_addresses_of_strangers(urls: tuple[str, str], start: Callable[..., ServerProcess]) -> None:
-    """A client cannot send a server to another host: 403, with a sentence that names the setting; what is no address is 400; a
-    server whose operator allows the host tries it, and computes the prompt itself if nothing comes of that."""
+def test_addresses_must_be_allowed(urls: tuple[str, str], start: Callable[..., ServerProcess]) -> None:
+    """A client cannot make a server connect to another host: 403 with the name of the setting. A malformed address is
+    400. A router may name any."""
     prefill, decode = urls
 
     def ask(url: str, address: str) -> httpx.Response:
@@ -196,10 +195,10 @@ def test_addresses_of_strangers(urls: tuple[str, str], start: Callable[..., Serv
 
 
 @pytest.mark.slow
-def test_clients_that_leave_are_counted(
+def test_disconnected_clients_are_counted(
     urls: tuple[str, str], servers: tuple[ControlledProcess, ControlledProcess]
 ) -> None:
-    """A prompt whose client goes away while it travels is counted as cancelled on both sides, and everything comes back."""
+    """A client that disconnects during the transfer is counted as canceled on both sides, and all blocks are freed."""
     prefill, decode = urls
     forget(*urls)
     address = instance(prefill)["transfer"]
@@ -223,8 +222,7 @@ def test_clients_that_leave_are_counted(
 
 
 def test_tenants_do_not_drain(shared: SharedServers) -> None:
-    """Where anybody is told from anybody else, by keys or by a router, draining takes the operator's key, and there is none to
-    be had without --admin-key."""
+    """With API keys or a router key, draining takes the operator's key; without an operator's key it is refused."""
     settings = {
         "routers": ServerConfig(router_key="routers"),
         "alices": ServerConfig(api_keys=("alice=alices",), tenant_secret="s"),
@@ -245,8 +243,8 @@ def test_tenants_do_not_drain(shared: SharedServers) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_at_once(urls: tuple[str, str]) -> None:
-    """Twenty requests at once, a third of which share their beginning, get the answers that they get alone."""
+def test_twenty_concurrent_requests(urls: tuple[str, str]) -> None:
+    """Twenty concurrent requests, a third of them with a common prefix, get the same answers as alone."""
     prefill, decode = urls
     address = instance(prefill)["transfer"]
     prompts = [LINE * (i % 3) + f"# number {i}\n" + f"x{i} = [{i}, {i + 1}]\n" * 12 for i in range(20)]
@@ -280,7 +278,7 @@ def long_body(**more: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_prefill_is_killed(urls: tuple[str, str]) -> None:
-    """kill -9 of the prefill server while KV travels: the decode server computes what did not come, and the client gets its
+    """kill -9 of the prefill server during a transfer: the decode server computes the rest, and the client gets its
     answer."""
     decode = urls[1]
     doomed = server("prefill", "--max-batch-tokens", "64")
@@ -313,7 +311,8 @@ def test_prefill_is_killed(urls: tuple[str, str]) -> None:
 
 @pytest.mark.slow
 def test_decode_is_killed(urls: tuple[str, str], servers: tuple[ControlledProcess, ControlledProcess]) -> None:
-    """kill -9 of the decode server while KV travels: the prefill server frees its blocks at once and serves others."""
+    """kill -9 of the decode server during a transfer: the prefill server frees its blocks at once and serves other
+    requests."""
     prefill, decode = urls
     forget(prefill)
     doomed = server("decode")

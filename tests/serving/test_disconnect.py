@@ -23,7 +23,7 @@ def is_idle(server: SharedServer) -> bool:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_leaving_a_stream_frees_blocks(server: SharedServer, n: int) -> None:
+def test_disconnect_from_a_stream_frees_blocks(server: SharedServer, n: int) -> None:
     """When a client closes a stream in the middle, nothing runs any more and all blocks are free."""
     until(lambda: is_idle(server))
     free = server.engine.status().free_blocks
@@ -40,7 +40,7 @@ def test_leaving_a_stream_frees_blocks(server: SharedServer, n: int) -> None:
     assert server.engine.status().free_blocks == free
 
 
-def test_leaving_before_the_answer_frees_blocks(server: SharedServer) -> None:
+def test_disconnect_before_the_answer_frees_blocks(server: SharedServer) -> None:
     """When a client gives up waiting for an answer that is not streamed, nothing runs any more."""
     until(lambda: is_idle(server))
     with slow(server):
@@ -49,7 +49,7 @@ def test_leaving_before_the_answer_frees_blocks(server: SharedServer) -> None:
         until(lambda: is_idle(server))
 
 
-def test_leaving_the_queue(server: SharedServer) -> None:
+def test_disconnect_while_queued(server: SharedServer) -> None:
     """A client that leaves while its request still waits takes it out of the queue."""
     until(lambda: is_idle(server))
     body = long_request(server, n=4, stream=True)
@@ -64,7 +64,7 @@ def test_leaving_the_queue(server: SharedServer) -> None:
 
 
 @pytest.mark.slow
-def test_many_come_and_go(server: SharedServer) -> None:
+def test_many_disconnects(server: SharedServer) -> None:
     """Clients that stay, leave early and give up, all at once, leave a whole pool and an idle engine behind."""
     until(lambda: is_idle(server))
     free = server.engine.status().free_blocks

@@ -1,4 +1,4 @@
-"""Servers that are told to stop move their requests away first, and those that have just come to them too."""
+"""A server that shuts down migrates its requests first, also those that migrated to it a moment before."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def urls(processes: tuple[ControlledProcess, ControlledProcess]) -> Iterator[tup
         yield found
 
 
-def test_stopping_moves_requests_away(urls: tuple[str, str]) -> None:
-    """A server that is told to stop moves its requests to the others first: one client follows and one does not, both get the
-    whole text, and the process ends with status 0 long before its time is up."""
+def test_shutdown_migrates_requests(urls: tuple[str, str]) -> None:
+    """A server migrates its requests when it shuts down: a client that follows and one that does not both get the whole
+    stream."""
     here, there = urls
     expected = whole(here)
     third = ControlledProcess(*FLAGS, "--drain-to", here, "--drain-to", there, "--drain-seconds", "120")
@@ -66,11 +66,11 @@ def test_stopping_moves_requests_away(urls: tuple[str, str]) -> None:
     assert "2 of 2 requests migrated" in third.text and "Traceback" not in third.text
 
 
-def test_drained_before_it_was_fetched(
+def test_unclaimed_requests_migrate_again(
     urls: tuple[str, str], processes: tuple[ControlledProcess, ControlledProcess]
 ) -> None:
-    """A server that is told to stop moves on a request that moved there and that nobody has fetched yet, and stays until its
-    client has come and been told where it went: the client reads the same stream over three servers."""
+    """A draining server migrates a request on that no client has fetched yet, and stays until its client has the new
+    address."""
     here, there = urls
     expected = whole(here)
     middle = ControlledProcess(*FLAGS, "--drain-to", there, "--drain-seconds", "120")
@@ -102,8 +102,7 @@ def test_drained_before_it_was_fetched(
 
 
 def test_two_servers_drain(urls: tuple[str, str]) -> None:
-    """A server drains to one that is told to stop a moment later and drains to a third: clients that know nothing of it read
-    their whole texts, and both processes end with status 0."""
+    """A server drains to one that drains to a third: clients that do not follow read their whole stream."""
     here, _ = urls
     expected = whole(here)
     second = ControlledProcess(*FLAGS, "--drain-to", here, "--drain-seconds", "120")

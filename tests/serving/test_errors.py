@@ -1,4 +1,4 @@
-"""Every mistake is answered in OpenAI's shape, with the right status and a sentence that helps."""
+"""Every error has OpenAI's format, the right status and a helpful message."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_the_same_request_id_twice_at_once(server: SharedServer) -> None:
 
 
 def test_queue_full(shared: SharedServers, metric: Callable[..., float]) -> None:
-    """When enough requests wait, further ones are a 429 with Retry-After, and are counted; then it goes on."""
+    """When the queue is full, further requests get 429 with Retry-After and are counted. Later requests succeed."""
     body = {"prompt": words("queue", 4), "stream": True, "n": 10, "ignore_eos": True, "max_tokens": 1000}
     body["max_tokens"] = min(1000, shared.open.engine.info.max_model_len - 100)
     with shared.open.http() as busy, shared.short.http() as client:

@@ -1,4 +1,4 @@
-"""Requests that move between server processes: clients see one stream, tenants stay apart (R32)."""
+"""Live migration between server processes: clients see one stream, tenants stay separate."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def urls(processes: Servers) -> Iterator[tuple[str, str]]:
         yield found
 
 
-def test_client_sees_nothing(urls: tuple[str, str], processes: Servers) -> None:
-    """A client that knows nothing of moves reads one stream, with the same tokens, offsets, ids and usage as without a move,
-    also when the request moves on and back."""
+def test_client_that_does_not_follow(urls: tuple[str, str], processes: Servers) -> None:
+    """A client that does not follow reads one stream with the same tokens, offsets, ids and usage as without migration,
+    also when the request migrates back."""
     here, there = urls
     expected = whole(here)
     with slow(*processes) as fast, streamed(here) as response:
@@ -64,8 +64,8 @@ def test_client_sees_nothing(urls: tuple[str, str], processes: Servers) -> None:
     assert back.json()["bytes"] < moved.json()["bytes"]  # the old instance still has most of it
 
 
-def test_client_follows(urls: tuple[str, str], processes: Servers) -> None:
-    """A client that follows gets told where its request went, and reads on there as if nothing had happened."""
+def test_client_that_follows(urls: tuple[str, str], processes: Servers) -> None:
+    """A client that follows gets the new address and continues there."""
     here, there = urls
     expected = whole(here)
     follow = {"x-foreword-follow": "1", "x-request-id": "traced"}
@@ -89,7 +89,7 @@ def test_client_follows(urls: tuple[str, str], processes: Servers) -> None:
 
 @pytest.mark.slow
 def test_openai_client(urls: tuple[str, str], processes: Servers) -> None:
-    """OpenAI's own client reads a chat that moves in the middle, streamed and not streamed."""
+    """OpenAI's client reads a chat that migrates in the middle, streamed and not streamed."""
     here, there = urls
     client = openai.OpenAI(base_url=f"{here}/v1", api_key="alices-key", max_retries=0, timeout=60)
     chat: dict[str, Any] = {
@@ -119,8 +119,8 @@ def test_openai_client(urls: tuple[str, str], processes: Servers) -> None:
     assert found[0].usage.completion_tokens == expected.usage.completion_tokens
 
 
-def test_who_may(urls: tuple[str, str], processes: Servers) -> None:
-    """A tenant sees and moves its own requests only; the operator sees all; draining is the operator's."""
+def test_permissions(urls: tuple[str, str], processes: Servers) -> None:
+    """A tenant lists and migrates its own requests only, the operator all. Draining takes the operator's key."""
     here, there = urls
     assert http_client.get(f"{here}/v1/requests").status_code == 401
     with slow(*processes), streamed(here) as response:
@@ -136,7 +136,7 @@ def test_who_may(urls: tuple[str, str], processes: Servers) -> None:
 
 @pytest.mark.slow
 def test_through_a_router(urls: tuple[str, str], processes: Servers) -> None:
-    """Tenants for whom a router speaks see and move their own requests, and nobody else's."""
+    """Tenants of a router list and migrate their own requests only."""
     here, there = urls
     carol, dave = ({"authorization": "Bearer routers-key", "x-foreword-salt": salt} for salt in ("ca", "da"))
     expected = whole(here)
@@ -153,9 +153,9 @@ def test_through_a_router(urls: tuple[str, str], processes: Servers) -> None:
     check_same(found, expected)
 
 
-def test_where_to(urls: tuple[str, str], processes: Servers) -> None:
-    """A client cannot make a server call another one that its configuration does not know: 403, with a sentence that names
-    the setting, and the stream goes on. Whoever has the operator's key can."""
+def test_targets_must_be_allowed(urls: tuple[str, str], processes: Servers) -> None:
+    """A client cannot make a server call a server that its configuration does not allow: 403 with the name of the
+    setting, and the stream continues. The operator can."""
     here, _ = urls
     with slow(*processes) as fast, streamed(here) as response:
         lines = response.iter_lines()
@@ -171,9 +171,9 @@ def test_where_to(urls: tuple[str, str], processes: Servers) -> None:
     assert found.done and not found.error
 
 
-def test_what_cannot_move(urls: tuple[str, str], processes: Servers) -> None:
-    """A target that is none, is not there or is the same server, a request with two answers, and one that does not exist: each
-    is answered with a sentence, and the stream goes on where it was."""
+def test_requests_that_cannot_migrate(urls: tuple[str, str], processes: Servers) -> None:
+    """A wrong target, the same server, a request with two answers and an unknown request are errors with a message, and
+    the stream continues."""
     here, there = urls
     expected = whole(here)
     assert migrate(here, "nobody", there).status_code == 404
@@ -197,7 +197,7 @@ def test_what_cannot_move(urls: tuple[str, str], processes: Servers) -> None:
 
 @pytest.mark.slow
 def test_target_is_killed(urls: tuple[str, str], processes: Servers) -> None:
-    """kill -9 of the server that took a request over: its client, which does not follow, is told in the stream."""
+    """kill -9 of the server that took over a request: a client that does not follow gets an error in its stream."""
     here, _ = urls
     third = ControlledProcess(*FLAGS)
     try:

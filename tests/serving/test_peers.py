@@ -1,4 +1,4 @@
-"""Which other servers a request may name."""
+"""The allow-list of servers that a request may name."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def allows(peers: Peers, address: str) -> bool:
     return True
 
 
-def test_this_host_is_open() -> None:
-    """Without any setting servers of one host may be named, in whatever way loopback is written, and nobody else."""
+def test_this_host_is_allowed() -> None:
+    """Without configuration only servers of this host may be named, in any notation of loopback."""
     peers = Peers()
     assert all(allows(peers, address) for address in OPEN)
     closed = ("10.0.0.7:9100", "169.254.169.254:80", "example.org:443", "0.0.0.0:9100", "[fe80::1]:9100", "127.1:80")
@@ -61,7 +61,8 @@ def test_this_host_is_open() -> None:
     ],
 )
 def test_rules(rule: str, inside: list[str], outside: list[str]) -> None:
-    """A host, a host at one port, a URL, a network, a pattern of names: each opens what it says and nothing beside it."""
+    """A host, a host with a port, a URL, a network and a pattern of names each allow what they match and nothing
+    else."""
     peers = Peers([rule])
     assert all(allows(peers, address) for address in inside)
     assert not any(allows(peers, address) for address in outside)
@@ -71,15 +72,15 @@ def test_rules(rule: str, inside: list[str], outside: list[str]) -> None:
 @pytest.mark.parametrize(
     "wrong", ["10.0.0.*", "10.0.0.0/33", "http://kv/path", "ftp://kv", "a b", "kv:port", "192.168", ""]
 )
-def test_rules_that_are_none(wrong: str) -> None:
-    """An entry that cannot be right is an error at start that says what to write."""
+def test_malformed_rules(wrong: str) -> None:
+    """A malformed entry is an error at start that says what to write."""
     with pytest.raises(ConfigError, match=r"server\.peers.*10\.0\.0\.0/8"):
         Peers([wrong])
 
 
-def test_what_the_configuration_names() -> None:
-    """Servers to drain to, stores of other instances, and the host's own transfer address may be named without a further
-    setting; a URL to drain to that is none is an error at start."""
+def test_hosts_of_the_configuration() -> None:
+    """Servers of --drain-to, stores of other instances and the server's own transfer address are allowed without
+    --peer."""
     config = Config(
         server=ServerConfig(drain_to=("http://drained-to:8000",), peers=("10.9.0.0/16",)),
         store=StoreConfig(urls=("memory://?size=1MiB", "peer://10.0.0.3:9100?label=x")),
@@ -106,8 +107,8 @@ def test_what_the_configuration_names() -> None:
         "http://a b",
     ],
 )
-def test_what_is_no_url(wrong: str) -> None:
-    """What is no server's URL is the caller's mistake, and so is what is no address."""
+def test_malformed_urls(wrong: str) -> None:
+    """A malformed URL or address is an error of the client."""
     with pytest.raises(BadRequest) as caught:
         Peers(["*"]).check_url(wrong, "to")
     assert caught.value.param == "to" and not isinstance(caught.value, Forbidden)
@@ -124,7 +125,7 @@ def test_what_is_no_url(wrong: str) -> None:
         "http://127.0.0.1%2e10.0.0.7",
     ],
 )
-def test_tricks(trick: str) -> None:
-    """A text that two readers might take for two places is refused."""
+def test_ambiguous_addresses(trick: str) -> None:
+    """A text that two parsers could read as two different hosts is refused."""
     with pytest.raises((BadRequest, Forbidden)):
         Peers().check_url(trick, "to")

@@ -106,7 +106,7 @@ def test_unknown_names_list_close_ones(client: httpx.Client) -> None:
 
 
 def test_budget(client: httpx.Client, metric: Callable[..., float]) -> None:
-    """A prefix beyond the budget is a 409 and leaves nothing behind; removing another one makes room."""
+    """A prefix beyond the budget is a 409 and leaves nothing behind. Removing another prefix frees its budget."""
     assert metric("foreword:prefix_pinned_bytes") == 0
     big = client.post("/v1/prefixes", json={"name": "big", "content": [1] * 3})
     assert big.status_code == 400

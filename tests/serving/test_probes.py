@@ -97,7 +97,7 @@ def test_metrics_have_vllms_names(client: httpx.Client, server: SharedServer) ->
 
 
 def test_metrics_move(client: httpx.Client, server: SharedServer, metric: Callable[..., float]) -> None:
-    """A request moves the counters by exactly its tokens, its hits and itself."""
+    """A request increases the counters by exactly its tokens, its hits and one request."""
     prompt = words("counted", 60)
     tokens = len(server.engine.tokenizer.encode(prompt))
     client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).raise_for_status()

@@ -22,7 +22,7 @@ def ask(url: str, max_tokens: int) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_alive_at_once_and_ready_later(start_controlled: Callable[..., ControlledProcess]) -> None:
-    """While the model loads the server is alive and not ready, and answers requests with 503 and Retry-After."""
+    """While the model loads, /health is 200, /ready is 503, and requests get 503 with Retry-After."""
     process = start_controlled(loading=False)
     url = process.url()
     assert http_client.get(f"{url}/health").status_code == 200
@@ -63,7 +63,7 @@ def test_drain_lets_running_requests_finish(start_controlled: Callable[..., Cont
 
 @pytest.mark.slow
 def test_drain_aborts_what_takes_too_long(start_controlled: Callable[..., ControlledProcess]) -> None:
-    """What still runs after `drain_seconds` is ended with an error in its stream, and the exit status is still 0."""
+    """A request that still runs after `drain_seconds` ends with an error in its stream. The exit status is 0."""
     process = start_controlled("--drain-seconds", "0")
     url = process.wait_ready()
     with slow(process), http_client.stream("POST", f"{url}/v1/completions", json=ask(url, 10**6)) as stream:
@@ -78,7 +78,7 @@ def test_drain_aborts_what_takes_too_long(start_controlled: Callable[..., Contro
 
 @pytest.mark.slow
 def test_second_signal_exits_at_once(start_controlled: Callable[..., ControlledProcess]) -> None:
-    """A second signal does not wait for anything."""
+    """A second signal ends the process without waiting."""
     process = start_controlled("--drain-seconds", "1000")
     url = process.wait_ready()
     with slow(process), http_client.stream("POST", f"{url}/v1/completions", json=ask(url, 10**6)) as stream:
@@ -92,7 +92,7 @@ def test_second_signal_exits_at_once(start_controlled: Callable[..., ControlledP
 
 @pytest.mark.slow
 def test_signal_while_loading(start_controlled: Callable[..., ControlledProcess]) -> None:
-    """A signal that comes while the model is loaded ends the process, which does not wait for the model, with status 0."""
+    """A signal while the model loads ends the process with status 0, without waiting for the model."""
     process = start_controlled(loading=False)
     process.url()
     process.popen.send_signal(signal.SIGTERM)
@@ -101,14 +101,14 @@ def test_signal_while_loading(start_controlled: Callable[..., ControlledProcess]
 
 @pytest.mark.slow
 def test_failed_load(start: Callable[..., ServerProcess]) -> None:
-    """A model that cannot be loaded ends the process with status 1 and a sentence, without a traceback."""
+    """A model that cannot be loaded ends the process with status 1 and a message, without a traceback."""
     process = start("/nonexistent/model")
     assert process.end(200) == 1
     assert "/nonexistent/model" in process.text and "Traceback" not in process.text
 
 
 def test_port_in_use(start: Callable[..., ServerProcess]) -> None:
-    """A port that is taken ends the process with status 2 and a sentence that names the port and --port."""
+    """A port in use ends the process with status 2 and a message with the port and --port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         process = start("--port", port)
@@ -117,7 +117,7 @@ def test_port_in_use(start: Callable[..., ServerProcess]) -> None:
 
 
 def test_bad_settings(start: Callable[..., ServerProcess]) -> None:
-    """A bad value, host or API key ends the process with status 2 and one sentence, before anything loads."""
+    """A wrong value, host or API key ends the process with status 2 and a message before anything loads."""
     for arguments in (["--block-size", "0"], ["--host", "no.such.host.invalid"], ["--api-keys", "two words"]):
         process = start(*arguments)
         assert process.end() == 2

@@ -81,7 +81,7 @@ def running(log: Path, url: str, *words: str) -> Iterator[Command]:
         command.popen.wait(PATIENCE)
 
 
-def told(url: str) -> str:
+def answers_of(url: str) -> str:
     """What `url` answers to several callers, right and wrong ones."""
     found = []
     for caller in CALLERS:
@@ -115,12 +115,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [0, 1])
-def test_no_answer_and_no_line_of_a_log_repeats_a_secret(
-    both: tuple[list[str], Callable[[], str]], number: int
-) -> None:
-    """Metrics, dashboard, state, errors and the log at its most talkative hold no key, secret, salt or password."""
+def test_secrets_are_hidden(both: tuple[list[str], Callable[[], str]], number: int) -> None:
+    """Metrics, dashboard, state, errors and the debug log contain no key, secret, salt or password."""
     urls, written = both
-    answers = told(urls[number])
+    answers = answers_of(urls[number])
     assert "200" in answers and "401" in answers and "400" in answers
     assert "QuietPlease" not in answers
     assert "DEBUG" in written() and "/v1/completions" in written()

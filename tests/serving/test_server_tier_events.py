@@ -1,4 +1,4 @@
-"""KV events of tiers: a real router learns from two real servers what their memory and their shared store hold."""
+"""KV events of tiers: the router knows blocks that a server has in memory, on disk or in a shared store."""
 
 from __future__ import annotations
 
@@ -63,9 +63,8 @@ def drain(router: RouterProcess, url: str, *, back: bool = False) -> None:
     http_client.post(path, json={"replica": url}, headers=ADMIN).raise_for_status()
 
 
-def test_what_left_the_device_is_known_in_memory(router: RouterProcess, servers: list[ControlledProcess]) -> None:
-    """Other prompts push one out of a server's device, which its memory keeps: the router still sends it there, expects to load
-    it from host memory, and that is what happens. When the server forgets all of it, the router knows that too."""
+def test_memory_tier(router: RouterProcess, servers: list[ControlledProcess]) -> None:
+    """A prompt evicted from the device to memory is still routed to its server, and the router expects the hit."""
     url = servers[1].url()
     prompts = [words(f"memory{number}", 200) for number in range(3)]
     for prompt in prompts:
@@ -85,10 +84,8 @@ def test_what_left_the_device_is_known_in_memory(router: RouterProcess, servers:
     until(lambda: known(router, url) == 0)
 
 
-def test_what_one_wrote_to_a_shared_store_is_known_of_all(
-    router: RouterProcess, servers: list[ControlledProcess]
-) -> None:
-    """A prompt that one server computed is loaded by the other one, which never saw it, and the router expects that."""
+def test_shared_store(router: RouterProcess, servers: list[ControlledProcess]) -> None:
+    """A prompt that one server computed is loaded by another one from the shared store, and the router expects that."""
     first, second = (process.url() for process in servers)
     prompt = words("shared", 200)
     ask(first, prompt)

@@ -1,4 +1,4 @@
-"""Servers over a store, as processes: what they computed and were told outlives them, also when they are killed."""
+"""Server processes over a shared store: blocks and named prefixes survive restarts and kills."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_killed_and_started_again(start: Start, tmp_path: Path) -> None:
-    """A server that is killed is warm when it starts again, a second one beside it hits with its first request, and both know
-    the named prefixes of the first; its answers are the same (R18, R24, R25)."""
+    """A killed server is warm after a restart. A second server hits with its first request. Both know the named
+    prefixes and give the same answers."""
     first = start(*store(tmp_path))
     url = first.wait_ready()
     answer = post(url, prompt=TEXT)
@@ -82,7 +82,8 @@ def test_killed_and_started_again(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_prefixes_are_shared_and_versioned(start: Start, tmp_path: Path) -> None:
-    """What one server registers, replaces and removes, another one that shares the store knows soon after."""
+    """A prefix that one server registers, replaces or removes is up to date soon on another server with the same
+    store."""
     one, other = start(*store(tmp_path)), start(*store(tmp_path))
     here, there = one.wait_ready(), other.wait_ready()
     http_client.post(f"{here}/v1/prefixes", json={"name": "p", "content": TEXT}, timeout=120).raise_for_status()
@@ -99,8 +100,8 @@ def test_prefixes_are_shared_and_versioned(start: Start, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_tenants_in_a_store(start: Start, tmp_path: Path) -> None:
-    """A tenant's blocks survive a restart for that tenant only; `forget` removes them, from disk and server, with a receipt,
-    and nobody else's."""
+    """A tenant's blocks survive a restart for that tenant only. `forget` removes them from disk and server, with a
+    receipt, and no other tenant's."""
     flags = [*store(tmp_path), "--api-keys", "ann=k1", "--api-keys", "bob=k2"]
     refused = start(*flags)
     assert refused.end() == 2 and "--tenant-secret" in refused.text
@@ -129,7 +130,7 @@ def test_tenants_in_a_store(start: Start, tmp_path: Path) -> None:
 
 
 def test_tools(start: Start, tmp_path: Path) -> None:
-    """`inspect` tells what is in a store, `verify` finds a block that was damaged and `--repair` removes it."""
+    """`inspect` lists the contents of a store, `verify` finds a damaged block, and `--repair` removes it."""
     process = start(*store(tmp_path))
     url = process.wait_ready()
     answer = post(url, prompt=TEXT)
@@ -166,7 +167,7 @@ def found_bytes(where: str) -> int:
 
 @pytest.mark.slow
 def test_forget_a_prefix_and_a_model(start: Start, tmp_path: Path) -> None:
-    """`forget --prefix` removes a named prefix with what continues it and leaves other texts; `--model` removes the rest."""
+    """`forget --prefix` removes a named prefix and the blocks that continue it; `--model` removes the rest."""
     process = start(*store(tmp_path))
     url = process.wait_ready()
     other = "import os\nimport sys\n" * 40

@@ -1,4 +1,4 @@
-"""Merging streams, and work that ends with its client."""
+"""Merging streams, and work that ends when its client disconnects."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_closing_the_merged_stream_closes_all(count: int) -> None:
 
 
 class Client:
-    """An ASGI client that goes away when it is told to."""
+    """An ASGI client that disconnects when `gone` is set."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()

@@ -32,7 +32,7 @@ def test_tenants_do_not_share_the_cache(shared: SharedServers) -> None:
 
 
 def test_a_salt_from_the_client_is_ignored(shared: SharedServers) -> None:
-    """Whatever salt a client sends, it hits its own tenant's blocks and nobody else's."""
+    """A salt in a request has no effect: the request hits its own tenant's blocks only."""
     prompt = words("salted", 60)
     assert cached(shared, "alice1-secret", prompt) == 0
     salt = derive_salt(b"s3cret", "alice1")
@@ -42,7 +42,7 @@ def test_a_salt_from_the_client_is_ignored(shared: SharedServers) -> None:
     assert cached(shared, "bob1-secret", prompt, cache_salt=salt.hex()) == 0
 
 
-def test_the_cache_report_does_not_tell(shared: SharedServers) -> None:
+def test_cache_report_hides_other_tenants(shared: SharedServers) -> None:
     """A cache report does not reveal that another tenant has the prefix."""
     prompt = words("secretive", 60)
     cached(shared, "alice2-secret", prompt)
@@ -123,7 +123,7 @@ def test_salts_depend_on_the_secret() -> None:
 
 
 def test_no_keys_one_tenant() -> None:
-    """Without keys everybody is one tenant with an empty salt, whatever header comes."""
+    """Without keys all callers are one tenant with an empty salt, whatever headers they send."""
     tenants = Tenants.from_config(ServerConfig())
     assert tenants.authenticate(None).salt == tenants.authenticate("Bearer x").salt == b""
 
