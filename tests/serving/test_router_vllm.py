@@ -346,7 +346,7 @@ def test_prefill_here_decode_there(
     read, leases = metric(decode, "loaded_blocks_total"), metric(prefill, "leases_total")
     answer = post(split.url, path, {**body, "stream": streams}, "alice-key")
     route = answer.headers["x-foreword-route"]
-    assert route.startswith(f"{decode} after {prefill}: ") and "after all" not in route, route
+    assert route.startswith(f"{decode} after {prefill}: ") and "fell back" not in route, route
     alone = post(decode, path, {**body, "cache_salt": "nobody's"})
     assert whole_text(answer) == whole_text(alone)
     blocks = alone.json()["usage"]["prompt_tokens"] // BLOCK
