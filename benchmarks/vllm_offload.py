@@ -6,7 +6,7 @@
 
 MODEL is a folder (see random_model.py); the environment is made by `.ci/vllm FOLDER`. LMCache and Mooncake are optional; give
 them their own environments that have that vLLM (a .pth file with its site-packages will do), since their other requirements
-do not go together. Contenders, one after the other, each with processes of its own:
+do not go together. Contenders, one after the other, each in its own processes:
 
 alone            vLLM and its own prefix cache
 foreword-memory  ForewordConnector over memory and disk (a fresh process finds what is on the disk)
