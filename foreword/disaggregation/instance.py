@@ -61,7 +61,7 @@ class Instance(TransferService):
         config: TransferConfig,
         role: str,
         thread: EngineThread,
-        served: BlockServer | None = None,
+        served: BlockServer,
     ) -> None:
         super().__init__(view.layout)
         self.role = role
@@ -154,10 +154,10 @@ class Instance(TransferService):
             context.ended(transfer)
 
     def locate(self, names: Sequence[bytes], deadline: float) -> int:
-        return 0 if self._served is None else self._served.locate(names, deadline)
+        return self._served.locate(names, deadline)
 
     def get(self, names: Sequence[bytes], longest: int, deadline: float) -> Iterator[Sequence[Buffer | None]]:
-        return iter(()) if self._served is None else self._served.get(names, longest, deadline)
+        return self._served.get(names, longest, deadline)
 
     # The loop's `KVTransferHooks`, on the engine's thread
 

@@ -169,9 +169,9 @@ class Migrations:
         if sequence is None:
             raise CannotMove("the request has just ended, or has more than one sequence")
         if sequence in self._outgoing or sequence in scheduler.paused:
-            raise CannotMove("the request is moving already")
+            raise CannotMove("the request is migrating already")
         if sequence.request.params.max_tokens == 0:
-            raise CannotMove("a request that generates nothing is not worth moving")
+            raise CannotMove("a request that generates nothing is not worth migrating")
         if sequence not in scheduler.running and sequence not in scheduler.waiting:
             raise CannotMove("the request waits for KV of its prompt; try again in a moment", reason="busy")
         return sequence
@@ -258,7 +258,7 @@ class Migrations:
         if source.outcome is TransferOutcome.TAKEN and migration.send is not None:
             self._end_taken(migration, migration.send)
         elif source.outcome is TransferOutcome.UNKNOWN:
-            error = TransferUnavailable("it is unknown whether the request has moved", reason=str(Reason.UNKNOWN))
+            error = TransferUnavailable("it is unknown whether the request has migrated", reason=str(Reason.UNKNOWN))
             if not migration.ended:
                 self._context.thread.deliver([self._core.end_failed(migration.sequence, error.message)])
             self._fail(migration, error)

@@ -156,7 +156,7 @@ class AsyncEngine:
         def begin(listener: _Listener) -> None:
             unclaimed = self.unclaimed.claim(request_id)
             if unclaimed is None:
-                raise NotFound(f"no request {request_id!r} has moved here and waits to be fetched")
+                raise NotFound(f"no request {request_id!r} has migrated here and waits for its client")
             self._listeners[request_id] = listener
             self.deliver(unclaimed.deltas)
 

@@ -58,7 +58,7 @@ def add_routes(routes: Routes, context: ServerContext, config: ServerConfig) -> 
         tenant, engine = context.tenant(request), context.admission.check_loaded()
         unclaimed = engine.unclaimed.find(name)
         if unclaimed is None or unclaimed.request.salt != tenant.salt:
-            raise NotFound(f"no request {name!r} has migrated here and waits to be fetched")
+            raise NotFound(f"no request {name!r} has migrated here and waits for its client")
         start = _number(request.query_params.get("from", "0"))
         if start != len(unclaimed.output):
             raise CannotMove(f"the request migrated here after {len(unclaimed.output)} tokens, not {start}")
