@@ -1,6 +1,6 @@
-"""A router in front of two real vLLM servers, which have our connector and hand prompts over to each other. Needs
-FOREWORD_VLLM_PYTHON, an interpreter with vLLM; skipped without. A server takes a minute to start, so all tests share two, and
-the last one kills one of them."""
+"""The router in front of two real vLLM servers with Foreword's connector, which send KV to each other. Needs
+FOREWORD_VLLM_PYTHON, an interpreter with vLLM; skipped without it. A server takes a minute to start, so all tests
+share two servers, and the last test kills one."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ TEMPLATE = (
 
 
 def make_model(folder: Path) -> Path:
-    """A small Llama with random weights and a tokenizer that makes one token of every byte: most characters that it writes are
-    spread over several tokens or are broken."""
+    """A small Llama with random weights and a tokenizer with one token per byte: most characters that it generates
+    span several tokens or are broken."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=END + 1, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
@@ -67,7 +67,7 @@ def make_model(folder: Path) -> Path:
 
 @dataclass
 class Server:
-    """One `vllm serve` in a process group of its own."""
+    """One `vllm serve` in its own process group."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -166,41 +166,43 @@ def ask(router: RouterProcess, prompt: str, key: str = "alice-key", **more: Any)
     return answer.headers["x-foreword-route"].partition(": ")[0], details.get("cached_tokens") or 0
 
 
-def heard(router: RouterProcess, kind: str, replica: str = "") -> float:
-    """Of the servers' events: `stored_blocks` or `messages`. What a router knows may grow less: blocks are evicted too."""
+def events_received(router: RouterProcess, kind: str, replica: str = "") -> float:
+    """KV events that the router received: `stored_blocks` or `messages`. The number of known blocks may shrink,
+    because blocks are evicted."""
     return router.metric("foreword:router_kv_events_total", kind=kind, **({"replica": replica} if replica else {}))
 
 
-def ask_new(router: RouterProcess, prompt: str, beginning: str = "", **more: Any) -> tuple[str, int]:
-    """`ask`, and wait until the router has heard of the prompt's blocks, of which some may be there by its `beginning`."""
-    before, new = heard(router, "stored_blocks"), len(prompt) // BLOCK - len(beginning) // BLOCK
+def ask_and_wait(router: RouterProcess, prompt: str, prefix: str = "", **more: Any) -> tuple[str, int]:
+    """`ask`, then wait until the router has received the events of the prompt's new blocks; those of its `prefix`
+    may be known already."""
+    before, new = events_received(router, "stored_blocks"), len(prompt) // BLOCK - len(prefix) // BLOCK
     found = ask(router, prompt, **more)
-    until(lambda: heard(router, "stored_blocks") >= before + new, WITHIN)
+    until(lambda: events_received(router, "stored_blocks") >= before + new, WITHIN)
     return found
 
 
-def test_it_goes_where_the_prefix_is(router: RouterProcess) -> None:
-    """vLLM's own events tell what each server holds, salted by tenant; prompts with a common beginning find it."""
+def test_requests_follow_their_prefix(router: RouterProcess) -> None:
+    """vLLM's own events report what each server holds, salted by tenant; prompts with a shared prefix hit it."""
     for topic in ("north", "south", "east"):
         shared = words(topic, 40)
-        where, cached = ask_new(router, shared + " first")
+        where, cached = ask_and_wait(router, shared + " first")
         assert cached == 0
-        again, cached = ask_new(router, shared + " second", shared)
+        again, cached = ask_and_wait(router, shared + " second", shared)
         assert again == where and cached >= 192
     expected = router.metric("foreword:router_expected_cached_tokens_total")
     assert expected >= 500 and expected == router.metric("foreword:router_actual_cached_tokens_total")
 
 
-def test_tenants_do_not_share(router: RouterProcess) -> None:
-    """Another tenant's prompt is never found, at whichever server; its own is."""
+def test_tenants_share_no_blocks(router: RouterProcess) -> None:
+    """Another tenant's prompt is never a cache hit, on either server; a tenant's own prompt is."""
     prompt = words("secret", 40)
-    assert ask_new(router, prompt)[1] == 0
-    assert ask_new(router, prompt, key="bob-key")[1] == 0
+    assert ask_and_wait(router, prompt)[1] == 0
+    assert ask_and_wait(router, prompt, key="bob-key")[1] == 0
     assert ask(router, prompt, "bob-key")[1] > 0 and ask(router, prompt)[1] > 0
 
 
 def test_chat_is_tokenized_as_the_server_does(router: RouterProcess) -> None:
-    """A conversation's tokens, chat template included, are those that the server counts."""
+    """The tokens of a conversation, including the chat template, are those that the server counts."""
     messages = [{"role": "user", "content": words("chat", 30)}]
     with router.http("alice-key") as client:
         answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2}).raise_for_status()
@@ -234,11 +236,11 @@ def ending(chunks: list[dict[str, Any]]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
-def test_the_same_text_wherever_it_was_lost(
+def test_the_same_text_wherever_the_stream_breaks(
     servers: list[Server], model: Path, path: str, body: dict[str, Any], local: bool
 ) -> None:
-    """Lost after any number of events, an answer of vLLM goes on at the other server with the same text, usage and ending, with
-    and without a stop string, with the router's own tokenizer and with vLLM's."""
+    """After a break at any event, a response of vLLM continues on the other server with the same text, usage and
+    finish reason, with and without a stop string, with the router's tokenizer and with vLLM's."""
     scissors, loop = Scissors(), Loop()
     relays = [Relay(loop, server.url, scissors) for server in servers]
     named = [argument for relay in relays for argument in ("--replica", relay.url)]
@@ -272,7 +274,7 @@ ALICE = TENANTS.authenticate("Bearer alice-key").salt.hex()
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
-def apart(prefill: str, decode: str) -> RouterProcess:
+def disaggregated(prefill: str, decode: str) -> RouterProcess:
     return RouterProcess("--prefill", prefill, "--replica", decode, "--min-prefill", "128", *KEYS, *SECRET)
 
 
@@ -302,8 +304,8 @@ def whole_text(answer: httpx.Response) -> str:
 
 
 class Prompts:
-    """Prompts that are sooner computed apart: most of one lies at the prefill server, and the router knows. That one may be new
-    and still hear of what was before, so an older router tells how much there is to hear."""
+    """Prompts for which disaggregated prefill is faster: the prefill server holds most of them, and the router knows
+    it. A new router may still receive older events, so an older router tells how many to wait for."""
 
     def __init__(self, older: RouterProcess) -> None:
         self._older = older
@@ -312,12 +314,12 @@ class Prompts:
         self, router: RouterProcess, prefill: Server, path: str, topic: str, relay: Relay | None = None
     ) -> dict[str, Any]:
         """`relay`: by which the router knows the server."""
-        before, start = heard(self._older, "stored_blocks", prefill.url), words(topic, 90)
+        before, start = events_received(self._older, "stored_blocks", prefill.url), words(topic, 90)
         post(prefill.url, path, {**prompt_of(path, start + " and so on"), "cache_salt": ALICE})
         new = len(start) // BLOCK
-        until(lambda: heard(self._older, "stored_blocks", prefill.url) >= before + new, WITHIN)
-        messages = heard(self._older, "messages", prefill.url)
-        until(lambda: heard(router, "messages", (relay or prefill).url) >= messages, WITHIN)
+        until(lambda: events_received(self._older, "stored_blocks", prefill.url) >= before + new, WITHIN)
+        messages = events_received(self._older, "messages", prefill.url)
+        until(lambda: events_received(router, "messages", (relay or prefill).url) >= messages, WITHIN)
         return prompt_of(path, start + " but not")
 
 
@@ -328,26 +330,27 @@ def prompts(router: RouterProcess) -> Prompts:
 
 @pytest.fixture
 def split(servers: list[Server]) -> Iterator[RouterProcess]:
-    """One that has not measured anything yet: what is sooner does not depend on how busy this machine was just now."""
-    process = apart(servers[0].url, servers[1].url).wait_for(2)
+    """A router without measurements: its cost model does not depend on how busy this machine was."""
+    process = disaggregated(servers[0].url, servers[1].url).wait_for(2)
     yield process
     process.kill()
 
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_prefill_here_decode_there(
+def test_disaggregated_prefill(
     servers: list[Server], split: RouterProcess, prompts: Prompts, path: str, streams: bool
 ) -> None:
-    """A long prompt is computed at the prefill server, the decode server reads its whole blocks straight from there, in the
-    tenant's name, and the answer is that of one vLLM alone. What is short, or what the decode server has, is not split."""
+    """The prefill server computes a long prompt, the decode server reads its full blocks directly, for the right
+    tenant, and the output is that of one vLLM. Short prompts, and prompts that the decode server holds, are not
+    split."""
     prefill, decode = (server.url for server in servers)
     body = prompts.new(split, servers[0], path, f"{path[4:6]}{streams:d}-")
     read, leases = metric(decode, "loaded_blocks_total"), metric(prefill, "leases_total")
     answer = post(split.url, path, {**body, "stream": streams}, "alice-key")
     route = answer.headers["x-foreword-route"]
     assert route.startswith(f"{decode} after {prefill}: ") and "fell back" not in route, route
-    alone = post(decode, path, {**body, "cache_salt": "nobody's"})
+    alone = post(decode, path, {**body, "cache_salt": "none's"})
     assert whole_text(answer) == whole_text(alone)
     blocks = alone.json()["usage"]["prompt_tokens"] // BLOCK
     assert blocks > 10
@@ -360,13 +363,14 @@ def test_prefill_here_decode_there(
         answer = post(split.url, path, {**body, "stream": streams}, "alice-key")
         return answer.headers["x-foreword-route"].partition(": ")[0]
 
-    # As soon as the router has heard of it: the decode server's events are under way.
+    # Once the router has received the decode server's events.
     until(lambda: computed_where(body) == decode, WITHIN)
     assert computed_where(prompt_of(path, "short")) == decode
 
 
-def test_several_answers_are_not_split(servers: list[Server], split: RouterProcess, prompts: Prompts) -> None:
-    """What `kv_transfer_params` cannot say for all of it is computed where it decodes, and the header says so."""
+def test_several_choices_are_not_split(servers: list[Server], split: RouterProcess, prompts: Prompts) -> None:
+    """Requests for which one `kv_transfer_params` is not enough are computed on the decode server, and the header
+    says so."""
     prefill = servers[0].url
     body = prompts.new(split, servers[0], "/v1/completions", "several")
     leases = metric(prefill, "leases_total")
@@ -377,8 +381,9 @@ def test_several_answers_are_not_split(servers: list[Server], split: RouterProce
     assert metric(prefill, "leases_total") == leases
 
 
-class Deadly(Relay):
-    """A relay that kills a server as soon as it has computed a prompt for another one, and then passes its answer on."""
+class KillingRelay(Relay):
+    """A relay that kills a server as soon as it has computed a prompt for another one, and then forwards its
+    response."""
 
     def __init__(self, loop: Loop, server: Server) -> None:
         super().__init__(loop, server.url)
@@ -393,11 +398,11 @@ class Deadly(Relay):
 
 
 def test_a_server_is_killed(servers: list[Server], router: RouterProcess, prompts: Prompts) -> None:
-    """A vLLM server is killed when it has computed a prompt and nobody has read it, and is in the middle of another answer:
-    both clients see all of their answers. So does one whose prompt it should have computed then."""
+    """A vLLM server is killed when it has computed a prompt that was not read yet, and in the middle of another
+    response: both clients get complete responses, and so does one whose prompt it should have computed next."""
     loop = Loop()
-    relays = [Deadly(loop, server) for server in servers]
-    others = [apart(relays[i].url, servers[1 - i].url).wait_for(2) for i in (0, 1)]
+    relays = [KillingRelay(loop, server) for server in servers]
+    others = [disaggregated(relays[i].url, servers[1 - i].url).wait_for(2) for i in (0, 1)]
     try:
         bodies = [
             [prompts.new(others[i], servers[i], "/v1/completions", f"kill{i}{j}", relays[i]) for j in (0, 1)]
@@ -421,7 +426,7 @@ def test_a_server_is_killed(servers: list[Server], router: RouterProcess, prompt
         chunks = [json.loads(line.removeprefix("data: ")) for line in seen if line.startswith("data: {")]
         assert text(chunks) == whole
         for body, found in zip(bodies[victim], (handed, later), strict=True):
-            alone = post(survivor, "/v1/completions", {**body, "cache_salt": "nobody's"})
+            alone = post(survivor, "/v1/completions", {**body, "cache_salt": "none's"})
             assert whole_text(found) == whole_text(alone)
         assert handed.headers["x-foreword-route"].startswith(f"{survivor} after {relays[victim].url}: ")
         assert "no blocks are loaded from producer" in servers[1 - victim].log.read_text()
