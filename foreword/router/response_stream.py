@@ -74,7 +74,7 @@ class ResponseStream:
         return self.request.single and self.exact and self.text_only and bool(self.prompt_ids)
 
     def restart(self) -> None:
-        """Another replica starts from the beginning. The client may already have the first chunk, which has the role."""
+        """Another replica starts again. The client may already have the first chunk, which has the role."""
         self._restarted = self.opened
 
     def continue_from(self, continuation: Continuation, position: StreamPosition) -> bytes | None:

@@ -41,7 +41,7 @@ _SHARED_SLOT: Final = 0
 
 
 class CacheTier(IntEnum):
-    """Where a block lies, fastest first. Every replica can reach `SHARED`."""
+    """Where a block is stored, fastest first. Every replica can reach `SHARED`."""
 
     DEVICE = 0
     HOST = 1

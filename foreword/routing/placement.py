@@ -11,7 +11,7 @@ The cost estimate of a candidate has these parts:
 
 A session stays on its replica unless another replica is cheaper by more than the session saves there (`SessionAffinity`).
 
-A prefix that all candidates hold attracts nobody, because it lowers all estimates alike. A prefix that only some hold attracts
+A prefix that all candidates hold attracts no request, because it lowers all estimates alike. A prefix that only some hold attracts
 requests that consist mostly of it, such as a question about a document. In two cases it must not attract them, and all
 candidates are compared as if they held the longest cached prefix:
 

@@ -79,7 +79,7 @@ def test_a_prompt_in_flight_attracts_the_same_prefix() -> None:
     assert decision.replica == place.replica
     assert decision.expected_cached == 4000
     fleet.first_token("1", 4.1)
-    assert fleet.place(second, 5.0).expected_cached == 0, "by now the replica would have told of it"
+    assert fleet.place(second, 5.0).expected_cached == 0, "by now the replica would have reported it"
 
 
 def test_a_queue_shrinks_with_time() -> None:

@@ -369,5 +369,5 @@ def test_an_empty_prefill_or_decode_pool() -> None:
     down = candidate("p", excluded="unhealthy")
     assert rule.choose(query(1600), [down], [candidate("d")], policy).replica == "d"
     assert rule.choose(query(1600), [candidate("p")], [candidate("d", excluded="draining")], policy).replica == "p"
-    nobody = rule.choose(query(1600), [down], [candidate("d", excluded="draining")], policy)
-    assert nobody.in_words() == "no replica takes requests: d: draining; p: unhealthy"
+    none = rule.choose(query(1600), [down], [candidate("d", excluded="draining")], policy)
+    assert none.in_words() == "no replica takes requests: d: draining; p: unhealthy"

@@ -71,9 +71,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def expire(self) -> None:
-        told = self.queue.expired(self.now)
+        expired = self.queue.expired(self.now)
         expected = self.late + [one for one in self.inside if one.deadline <= self.now]
-        assert Counter(map(id, told)) == Counter(map(id, expected))
+        assert Counter(map(id, expired)) == Counter(map(id, expected))
         self.late = []
         self.inside = [one for one in self.inside if one.deadline > self.now]
 
