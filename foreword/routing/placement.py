@@ -11,9 +11,9 @@ The cost estimate of a candidate has these parts:
 
 A session stays on its replica unless another replica is cheaper by more than the session saves there (`SessionAffinity`).
 
-A prefix that all candidates hold attracts no request, because it lowers all estimates alike. A prefix that only some hold attracts
-requests that consist mostly of it, such as a question about a document. In two cases it must not attract them, and all
-candidates are compared as if they held the longest cached prefix:
+A prefix that all candidates hold attracts no request, because it lowers all estimates alike. A prefix that only some hold
+attracts requests that consist mostly of it, such as a question about a document. In two cases it must not attract them,
+and all candidates are compared as if they held the longest cached prefix:
 
 - The prompt is mostly new, such as the first request of a session after a shared system prompt. After one such request any
   replica holds that prefix, and the session stays for many requests. As in Preble (Srivatsa et al., 2024), "mostly new" means
@@ -259,8 +259,9 @@ class CostPolicy:
         # Later requests of a session say nothing about how common their prefix is.
         tied = self._tied(query, [*usable.values()], count=home is None)
         chosen = rendezvous(hash_key(query, candidates), least_loaded(tied))
+        moved = home in usable and chosen != home
         dearer = usable[chosen][0].total > self._tie_limit(cheapest.total)
-        reason = "only" if len(usable) == 1 else "moved" if home in usable else "spread" if dearer else "cheapest"
+        reason = "only" if len(usable) == 1 else "moved" if moved else "spread" if dearer else "cheapest"
         return Decision(chosen, estimates, reason, home=home)
 
     def _tied(self, query: PlacementQuery, usable: Sequence[_Usable], *, count: bool) -> list[_Usable]:

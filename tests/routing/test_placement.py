@@ -138,7 +138,7 @@ def test_staying_costs_at_most_what_home_saves(states: list[tuple[int, int]], se
     settings."""
     found = [candidate(f"r{i}", blocks, queued_tokens=queued) for i, (blocks, queued) in enumerate(states)]
     decision = CostPolicy(SessionAffinity(seconds, ratio)).choose(query(1600), found, "r0")
-    if decision.replica == "r0":
+    if decision.reason == "session":
         cheapest = min(decision.estimates, key=lambda one: one.total)
         saved = max(cheapest.compute - decision.estimates[0].compute, 0.0)
         assert decision.estimates[0].total <= cheapest.total + max(saved, cheapest.total * 0.05 + 0.005) + 1e-9

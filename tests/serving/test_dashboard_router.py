@@ -98,8 +98,8 @@ def page(chromium: Page) -> Iterator[Page]:
 
 
 def test_numbers_are_those_of_metrics(routed: Routed, page: Page) -> None:
-    """Requests, reused tokens, what was expected and found of each replica, and how full it is, are what router and replicas
-    say; the last decisions are told in words."""
+    """Requests, cached tokens, expected and actual hits of each replica and its memory are those of the metrics; the last
+    decisions are shown in words."""
     for topic in ("one", "two", "three"):
         for _ in range(2):
             routed.complete(words(topic, 60))
@@ -145,7 +145,7 @@ def test_hostile_and_phone(routed: Routed, page: Page) -> None:
 
 
 def test_admin_key(routed: Routed, page: Page) -> None:
-    """A router with an admin key asks for it; a drained replica and one that is gone are told apart from one that is well."""
+    """A router with an admin key asks for it; drained, unreachable and healthy replicas are shown differently."""
     gone = "http://127.0.0.1:9"
     arguments = ["--admin-key", "root", "--replica", routed.replicas[0], "--replica", gone]
     with routing(*arguments) as url:
