@@ -1,9 +1,11 @@
-"""The listening socket of a server or a router."""
+"""The listening socket and the logging of a server or a router."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import sys
 
 from foreword.config import ServerConfig
 from foreword.errors import ConfigError
@@ -28,6 +30,19 @@ def bind(config: ServerConfig) -> socket.socket:
         listener.close()
         raise ConfigError(f"cannot listen on {where}: {_bind_advice(error)}") from error
     return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL that the socket listens on."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def configure_logging(level: str) -> None:
+    """Log to standard error from `level` on."""
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
+    )
 
 
 def _bind_advice(error: OSError) -> str:

@@ -14,7 +14,7 @@ import sys
 from aiohttp import web
 
 from foreword import __version__
-from foreword.api.listener import bind
+from foreword.api.listener import bind, configure_logging, url_of
 from foreword.config import Config
 from foreword.errors import ConfigError
 from foreword.router.app import create_app
@@ -40,12 +40,7 @@ _MIN_OPEN_FILES = 4096
 
 def run(config: Config) -> int:
     """Run the router until a signal; returns the exit status. Raises ConfigError before anything is started."""
-    logging.basicConfig(
-        level=config.server.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
+    configure_logging(config.server.log_level)
     specs = configured_replicas(config.router)
     if not specs and not config.router.replica_file and not config.router.replica_dns and not config.server.admin_key:
         raise ConfigError("name at least one replica: foreword route --replica http://host:8000")
@@ -113,8 +108,7 @@ async def _serve(config: Config, listener: socket.socket, specs: list[ReplicaSpe
     gc.freeze()
     await site.start()
     discovery.start(specs)
-    host, port = listener.getsockname()[:2]
-    logger.info("Foreword %s routes on http://%s:%d", __version__, f"[{host}]" if ":" in host else host, port)
+    logger.info("Foreword %s routes on %s", __version__, url_of(listener))
     await stop.wait()
     await _drain(router, config.server.drain_seconds)
     discovery.stop()

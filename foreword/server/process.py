@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from foreword import __version__
-from foreword.api.listener import bind
+from foreword.api.listener import bind, configure_logging, url_of
 from foreword.config import Config, TransferConfig
 from foreword.errors import ConfigError, ForewordError
 from foreword.events import Observer
@@ -40,17 +39,16 @@ logger = logging.getLogger(__name__)
 _KEEP_ALIVE_SECONDS = 65
 # Seconds for the last bytes to reach slow clients after the engine has ended their requests.
 _FLUSH_SECONDS = 5
-
 # Seconds between two checks for transfers that are still running.
 _POLL_SECONDS = 0.05
 
-Progress = Callable[[str], None]
-Load = Callable[[Config, PrometheusObserver, Progress], "AsyncEngine"]
 
-
-def run(config: Config, load: Load | None = None) -> int:
+def run(config: Config) -> int:
     """Serve until a signal arrives or loading fails. Returns the exit status. Raises ConfigError before it starts."""
-    _configure_logging(config.server.log_level)
+    configure_logging(config.server.log_level)
+    # The lines of these libraries repeat ours.
+    for name in ("httpx", "httpcore", "uvicorn"):
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     check_salts(config)
     check_transfer(config)
     admission = Admission(config.server.max_queue)
@@ -69,10 +67,10 @@ def run(config: Config, load: Load | None = None) -> int:
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     server = DrainingServer(settings, admission, config.server.drain_seconds, app.state.migrate_all)
-    loader = ModelLoader(config, registry, server, load or partial(load_engine, events=events))
+    loader = ModelLoader(config, registry, events, server)
     server.on_started = loader.start
     server.catch_signals()
-    logger.info("Foreword %s listens on %s; loading the model", __version__, _url(listener))
+    logger.info("Foreword %s listens on %s; loading the model", __version__, url_of(listener))
     server.run(sockets=[listener])
     status = _leave(server, loader)
     if events is not None:
@@ -127,7 +125,7 @@ class DrainingServer(uvicorn.Server):
         settings: uvicorn.Config,
         admission: Admission,
         drain_seconds: float,
-        migrate_all: Callable[..., Awaitable[object]] | None = None,
+        migrate_all: Callable[..., Awaitable[object]],
     ) -> None:
         super().__init__(settings)
         self._migrate_all = migrate_all
@@ -175,8 +173,7 @@ class DrainingServer(uvicorn.Server):
         if self.admission.loaded is not None:
             logger.info("shutting down: running requests may take %g s more", self._drain_seconds)
             deadline = time.monotonic() + self._drain_seconds
-            if self._migrate_all is not None:
-                await self._migrate_all(seconds=self._drain_seconds)
+            await self._migrate_all(seconds=self._drain_seconds)
             await self.admission.drain(max(deadline - time.monotonic(), 0))
             instance = self.admission.loaded.instance
             while instance is not None and instance.busy and time.monotonic() < deadline:
@@ -187,11 +184,13 @@ class DrainingServer(uvicorn.Server):
 class ModelLoader:
     """Loads the engine on its own thread. Meanwhile the server answers probes."""
 
-    def __init__(self, config: Config, registry: PrometheusObserver, server: DrainingServer, load: Load) -> None:
+    def __init__(
+        self, config: Config, registry: PrometheusObserver, events: KvEvents | None, server: DrainingServer
+    ) -> None:
         self._config = config
         self._registry = registry
+        self._events = events
         self._server = server
-        self._load = load
         self._thread = threading.Thread(target=self._run, name="loading", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -205,7 +204,7 @@ class ModelLoader:
 
     def _run(self) -> None:
         try:
-            engine = self._load(self._config, self._registry, self._note)
+            engine = load_engine(self._config, self._registry, self._events, self._note)
         except ForewordError as error:
             self._call(self._server.fail, error.message)
         except Exception as error:  # without this the process would wait for its model for ever
@@ -230,9 +229,9 @@ class ModelLoader:
 
 
 def load_engine(
-    config: Config, registry: PrometheusObserver, progress: Progress, *, events: KvEvents | None = None
+    config: Config, registry: PrometheusObserver, events: KvEvents | None, progress: Callable[[str], None]
 ) -> AsyncEngine:
-    """Load the real engine; imports torch. Raises ForewordError."""
+    """Load the engine, which imports torch. Raises ForewordError."""
     from foreword.entrypoints.async_engine import AsyncEngine
 
     role, transfer = config.role, config.transfer.with_secret()
@@ -272,18 +271,3 @@ def _leave(server: DrainingServer, loader: ModelLoader) -> int:
         server.admission.loaded.close()
     logger.info("stopped")
     return server.exit_status
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _configure_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
-    )
-    # The lines of these libraries repeat ours.
-    for name in ("httpx", "httpcore"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
