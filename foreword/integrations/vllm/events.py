@@ -23,13 +23,14 @@ from vllm.v1.core.kv_cache_utils import (
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.integrations.vllm.step_messages import TierChange
+from foreword.routing.kv_event_wire import LOCAL, REMOTE
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
 
 # They take about 60 MB and 70 MB of the scheduler's memory with blocks of 32 tokens.
 _MAX_EXPECTED = 1 << 16
 _MAX_STORED = 1 << 18
-_LOCAL = ("memory", "disk", "unix")
+_LOCAL_SCHEMES = ("memory", "disk", "unix")
 
 
 # Worker side
@@ -195,6 +196,6 @@ class TierEvents:
         return {
             "medium": MEDIUM_CPU if scheme == "memory" else MEDIUM_STORAGE,
             "group_idx": 0,
-            "locality": "LOCAL" if scheme in _LOCAL else "REMOTE",
+            "locality": LOCAL if scheme in _LOCAL_SCHEMES else REMOTE,
             "ownership": label,
         }
