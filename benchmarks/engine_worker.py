@@ -58,7 +58,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """What a worker is told."""
+    """The job of a worker."""
 
     engine: str
     model: Path

@@ -172,7 +172,7 @@ def library() -> list[str]:
 
 
 def question(bench: Bench, number: int) -> str:
-    """Of its own in the first tokens, 15 to 60 of them."""
+    """Unique text in the first 15 to 60 tokens."""
     words = [
         bench.random.choice(("list", "file", "path", "code", "name", "value", "error", "class")) for _ in range(40)
     ]

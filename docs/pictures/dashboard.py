@@ -72,7 +72,7 @@ def code(draw: random.Random, functions: int) -> str:
 
 
 def talk(url: str, until: float, seed: int) -> None:
-    """Conversations that grow, some requests behind the named prefix, and texts that nobody has sent before."""
+    """Conversations that grow, some requests behind the named prefix, and new texts."""
     draw = random.Random(seed)
     texts = {topic: f"# How to {topic}\n{code(draw, 30)}" for topic in TOPICS}
     with httpx.Client(base_url=url, timeout=120) as client:

@@ -153,7 +153,7 @@ class KVSend:
             self._cancel_late()
 
     def send(self, kv: KVRange) -> None:
-        """Send a range. If the transfer ends meanwhile, the service is told by `ended`."""
+        """Send a range. If the transfer ends meanwhile, `ended` reports it to the service."""
         view = self._sender.view
         largest = min(self.source.channel.largest, 1 << 20)
         layers = range(kv.low, kv.high)
