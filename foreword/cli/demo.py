@@ -84,16 +84,13 @@ def manual() -> str:
     return inspect.getsource(textwrap)[:9000]
 
 
-def run_demo(
-    say: Callable[[str], None], *, max_tokens: int = 32, environment: Mapping[str, str] | None = None
-) -> list[DemoPass]:
+def run_demo(say: Callable[[str], None], max_tokens: int) -> list[DemoPass]:
     """Run the three passes and report progress through `say`. Raises DemoFailed."""
-    extra = dict(environment or {})
     say("Starting a server without prefix caching ...")
-    with server({"FOREWORD_ENGINE_ENABLE_PREFIX_CACHING": "false", **extra}) as url:
+    with server({"FOREWORD_ENGINE_ENABLE_PREFIX_CACHING": "false"}) as url:
         off = asyncio.run(_converse(PASSES[0], url, max_tokens, say))
     say("Starting a server with prefix caching ...")
-    with server(extra) as url:
+    with server({}) as url:
         cold = asyncio.run(_converse(PASSES[1], url, max_tokens, say))
         warm = asyncio.run(_converse(PASSES[2], url, max_tokens, say))
     return [off, cold, warm]
@@ -239,7 +236,7 @@ def register(app: typer.Typer) -> None:
         from rich.table import Table
 
         console = Console(width=110 if not sys.stdout.isatty() else None)
-        passes = run_demo(console.print, max_tokens=max_tokens)
+        passes = run_demo(console.print, max_tokens)
         table = Table(*HEAD, title="The same conversations, three times", title_justify="left")
         for column in table.columns[1:]:
             column.justify = "right"

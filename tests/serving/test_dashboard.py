@@ -143,6 +143,7 @@ def test_hostile_text(site: DashboardServer, page: Page) -> None:
     records.remove("evil", b"")
 
 
+@pytest.mark.slow
 def test_phone_and_desk(site: DashboardServer, page: Page) -> None:
     """Nothing scrolls sideways, on a phone or at 1280 pixels, also with long names."""
     site.name_prefix("n" * 120, words("long", 20))
@@ -167,6 +168,7 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
+@pytest.mark.slow
 def test_dark_and_light(site: DashboardServer, page: Page) -> None:
     """The page follows the system's color scheme. In both, text has contrast 4.5 (WCAG) and colors have contrast 3 to
     the card."""
@@ -193,6 +195,7 @@ def test_dark_and_light(site: DashboardServer, page: Page) -> None:
     assert luminance(cards["light"]) > 0.9 > 0.1 > luminance(cards["dark"])
 
 
+@pytest.mark.slow
 def test_keyboard(site: DashboardServer, page: Page) -> None:
     """All controls are reached with the Tab key, and the columns of a chart are read with the arrow keys."""
     from selenium.webdriver.common.action_chains import ActionChains
@@ -235,6 +238,7 @@ def enter(page: Page, key: str) -> None:
     page.click("#ask button")
 
 
+@pytest.mark.slow
 def test_stops_when_hidden(site: DashboardServer, page: Page) -> None:
     """A hidden page makes no requests, and fetches the history when it is visible again."""
     page.open(site.url)
