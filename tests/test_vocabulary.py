@@ -1,4 +1,4 @@
-"""One concept, one word: the code, the pages and the docs use the field's terms (docs/glossary.md)."""
+"""One concept, one word (docs/glossary.md); and lines of documentation that can be read in a terminal."""
 
 from __future__ import annotations
 
@@ -58,3 +58,15 @@ def test_vocabulary(pattern: str) -> None:
         if word.search(line)
     ]
     assert not found, f"write {REPLACED[pattern]!r}:\n" + "\n".join(found)
+
+
+def test_lines_of_documentation() -> None:
+    """Lines of text have at most 100 characters; tables and code may be longer."""
+    found = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        in_code = False
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            in_code ^= line.lstrip("> ").startswith("```")
+            if len(line) > 100 and not in_code and not line.lstrip().startswith(("|", "![")) and " " in line.strip():
+                found.append(f"{path.relative_to(ROOT)}:{number}")
+    assert not found

@@ -86,7 +86,8 @@ class PrefixCache:
     """A pool of blocks with automatic prefix caching.
 
     Args:
-        num_blocks, block_size: blocks in the pool; tokens per block.
+        num_blocks: blocks in the pool.
+        block_size: tokens per block.
         model: fingerprint of the weights, part of every key.
         enabled: False disables caching: no block is published and no lookup hits.
         partial_reuse: `lookup` also offers partly filled blocks, to be copied.
