@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.entrypoints.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = ["LLM", "AsyncEngine", "EngineConfig", "ForewordError", "PrefixCache", "Request", "SamplingParams"]
 
 _MODULES = {
