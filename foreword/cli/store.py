@@ -6,8 +6,8 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,15 +38,10 @@ def register(app: typer.Typer) -> None:
     app.command("forget")(forget)
 
 
-@contextmanager
-def _opened(urls: list[str]) -> Iterator[TieredStore]:
+def _opened(urls: list[str]) -> closing[TieredStore]:
     from foreword.store.urls import open_store
 
-    store = open_store(urls)
-    try:
-        yield store
-    finally:
-        store.close()
+    return closing(open_store(urls))
 
 
 # inspect

@@ -208,6 +208,8 @@ class Job:
     def check_movable(self) -> None:
         """Raises CannotMove."""
         if self.departure is not None:
-            raise CannotMove(f"the request has migrated to {self.departure.to} already, as {self.departure.request_id!r}")
+            raise CannotMove(
+                f"the request has migrated to {self.departure.to} already, as {self.departure.request_id!r}"
+            )
         if not self.movable:
             raise CannotMove("only requests with one prompt and one answer (n=1) can migrate")
