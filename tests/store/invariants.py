@@ -10,8 +10,7 @@ from foreword.store.memory.memory_store import MemoryStore
 def check_memory_store(store: MemoryStore) -> None:
     """Check the invariants of a memory store's bookkeeping."""
     with store._lock:
-        if store._slots is not None:
-            check_chains(store._slots.chains)
+        check_chains(store._slots.chains)
 
 
 def check_chains(chains: ChainLru) -> None:

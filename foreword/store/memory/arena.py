@@ -72,13 +72,14 @@ class MemoryArena:
         )
 
 
-class ArenaUsage:
-    """How much of an arena is in use, shared with the thread that populates pages."""
+class PagePopulator:
+    """A low-priority thread that populates an arena from start to end, in pieces, a little ahead of use."""
 
-    def __init__(self) -> None:
+    def __init__(self, arena: MemoryArena, name: str) -> None:
         self._changed = threading.Condition()
         self._used = 0
         self._stopped = False
+        threading.Thread(target=self._run, args=(arena,), name=name, daemon=True).start()
 
     def extend(self, end: int) -> None:
         """Note that bytes up to `end` are in use or will be soon."""
@@ -92,21 +93,14 @@ class ArenaUsage:
             self._stopped = True
             self._changed.notify()
 
-    def wait_for(self, offset: int) -> bool:
-        """Wait until the page at `offset` will be used soon. Returns False if the store is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or offset < self._used + _AHEAD_BYTES)
-            return not self._stopped
-
-    def pause(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped, _POPULATE_PAUSE)
-
-
-def populate_pages(arena: MemoryArena, usage: ArenaUsage) -> None:
-    """Populate the arena from start to end, in pieces, a little ahead of use. Runs in its own thread."""
-    lower_priority(_POPULATE_NICE)
-    for offset in range(0, arena.size, _POPULATE_BYTES):
-        if not usage.wait_for(offset) or not arena.populate(offset, min(_POPULATE_BYTES, arena.size - offset)):
-            return
-        usage.pause()
+    def _run(self, arena: MemoryArena) -> None:
+        lower_priority(_POPULATE_NICE)
+        for offset in range(0, arena.size, _POPULATE_BYTES):
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or offset < self._used + _AHEAD_BYTES)  # noqa: B023
+                if self._stopped:
+                    return
+            if not arena.populate(offset, min(_POPULATE_BYTES, arena.size - offset)):
+                return
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped, _POPULATE_PAUSE)

@@ -8,36 +8,17 @@ so a start does not compete with the first requests. The store belongs to one pr
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
-from foreword.errors import StoreConfigError, StoreFull, StoreTimeout, StoreUnavailable
+from foreword.errors import StoreConfigError, StoreFull, StoreUnavailable
 from foreword.store.base import Name, StoredBlock, StoreStatus, time_left
 from foreword.store.bases import LocalRecords
 from foreword.store.frame import Frame
-from foreword.store.memory.arena import ArenaUsage, MemoryArena, populate_pages
+from foreword.store.memory.arena import MemoryArena, PagePopulator
 from foreword.store.memory.slot_table import SlotTable
 
 _SCAN_SLOTS = 4096
-
-
-@dataclass(slots=True)
-class _Reservation:
-    """What a put has to do.
-
-    Attributes:
-        mine: frames to write, with their slots.
-        theirs: blocks that other threads are writing at this moment, with their slots.
-        present: number of frames that were present (or repeated in the batch).
-        full: whether a frame found no slot.
-    """
-
-    mine: list[tuple[int, Frame]] = field(default_factory=list)
-    theirs: list[tuple[int, Name]] = field(default_factory=list)
-    present: int = 0
-    full: bool = False
 
 
 class MemoryStore(LocalRecords):
@@ -66,25 +47,17 @@ class MemoryStore(LocalRecords):
         self._size = size
         self._pin_share = pin_share
         self._lock = threading.Lock()
-        self._written = threading.Condition(self._lock)
         self._arena: MemoryArena | None = MemoryArena(size)
-        self._slots: SlotTable | None = None if slot_bytes is None else SlotTable(size, slot_bytes)
+        self._slots = SlotTable(size, slot_bytes or 0)  # no slots before the first put, unless `slot_bytes` is given
         self._evictions = 0
         self._refused = 0
-        self._usage = ArenaUsage()
-        weakref.finalize(self, self._usage.stop)
-        threading.Thread(
-            target=populate_pages, args=(self._arena, self._usage), name=f"foreword-{label}-pages", daemon=True
-        ).start()
+        self._populator = PagePopulator(self._arena, f"foreword-{label}-pages")
+        weakref.finalize(self, self._populator.stop)
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
-        time_left(deadline)
         with self._lock:
-            self._open()
-            slots = self._slots
-            if slots is None:
-                return 0
-            find, writing = slots.chains.index.get, slots.writing
+            self._open(deadline)
+            find, writing = self._slots.chains.index.get, self._slots.writing
             for count, name in enumerate(names):
                 slot = find(name)
                 if slot is None or slot in writing:
@@ -92,12 +65,9 @@ class MemoryStore(LocalRecords):
             return len(names)
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
-        time_left(deadline)
         with self._lock:
-            arena = self._open()
+            arena = self._open(deadline)
             slots = self._slots
-            if slots is None:
-                return [0] * len(names)
             found = slots.acquire(names, buffers)
         try:
             for (slot, length), buffer in zip(found, buffers, strict=True):
@@ -112,151 +82,125 @@ class MemoryStore(LocalRecords):
         return [length for _, length in found]
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        time_left(deadline)
+        """As in the contract. Blocks that another thread is writing at this moment are not counted."""
         with self._lock:
-            arena = self._open()
+            arena = self._open(deadline)
+            if not self._slots.slot_bytes:  # slots are as long as the longest of the first frames that fits
+                lengths = (len(one.data) for one in frames)
+                self._slots = SlotTable(self._size, max((one for one in lengths if one <= self._size), default=0))
             slots = self._slots
-            if slots is None:
-                slots = self._slots = self._divide(frames)
-            if slots is None:
-                return 0
-            reserved = self._reserve(slots, frames)
-            mine = reserved.mine
-            if mine:
-                self._usage.extend((max(slot for slot, _ in mine) + 1) * slots.slot_bytes)
+            reserved, present, full = self._reserve(slots, frames)
+            if reserved:
+                self._populator.extend((max(slot for slot, _ in reserved) + 1) * slots.slot_bytes)
         written = 0
         try:
-            for slot, one in mine:
+            for slot, one in reserved:
                 time_left(deadline)
                 arena.write(slot * slots.slot_bytes, one.data)
                 with self._lock:
                     slots.publish(slot)
                 written += 1
         finally:
-            with self._written:
-                for slot, _ in mine[written:]:
-                    slots.abort_write(slot)
-                self._written.notify_all()
-        kept = reserved.present + written + self._wait_for(slots, reserved.theirs, deadline)
-        if reserved.full and not kept:
+            if written < len(reserved):
+                with self._lock:
+                    for slot, _ in reserved[written:]:
+                        slots.abort_write(slot)
+        if full and not present + written:
             raise StoreFull("all blocks that could be evicted are pinned or in use")
-        return kept
+        return present + written
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
-        time_left(deadline)
         with self._lock:
-            self._open()
+            self._open(deadline)
             found = self._find(names)
             for slot in found:
-                assert self._slots is not None
                 self._slots.remove(slot)
             return len(found)
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
-        time_left(deadline)
         with self._lock:
-            self._open()
-            slots = self._slots
-            if slots is None:
-                return 0
-            limit = int(slots.chains.slots * self._pin_share)
-            return sum(slots.pin(slot, pinned, limit) for slot in self._find(names))
+            self._open(deadline)
+            limit = int(self._slots.chains.slots * self._pin_share)
+            return sum(self._slots.pin(slot, pinned, limit) for slot in self._find(names))
 
     def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
-        time_left(deadline)
-        with self._lock:
-            self._open()
+        self.check_open(deadline)
         return self._scan(deadline)
 
     def _scan(self, deadline: float) -> Iterator[StoredBlock]:
         start = 0
         while True:
-            time_left(deadline)
             with self._lock:
-                self._open()
-                slots = self._slots
-                if slots is None or start >= slots.chains.slots:
+                self._open(deadline)
+                if start >= self._slots.chains.slots:
                     return
-                blocks = slots.blocks(start, start + _SCAN_SLOTS)
+                blocks = self._slots.blocks(start, start + _SCAN_SLOTS)
             yield from blocks
             start += _SCAN_SLOTS
 
     def check_open(self, deadline: float) -> None:
-        super().check_open(deadline)
-        self._open()
+        self._open(deadline)
 
     def status(self) -> StoreStatus:
         """`notes`: slots, slot_bytes (0 before the first put), refused (frames longer than a slot)."""
         with self._lock:
             slots = self._slots
-            notes = {"slots": 0, "slot_bytes": 0, "refused": self._refused}
-            if slots is None:
-                return StoreStatus(blocks=0, budget=self._size, evictions=self._evictions, notes=notes)
-            notes.update(slots=slots.chains.slots, slot_bytes=slots.slot_bytes)
             return StoreStatus(
                 blocks=len(slots.chains.index) - len(slots.writing),
                 bytes=slots.bytes,
                 budget=self._size,
                 pinned_bytes=slots.pinned_bytes,
                 evictions=self._evictions,
-                notes=notes,
+                notes={"slots": slots.chains.slots, "slot_bytes": slots.slot_bytes, "refused": self._refused},
             )
 
     def close(self) -> None:
         with self._lock:
-            self._usage.stop()
+            self._populator.stop()
             # Running calls and the populating thread have references to the arena; the last of them releases it.
             self._arena = None
-            self._slots = None
+            self._slots = SlotTable(self._size, 0)
             self._records.clear()
 
-    def _open(self) -> MemoryArena:
+    def _open(self, deadline: float) -> MemoryArena:
+        """Return the arena. Raises StoreTimeout, StoreUnavailable."""
+        time_left(deadline)
         if self._arena is None:
             raise StoreUnavailable(f"the store {self.label!r} is closed")
         return self._arena
 
-    def _divide(self, frames: Sequence[Frame]) -> SlotTable | None:
-        """Divide the arena into slots as long as the longest of the first frames that fits."""
-        fitting = [len(one.data) for one in frames if len(one.data) <= self._size]
-        if not fitting:
-            self._refused += len(frames)
-            return None
-        return SlotTable(self._size, max(fitting))
-
     def _find(self, names: Sequence[Name]) -> list[int]:
         """Slots of the names that are present, each once."""
         slots = self._slots
-        if slots is None:
-            return []
         found = (slots.chains.index.get(name) for name in dict.fromkeys(names))
         return [slot for slot in found if slot is not None and slot not in slots.writing]
 
-    def _reserve(self, slots: SlotTable, frames: Sequence[Frame]) -> _Reservation:
-        """Allocate slots for new frames, in use and not published. Evicts nothing that this call has used."""
+    def _reserve(self, slots: SlotTable, frames: Sequence[Frame]) -> tuple[list[tuple[int, Frame]], int, bool]:
+        """Allocate slots for new frames, in use and not published. Evicts nothing that this call has used.
+
+        Returns the slots and the frames to write there, the number of frames that are present or repeated in the batch,
+        and whether a frame found no slot.
+        """
         chains = slots.chains
         now = chains.tick()
-        reserved = _Reservation()
-        new: set[int] = set()
+        reserved: dict[int, Frame] = {}
+        present, full = 0, False
         slots.touch(frames, now)
         for one in frames:
             slot = chains.index.get(one.name)
             if slot is not None:
-                if slot in new or slot not in slots.writing:
-                    reserved.present += 1
-                else:
-                    reserved.theirs.append((slot, one.name))
+                present += slot in reserved or slot not in slots.writing
                 continue
             if len(one.data) > slots.slot_bytes:
                 self._refused += 1
                 continue
-            slot = None if reserved.full else self._allocate(slots, now)
+            slot = None if full else self._allocate(slots, now)
             if slot is None:  # skip the rest of the chain too: it would lie behind a gap
-                reserved.full = True
+                full = True
                 continue
             slots.begin_write(slot, one, now)
-            new.add(slot)
-            reserved.mine.append((slot, one))
-        return reserved
+            reserved[slot] = one
+        return list(reserved.items()), present, full
 
     def _allocate(self, slots: SlotTable, now: int) -> int | None:
         slot = slots.chains.allocate()
@@ -268,17 +212,3 @@ class MemoryStore(LocalRecords):
                 if self.on_evicted is not None:
                     self.on_evicted(slots.chains.evicted)
         return slot
-
-    def _wait_for(self, slots: SlotTable, theirs: Sequence[tuple[int, Name]], deadline: float) -> int:
-        """Wait until other threads have written their blocks. Returns how many of them are present then."""
-        if not theirs:
-            return 0
-        index = slots.chains.index
-
-        def settled() -> bool:
-            return not any(slot in slots.writing and index.get(name) == slot for slot, name in theirs)
-
-        with self._written:
-            if not self._written.wait_for(settled, timeout=max(0.0, deadline - time.monotonic())):
-                raise StoreTimeout("another thread is still writing the same blocks")
-            return sum(name in index for _, name in theirs)

@@ -16,14 +16,14 @@ from foreword.store.frame import Frame
 
 
 class SlotTable:
-    """The slots of an arena. All methods are called under the store's lock.
+    """The slots of an arena, none if `slot_bytes` is 0. All methods are called under the store's lock.
 
     Attributes:
         writing: slots whose block is being written.
     """
 
     def __init__(self, size: int, slot_bytes: int) -> None:
-        count = size // slot_bytes
+        count = size // slot_bytes if slot_bytes else 0
         self.slot_bytes = slot_bytes
         self.chains = ChainLru(count)
         self.writing: set[int] = set()
