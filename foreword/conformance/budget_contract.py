@@ -179,19 +179,3 @@ class BudgetContract:
             assert size <= SMALL_BYTES
             assert small.status().bytes <= SMALL_BYTES
         assert size == SMALL_BYTES
-
-    def test_no_child_without_its_parent(self, small: Store) -> None:
-        """Eviction never leaves a block without its parent, whatever the order of uses."""
-        draw = random.Random(67)
-        trunk = make_frames(80, 2, SMALL_PAYLOAD)
-        branches = [[*trunk, *make_frames(81 + number, 4, SMALL_PAYLOAD, after=trunk[-1])] for number in range(3)]
-        chains = [*branches, make_frames(90, 5, SMALL_PAYLOAD)]
-        for _ in range(80):
-            chain = draw.choice(chains)
-            if draw.random() < 0.5:
-                put_all(small, chain[: draw.randint(1, len(chain))])
-            else:
-                read(small, chain[: draw.randint(1, len(chain))])
-            for other in chains:
-                held = present(small, other)
-                assert held == sorted(held, reverse=True)

@@ -1,9 +1,9 @@
-"""Tests of stores that are never written to."""
+"""Tests of what a store has: for every store, and the rest of the contract of stores that are never written to."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -13,19 +13,18 @@ from foreword.errors import StoreTimeout, StoreUnavailable
 from foreword.store.base import Store
 from foreword.store.frame import Frame, check, frame
 
+Holding = Callable[[Sequence[Frame]], Store]
 
-class ReadOnlyStoreContract:
-    """Tests of a store that `TieredStore` never writes to, such as the memory of a peer.
 
-    Subclass it as `Test...` and provide the fixture `holding`.
-    """
+class ReadContract:
+    """The tests of reading, for stores of every kind. Subclasses provide the fixture `holding`."""
 
     @pytest.fixture
-    def holding(self) -> Iterator[Callable[[Sequence[Frame]], Store]]:
+    def holding(self) -> Holding:
         """A function that returns a store which holds exactly the given frames, of up to 64 KiB each."""
         raise NotImplementedError("provide the fixture `holding`")
 
-    def test_frames_come_back(self, holding: Callable[[Sequence[Frame]], Store]) -> None:
+    def test_frames_come_back(self, holding: Holding) -> None:
         """get returns every byte of every frame of a batch."""
         frames = make_frames(1, 50, 60_000)
         store = holding(frames)
@@ -34,7 +33,7 @@ class ReadOnlyStoreContract:
         for one, data in zip(frames, read(store, frames), strict=True):
             assert data is not None and check(memoryview(data), one.name).header == one.header
 
-    def test_gaps(self, holding: Callable[[Sequence[Frame]], Store]) -> None:
+    def test_gaps(self, holding: Holding) -> None:
         """get handles missing and repeated names in any order; lookup counts up to the first gap; batches may be empty."""
         frames = make_frames(2, 300, 64)
         present = [*frames[:200], *frames[201:]]
@@ -46,7 +45,7 @@ class ReadOnlyStoreContract:
         assert store.lookup(names_of(frames[200:]), deadline=soon()) == 0
         assert store.lookup([], deadline=soon()) == 0 and store.get([], [], deadline=soon()) == []
 
-    def test_buffers_of_other_sizes(self, holding: Callable[[Sequence[Frame]], Store]) -> None:
+    def test_buffers_of_other_sizes(self, holding: Holding) -> None:
         """A buffer may be longer than its frame. If it is shorter the frame is a miss. Nothing is written outside of it."""
         frames = make_frames(3, 4, 3000)
         store = holding(frames)
@@ -58,7 +57,37 @@ class ReadOnlyStoreContract:
         assert large[:size] == frames[0].data and arena[50 : 50 + size] == frames[1].data
         assert bytes(arena[:50]) + bytes(arena[50 + size :]) == b"\xaa" * 100
 
-    def test_nothing_is_changed(self, holding: Callable[[Sequence[Frame]], Store]) -> None:
+    def test_a_passed_deadline(self, holding: Holding) -> None:
+        """A call after its deadline raises StoreTimeout and changes nothing."""
+        frames = make_frames(5, 2, 100)
+        store = holding(frames)
+        store.put_record("key", b"data", deadline=soon())
+        assert read(store, frames) == whole(frames)
+        for call in calls_of(store, frames, time.monotonic() - 1.0).values():
+            with pytest.raises(StoreTimeout):
+                call()
+        assert read(store, frames) == whole(frames)
+        assert store.get_record("key", deadline=soon()) == b"data"
+
+    def test_a_closed_store(self, holding: Holding) -> None:
+        """After close (which may be called twice) every call raises StoreUnavailable, but status still works."""
+        frames = make_frames(6, 2, 100)
+        store = holding(frames)
+        store.close()
+        store.close()
+        store.status()
+        for call in calls_of(store, frames, soon()).values():
+            with pytest.raises(StoreUnavailable):
+                call()
+
+
+class ReadOnlyStoreContract(ReadContract):
+    """Tests of a store that `TieredStore` never writes to, such as the memory of a peer.
+
+    Subclass it as `Test...` and provide the fixture `holding`.
+    """
+
+    def test_nothing_is_changed(self, holding: Holding) -> None:
         """put, delete and pin have no effect and do not raise."""
         frames = make_frames(4, 6, 500)
         store = holding(frames[:4])
@@ -71,24 +100,7 @@ class ReadOnlyStoreContract:
         assert read(store, frames) == [*whole(frames[:4]), None, None]
         assert {entry.name for entry in store.scan(deadline=soon())} <= set(names_of(frames[:4]))
 
-    def test_deadlines_and_close(self, holding: Callable[[Sequence[Frame]], Store]) -> None:
-        """A call after its deadline raises StoreTimeout. After close (which may be called twice) every call raises
-        StoreUnavailable, but status still works."""
-        frames = make_frames(5, 2, 100)
-        store = holding(frames)
-        assert read(store, frames) == whole(frames)
-        for call in calls_of(store, frames, time.monotonic() - 1.0).values():
-            with pytest.raises(StoreTimeout):
-                call()
-        assert read(store, frames) == whole(frames)
-        store.close()
-        store.close()
-        store.status()
-        for call in calls_of(store, frames, soon()).values():
-            with pytest.raises(StoreUnavailable):
-                call()
-
-    def test_threads_at_once(self, holding: Callable[[Sequence[Frame]], Store]) -> None:
+    def test_threads_at_once(self, holding: Holding) -> None:
         """Concurrent calls never return a wrong or incomplete frame."""
         chains = [make_frames(100 + number, 8, 2000) for number in range(4)]
         store = holding([one for chain in chains for one in chain])

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import ClassVar
 
 import pytest
 
 from foreword.conformance.budget_contract import BudgetContract
-from foreword.conformance.calls import call_from_threads, calls_of
+from foreword.conformance.calls import call_from_threads
 from foreword.conformance.frames import make_frames, names_of, present, read, soon, whole
-from foreword.errors import StoreTimeout, StoreUnavailable
+from foreword.conformance.read_only_contract import Holding, ReadContract
 from foreword.store.base import Store
-from foreword.store.frame import Frame, Header, check, frame
+from foreword.store.frame import Frame, Header, frame
 
 
-class StoreContract(BudgetContract):
+def fill(store: Store, frames: Sequence[Frame]) -> Store:
+    """Put frames into an empty store that has room for them, and return the store."""
+    assert store.put(frames, deadline=soon()) == len(frames)
+    return store
+
+
+class StoreContract(ReadContract, BudgetContract):
     """Tests of `foreword.store.base.Store`. Subclass it as `Test...` and provide the fixture `store`.
 
     Attributes:
@@ -34,6 +40,11 @@ class StoreContract(BudgetContract):
         raise NotImplementedError("provide the fixture `store`")
 
     @pytest.fixture
+    def holding(self, store: Store) -> Holding:
+        """A function that puts frames into `store` and returns it."""
+        return partial(fill, store)
+
+    @pytest.fixture
     def small(self) -> Iterator[Store]:
         """An empty store with room for exactly SMALL_BLOCKS frames of SMALL_PAYLOAD bytes."""
         if self.bounded:
@@ -47,14 +58,6 @@ class StoreContract(BudgetContract):
 
     # Blocks
 
-    def test_what_was_put_comes_back(self, store: Store) -> None:
-        """get returns every byte of every frame of a batch."""
-        frames = make_frames(1, 20, 5000)
-        assert store.put(frames, deadline=soon()) == 20
-        assert read(store, frames) == whole(frames)
-        for one, data in zip(frames, read(store, frames), strict=True):
-            assert data is not None and check(memoryview(data), one.name).header == one.header
-
     def test_an_empty_store_has_nothing(self, store: Store) -> None:
         """Names that were never put are misses in every call, and batches may be empty."""
         frames = make_frames(2, 3, 100)
@@ -67,27 +70,6 @@ class StoreContract(BudgetContract):
         assert store.get([], [], deadline=soon()) == []
         assert store.put([], deadline=soon()) == store.lookup([], deadline=soon()) == 0
         assert store.delete([], deadline=soon()) == store.pin([], deadline=soon()) == 0
-
-    def test_a_batch_with_gaps(self, store: Store) -> None:
-        """get handles missing and repeated names, in any order."""
-        frames = make_frames(3, 9, 700)
-        store.put(frames[::2], deadline=soon())
-        wanted = [*frames[::-1], frames[4], frames[4], frames[5]]
-        assert read(store, wanted) == [bytes(one.data) if one.header.depth % 2 == 0 else None for one in wanted]
-
-    def test_buffers_of_other_sizes(self, store: Store) -> None:
-        """A buffer may be a slice, and longer than its frame. If it is shorter the frame is a miss."""
-        frames = make_frames(4, 4, 3000)
-        store.put(frames, deadline=soon())
-        size = len(frames[0].data)
-        large = memoryview(bytearray(b"\xaa" * (size + 500)))
-        arena = memoryview(bytearray(b"\xaa" * (size + 100)))
-        short, tiny = (memoryview(bytearray(length)) for length in (size - 1, 1))
-        lengths = store.get(names_of(frames), [large, arena[50 : 50 + size], short, tiny], deadline=soon())
-        assert lengths == [size, size, 0, 0]
-        assert large[:size] == frames[0].data
-        assert arena[50 : 50 + size] == frames[1].data
-        assert bytes(arena[:50]) + bytes(arena[50 + size :]) == b"\xaa" * 100, "nothing is written outside the buffer"
 
     def test_frames_of_several_sizes(self, store: Store) -> None:
         """Frames may have different sizes; the largest is in the first put."""
@@ -261,29 +243,6 @@ class StoreContract(BudgetContract):
         assert len(list(store.scan(deadline=soon()))) == 2
         store.delete(names_of(frames), deadline=soon())
         assert store.get_record(frames[0].header.key.hex(), deadline=soon()) == b"record"
-
-    # Deadlines and close
-
-    def test_a_passed_deadline(self, store: Store) -> None:
-        """A call after its deadline raises StoreTimeout and changes nothing."""
-        frames = make_frames(20, 2, 100)
-        store.put(frames, deadline=soon())
-        store.put_record("key", b"data", deadline=soon())
-        for call in calls_of(store, frames, time.monotonic() - 1.0).values():
-            with pytest.raises(StoreTimeout):
-                call()
-        assert read(store, frames) == whole(frames)
-        assert store.get_record("key", deadline=soon()) == b"data"
-
-    def test_a_closed_store(self, store: Store) -> None:
-        """After close every call raises StoreUnavailable. close may be called twice."""
-        frames = make_frames(21, 2, 100)
-        store.put(frames, deadline=soon())
-        store.close()
-        store.close()
-        for call in calls_of(store, frames, soon()).values():
-            with pytest.raises(StoreUnavailable):
-                call()
 
     def test_threads_at_once(self, store: Store) -> None:
         """Concurrent calls never return a wrong or incomplete frame, and afterwards the store works."""
