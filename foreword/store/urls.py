@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, TypeVar, cast
+from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlencode, urlunsplit
 
 from foreword.blocks.layout import Layout
@@ -22,12 +22,24 @@ from foreword.store.base import Store
 from foreword.store.redact import redacted, split_url
 from foreword.store.tiered import TieredStore
 
-Value = TypeVar("Value")
+Options = Mapping[str, Callable[[str], Any]]
 
-_DEFAULT_SIZE: Final = {"memory": "4GiB", "disk": "64GiB"}
+_MEMORY_SIZE: Final = 4 << 30
+_DISK_SIZE: Final = 64 << 30
 _REDIS: Final = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 _OBJECTS: Final = ("s3", "gs", "az", "file")
 _SCHEMES: Final = ("memory", "disk", *_REDIS, *_OBJECTS, "peer")
+
+
+def _flag(text: str) -> bool:
+    return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+
+
+# The options of the stores and how their values are read. The names are those of the constructors' arguments.
+_MEMORY_OPTIONS: Final[Options] = {"size": parse_bytes, "pin_share": float}
+_DISK_OPTIONS: Final[Options] = {**_MEMORY_OPTIONS, "read_only": _flag, "journal": str}
+_REDIS_OPTIONS: Final[Options] = {"prefix": str, "ttl": lambda text: float(text) or None}
+_OBJECT_OPTIONS: Final[Options] = {"prefix": str, "parallel": int, "exact_lookup": _flag}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,28 +165,16 @@ def _open(url: StoreUrl, layout: Layout | None, openers: Mapping[str, Opener]) -
 def _open_memory(url: StoreUrl) -> Store:
     from foreword.store.memory.memory_store import MemoryStore
 
-    options = UrlOptions(url)
-    size = options.size("memory")
-    share = options.number("pin_share", 0.5)
-    options.done()
-    return MemoryStore(size, label=url.label, pin_share=share)
+    return MemoryStore(label=url.label, **{"size": _MEMORY_SIZE, **read_options(url, _MEMORY_OPTIONS)})
 
 
 def _open_disk(url: StoreUrl) -> Store:
     from foreword.store.disk.disk_store import DiskStore
 
-    options = UrlOptions(url)
-    size = options.size("disk")
-    share = options.number("pin_share", 0.5)
-    read_only = options.flag("read_only")
-    journal = options.text("journal", "wal")
-    options.done()
-    if journal not in ("wal", "delete"):
-        raise StoreConfigError(f"{url.shown}: journal is wal or delete, not {journal!r}")
+    options = {"size": _DISK_SIZE, **read_options(url, _DISK_OPTIONS)}
     if not url.path:
         raise StoreConfigError("a disk store needs a folder: disk:///var/cache/foreword?size=20GiB")
-    mode = cast("Literal['wal', 'delete']", journal)
-    return DiskStore(url.path, size, label=url.label, pin_share=share, read_only=read_only, journal=mode)
+    return DiskStore(url.path, label=url.label, **options)
 
 
 def _open_redis(url: StoreUrl) -> Store:
@@ -182,11 +182,9 @@ def _open_redis(url: StoreUrl) -> Store:
         from foreword.store.redis.redis_store import RedisStore
     except ModuleNotFoundError as error:
         raise _missing(error, "redis") from None
-    options = UrlOptions(url)
-    prefix = options.text("prefix", "foreword")
-    ttl = options.number("ttl", 0.0)
-    query = urlencode(options.rest())
-    return RedisStore(url.url + (f"?{query}" if query else ""), label=url.label, prefix=prefix, ttl=ttl or None)
+    query = urlencode({key: value for key, value in url.options.items() if key not in _REDIS_OPTIONS})
+    options = read_options(url, _REDIS_OPTIONS, others=True)
+    return RedisStore(url.url + (f"?{query}" if query else ""), label=url.label, **options)
 
 
 def _open_objects(url: StoreUrl) -> Store:
@@ -194,48 +192,26 @@ def _open_objects(url: StoreUrl) -> Store:
         from foreword.store.object.object_store import ObjectStore
     except ModuleNotFoundError as error:
         raise _missing(error, "s3") from None
-    options = UrlOptions(url)
-    prefix = options.text("prefix", "")
-    parallel = int(options.number("parallel", 16))
-    exact = options.text("exact_lookup", "1") not in ("0", "false")
-    return ObjectStore(url.url, label=url.label, prefix=prefix, parallel=parallel, exact_lookup=exact, **options.rest())
+    return ObjectStore(url.url, label=url.label, **{**url.options, **read_options(url, _OBJECT_OPTIONS, others=True)})
 
 
 def _missing(error: ModuleNotFoundError, extra: str) -> StoreConfigError:
     return StoreConfigError(f"this store needs {error.name}: pip install 'foreword[{extra}]'")
 
 
-class UrlOptions:
-    """Reads the options of a URL one by one. The rest is an error (`done`) or belongs to the client library (`rest`)."""
+def read_options(url: StoreUrl, known: Options, *, others: bool = False) -> dict[str, Any]:
+    """Convert the options of a URL that are in `known`, each with its function.
 
-    def __init__(self, url: StoreUrl) -> None:
-        self._left = dict(url.options)
-        self._known: list[str] = ["codec", "label"]
-        self._shown = url.shown
-
-    def text(self, key: str, default: str) -> str:
-        self._known.append(key)
-        return self._left.pop(key, default)
-
-    def size(self, kind: str) -> int:
-        return self._read("size", _DEFAULT_SIZE[kind], parse_bytes)
-
-    def number(self, key: str, default: float) -> float:
-        return self._read(key, str(default), float)
-
-    def flag(self, key: str) -> bool:
-        return self._read(key, "0", lambda text: {"1": True, "true": True, "0": False, "false": False}[text.lower()])
-
-    def _read(self, key: str, default: str, convert: Callable[[str], Value]) -> Value:
-        text = self.text(key, default)
+    Raises StoreConfigError for a wrong value, and for an option that is not in `known` unless `others` is set.
+    """
+    options = {}
+    for key, text in url.options.items():
         try:
-            return convert(text)
+            if key in known:
+                options[key] = known[key](text)
+            elif not others:
+                suggestion = did_you_mean(key, ["codec", "label", *known])
+                raise StoreConfigError(f"{url.shown}: unknown option {key!r}{suggestion}")
         except (ConfigError, ValueError, KeyError):
-            raise StoreConfigError(f"{self._shown}: {text!r} is not a value for {key!r}") from None
-
-    def rest(self) -> dict[str, str]:
-        return self._left
-
-    def done(self) -> None:
-        for key in self._left:
-            raise StoreConfigError(f"{self._shown}: unknown option {key!r}{did_you_mean(key, self._known)}")
+            raise StoreConfigError(f"{url.shown}: {text!r} is not a value for {key!r}") from None
+    return options

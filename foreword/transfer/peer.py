@@ -28,7 +28,7 @@ from foreword.errors import (
 )
 from foreword.store.base import Name, StoreStatus, time_left
 from foreword.store.bases import ReadOnlyStore
-from foreword.store.urls import Opener, StoreUrl, UrlOptions
+from foreword.store.urls import Opener, Options, StoreUrl, read_options
 from foreword.transfer.connection import Connection
 from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.service import TransferService
@@ -41,6 +41,14 @@ _FIRST_PAUSE: Final = 0.25
 _LONGEST_PAUSE: Final = 5.0
 # Seconds between two checks whether the connection is still alive.
 _CHECK_INTERVAL: Final = 0.5
+_CONNECTION_OPTIONS: Final[Options] = {
+    "connect_timeout": float,
+    "progress_timeout": float,
+    "beat_seconds": float,
+    "links": lambda text: tuple(text.split(",")),
+    "ring": str,
+}
+_URL_OPTIONS: Final[Options] = {"secret_env": str, "secret_file": str, **_CONNECTION_OPTIONS}
 
 
 class PeerStore(ReadOnlyStore):
@@ -178,34 +186,24 @@ def opener(config: TransferConfig) -> Opener:
     """The opener of `peer://` URLs for `foreword.store.urls.open_store`. A URL without a secret uses `config.secret`."""
 
     def open_peer(place: StoreUrl, layout: Layout | None) -> PeerStore:
-        given = UrlOptions(place)
         if "secret" in place.options or "@" in place.shown:
             raise StoreConfigError(
                 "do not write a secret into a URL; name a variable or a file that has it: secret_env=, secret_file="
             )
-        variable, secret_file = given.text("secret_env", ""), given.text("secret_file", "")
+        given = read_options(place, _URL_OPTIONS)
+        variable, secret_file = given.pop("secret_env", ""), given.pop("secret_file", "")
         if variable and secret_file:
             raise StoreConfigError(f"{place.url}: give secret_env or secret_file, not both")
         if variable and variable not in os.environ:
             raise StoreConfigError(f"{place.url}: there is no environment variable {variable}")
         secret = os.environ[variable] if variable else None if secret_file else config.secret
-        connect_timeout = given.number("connect_timeout", config.connect_timeout)
-        progress_timeout = given.number("progress_timeout", config.progress_timeout)
-        beat_seconds = given.number("beat_seconds", config.beat_seconds)
-        links = tuple(given.text("links", ",".join(config.links)).split(","))
-        ring = given.text("ring", config.ring)
-        given.done()
         if place.codec != "raw":
             raise StoreConfigError(f"{place.url}: blocks of a peer are read as they are; remove codec=")
         try:
             own = TransferConfig(
                 secret=secret,
                 secret_file=secret_file or None,
-                links=links,
-                ring=ring,
-                connect_timeout=connect_timeout,
-                progress_timeout=progress_timeout,
-                beat_seconds=beat_seconds,
+                **{key: given.get(key, getattr(config, key)) for key in _CONNECTION_OPTIONS},
             ).with_secret()
         except ConfigError as error:
             raise StoreConfigError(f"{place.url}: {error.message}") from None
