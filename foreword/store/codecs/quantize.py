@@ -16,16 +16,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from math import prod
 from typing import Any, Final
 
 import numpy as np
 
-from foreword.blocks.layout import LayerLayout, Layout
+from foreword.blocks.layout import Layout
 from foreword.errors import BadFrame
 from foreword.store.codecs.base import Codec, check_length, check_tokens
 
 _UNQUANTIZED: Final = 0
 _QUANTIZED: Final = 1
+_STEP_BYTES: Final = 2
 _LARGEST_GROUP: Final = 64
 _SMALLEST_GROUP: Final = 16
 _TINY: Final = np.float32(2.0**-100)
@@ -38,58 +40,52 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRun:
-    """Consecutive layers of one shape. `start` and `count` are in numbers of the payload."""
+class LayerPart:
+    """The keys or the values of consecutive layers of one shape, as a view of the numbers of a block.
 
-    layers: int
-    tokens: int
-    shape: LayerLayout
-    start: int
+    Attributes:
+        layers: range of numbers of these layers.
+        columns: range of the keys or values in the numbers of one layer.
+        shape: shape of the view. `axis` is the dimension along which numbers share an offset and a step.
+    """
 
-    @property
-    def count(self) -> int:
-        return self.layers * self.tokens * self.shape.elements
-
-    @property
-    def key_count(self) -> int:
-        return self.layers * self.tokens * self.shape.kv_heads * self.shape.key_dim
+    layers: slice
+    columns: slice
+    shape: tuple[int, ...]
+    axis: int
 
     @property
-    def channels(self) -> int:
-        """Key channels of all layers."""
-        return self.layers * self.shape.kv_heads * self.shape.key_dim
+    def scales(self) -> tuple[int, ...]:
+        """Shape of the offsets and of the steps."""
+        return (*self.shape[: self.axis], 1, *self.shape[self.axis + 1 :])
 
-    @property
-    def group(self) -> int:
-        """Number of values that share a step: the largest divisor of the head size from 16 to 64, or the head size."""
-        size = self.shape.value_dim
-        return next((g for g in range(_LARGEST_GROUP, _SMALLEST_GROUP - 1, -1) if size % g == 0), size)
-
-    @property
-    def groups(self) -> int:
-        """Groups of values in all layers and tokens."""
-        return (self.count - self.key_count) // self.group if self.shape.value_dim else 0
-
-    def split(self, numbers: Array) -> tuple[Array, Array]:
-        """Views of the numbers of the block: keys `[layers, tokens, channels]`, values `[layers, tokens, groups, group]`."""
-        width = self.shape.kv_heads * self.shape.key_dim
-        rows = numbers[self.start : self.start + self.count].reshape(self.layers, self.tokens * self.shape.elements)
-        keys = rows[:, : self.tokens * width].reshape(self.layers, self.tokens, width)
-        values = rows[:, self.tokens * width :].reshape(self.layers, self.tokens, -1, self.group or 1)
-        return keys, values
+    def of(self, numbers: Array) -> Array:
+        return numbers[self.layers].reshape(self.shape[0], -1)[:, self.columns].reshape(self.shape)
 
 
 @lru_cache(maxsize=64)
-def _runs(layout: Layout) -> tuple[LayerRun, ...]:
-    """The layers of a block grouped by shape, without empty ones."""
+def _parts(layout: Layout) -> tuple[LayerPart, ...]:
+    """The parts of a block that are not empty: keys `[layers, tokens, channels]`, values `[layers, tokens, groups, group]`."""
     found = []
-    start = 0
+    start, tokens = 0, layout.block_size
     for shape, same in groupby(layout.layers):
-        run = LayerRun(len(list(same)), layout.block_size, shape, start)
-        start += run.count
-        if run.count:
-            found.append(run)
+        count = len(list(same))
+        end = start + count * tokens * shape.elements
+        channels = shape.kv_heads * shape.key_dim
+        keys, layers = tokens * channels, slice(start, end)
+        if keys:
+            found.append(LayerPart(layers, slice(keys), (count, tokens, channels), 1))
+        if shape.elements > channels:
+            group = _group(shape.value_dim)
+            groups = (shape.elements - channels) // group
+            found.append(LayerPart(layers, slice(keys, None), (count, tokens, groups, group), 3))
+        start = end
     return tuple(found)
+
+
+def _group(size: int) -> int:
+    """Number of values that share a step: the largest divisor of the head size from 16 to 64, or the head size."""
+    return next((g for g in range(_LARGEST_GROUP, _SMALLEST_GROUP - 1, -1) if size % g == 0), size)
 
 
 class UniformQuantizer:
@@ -113,22 +109,21 @@ class UniformQuantizer:
         out = np.empty(self._size(layout), np.uint8)
         out[0] = _QUANTIZED
         at = 1
-        codes = np.empty(numbers.size, np.uint8)
-        for run in _runs(layout):
-            for part, axis in zip(run.split(numbers), (1, 3), strict=True):
-                if not part.size:
-                    continue
-                low, high = part.min(axis, keepdims=True), part.max(axis, keepdims=True)
-                if not _within(low, high, _LIMITS[layout.dtype]):
-                    return _unquantized(payload)
-                step = _rounded_up((high - low) / np.float32(self._levels))
-                np.subtract(part, low, out=part)
-                np.multiply(part, 1 / step, out=part)
-                at = _put(out, at, _narrowed(low.ravel(), layout))
-                at = _put(out, at, (step.ravel().view("<u4") >> 16).astype("<u2"))
+        for view in _parts(layout):
+            part = view.of(numbers)
+            low, high = part.min(view.axis, keepdims=True), part.max(view.axis, keepdims=True)
+            if not _within(low, high, _LIMITS[layout.dtype]):
+                return _unquantized(payload)
+            step = _rounded_up((high - low) / np.float32(self._levels))
+            np.subtract(part, low, out=part)
+            np.multiply(part, 1 / step, out=part)
+            steps = at + low.size * layout.item_bytes
+            end = steps + low.size * _STEP_BYTES
+            _write_numbers(low.ravel(), out.data[at:steps], layout)
+            out[steps:end] = (step.ravel().view("<u4") >> 16).astype("<u2").view(np.uint8)
+            at = end
         numbers += np.float32(0.5)
-        np.copyto(codes, numbers, casting="unsafe")
-        out[at:] = self._packed(codes)
+        out[at:] = self._packed(numbers.astype(np.uint8))
         return out.data
 
     def decode(self, data: memoryview, out: memoryview, layout: Layout) -> None:
@@ -143,25 +138,25 @@ class UniformQuantizer:
         numbers = self._unpacked(raw[-self._code_bytes(count) :], count)
         at = 1
         with np.errstate(all="ignore"):
-            for run in _runs(layout):
-                for part, axis, scales in zip(run.split(numbers), (1, 3), (run.channels, run.groups), strict=True):
-                    if not part.size:
-                        continue
-                    shape = tuple(1 if n == axis else size for n, size in enumerate(part.shape))
-                    low = _widened(raw[at : at + scales * layout.item_bytes], layout).reshape(shape)
-                    at += scales * layout.item_bytes
-                    step = (raw[at : at + 2 * scales].view("<u2").astype("<u4") << 16).view("<f4").reshape(shape)
-                    at += 2 * scales
-                    np.multiply(part, step, out=part)
-                    np.add(part, low, out=part)
+            for view in _parts(layout):
+                part = view.of(numbers)
+                steps = at + prod(view.scales) * layout.item_bytes
+                end = steps + prod(view.scales) * _STEP_BYTES
+                low = _read_numbers(raw[at:steps].data, layout).reshape(view.scales)
+                step = (raw[steps:end].view("<u2").astype("<u4") << 16).view("<f4").reshape(view.scales)
+                at = end
+                np.multiply(part, step, out=part)
+                np.add(part, low, out=part)
             _write_numbers(numbers, out, layout)
 
     def _code_bytes(self, count: int) -> int:
         return -(-count // self._per_byte)
 
     def _size(self, layout: Layout) -> int:
-        scales = sum(run.channels + run.groups for run in _runs(layout))
-        return 1 + scales * (layout.item_bytes + 2) + self._code_bytes(layout.block_bytes // layout.item_bytes)
+        scales = sum(prod(view.scales) for view in _parts(layout))
+        return (
+            1 + scales * (layout.item_bytes + _STEP_BYTES) + self._code_bytes(layout.block_bytes // layout.item_bytes)
+        )
 
     def _packed(self, codes: Bytes) -> Bytes:
         """Pack 4-bit codes: the first half into the low bits, the second half into the high bits."""
@@ -200,18 +195,6 @@ def _write_numbers(numbers: Floats, out: memoryview, layout: Layout) -> None:
         np.copyto(np.frombuffer(out, f"<f{layout.item_bytes}"), numbers, casting="same_kind")
 
 
-def _narrowed(exact: Floats, layout: Layout) -> Array:
-    """Convert to the dtype of the block. The numbers are exactly representable in it."""
-    if layout.dtype == "bfloat16":
-        return (exact.view("<u4") >> np.uint32(16)).astype("<u2")
-    return exact.astype(f"<f{layout.item_bytes}")
-
-
-def _widened(raw: Bytes, layout: Layout) -> Floats:
-    """Convert the result of `_narrowed` to float32."""
-    return _read_numbers(raw.data, layout)
-
-
 def _unquantized(payload: memoryview) -> bytes:
     return bytes([_UNQUANTIZED]) + payload
 
@@ -226,12 +209,6 @@ def _copied_unquantized(data: memoryview, out: memoryview) -> bool:
         raise BadFrame("codec", "an unquantized payload has another length")
     out[:] = data[1:]
     return True
-
-
-def _put(out: Bytes, at: int, numbers: Array) -> int:
-    end = at + numbers.nbytes
-    out[at:end] = numbers.view(np.uint8)
-    return end
 
 
 def _within(low: Floats, high: Floats, limit: np.float32) -> bool:
