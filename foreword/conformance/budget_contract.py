@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from foreword.conformance.calls import call_from_threads
+from foreword.conformance.calls import call_from_threads, calls_of
 from foreword.conformance.frames import (
     SMALL_BLOCKS,
     SMALL_BYTES,
@@ -49,34 +49,17 @@ class BudgetContract:
         assert present(small, new) == [True] * 5
         assert present(small, old) == [True] * 3 + [False] * 3
 
-    def test_reading_is_a_use(self, small: Store) -> None:
-        """A chain that was read is kept; the other one is evicted although it was put later."""
+    @pytest.mark.parametrize(("call", "is_use"), [("get", True), ("put", True), ("lookup", False), ("scan", False)])
+    def test_uses(self, small: Store, call: str, is_use: bool) -> None:
+        """get, and put of blocks that are present, are uses: the chain is kept, although the other one was put later."""
         first, second, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (32, 33, 34))
         put_all(small, first)
         put_all(small, second)
-        assert read(small, first) == whole(first)
+        calls_of(small, first, soon())[call]()
         put_all(small, third)
-        assert present(small, first) == present(small, third) == [True] * 4
-        assert present(small, second) == [False] * 4
-
-    def test_putting_again_is_a_use(self, small: Store) -> None:
-        """A put of blocks that are present counts as a use."""
-        first, second, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (35, 36, 37))
-        put_all(small, first)
-        put_all(small, second)
-        put_all(small, first)
-        put_all(small, third)
-        assert present(small, first) == [True] * 4 and present(small, second) == [False] * 4
-
-    def test_lookup_and_scan_are_not_uses(self, small: Store) -> None:
-        """lookup and scan do not change the order of eviction."""
-        first, second, third = (make_frames(seed, 4, SMALL_PAYLOAD) for seed in (38, 39, 40))
-        put_all(small, first)
-        put_all(small, second)
-        assert small.lookup(names_of(first), deadline=soon()) == 4
-        assert len(list(small.scan(deadline=soon()))) == 8
-        put_all(small, third)
-        assert present(small, first) == [False] * 4 and present(small, second) == [True] * 4
+        kept, evicted = (first, second) if is_use else (second, first)
+        assert present(small, kept) == present(small, third) == [True] * 4
+        assert present(small, evicted) == [False] * 4
 
     def test_a_growing_chain_is_one_chain(self, small: Store) -> None:
         """The last use of a chain is that of any of its blocks, so old blocks with a new child are not evicted first."""

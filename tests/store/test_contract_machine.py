@@ -203,7 +203,7 @@ class Forgetful(MemoryStore):
     "test",
     [
         "test_eviction_is_leaf_first",
-        "test_reading_is_a_use",
+        "test_a_growing_chain_is_one_chain",
         "test_a_child_before_its_parent",
         "test_pinned_blocks_stay",
     ],

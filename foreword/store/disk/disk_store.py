@@ -192,10 +192,7 @@ class DiskStore(Store):
         return count
 
     def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
-        return self._scan(self._ready(deadline), deadline)
-
-    def _scan(self, indexed: bool, deadline: float) -> Iterator[StoredBlock]:
-        if not indexed:
+        if not self._ready(deadline):
             for file in self._files.walk():
                 time_left(deadline)
                 header = None if file.token else read_block_header(file)

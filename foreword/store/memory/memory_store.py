@@ -124,10 +124,6 @@ class MemoryStore(LocalRecords):
             return sum(self._slots.pin(slot, pinned, limit) for slot in self._find(names))
 
     def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
-        self.check_open(deadline)
-        return self._scan(deadline)
-
-    def _scan(self, deadline: float) -> Iterator[StoredBlock]:
         start = 0
         while True:
             with self._lock:

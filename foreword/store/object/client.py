@@ -53,17 +53,17 @@ class ClientLoop:
         if not self.close.alive:
             raise StoreUnavailable(f"the store {self._label!r} is closed")
 
-    def start(self, call: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop. Raises StoreUnavailable if the store is closed."""
+    def start(self, call: Coroutine[Any, Any, T], deadline: float) -> Future[T]:
+        """Start a coroutine on the loop. Raises StoreTimeout, or StoreUnavailable if the store is closed."""
         try:
+            time_left(deadline)
             self.check_open()
             return asyncio.run_coroutine_threadsafe(call, self._loop)
-        except RuntimeError:  # closed after the check
+        except (StoreError, RuntimeError) as error:
             call.close()
-            raise StoreUnavailable(f"the store {self._label!r} is closed") from None
-        except StoreUnavailable:
-            call.close()
-            raise
+            if isinstance(error, StoreError):
+                raise
+            raise StoreUnavailable(f"the store {self._label!r} is closed") from None  # since the check
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

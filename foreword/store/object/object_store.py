@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
@@ -26,7 +26,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.errors import StoreConfigError, StoreError, StoreReadOnly
-from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
+from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key
 from foreword.store.frame import HEADER_BYTES, Frame
 from foreword.store.object.client import ClientLoop, error_text, open_client, result_of
 
@@ -123,17 +123,13 @@ class ObjectStore(Store):
             yield from self._each((self._entry(meta) for meta in metas), deadline, light=True)
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
-        path = self._record_path(key)
-        check_record(data)
-        self._one(lambda: self._put(path, data, "overwrite"), deadline, StoreReadOnly)
+        self._one(self._put(self._record_path(key), check_record(data), "overwrite"), deadline, StoreReadOnly)
 
     def get_record(self, key: str, *, deadline: float) -> bytes | None:
-        path = self._record_path(key)
-        return self._one(lambda: self._read_whole(path), deadline)
+        return self._one(self._read_whole(self._record_path(key)), deadline)
 
     def delete_record(self, key: str, *, deadline: float) -> bool:
-        path = self._record_path(key)
-        return self._one(lambda: self._remove(path), deadline, StoreReadOnly)
+        return self._one(self._remove(self._record_path(key)), deadline, StoreReadOnly)
 
     def records(self, prefix: str, *, deadline: float) -> list[str]:
         paths = [self._relative(meta["path"]) for metas in self._list("records", deadline) for meta in metas]
@@ -170,14 +166,13 @@ class ObjectStore(Store):
             denied: the exception to raise if the service forbids a call.
             light: the calls transfer no bodies.
         """
-        time_left(deadline)
         width = self._parallel * 4 if light else self._parallel
         todo = iter(calls)
         running: deque[Future[T]] = deque()
         try:
             while True:
                 while len(running) < width and (call := next(todo, None)) is not None:
-                    running.append(self._loop.start(call))
+                    running.append(self._loop.start(call, deadline))
                 if not running:
                     return
                 yield result_of(running[0], deadline, denied)
@@ -186,10 +181,8 @@ class ObjectStore(Store):
             for future in running:
                 future.cancel()
 
-    def _one(
-        self, call: Callable[[], Coroutine[Any, Any, T]], deadline: float, denied: type[StoreError] = StoreConfigError
-    ) -> T:
-        [result] = self._each((call() for _ in range(1)), deadline, denied)
+    def _one(self, call: Coroutine[Any, Any, T], deadline: float, denied: type[StoreError] = StoreConfigError) -> T:
+        [result] = self._each([call], deadline, denied)
         return result
 
     def _list(self, folder: str, deadline: float) -> Iterator[Sequence[Any]]:
@@ -200,7 +193,7 @@ class ObjectStore(Store):
             return await anext(stream, None)
 
         while True:
-            metas = self._one(more, deadline)
+            metas = self._one(more(), deadline)
             if metas is None:
                 return
             yield metas

@@ -58,6 +58,10 @@ class RedisNode:
                 self.close_idle()  # the other pooled connections are probably lost too
         return self._exchange(self._connect(deadline), commands, deadline)
 
+    def primaries(self, deadline: float) -> list[RedisNode]:
+        """All servers to scan: this one."""
+        return [self]
+
     def close_idle(self) -> None:
         """Close the idle connections."""
         while self._idle:
@@ -71,15 +75,15 @@ class RedisNode:
         self.close_idle()
 
     def _exchange(self, connection: RespConnection, commands: Sequence[Command], deadline: float) -> list[Reply]:
-        whole = False
         try:
             replies = connection.exchange(commands, deadline)
-            whole = True
-        finally:
-            if whole and not self._closed and len(self._idle) < _MAX_IDLE:
-                self._idle.append(connection)
-            else:
-                connection.close()
+        except BaseException:
+            connection.close()
+            raise
+        if len(self._idle) < _MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.close()
         if self._closed:
             self.close_idle()
         return replies
@@ -111,32 +115,20 @@ class RedisNode:
             raise StoreUnavailable(f"Redis cannot be reached: {error}") from None
         sock: Any = opened._sock
         connection = RespConnection(sock, opened.disconnect)
-        greeting = _greeting(self.options)
-        ready = False
         try:
-            for reply in connection.exchange(greeting, deadline) if greeting else []:
-                if isinstance(reply, ErrorReply):
-                    later = reply.code not in _PERMANENT or "max number of clients" in reply.text
-                    # A server may repeat the command with its password.
-                    text = redacted(reply.text, str(self.options.get("password") or ""))
-                    raise (StoreUnavailable if later else StoreConfigError)(f"Redis refuses the login: {text}")
-            ready = True
-        finally:
-            if not ready:
-                connection.close()
+            self._log_in(connection, deadline)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
-
-class SingleNode:
-    """One server, or one address in front of several."""
-
-    def __init__(self, node: RedisNode) -> None:
-        self._node = node
-        self.run = node.run
-        self.close = node.close
-
-    def primaries(self, deadline: float) -> list[RedisNode]:
-        return [self._node]
+    def _log_in(self, connection: RespConnection, deadline: float) -> None:
+        for reply in connection.exchange(_greeting(self.options), deadline):
+            if isinstance(reply, ErrorReply):
+                later = reply.code not in _PERMANENT or "max number of clients" in reply.text
+                # A server may repeat the command with its password.
+                text = redacted(reply.text, str(self.options.get("password") or ""))
+                raise (StoreUnavailable if later else StoreConfigError)(f"Redis refuses the login: {text}")
 
 
 class ClusterNodes:
@@ -232,7 +224,7 @@ class ClusterNodes:
             return node
 
 
-def open_nodes(url: str) -> SingleNode | ClusterNodes:
+def open_nodes(url: str) -> RedisNode | ClusterNodes:
     """Parse a Redis URL, without connecting. Raises StoreConfigError."""
     parts = split_url(url)
     user, at, hosts = parts.netloc.rpartition("@")
@@ -258,7 +250,7 @@ def open_nodes(url: str) -> SingleNode | ClusterNodes:
             options.pop(key, None)  # deadlines replace them
         connection(**options)
         if not kind and len(several) <= 1:
-            return SingleNode(RedisNode(connection, options))
+            return RedisNode(connection, options)
         if not kind:
             raise StoreConfigError("several hosts need the scheme redis+cluster://")
         if options.pop("db", 0):

@@ -30,7 +30,7 @@ from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
 from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
 from foreword.store.frame import HEADER_BYTES, Frame
-from foreword.store.redis.nodes import ClusterNodes, RedisNode, SingleNode, open_nodes
+from foreword.store.redis.nodes import RedisNode, open_nodes
 from foreword.store.redis.resp import Command, ErrorReply, Reply, encode, expect, make_command
 
 # Names in the first round trip of a lookup; each further one has 8 times as many.
@@ -62,7 +62,7 @@ class RedisStore(Store):
             raise StoreConfigError(f"ttl is at least a millisecond, not {ttl} s")
         self.label = label
         self.readers = 1
-        self._nodes: SingleNode | ClusterNodes = open_nodes(url)
+        self._nodes = open_nodes(url)
         self._blocks = f"{prefix}:b:".encode()
         self._records = f"{prefix}:records".encode()
         self._pinned = f"{prefix}:pinned".encode()
@@ -129,8 +129,7 @@ class RedisStore(Store):
 
     def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
         """List all blocks. Reading their headers counts as a use for the server; `used_at` is the time before that."""
-        [members] = self._run_checked([make_command(self._pinned, b"SMEMBERS", self._pinned)], deadline)
-        pinned = set(_values(members))
+        pinned = set(_values(self._call(b"SMEMBERS", self._pinned, deadline=deadline)))
         seen: set[Name] = set()
         for node in self._nodes.primaries(deadline):
             for keys in _scan_keys(node, self._blocks + b"*", deadline):
@@ -140,22 +139,18 @@ class RedisStore(Store):
                 yield from _entries(node, names, pinned, deadline)
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
-        self._run_checked(
-            [make_command(self._records, b"HSET", self._records, _record_key(key), check_record(data))], deadline
-        )
+        self._call(b"HSET", self._records, _record_key(key), check_record(data), deadline=deadline)
 
     def get_record(self, key: str, *, deadline: float) -> bytes | None:
-        [value] = self._run_checked([make_command(self._records, b"HGET", self._records, _record_key(key))], deadline)
+        value = self._call(b"HGET", self._records, _record_key(key), deadline=deadline)
         return None if value is None else expect(value, bytes)
 
     def delete_record(self, key: str, *, deadline: float) -> bool:
-        [count] = self._run_checked([make_command(self._records, b"HDEL", self._records, _record_key(key))], deadline)
-        return expect(count, int) > 0
+        return expect(self._call(b"HDEL", self._records, _record_key(key), deadline=deadline), int) > 0
 
     def records(self, prefix: str, *, deadline: float) -> list[str]:
-        [reply] = self._run_checked([make_command(self._records, b"HKEYS", self._records)], deadline)
-        known = (value.decode("ascii", "replace") for value in _values(reply))
-        return sorted(key for key in known if key.startswith(prefix))
+        keys = _values(self._call(b"HKEYS", self._records, deadline=deadline))
+        return sorted(key for key in (value.decode("ascii", "replace") for value in keys) if key.startswith(prefix))
 
     def status(self) -> StoreStatus:
         """Memory use and evictions as reported by the servers, including the keys of other programs. At most a second old.
@@ -186,11 +181,8 @@ class RedisStore(Store):
         self._status_at = time.monotonic()
 
     def _exist(self, names: Sequence[Name], deadline: float) -> list[bool]:
-        keys = [self._key(name) for name in names]
-        return [
-            expect(reply, int) > 0
-            for reply in self._run_checked([make_command(key, b"EXISTS", key) for key in keys], deadline)
-        ]
+        commands = [make_command(key, b"EXISTS", key) for key in map(self._key, names)]
+        return [expect(reply, int) > 0 for reply in self._run_checked(commands, deadline)]
 
     def _set(self, frame: Frame) -> Command:
         """SET a key if it does not exist. The payload is sent without a copy."""
@@ -213,6 +205,10 @@ class RedisStore(Store):
             return bytes.fromhex(digits.decode())
         except ValueError:
             return None
+
+    def _call(self, verb: bytes, key: bytes, *arguments: bytes, deadline: float) -> Reply:
+        [reply] = self._run_checked([make_command(key, verb, key, *arguments)], deadline)
+        return reply
 
     def _run_checked(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
         """Replies in the order of the commands. Raises the exception for the first error reply, after all were read."""
