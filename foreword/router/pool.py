@@ -10,7 +10,7 @@ from typing import Final
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.config import RouterConfig
-from foreword.errors import BadRequest, DeadlineExceeded, NoReplica, QueueFull
+from foreword.errors import BadRequest, NoReplica, QueueFull
 from foreword.router.attempt import Attempt
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import Upstream, clock
@@ -36,7 +36,6 @@ class PlacementRequest:
 
     Attributes:
         name: unique name of the attempt.
-        deadline: when it leaves the queue with an error.
         avoid: URLs of replicas that failed the request.
     """
 
@@ -44,14 +43,10 @@ class PlacementRequest:
     tenant: str
     query: PlacementQuery
     prompt: TokenizedPrompt
-    deadline: float
     avoid: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _QueuedRequest:
-    request: PlacementRequest
-    placed: asyncio.Future[Attempt]
+_Queued = tuple[PlacementRequest, asyncio.Future[Attempt]]
 
 
 class ReplicaPool:
@@ -66,7 +61,7 @@ class ReplicaPool:
             disaggregation=DisaggregationPolicy(min_tokens=config.min_prefill),
         )
         self.upstreams: dict[str, Upstream] = {}
-        self.queue: FairQueue[_QueuedRequest] = FairQueue(config.max_queue, dict(weights))
+        self.queue: FairQueue[_Queued] = FairQueue(config.max_queue, dict(weights))
         self._policy_needs_prompts = config.policy in _PROMPT_POLICIES
         self._max_waiting = config.max_waiting
         self._roots: dict[tuple[str, int, str], bytes] = {}
@@ -144,7 +139,7 @@ class ReplicaPool:
             return []
 
     async def place(self, request: PlacementRequest) -> Attempt:
-        """Place a request, after waiting in the queue if necessary. Raises QueueFull, NoReplica or DeadlineExceeded."""
+        """Place a request, after waiting in the queue if necessary. Raises QueueFull or NoReplica."""
         attempt = self._try_place(request) if not len(self.queue) else None
         return attempt if attempt is not None else await self._wait(request)
 
@@ -177,8 +172,7 @@ class ReplicaPool:
     async def _wait(self, request: PlacementRequest) -> Attempt:
         began = clock()
         future: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
-        queued, cost = _QueuedRequest(request, future), float(request.query.tokens)
-        entry, displaced = self.queue.push(queued, request.tenant, cost, request.deadline, began)
+        entry, displaced = self.queue.push((request, future), request.tenant, request.query.tokens, began)
         if displaced is not None:
             _fail(displaced, QueueFull("The queue is full, and this tenant has the largest share of it; retry later"))
         self._set_timer()
@@ -198,18 +192,18 @@ class ReplicaPool:
             entry = self.queue.pop(clock())
             if entry is None:
                 break
-            queued = entry.item
-            if queued.placed.done():
+            request, placed = entry.item
+            if placed.done():  # its client disconnected
                 continue
             try:
-                attempt = self._try_place(queued.request)
+                attempt = self._try_place(request)
             except NoReplica as error:
                 _fail(entry, error)
                 continue
             if attempt is None:
                 _fail(entry, NoReplica("No replica could take the request when its turn in the queue came"))
             else:
-                queued.placed.set_result(attempt)
+                placed.set_result(attempt)
         if len(self.queue) and not self._has_hope():
             while (entry := self.queue.pop(clock())) is not None:
                 _fail(entry, NoReplica("No replica takes requests any more"))
@@ -230,22 +224,16 @@ class ReplicaPool:
         return any(not reason or reason.startswith(_OVERLOADED) or trial for reason, trial in reasons)
 
     def _set_timer(self) -> None:
-        """Wake up at the first deadline, or when the pause of an overloaded replica ends."""
+        """Wake up when the pause of an overloaded replica ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not len(self.queue) and self.queue.next_deadline == float("inf"):
+        if not len(self.queue):
             return
         now = clock()
-        pauses = [one.pause_until for one in self.upstreams.values() if one.pause_until > now]
-        wake = min([self.queue.next_deadline, *pauses])
-        self._timer = asyncio.get_running_loop().call_later(max(wake - now, 0.005), self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        for entry in self.queue.expired(clock()):
-            _fail(entry, DeadlineExceeded("The request's deadline passed before a replica had room for it"))
-        self.serve_queue()
+        pauses = [one.pause_until - now for one in self.upstreams.values() if one.pause_until > now]
+        if pauses:
+            self._timer = asyncio.get_running_loop().call_later(max(min(pauses), 0.005), self.serve_queue)
 
     # Results of attempts
 
@@ -290,6 +278,7 @@ class ReplicaPool:
         self.refresh(upstream)
 
 
-def _fail(entry: QueueEntry[_QueuedRequest], error: Exception) -> None:
-    if not entry.item.placed.done():
-        entry.item.placed.set_exception(error)
+def _fail(entry: QueueEntry[_Queued], error: Exception) -> None:
+    _, placed = entry.item
+    if not placed.done():
+        placed.set_exception(error)

@@ -66,14 +66,14 @@ class ProxiedRequest:
         return cache_salt(self.tenant)
 
     async def place(self, prompt: TokenizedPrompt | None = None) -> Attempt:
-        """Choose a replica, or wait in the queue for one. Raises NoReplica, QueueFull or DeadlineExceeded."""
+        """Choose a replica, or wait in the queue for one. Raises NoReplica or QueueFull."""
         router, pool, request = self.router, self.pool, self.request
         prompt = prompt or self.prompt
         query = pool.query(prompt, request.model, self.salt, self.session, request.max_tokens)
         avoid = tuple({*self.avoid, *router.not_serving(pool, request.model)})
         name = router.attempt_name(self.request_id)
         overhead = clock() - self.arrived if not self.attempts else 0.0
-        attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, self.deadline, avoid))
+        attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, avoid))
         self.decision_text = router.decisions.record(self.request_id, self.tenant.name, attempt, self.previous)
         router.metrics.decision(
             attempt.upstream.url, attempt.decision.reason, prompt.source, query.tokens, overhead, attempt.queued

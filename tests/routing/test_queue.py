@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 
@@ -26,16 +25,14 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.queue: FairQueue[int] = FairQueue(ROOM, WEIGHTS)
         self.inside: list[QueueEntry[int]] = []
-        self.late: list[QueueEntry[int]] = []
-        self.now = 0.0
         self.number = 0
 
-    @rule(tenant=st.sampled_from(TENANTS), cost=st.integers(0, 20), patience=st.integers(1, 30))
-    def push(self, tenant: str, cost: int, patience: int) -> None:
+    @rule(tenant=st.sampled_from(TENANTS), cost=st.integers(0, 20))
+    def push(self, tenant: str, cost: int) -> None:
         self.number += 1
         held = Counter(entry.tenant for entry in self.inside)
         try:
-            entry, displaced = self.queue.push(self.number, tenant, cost, self.now + patience, self.now)
+            entry, displaced = self.queue.push(self.number, tenant, cost, 0.0)
         except QueueFull:
             assert len(self.inside) == ROOM
             share = (held[tenant] + 1) / WEIGHTS.get(tenant, 1.0)
@@ -50,32 +47,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def pop(self) -> None:
-        entry = self.queue.pop(self.now)
-        living = [one for one in self.inside if one.deadline > self.now]
+        entry = self.queue.pop(0.0)
         if entry is None:
-            assert not living
-        else:
-            assert entry in living
-            assert entry is next(one for one in living if one.tenant == entry.tenant)
-            heads = [next(one for one in living if one.tenant == name) for name in {one.tenant for one in living}]
-            assert entry.start == min(one.start for one in heads)
-            self.inside.remove(entry)
-        passed_over = [one for one in self.inside if not one.queued]
-        assert all(one.deadline <= self.now for one in passed_over)
-        self.late += passed_over
-        self.inside = [one for one in self.inside if one.queued]
-
-    @rule(seconds=st.integers(0, 20))
-    def wait(self, seconds: int) -> None:
-        self.now += seconds
-
-    @rule()
-    def expire(self) -> None:
-        expired = self.queue.expired(self.now)
-        expected = self.late + [one for one in self.inside if one.deadline <= self.now]
-        assert Counter(map(id, expired)) == Counter(map(id, expected))
-        self.late = []
-        self.inside = [one for one in self.inside if one.deadline > self.now]
+            assert not self.inside
+            return
+        heads = [next(one for one in self.inside if one.tenant == name) for name in {one.tenant for one in self.inside}]
+        assert entry in heads
+        assert entry.start == min(one.start for one in heads)
+        self.inside.remove(entry)
 
     @rule(choice=st.randoms(use_true_random=False))
     def give_up(self, choice: random.Random) -> None:
@@ -90,10 +69,7 @@ class Machine(RuleBasedStateMachine):
         assert len(self.queue) == len(self.inside) <= ROOM
         held = Counter(entry.tenant for entry in self.inside)
         assert all(self.queue.queued(name) == held[name] for name in TENANTS)
-        deadlines = [one.deadline for one in self.inside]
-        if not self.late:
-            assert self.queue.next_deadline <= min(deadlines, default=math.inf)
-        assert 1 <= self.queue.retry_after(self.now) <= 60
+        assert 1 <= self.queue.retry_after(0.0) <= 60
 
 
 TestAgainstList = Machine.TestCase
@@ -107,8 +83,8 @@ def test_shares_follow_the_weights() -> None:
     queue: FairQueue[None] = FairQueue(10_000, {"heavy": 3.0, "light": 1.0})
     rng = random.Random(3)
     for _ in range(2000):
-        queue.push(None, "heavy", rng.uniform(1, 50), math.inf, 0.0)
-        queue.push(None, "light", rng.uniform(1, 10), math.inf, 0.0)
+        queue.push(None, "heavy", rng.uniform(1, 50), 0.0)
+        queue.push(None, "light", rng.uniform(1, 10), 0.0)
     served = dict.fromkeys(("heavy", "light"), 0.0)
     for _ in range(1000):
         entry = queue.pop(0.0)
@@ -121,10 +97,10 @@ def test_a_flood_does_not_delay_others() -> None:
     """A tenant with one request waits for one request of the flooding tenant, not for five hundred."""
     queue: FairQueue[int] = FairQueue()
     for number in range(500):
-        queue.push(number, "flood", 10, math.inf, 0.0)
+        queue.push(number, "flood", 10, 0.0)
     for _ in range(100):
         queue.pop(0.0)
-    queue.push(-1, "quiet", 10, math.inf, 0.0)
+    queue.push(-1, "quiet", 10, 0.0)
     assert -1 in [entry.item for entry in (queue.pop(0.0), queue.pop(0.0)) if entry is not None]
 
 
@@ -133,10 +109,10 @@ def test_a_flood_does_not_shut_out_others() -> None:
     time to retry."""
     queue: FairQueue[int] = FairQueue(10)
     for number in range(10):
-        queue.push(number, "flood", 1, math.inf, 0.0)
+        queue.push(number, "flood", 1, 0.0)
     with pytest.raises(QueueFull, match=r"10 requests are queued already; try again in \d+ s"):
-        queue.push(10, "flood", 1, math.inf, 0.0)
-    _, displaced = queue.push(11, "quiet", 1, math.inf, 0.0)
+        queue.push(10, "flood", 1, 0.0)
+    _, displaced = queue.push(11, "quiet", 1, 0.0)
     assert displaced is not None and displaced.item == 9
     assert (queue.queued("flood"), queue.queued("quiet")) == (9, 1)
 
@@ -144,13 +120,13 @@ def test_a_flood_does_not_shut_out_others() -> None:
 def test_idle_time_earns_no_credit() -> None:
     """A tenant that returns does not get what it did not use before."""
     queue: FairQueue[str] = FairQueue()
-    queue.push("early", "b", 1, math.inf, 0.0)
+    queue.push("early", "b", 1, 0.0)
     for _ in range(50):
-        queue.push("a", "a", 1, math.inf, 0.0)
+        queue.push("a", "a", 1, 0.0)
     for _ in range(30):
         queue.pop(0.0)
     for _ in range(20):
-        queue.push("b", "b", 1, math.inf, 0.0)
+        queue.push("b", "b", 1, 0.0)
     served = Counter(entry.item for entry in (queue.pop(0.0) for _ in range(20)) if entry is not None)
     assert 9 <= served["a"] <= 11
 
@@ -160,23 +136,23 @@ def test_retry_after_follows_the_service_rate() -> None:
     queue: FairQueue[int] = FairQueue()
     for number in range(1200):
         if number < 1024:
-            queue.push(number, "a", 1, math.inf, 0.0)
+            queue.push(number, "a", 1, 0.0)
     for step in range(600):
         queue.pop(step / 10)
         if len(queue) < 400:
-            queue.push(-1, "a", 1, math.inf, step / 10)
+            queue.push(-1, "a", 1, step / 10)
     assert queue.retry_after(60.0) == pytest.approx(len(queue) / 2 / 10, rel=0.1)
 
 
 def test_memory_stays_bounded_when_entries_are_removed() -> None:
     """Thousands of tenants that come and leave leave nothing behind."""
     queue: FairQueue[int] = FairQueue(4)
-    queue.push(0, "stays", 1, math.inf, 0.0)
+    queue.push(0, "stays", 1, 0.0)
     for number in range(20_000):
-        entry, _ = queue.push(number, f"tenant-{number}", 1, 1e9, 0.0)
+        entry, _ = queue.push(number, f"tenant-{number}", 1, 0.0)
         queue.remove(entry)
     assert len(queue) == 1
-    assert sum(len(part) for part in (queue._tenants, queue._heads, queue._deadlines)) < 300
+    assert len(queue._tenants) == 1
 
 
 def test_wrong_settings_are_refused() -> None:

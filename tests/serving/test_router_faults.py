@@ -408,8 +408,8 @@ def test_queue_then_429(loop: Loop) -> None:
         assert "queued" in waiting[0].result().headers["x-foreword-route"]
 
 
-def test_disconnected_clients_leave_the_queue(loop: Loop) -> None:
-    """A client that disconnects leaves the queue, and its request is never sent."""
+def test_clients_leave_the_queue(loop: Loop) -> None:
+    """A request leaves the queue when its client disconnects or its deadline passes, and is never sent."""
     slow = Scripted(loop)
     with routed(*named(slow), "--max-waiting", "1", replicas=1) as router:
         slow.hold()
@@ -419,6 +419,9 @@ def test_disconnected_clients_leave_the_queue(loop: Loop) -> None:
             with abandoned_request(router.url, {"prompt": "x", "stream": True}):
                 until(lambda: router.metric("foreword:router_queue_length") == 1)
             until(lambda: router.metric("foreword:router_queue_length") == 0)
+            late = post(router, {"x-request-timeout": "0.2"}, stream=True)
+            assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
+            assert router.metric("foreword:router_queue_length") == 0
             slow.release()
             assert said(first.result(60)) == "one two three"
         assert len(slow.seen) == 1
