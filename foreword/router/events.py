@@ -34,7 +34,6 @@ class KvEventSubscription:
         self.endpoint = endpoint
         self._replay = replay
         self._context = context
-        self._next = 0
 
     async def run(self) -> None:
         socket = self._context.socket(zmq.SUB)
@@ -42,11 +41,11 @@ class KvEventSubscription:
         try:
             socket.connect(self.endpoint)
             socket.subscribe(b"")
-            await self._request_replay(0)
+            await self._request_replay()
             while True:
                 if not await socket.poll(_IDLE_SECONDS * 1000):
                     # Messages sent before the subscription was active, and lost last messages, leave no visible gap.
-                    await self._request_replay(self._next)
+                    await self._request_replay()
                     continue
                 await self._receive(await socket.recv_multipart())
                 for _ in range(_BATCH):
@@ -60,56 +59,42 @@ class KvEventSubscription:
             socket.close(linger=0)
 
     async def _receive(self, frames: list[bytes]) -> None:
-        number, events = self._parse(frames)
-        if number is None:
+        message = self._parse(frames)
+        if message is None:
             return
-        self._next = number + 1
-        gap = self.feed.receive(number, events)
-        if gap is None:
-            return
-        if self._replay is None:
-            self.feed.skip_to(gap.end)
-        await self._request_replay(gap.first)
-        if self.feed.receive(number, events) is not None:
-            self.feed.skip_to(number)
-            self.feed.receive(number, events)
+        if self.feed.published(message[0]):
+            await self._request_replay()
+        self.feed.receive(*message)
 
-    async def _request_replay(self, first: int) -> None:
-        """Ask for all messages from number `first` on. Does nothing for a source without replay."""
+    async def _request_replay(self) -> None:
+        """Ask for all messages from the next one on. Does nothing for a source without replay."""
         if self._replay is None:
             return
         socket = self._context.socket(zmq.DEALER)
         try:
             socket.connect(self._replay)
-            await socket.send_multipart([b"", encode_number(first)])
+            await socket.send_multipart([b"", encode_number(self.feed.next)])
             async with asyncio.timeout(_REPLAY_SECONDS):
                 while True:
                     frames = await socket.recv_multipart()
                     if len(frames) < 3 or frames[-2] == REPLAY_END:
                         return
-                    self._receive_replayed(frames[-3:])
+                    message = self._parse(frames[-3:])
+                    if message is not None:
+                        self.feed.receive(*message)
         except (TimeoutError, zmq.ZMQError):
             logger.info("no replay of KV events from %s", self._replay)
         finally:
             socket.close(linger=0)
 
-    def _receive_replayed(self, frames: list[bytes]) -> None:
-        number, events = self._parse(frames)
-        if number is None:
-            return
-        self._next = max(self._next, number + 1)
-        gap = self.feed.receive(number, events, replayed=True)
-        if gap is not None:
-            self.feed.skip_to(gap.end)
-            self.feed.receive(number, events, replayed=True)
-
-    def _parse(self, frames: list[bytes]) -> tuple[int | None, list[Any]]:
-        """The number and the events of `[topic, number, payload]`; no number for an unreadable message."""
+    def _parse(self, frames: list[bytes]) -> tuple[int, list[Any]] | None:
+        """The number and the events of `[topic, number, payload]`; None for an unreadable message."""
         number = decode_number(frames[1]) if len(frames) == 3 else None
         try:
             events = decode_batch(frames[2]) if number is not None else None
         except (msgspec.DecodeError, ValueError):
-            number = events = None
-        if events is None:
+            events = None
+        if number is None or events is None:
             self.feed.counters.malformed += 1
-        return number, events or []
+            return None
+        return number, events

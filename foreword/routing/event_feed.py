@@ -4,9 +4,9 @@ vLLM names blocks by its own hashes. A BlockStored event carries the token ids a
 Foreword's keys from them, and a bounded table maps hashes to keys. Blocks that cannot be named (unknown parent, LoRA adapter,
 image) are skipped and counted: then the directory knows less, but nothing wrong.
 
-Messages are numbered. After a gap the subscriber asks for a replay of the missing messages and passes them in. If they are not
-available any more, the feed forgets everything about the replica, because the gap may contain removals. There is no snapshot
-for late subscribers: the directory fills as blocks are stored.
+Messages are numbered. Before a message after a gap the subscriber asks for a replay of the missing ones and passes them in. If
+they are not available any more, the feed forgets everything about the replica, because the gap may contain removals. There is
+no snapshot for late subscribers: the directory fills as blocks are stored.
 """
 
 from __future__ import annotations
@@ -31,18 +31,6 @@ _HASH_BYTES: Final = 8
 _RECORD_BYTES: Final = _HASH_BYTES + KEY_BYTES
 _WAYS: Final = 32
 _MAX_ROOTS: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class MessageGap:
-    """Messages `first` to `end` (exclusive) were not received.
-
-    The subscriber asks for a replay, passes the messages to `receive` with `replayed`, and calls `skip_to(end)` if they do not
-    come.
-    """
-
-    first: int
-    end: int
 
 
 @dataclass(slots=True)
@@ -109,6 +97,9 @@ class KvEventFeed:
         max_blocks: maximum number of known hashes.
         counts_copies: the replica reports every copy of a block and the removal of each, as vLLM does. Foreword's own engine
             reports a removal only when no copy is left.
+
+    Attributes:
+        next: number of the next message. A replay starts there.
     """
 
     def __init__(
@@ -129,36 +120,32 @@ class KvEventFeed:
         self._counts_copies = counts_copies
         self._keys_by_hash = KeyTable(max_blocks)
         self._roots: dict[bytes, bytes] = {}
-        self._next = 0
+        self.next = 0
         self._last_published = -1
 
-    def receive(self, number: int, events: Iterable[object], *, replayed: bool = False) -> MessageGap | None:
-        """Apply a message. If earlier messages are missing, returns the gap and applies nothing.
+    def published(self, number: int) -> bool:
+        """Note the number of a published message. True if messages before it are missing.
 
-        A published number that is not above the last one means that the replica restarted, unless the message was replayed
-        in the meantime.
+        A number that is not above the last published one means that the replica restarted.
         """
-        if not replayed:
-            if number <= self._last_published:
-                self._restart()
-            self._last_published = number
-        if number < self._next:
-            return None
-        if number > self._next:
-            self.counters.gaps += not replayed
-            self._last_published = min(self._last_published, number - 1) if not replayed else self._last_published
-            return MessageGap(self._next, number)
-        self._next = number + 1
+        if number <= self._last_published:
+            self._clear()
+            self._keys_by_hash.clear()
+            self.next = 0
+        self._last_published = number
+        self.counters.gaps += number > self.next
+        return number > self.next
+
+    def receive(self, number: int, events: Iterable[object]) -> None:
+        """Apply a published or replayed message, once. If earlier messages are missing, forget all about the replica first."""
+        if number < self.next:
+            return
+        if number > self.next > 0:
+            self._clear()
+        self.next = number + 1
         self.counters.messages += 1
         for event in events:
             self.apply(event)
-        return None
-
-    def skip_to(self, number: int) -> None:
-        """Give up the messages before this number and forget everything about the replica."""
-        if self._next:
-            self._clear()
-        self._next = max(self._next, number)
 
     def apply(self, event: object) -> None:
         """Apply one event."""
@@ -221,11 +208,6 @@ class KvEventFeed:
                 self._roots.clear()
             root = self._roots[salt] = Scope(self._model, self._block_size, salt).root()
         return root
-
-    def _restart(self) -> None:
-        self._clear()
-        self._keys_by_hash.clear()
-        self._next = 0
 
     def _clear(self) -> None:
         self._directory.cleared(self.replica)

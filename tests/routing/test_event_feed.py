@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from foreword.blocks import BlockTable, PrefixCache
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.routing.directory import NOTHING, CacheTier, Directory
-from foreword.routing.event_feed import KeyTable, KvEventFeed, MessageGap
+from foreword.routing.event_feed import KeyTable, KvEventFeed
 
 BLOCK = 4
 ROOT = Scope(b"m", BLOCK).root()
@@ -150,17 +150,25 @@ def test_malformed_events_are_counted(junk: object, kind: str) -> None:
     assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 10
 
 
+def publish(one: KvEventFeed, number: int, *events: Event) -> bool:
+    """A published message without a replay of missing ones. Returns whether messages before it were missing."""
+    missing = one.published(number)
+    one.receive(number, events)
+    return missing
+
+
 def test_a_gap_is_replayed() -> None:
-    """Message 2 is missing: nothing is applied until it was replayed, and messages that arrive twice count once."""
+    """Message 1 is missing and is replayed before message 2 is applied; messages that arrive twice count once."""
     directory, one = feed()
-    assert one.receive(0, [stored(TEXT[:8])]) is None
-    assert one.receive(2, [stored(TEXT[:16], 3)]) == MessageGap(1, 2)
+    assert not publish(one, 0, stored(TEXT[:8]))
+    assert one.published(2)
+    assert one.next == 1
     for number, event in ((1, stored(TEXT[:12], 2)), (2, stored(TEXT[:16], 3)), (3, stored(TEXT[:20], 4))):
-        assert one.receive(number, [event], replayed=True) is None
-    assert one.receive(2, [stored(TEXT[:16], 3)]) is None
-    assert one.receive(3, [removed(hashes_of(TEXT[:20])[4:])]) is None, "it was replayed already"
+        one.receive(number, [event])
+    one.receive(2, [stored(TEXT[:16], 3)])
+    assert not publish(one, 3, removed(hashes_of(TEXT[:20])[4:])), "it was replayed already"
     assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 5
-    assert one.receive(4, [removed(hashes_of(TEXT[:20])[4:])]) is None
+    assert not publish(one, 4, removed(hashes_of(TEXT[:20])[4:]))
     assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 4
     assert (one.counters.gaps, one.counters.clears) == (1, 0)
 
@@ -168,20 +176,17 @@ def test_a_gap_is_replayed() -> None:
 def test_a_gap_without_replay_clears_the_replica() -> None:
     """The gap may contain removals, so all earlier blocks are forgotten."""
     directory, one = feed()
-    one.receive(0, [stored(TEXT)])
-    assert one.receive(5, [stored(TEXT[:8])]) == MessageGap(1, 5)
-    one.skip_to(5)
-    assert one.receive(5, [stored(TEXT[:8])]) is None
+    publish(one, 0, stored(TEXT))
+    assert publish(one, 5, stored(TEXT[:8]))
     assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 2
 
 
 def test_a_late_subscriber_uses_what_is_replayed() -> None:
     """The first message has number 900: the replay counts as far as it reaches, and unknown parents are skipped."""
     directory, one = feed()
-    assert one.receive(900, []) == MessageGap(0, 900)
-    one.skip_to(899)
-    assert one.receive(899, [stored(TEXT)], replayed=True) is None
-    assert one.receive(900, [stored(TEXT[:8] + [7] * 8, 2)]) is None
+    assert one.published(900)
+    one.receive(899, [stored(TEXT)])
+    one.receive(900, [stored(TEXT[:8] + [7] * 8, 2)])
     assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 10
     assert directory.lookup(keys_of(TEXT[:8] + [7] * 8)).of("r")[CacheTier.DEVICE] == 4
 
@@ -190,10 +195,10 @@ def test_a_restart_clears_the_replica() -> None:
     """A published message with an earlier number means that the replica restarted and holds nothing."""
     directory, one = feed()
     for number in range(4):
-        one.receive(number, [stored(TEXT)] if not number else [])
-    assert one.receive(0, [stored(TEXT[:8])]) is None
+        publish(one, number, *([] if number else [stored(TEXT)]))
+    assert not publish(one, 0, stored(TEXT[:8]))
     assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 2
-    assert one.receive(2, []) == MessageGap(1, 2)
+    assert one.published(2)
 
 
 def test_a_real_pool_is_followed() -> None:
