@@ -1,7 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`: place the request, send it, and retry it while nothing was sent to the client.
-
-Once output was sent, a failed request is continued instead (`stream_proxy`, `continuation`).
-"""
+"""`/v1/completions` and `/v1/chat/completions`: authenticate, parse and tokenize a request, then proxy it."""
 
 from __future__ import annotations
 
@@ -9,15 +6,13 @@ import asyncio
 
 from aiohttp import web
 
-from foreword.errors import DeadlineExceeded, ReplicaFailed
-from foreword.router import disaggregated
-from foreword.router.attempt import describe_error, is_certain
+from foreword.errors import DeadlineExceeded
 from foreword.router.client_request import Interface, parse_request
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replicas import CONNECTION_ERRORS, clock
+from foreword.router.replicas import clock
 from foreword.router.service import Router
-from foreword.router.stream_proxy import proxy_stream
+from foreword.router.stream_proxy import proxy_response
 
 
 async def handle(router: Router, http_request: web.Request, interface: Interface) -> web.StreamResponse:
@@ -40,7 +35,7 @@ async def handle(router: Router, http_request: web.Request, interface: Interface
             proxied = ProxiedRequest(
                 router, http_request, request, tenant, http_request["id"], pool, prompt, session, deadline, arrived
             )
-            return await (proxy_stream(proxied) if request.streams else _proxy_whole(proxied))
+            return await proxy_response(proxied)
     except TimeoutError:
         if not limit.expired():
             raise
@@ -54,26 +49,3 @@ def _time_limit(http_request: web.Request, maximum: float) -> float:
     except ValueError:
         return maximum
     return min(wanted, maximum) if wanted > 0 else maximum
-
-
-async def _proxy_whole(proxied: ProxiedRequest) -> web.StreamResponse:
-    """A response that is not streamed."""
-    while True:
-        attempt = await proxied.place()
-        try:
-            body = await disaggregated.decode_body(proxied, attempt)
-            proxied.pool.expect_first_token(attempt)
-            response, data = await proxied.fetch(attempt.upstream, body)
-        except (*CONNECTION_ERRORS, ReplicaFailed) as error:
-            proxied.lost(attempt, describe_error(error), certain=is_certain(error))
-            if not proxied.may_retry():
-                raise ReplicaFailed(
-                    f"The request failed on {proxied.attempts} replicas; the last: {describe_error(error)}"
-                ) from None
-            proxied.router.metrics.retry()
-            continue
-        except BaseException:
-            proxied.pool.failed(attempt)
-            raise
-        if not proxied.retries(attempt, response, data):
-            return proxied.respond(attempt, response, data)

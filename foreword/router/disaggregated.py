@@ -64,7 +64,8 @@ async def _prefill(proxied: ProxiedRequest, prefill: Upstream) -> Mapping[str, A
     """vLLM's first step: compute the prompt and one token. None if it failed."""
     prefill.in_flight += 1
     try:
-        response, data = await proxied.fetch(prefill, _prefill_body(proxied))
+        path = proxied.request.path
+        response, data = await proxied.send(prefill, _prefill_body(proxied), path, streams=False)
     except (*CONNECTION_ERRORS, ReplicaFailed) as error:
         _prefill_failed(proxied, prefill, describe_error(error), certain=is_certain(error))
         return None
@@ -73,11 +74,11 @@ async def _prefill(proxied: ProxiedRequest, prefill: Upstream) -> Mapping[str, A
     if response.status == 429:
         proxied.router.paused(prefill, retry_after(response))
     elif response.status >= 500:
-        _prefill_failed(proxied, prefill, describe_response(response.status, data))
+        _prefill_failed(proxied, prefill, describe_response(response.status, data or b""))
     if response.status != 200:  # the decode replica will report errors of the client
         return None
     proxied.router.succeeded(prefill)
-    return _returned_params(prefill, data)
+    return _returned_params(prefill, data or b"")
 
 
 def _prefill_body(proxied: ProxiedRequest) -> bytes:

@@ -89,19 +89,20 @@ class ProxiedRequest:
         headers["x-request-id"], headers["x-foreword-follow"] = self.request_id, "1"
         return headers
 
-    async def send(self, upstream: Upstream, body: bytes, path: str) -> aiohttp.ClientResponse:
-        """Returns the head of the response. Raises what aiohttp raises, and ReplicaFailed if the replica dies meanwhile."""
+    async def send(
+        self, upstream: Upstream, body: bytes, path: str, *, streams: bool
+    ) -> tuple[aiohttp.ClientResponse, bytes | None]:
+        """Returns the response with its whole body, or with None if it is a stream.
+
+        Raises what aiohttp raises, and ReplicaFailed if the replica dies meanwhile.
+        """
         url, headers = upstream.url + path, self.headers(upstream)
-        return await self._retry_stalled(
-            upstream, lambda: self.router.session.post(url, data=body, headers=headers, allow_redirects=False)
-        )
 
-    async def fetch(self, upstream: Upstream, body: bytes) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Returns the response with its whole body. Raises as `send`."""
-        url, headers = upstream.url + self.request.path, self.headers(upstream)
-
-        async def work() -> tuple[aiohttp.ClientResponse, bytes]:
-            async with self.router.session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+        async def work() -> tuple[aiohttp.ClientResponse, bytes | None]:
+            response = await self.router.session.post(url, data=body, headers=headers, allow_redirects=False)
+            if streams and response.status == 200 and response.content_type == "text/event-stream":
+                return response, None
+            async with response:
                 return response, await response.read()
 
         return await self._retry_stalled(upstream, work)

@@ -1,4 +1,7 @@
-"""Forwards a streamed response to the client, with failover to other replicas."""
+"""Forwards a response to the client, with failover to other replicas.
+
+While nothing was sent to the client, a failed request is retried. After that its response is continued (`continuation`).
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,9 @@ class ClientDisconnected(Exception):
     """The client closed the connection."""
 
 
-async def proxy_stream(proxied: ProxiedRequest) -> web.StreamResponse:
+async def proxy_response(proxied: ProxiedRequest) -> web.StreamResponse:
     """Raises ForewordError if nothing was sent to the client."""
-    proxy = _StreamProxy(proxied)
+    proxy = _ResponseProxy(proxied)
     try:
         return await proxy.run()
     except ClientDisconnected:
@@ -56,11 +59,11 @@ async def proxy_stream(proxied: ProxiedRequest) -> web.StreamResponse:
         return proxy.out
 
 
-class _StreamProxy:
-    """One streamed response: one client, and one replica after another.
+class _ResponseProxy:
+    """One response, streamed or whole: one client, and one replica after another.
 
     Attributes:
-        out: the response to the client, once its head was sent.
+        out: the stream to the client, once its head was sent.
     """
 
     def __init__(self, proxied: ProxiedRequest) -> None:
@@ -115,10 +118,12 @@ class _StreamProxy:
             body = await disaggregated.decode_body(proxied, attempt)
         else:
             body = self._with_salt(attempt.upstream, self._body)
-        response = await proxied.send(attempt.upstream, body, self._path)
-        if response.status == 200 and response.content_type == "text/event-stream":
+        streams = proxied.request.streams
+        if not streams:
+            proxied.pool.expect_first_token(attempt)
+        response, data = await proxied.send(attempt.upstream, body, self._path, streams=streams)
+        if data is None:
             return response
-        data = await response.read()
         if proxied.retries(attempt, response, data):
             return None
         if self.out is not None:
