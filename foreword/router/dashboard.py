@@ -12,7 +12,6 @@ from foreword.dashboard import pages
 from foreword.dashboard.history import MetricsHistory
 from foreword.errors import Forbidden, Unauthorized
 from foreword.router.admin import describe
-from foreword.router.replica_memory import UNKNOWN, MemoryReader, ReplicaMemory
 from foreword.router.replicas import Upstream
 from foreword.router.service import Router
 
@@ -41,8 +40,6 @@ def _add_pages(app: web.Application) -> None:
 
 
 def _add_data(app: web.Application, router: Router, history: MetricsHistory) -> None:
-    memory = MemoryReader()
-
     def check(request: web.Request) -> None:
         router.auth.check_admin(request.headers.get("authorization"), changes=False)
 
@@ -65,15 +62,14 @@ def _add_data(app: web.Application, router: Router, history: MetricsHistory) -> 
     async def now(request: web.Request) -> web.Response:
         """The present state: replicas and the last decisions."""
         check(request)
-        known = await memory.read(router.probe, [one for one in router.upstreams.values() if one.kind != "openai"])
-        return web.json_response(_now(router, known))
+        return web.json_response(_now(router))
 
     app.router.add_get("/ui/data/kind", kind)
     app.router.add_get("/ui/data/history", show_history)
     app.router.add_get("/ui/data/now", now)
 
 
-def _now(router: Router, memory: dict[str, ReplicaMemory]) -> dict[str, Any]:
+def _now(router: Router) -> dict[str, Any]:
     problem = router.ready()
     status = "shutting_down" if router.draining else "not_ready" if problem else "ready"
     models = [pool.model for pool in router.pools.values() if pool.upstreams]
@@ -82,12 +78,12 @@ def _now(router: Router, memory: dict[str, ReplicaMemory]) -> dict[str, Any]:
         "time": time.time(),
         "state": {"status": status, "reason": problem or ""},
         "subject": f"router of {', '.join(models)}" if models else "router",
-        "replicas": [_replica(router, one, memory.get(one.url, UNKNOWN)) for one in router.upstreams.values()],
+        "replicas": [_replica(router, one) for one in router.upstreams.values()],
         "decisions": decisions,
     }
 
 
-def _replica(router: Router, upstream: Upstream, memory: ReplicaMemory) -> dict[str, Any]:
+def _replica(router: Router, upstream: Upstream) -> dict[str, Any]:
     """A replica as in `/v1/router/replicas`, with its queued tokens and memory usage."""
     pool = router.pool_of(upstream)
     replica = pool.fleet.replicas.get(upstream.url) if pool is not None else None
@@ -95,7 +91,7 @@ def _replica(router: Router, upstream: Upstream, memory: ReplicaMemory) -> dict[
     return {
         **describe(router, upstream),
         "queued_tokens": queued,
-        "usage": memory.usage,
-        "device": memory.device,
-        "tiers": memory.tiers,
+        "usage": upstream.metrics.usage,
+        "device": upstream.metrics.device,
+        "tiers": upstream.metrics.tiers,
     }

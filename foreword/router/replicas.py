@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,14 +14,10 @@ import aiohttp
 from foreword.config import RouterConfig
 from foreword.errors import ConfigError, ReplicaFailed, did_you_mean
 from foreword.router.breaker import ReplicaBreaker
+from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics, parse_metrics
 
 _ROLES: Final = ("both", "prefill", "decode")
 _OPTIONS: Final = ("role", "events", "replay", "max_waiting")
-_REQUESTS: Final = re.compile(
-    rb"^vllm:(num_requests_running|num_requests_waiting)\{[^}]*\}\s+([0-9.e+]+)", re.MULTILINE
-)
-_CACHE_CONFIG: Final = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-_LABEL: Final = re.compile(rb'(\w+)="([^"]*)"')
 _MAX_METRICS_BYTES: Final = 8 << 20
 _ANY_ADDRESS: Final = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
 # What an aiohttp call raises when the server is unreachable or the connection breaks.
@@ -105,6 +100,7 @@ class Upstream:
     Attributes:
         source: where it was configured: `flag`, `file`, `api` or `dns`.
         info: None until the replica has answered for the first time.
+        metrics: its metrics as last read.
         drained: an operator drained it; it gets no new requests.
         pause_until: it replied that it is overloaded; it gets no requests until then.
         in_flight: requests that this router sent there and that have not ended, at most `max_in_flight`.
@@ -120,6 +116,7 @@ class Upstream:
     source: str
     breaker: ReplicaBreaker
     info: ReplicaInfo | None = None
+    metrics: ReplicaMetrics = UNKNOWN
     drained: bool = False
     pause_until: float = 0.0
     in_flight: int = 0
@@ -256,47 +253,29 @@ class ReplicaProbe:
         max_model_len = length if isinstance(length, int) else None
         if kind == "openai":
             return ReplicaInfo(kind, names, cards, max_model_len)
-        block_size, capacity = await self._cache_config(upstream)
+        metrics = await self.metrics(upstream)
         return ReplicaInfo(
             kind,
             names,
             cards,
             max_model_len,
-            block_size,
-            capacity,
+            metrics.block_size,
+            metrics.capacity_tokens,
             transfer=await self._transfer(upstream) if kind == "foreword" else None,
             event_sources=await self._event_sources(upstream),
             salt_from=salt_from if isinstance(salt_from, str) else None,
             tokenize_path="/v1/tokenize" if kind == "foreword" else "/tokenize",
         )
 
-    async def _cache_config(self, upstream: Upstream) -> tuple[int | None, int | None]:
-        """Block size and capacity in tokens."""
-        found = _CACHE_CONFIG.search(await self.metrics(upstream))
-        pairs = _LABEL.findall(found[1]) if found else []
-        labels = {name.decode(): value.decode("utf-8", "replace") for name, value in pairs}
-        size, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
-        if not size.isdigit():
-            return None, None
-        return int(size), int(size) * int(blocks) if blocks.isdigit() else None
-
-    async def load(self, upstream: Upstream) -> int | None:
-        """Requests that run or wait there, from any client; None if the replica does not report them."""
-        try:
-            found = dict(_REQUESTS.findall(await self.metrics(upstream)))
-        except CONNECTION_ERRORS:
-            return None
-        return sum(int(float(number)) for number in found.values()) if found else None
-
-    async def metrics(self, upstream: Upstream) -> bytes:
-        """The first 8 MiB of the replica's metrics. Raises what aiohttp raises."""
+    async def metrics(self, upstream: Upstream) -> ReplicaMetrics:
+        """The replica's metrics, from the first 8 MiB. Raises what aiohttp raises."""
         found = bytearray()
         async with self._session.get(f"{upstream.url}/metrics", timeout=self._timeout) as response:
             while response.status == 200 and len(found) < _MAX_METRICS_BYTES:
                 if not (piece := await response.content.readany()):
                     break
                 found += piece
-        return bytes(found)
+        return await asyncio.to_thread(parse_metrics, found.decode("utf-8", "replace"))
 
     async def _transfer(self, upstream: Upstream) -> str | None:
         status, body = await self._get(f"{upstream.url}/v1/instance")

@@ -21,13 +21,22 @@ from foreword.router.metrics import RouterMetrics
 from foreword.router.pool import ReplicaPool
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.recording import open_recorder, record_finished
-from foreword.router.replicas import ProbeResult, ReplicaInfo, ReplicaProbe, ReplicaSpec, Upstream, clock
+from foreword.router.replica_metrics import UNKNOWN
+from foreword.router.replicas import (
+    CONNECTION_ERRORS,
+    ProbeResult,
+    ReplicaInfo,
+    ReplicaProbe,
+    ReplicaSpec,
+    Upstream,
+    clock,
+)
 from foreword.routing.event_feed import KvEventFeed
 
 logger = logging.getLogger(__name__)
 
-# Seconds between reads of a replica's own number of requests.
-_LOAD_SECONDS: Final = 5.0
+# Seconds between reads of a replica's metrics.
+_METRICS_SECONDS: Final = 5.0
 # A stream of an unreachable replica is aborted after this time without data.
 _SILENCE_SECONDS: Final = 2.0
 # Shorter than the keep-alive of servers (uvicorn, and so vLLM: 5 s): the side that sends next must close idle connections.
@@ -192,7 +201,7 @@ class Router:
     # Health
 
     async def _watch(self, upstream: Upstream) -> None:
-        load_read_at, stalls = 0.0, 0
+        metrics_read_at, stalls = 0.0, 0
         while True:
             now = clock()
             if upstream.breaker.due(now):
@@ -204,9 +213,9 @@ class Router:
                 self._probed(upstream, result)
                 if result.problem is None and (upstream.info is None or was_open):
                     await self._learn(upstream)
-                if result.problem is None and now - load_read_at >= _LOAD_SECONDS:
-                    load_read_at = now
-                    await self._read_load(upstream)
+                if result.problem is None and now - metrics_read_at >= _METRICS_SECONDS:
+                    metrics_read_at = now
+                    await self._read_metrics(upstream)
             interval = self.config.health_interval
             await asyncio.sleep(min(interval, 0.5) if upstream.info is None else interval)
 
@@ -224,6 +233,8 @@ class Router:
             opened = breaker.probed(clock(), problem)
         if opened:
             self._log_opened(upstream, problem or "")
+        if result.unreachable:
+            upstream.metrics = UNKNOWN
         self.refresh(upstream)
 
     async def _learn(self, upstream: Upstream) -> None:
@@ -295,11 +306,15 @@ class Router:
             self._cancelled.add(task)
             task.add_done_callback(self._cancelled.discard)
 
-    async def _read_load(self, upstream: Upstream) -> None:
-        """Read how many requests of other routers and clients the replica has."""
+    async def _read_metrics(self, upstream: Upstream) -> None:
+        """Read how much memory the replica uses, and how many requests of other routers and clients it has."""
         if upstream.kind == "openai":
             return
-        found = await self.probe.load(upstream)
+        try:
+            upstream.metrics = await self.probe.metrics(upstream)
+        except CONNECTION_ERRORS:
+            upstream.metrics = UNKNOWN
+        found = upstream.metrics.requests
         pool = self.pool_of(upstream)
         replica = pool.fleet.replicas.get(upstream.url) if pool else None
         if found is not None and replica is not None:

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router_parts import QUICK
 from shared_server import until, words
 
-from foreword.router.replica_memory import parse_memory
+from foreword.router.replica_metrics import parse_metrics
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -120,7 +120,7 @@ def test_numbers_are_those_of_metrics(routed: Routed, page: Page) -> None:
         row = [page.text(f"[data-expected='{replica}'] td:nth-child({column})") for column in (2, 3)]
         actual = routed.total("foreword:router_actual_cached_tokens_total", replica=replica)
         assert row == [f"{expected:,.0f}", f"{actual:,.0f}"]
-        fill = parse_memory(http_client.get(f"{replica}/metrics").text)
+        fill = parse_metrics(http_client.get(f"{replica}/metrics").text)
         assert fill.device is not None
         cached = f"{fill.device['cached']:.0f}"
         page.wait(

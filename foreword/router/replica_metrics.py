@@ -1,0 +1,94 @@
+"""What a replica reports in its `/metrics`: number of requests, block size, capacity and memory usage."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+_LINE: Final = re.compile(
+    r"^(vllm:(?:num_requests_running|num_requests_waiting|cache_config_info|kv_cache_usage_perc)"
+    r"|foreword:(?:blocks|blocks_free|blocks_cached|blocks_pinned)"
+    r"|foreword:tier_(?:bytes|budget_bytes|blocks|pinned_bytes|open))(\{.*\})?\s+(\S+)$",
+    re.MULTILINE,
+)
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMetrics:
+    """Values of a replica's metrics; None if it does not report them.
+
+    Attributes:
+        requests: requests that run or wait there, from any client.
+        capacity_tokens: capacity of its KV memory.
+        usage: share of its blocks in use by requests.
+        device: device blocks of a Foreword server: all, free, cached, pinned.
+        tiers: its store tiers, in its own order.
+    """
+
+    requests: int | None = None
+    block_size: int | None = None
+    capacity_tokens: int | None = None
+    usage: float | None = None
+    device: dict[str, float] | None = None
+    tiers: tuple[dict[str, Any], ...] = ()
+
+
+UNKNOWN: Final = ReplicaMetrics()
+
+
+def parse_metrics(text: str) -> ReplicaMetrics:
+    """Parse a server's `/metrics`."""
+    values: dict[str, float] = {}
+    tiers: dict[str, dict[str, float]] = {}
+    config: dict[str, str] = {}
+    for name, given, number in _LINE.findall(text):
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        labels = dict(_LABEL.findall(given))
+        if name == "vllm:cache_config_info":
+            config = config or labels
+        elif name.startswith("foreword:tier_"):
+            tiers.setdefault(labels.get("tier", ""), {})[name.removeprefix("foreword:tier_")] = value
+        elif math.isfinite(value):
+            values[name] = value
+    requests = [values[name] for name in ("vllm:num_requests_running", "vllm:num_requests_waiting") if name in values]
+    size, blocks = _number(config.get("block_size")), _number(config.get("num_gpu_blocks"))
+    return ReplicaMetrics(
+        int(sum(requests)) if requests else None,
+        size,
+        size * blocks if size is not None and blocks is not None else None,
+        values.get("vllm:kv_cache_usage_perc"),
+        _device(values),
+        tuple(_tier(label, tiers[label]) for label in tiers),
+    )
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _device(values: dict[str, float]) -> dict[str, float] | None:
+    if not {"foreword:blocks", "foreword:blocks_free", "foreword:blocks_cached"} <= values.keys():
+        return None
+    return {
+        "all": values["foreword:blocks"],
+        "free": values["foreword:blocks_free"],
+        "cached": values["foreword:blocks_cached"],
+        "pinned": values.get("foreword:blocks_pinned", 0.0),
+    }
+
+
+def _tier(label: str, values: dict[str, float]) -> dict[str, Any]:
+    return {
+        "tier": label,
+        "held": values.get("bytes", 0.0),
+        "budget": values.get("budget_bytes", 0.0),
+        "blocks": values.get("blocks", -1.0),
+        "pinned": values.get("pinned_bytes", 0.0),
+        "open": bool(values.get("open")),
+    }
