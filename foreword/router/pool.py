@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from foreword.blocks.keys import Scope, chain_keys
@@ -23,7 +24,6 @@ from foreword.routing.queue import FairQueue, QueueEntry
 from foreword.routing.sessions import SessionTable
 
 _DEFAULT_BLOCK_SIZE: Final = 16
-_MAX_ROOTS: Final = 1024
 # Reasons with this prefix are temporary: requests wait for the replica.
 _OVERLOADED: Final = "overloaded"
 # Policies that use the prompt.
@@ -64,7 +64,6 @@ class ReplicaPool:
         self.queue: FairQueue[_Queued] = FairQueue(config.max_queue, dict(weights))
         self._policy_needs_prompts = config.policy in _PROMPT_POLICIES
         self._max_waiting = config.max_waiting
-        self._roots: dict[tuple[str, int, str], bytes] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     # Replicas
@@ -127,14 +126,8 @@ class ReplicaPool:
         return PlacementQuery(keys, max(len(prompt.tokens), 1), main, session, max_output, other_keys)
 
     def _keys(self, prompt: TokenizedPrompt, model: str, size: int, salt: str | None) -> list[bytes]:
-        name = (model, size, salt or "")
-        root = self._roots.get(name)
-        if root is None:
-            if len(self._roots) >= _MAX_ROOTS:
-                self._roots.clear()
-            root = self._roots[name] = Scope(model.encode(), size, (salt or "").encode()).root()
         try:
-            return chain_keys(root, prompt.tokens, size)
+            return chain_keys(_root(model, size, salt or ""), prompt.tokens, size)
         except BadRequest:  # invalid token ids; the replica reports the error
             return []
 
@@ -282,3 +275,8 @@ def _fail(entry: QueueEntry[_Queued], error: Exception) -> None:
     _, placed = entry.item
     if not placed.done():
         placed.set_exception(error)
+
+
+@lru_cache(maxsize=1024)
+def _root(model: str, block_size: int, salt: str) -> bytes:
+    return Scope(model.encode(), block_size, salt.encode()).root()

@@ -30,7 +30,6 @@ MEDIA: Final[Mapping[str, CacheTier]] = {
 _HASH_BYTES: Final = 8
 _RECORD_BYTES: Final = _HASH_BYTES + KEY_BYTES
 _WAYS: Final = 32
-_MAX_ROOTS: Final = 1024
 
 
 @dataclass(slots=True)
@@ -119,7 +118,6 @@ class KvEventFeed:
         self._block_size = block_size
         self._counts_copies = counts_copies
         self._keys_by_hash = KeyTable(max_blocks)
-        self._roots: dict[bytes, bytes] = {}
         self.next = 0
         self._last_published = -1
 
@@ -199,15 +197,7 @@ class KvEventFeed:
         first = list(extras[0] or ()) if extras else []
         if len(first) > 1 or not all(isinstance(one, str) for one in first):
             return None
-        return self._root(first[0].encode() if first else b"")
-
-    def _root(self, salt: bytes) -> bytes:
-        root = self._roots.get(salt)
-        if root is None:
-            if len(self._roots) >= _MAX_ROOTS:
-                self._roots.clear()
-            root = self._roots[salt] = Scope(self._model, self._block_size, salt).root()
-        return root
+        return Scope(self._model, self._block_size, first[0].encode() if first else b"").root()
 
     def _clear(self) -> None:
         self._directory.cleared(self.replica)
