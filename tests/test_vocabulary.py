@@ -1,4 +1,4 @@
-"""One concept, one word (docs/glossary.md); and lines of documentation that can be read in a terminal."""
+"""One concept, one word (docs/glossary.md); lines that fit a terminal; files that exist."""
 
 from __future__ import annotations
 
@@ -70,3 +70,12 @@ def test_lines_of_documentation() -> None:
             if len(line) > 100 and not in_code and not line.lstrip().startswith(("|", "![")) and " " in line.strip():
                 found.append(f"{path.relative_to(ROOT)}:{number}")
     assert not found
+
+
+@pytest.mark.parametrize("page", ["docs/design.md", "docs/paths.md"])
+def test_files_named_in_the_architecture(page: str) -> None:
+    """Each file that the pages on the architecture name exists."""
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", (ROOT / page).read_text(encoding="utf-8")))
+    package = [path.relative_to(ROOT).as_posix() + "/" * path.is_dir() for path in (ROOT / "foreword").rglob("*")]
+    assert named
+    assert not {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in package)}

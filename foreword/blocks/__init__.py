@@ -2,7 +2,7 @@
 
 from foreword.blocks.keys import KEY_BYTES, KEY_FORMAT, Scope, TokenChain, chain_keys
 from foreword.blocks.pool import BlockPool
-from foreword.blocks.prefix import BlockTable, Copy, Match, PrefixCache
+from foreword.blocks.prefix_cache import BlockTable, Copy, Match, PrefixCache
 
 __all__ = [
     "KEY_BYTES",

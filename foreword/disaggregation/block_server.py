@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.blocks.pool import BlockPool
-from foreword.disaggregation.frames import FrameServer, HeldBlock
+from foreword.disaggregation.frame_server import FrameServer, HeldBlock
 from foreword.events import BlocksRemoved, BlocksStored, Event
 from foreword.store.base import Name, Store
 

@@ -26,12 +26,13 @@ from foreword.disaggregation.unclaimed import UnclaimedRequest, UnclaimedRequest
 from foreword.engine.request import Delta, Request
 from foreword.engine.sequence import SequenceState
 from foreword.engine.tokenizer import Tokenizer
-from foreword.entrypoints.build import EngineParts, ModelInfo, PrefixPin, build_engine
+from foreword.entrypoints.build import EngineParts, ModelInfo, build_engine
 from foreword.errors import BadRequest, CannotMove, EngineFailed, NotFound, ShuttingDown, UnknownPrefix
 from foreword.events import Observer
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.async_service import AsyncPrefixes
 from foreword.prefixes.erasure import forget_tenant
+from foreword.prefixes.pin import PrefixPin
 from foreword.prefixes.records import tenant_digest
 from foreword.prefixes.service import PinnedKV, Registration
 
@@ -193,7 +194,8 @@ class AsyncEngine:
 
     async def _compute_and_pin(self, one: Registration) -> PinnedKV:
         """Compute the KV of a named prefix, or load it, and pin its full blocks."""
-        pin = PrefixPin(self._parts, f"prefix-{next(self._prefix_ids)}-{one.prefix.name}", one.tokens, one.salt)
+        name = f"prefix-{next(self._prefix_ids)}-{one.prefix.name}"
+        pin = PrefixPin(self._parts.core.cache, self.info.kv_bytes_per_block, name, one.tokens, one.salt)
         try:
             async for _ in self._generate(pin.request, pin.pin):
                 pass

@@ -13,15 +13,13 @@ import torch
 from foreword.blocks import PrefixCache
 from foreword.blocks.layout import Layout
 from foreword.blocks.miss_history import MissHistory
-from foreword.blocks.prefix import BlockTable
+from foreword.blocks.prefix_cache import BlockTable
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig, parse_bytes
 from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
-from foreword.disaggregation.frames import num_frame_slots
+from foreword.disaggregation.frame_server import num_frame_slots
 from foreword.engine import model as models
 from foreword.engine.loop import EngineCore, Limits
-from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
-from foreword.engine.sequence import SequenceState
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
 from foreword.errors import ConfigError
@@ -29,7 +27,7 @@ from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import PrefixBook
-from foreword.prefixes.service import PinnedKV, PrefixService
+from foreword.prefixes.service import PrefixService
 from foreword.prefixes.stored import StoredPrefixes
 from foreword.prefixes.tokens import content_tokens
 from foreword.store.base import Store
@@ -104,26 +102,6 @@ class EngineParts:
         slots = min(num_frame_slots(layout), max(2 * self.runner.num_blocks, _FEWEST_SLOTS))
         staging = StagingArena(tensors_of(self.runner.layers), slots)
         return BlockServer(layout, self.core.cache.pool, self.chains, post, staging, memory)
-
-
-class PrefixPin:
-    """Computes the KV of a named prefix, by a request without output, and pins its full blocks when that has finished."""
-
-    def __init__(self, parts: EngineParts, request_id: str, tokens: Sequence[int], salt: bytes = b"") -> None:
-        self.request = Request(request_id, tuple(tokens), SamplingParams(max_tokens=0), salt=salt)
-        self.pinned: PinnedKV | None = None
-        self._cache = parts.core.cache
-        self._info = parts.info
-
-    def pin(self, sequence: SequenceState) -> None:
-        """The request's `on_finish`. On the engine's thread."""
-        blocks = self._cache.pin(sequence.table, len(self.request.tokens) // self._info.block_size)
-        self.pinned = PinnedKV(len(blocks) * self._info.kv_bytes_per_block, blocks)
-
-    def undo(self) -> None:
-        """Unpin what was pinned. On the engine's thread."""
-        if self.pinned is not None:
-            self._cache.unpin(self.pinned.blocks)
 
 
 def build_engine(

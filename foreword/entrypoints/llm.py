@@ -12,10 +12,11 @@ from tqdm import tqdm
 
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, build
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
-from foreword.entrypoints.build import PrefixPin, build_engine
+from foreword.entrypoints.build import build_engine
 from foreword.errors import BadRequest, EngineFailed
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
+from foreword.prefixes.pin import PrefixPin
 from foreword.prefixes.service import PinnedKV
 from foreword.prefixes.tokens import prefixed_chat, prefixed_prompt
 
@@ -110,7 +111,9 @@ class LLM:
         return made
 
     def _compute_and_pin(self, tokens: Sequence[int]) -> PinnedKV:
-        pin = PrefixPin(self._parts, f"prefix-{next(self._ids)}", tokens)
+        pin = PrefixPin(
+            self._parts.core.cache, self._parts.info.kv_bytes_per_block, f"prefix-{next(self._ids)}", tokens
+        )
         try:
             self._core.add(pin.request, pin.pin)
             self._drain([])

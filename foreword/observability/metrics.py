@@ -27,7 +27,7 @@ from foreword.events import (
 )
 
 if TYPE_CHECKING:
-    from foreword.disaggregation.frames import ServedStatus
+    from foreword.disaggregation.frame_server import ServedStatus
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.entrypoints.build import ModelInfo
     from foreword.offload.manager import OffloadManager

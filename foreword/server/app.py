@@ -18,9 +18,9 @@ from foreword.dashboard.history import MetricsHistory
 from foreword.errors import ForewordError
 from foreword.observability.metrics import PrometheusObserver
 from foreword.server import dashboard, instance_api, migration, openai_api, prefixes_api, requests_api
+from foreword.server.admission import Admission
 from foreword.server.endpoint import ServerContext
 from foreword.server.errors import exception_handlers
-from foreword.server.limits import Admission
 from foreword.server.peers import Peers
 from foreword.server.request_log import RequestLog
 from foreword.server.routes import Routes

@@ -15,7 +15,7 @@ from foreword.api.schemas import AnyBody, parse
 from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
 from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mean
 from foreword.server.active_requests import ActiveRequests
-from foreword.server.limits import Admission
+from foreword.server.admission import Admission
 from foreword.server.peers import Peers
 from foreword.server.recent_requests import RecentRequests
 

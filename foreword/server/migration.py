@@ -17,7 +17,7 @@ import httpx
 from foreword.disaggregation.unclaimed import UnclaimedRequest
 from foreword.engine.request import Request
 from foreword.errors import CannotMove, EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
-from foreword.server import handoff_message
+from foreword.server import migration_message
 from foreword.server.endpoint import ServerContext
 from foreword.server.instance_api import describe
 from foreword.server.job import Job
@@ -40,7 +40,7 @@ async def migrate(context: ServerContext, job: Job, to: str) -> dict[str, Any]:
     Raises CannotMove or TransferError; the request then continues here.
     """
     job.check_movable()
-    return await _migrate(context, job.requests[0], to, job.caller.headers, handoff_message.encode(job))
+    return await _migrate(context, job.requests[0], to, job.caller.headers, migration_message.encode(job))
 
 
 async def _migrate(

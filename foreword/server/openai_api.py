@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from foreword.api.errors import CLIENT_GONE
 from foreword.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from foreword.server import openai
+from foreword.server import completion_jobs
 from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids
 from foreword.server.job import Caller, Job
 from foreword.server.routes import Routes
@@ -30,7 +30,9 @@ def add_routes(routes: Routes, context: ServerContext) -> None:
         body = await context.body(request, CompletionRequest)
         caller = Caller.of(request.headers)
         return await _respond(
-            context, request, await openai.completion_job(context, tenant, body, request.state.request_id, caller)
+            context,
+            request,
+            await completion_jobs.completion_job(context, tenant, body, request.state.request_id, caller),
         )
 
     @routes.add("POST", "/v1/chat/completions", "openai", ChatRequest)
@@ -40,7 +42,7 @@ def add_routes(routes: Routes, context: ServerContext) -> None:
         body = await context.body(request, ChatRequest)
         caller = Caller.of(request.headers)
         return await _respond(
-            context, request, await openai.chat_job(context, tenant, body, request.state.request_id, caller)
+            context, request, await completion_jobs.chat_job(context, tenant, body, request.state.request_id, caller)
         )
 
     @routes.add("GET", "/v1/models", "openai")
@@ -87,8 +89,8 @@ def add_routes(routes: Routes, context: ServerContext) -> None:
 
 async def _respond(context: ServerContext, request: Request, job: Job) -> Response:
     if job.streams:
-        return EventStream(openai.events(context, job))
-    answer = await unless_disconnected(request.receive, openai.answer(context, job))
+        return EventStream(completion_jobs.events(context, job))
+    answer = await unless_disconnected(request.receive, completion_jobs.answer(context, job))
     return Response(status_code=CLIENT_GONE) if answer is None else JSONResponse(answer)
 
 

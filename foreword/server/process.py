@@ -25,8 +25,8 @@ from foreword.errors import ConfigError, ForewordError
 from foreword.events import Observer
 from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.recording import EngineRecorder, TraceRecorder
+from foreword.server.admission import Admission
 from foreword.server.app import create_app
-from foreword.server.limits import Admission
 from foreword.transfer.sockets import parse_address
 
 if TYPE_CHECKING:

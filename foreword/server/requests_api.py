@@ -13,10 +13,10 @@ from starlette.responses import Response
 from foreword.api.schemas import DrainBody, MigrateBody
 from foreword.config import ServerConfig
 from foreword.errors import BadRequest, CannotMove, Forbidden, NotFound
-from foreword.server import active_requests, migration, openai
+from foreword.server import active_requests, completion_jobs, migration
 from foreword.server.endpoint import ServerContext
-from foreword.server.handoff_message import resume
 from foreword.server.job import Caller, Job
+from foreword.server.migration_message import resume
 from foreword.server.relay import delta_event, moved_event
 from foreword.server.routes import Routes
 from foreword.server.stream import EventStream, keep_alive
@@ -69,7 +69,7 @@ def add_routes(routes: Routes, context: ServerContext, config: ServerConfig) -> 
             caller = Caller(caller.headers, follows=True)
         job = resume(engine, unclaimed.request, unclaimed.output, unclaimed.envelope, caller)
         if not deltas:
-            return EventStream(openai.events(context, job))
+            return EventStream(completion_jobs.events(context, job))
         job.streams = True
         return EventStream(keep_alive(_deltas(context, job)))
 
@@ -102,6 +102,6 @@ def _number(text: str) -> int:
 
 
 async def _deltas(context: ServerContext, job: Job) -> AsyncGenerator[bytes, None]:
-    async with aclosing(openai.run(context, job)) as deltas:
+    async with aclosing(completion_jobs.run(context, job)) as deltas:
         async for _, delta in deltas:
             yield delta_event(delta) if delta.moved is None else moved_event(delta.moved)

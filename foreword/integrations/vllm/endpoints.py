@@ -16,7 +16,7 @@ import torch
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.config import TransferConfig, parse_bytes
-from foreword.disaggregation.frames import found_in, num_frame_slots
+from foreword.disaggregation.frame_server import found_in, num_frame_slots
 from foreword.integrations.vllm.leases import KVLeases
 from foreword.integrations.vllm.producers import KVProducers, LeaseReader
 from foreword.integrations.vllm.rank_stores import rank_address

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
-from foreword.disaggregation.frames import FrameServer, HeldBlock
+from foreword.disaggregation.frame_server import FrameServer, HeldBlock
 from foreword.integrations.vllm.step_messages import BlockLease, LeaseRevocation
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store

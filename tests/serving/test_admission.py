@@ -11,7 +11,7 @@ import pytest
 from foreword.disaggregation.unclaimed import UnclaimedRequest, UnclaimedRequests
 from foreword.engine.request import Request, SamplingParams
 from foreword.errors import BadRequest, EngineFailed, NotReady, QueueFull, ShuttingDown
-from foreword.server.limits import Admission
+from foreword.server.admission import Admission
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foreword.blocks import BlockTable, Copy, Match, PrefixCache, chain_keys
-from foreword.blocks.prefix import MAX_PARTIAL_BLOCKS
+from foreword.blocks.prefix_cache import MAX_PARTIAL_BLOCKS
 from foreword.errors import BadRequest, IntegrityError
 
 ABC = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]  # ten tokens: blocks 1-4, 5-8, and 9-10 in a third
