@@ -43,6 +43,7 @@ class ReadContract:
         assert store.lookup(names_of(frames), deadline=soon()) == 200
         assert store.lookup(names_of(frames[150:]), deadline=soon()) == 50
         assert store.lookup(names_of(frames[200:]), deadline=soon()) == 0
+        assert store.lookup(names_of([frames[4]] * 3), deadline=soon()) == 3
         assert store.lookup([], deadline=soon()) == 0 and store.get([], [], deadline=soon()) == []
 
     def test_buffers_of_other_sizes(self, holding: Holding) -> None:

@@ -121,12 +121,6 @@ class StoreContract(ReadContract, BudgetContract):
             assert store.lookup(names, deadline=soon()) == gap
         assert store.lookup(names[2:], deadline=soon()) == 61
 
-    def test_lookup_of_a_repeated_name(self, store: Store) -> None:
-        """lookup counts names, not blocks."""
-        [one] = make_frames(11, 1, 64)
-        store.put([one], deadline=soon())
-        assert store.lookup([one.name] * 3, deadline=soon()) == 3
-
     def test_layouts_are_kept_apart(self, store: Store) -> None:
         """The same key under two layouts names two blocks."""
         mine = make_frames(12, 3, 500)

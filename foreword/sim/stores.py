@@ -46,11 +46,10 @@ class SimulatedTier:
             on_stored(self.tier, parent, keys)
 
     def _add(self, key: bytes, parent: bytes, depth: int, now: int, gone: list[bytes]) -> bool:
-        slot = self.chains.allocate()
+        slot = self.chains.allocate(now)
         if slot is None:
-            slot = self.chains.evict(now)
-            if slot is None:
-                return False
+            return False
+        if self.chains.evicted is not None:
             gone.append(self.chains.evicted)
         self.chains.add(slot, key, parent, depth, now)
         return True

@@ -31,7 +31,7 @@ class ChainLru:
         slots: number of slots. Each takes about 60 bytes here, a block about 400 more.
 
     Attributes:
-        evicted: name of the block that the last successful `evict` removed.
+        evicted: name of the block that the last `allocate` evicted, None if it evicted none.
         in_use: number of readers and writers of each slot at this moment. A slot in use is not evicted.
     """
 
@@ -57,7 +57,7 @@ class ChainLru:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.clock = 0
-        self.evicted: Name = b""
+        self.evicted: Name | None = None
         self.index: dict[Name, int] = {}
         self.names: list[Name | None] = [None] * slots
         self.parents: list[Name | None] = [None] * slots
@@ -77,14 +77,18 @@ class ChainLru:
         self.clock += 1
         return self.clock
 
-    def allocate(self) -> int | None:
-        """A free slot, preferably one used before, whose pages exist. None if no slot is free."""
+    def allocate(self, before: int) -> int | None:
+        """A free slot, preferably one used before, whose pages exist. If there is none, evict a block and return its slot.
+
+        None if no block last used before the time `before` can be evicted.
+        """
+        self.evicted = None
         if self._free:
             return self._free.pop()
         if self._next_unused < self.slots:
             self._next_unused += 1
             return self._next_unused - 1
-        return None
+        return self._evict(before)
 
     def free(self, slot: int) -> None:
         """Make a slot available to `allocate` again. Its block was removed before."""
@@ -141,7 +145,7 @@ class ChainLru:
         else:
             self._orphans[parent] -= 1
 
-    def evict(self, before: int) -> int | None:
+    def _evict(self, before: int) -> int | None:
         """Remove the least recently used leaf that was last used before the time `before`. Returns its slot, or None.
 
         Skips pinned blocks and slots in use.
@@ -167,7 +171,7 @@ class ChainLru:
                 skipped.append(entry)
                 continue
             self._queued[slot] = 0
-            self.evicted = self.names[slot] or b""
+            self.evicted = self.names[slot]
             self.remove(slot)
             victim = slot
             break

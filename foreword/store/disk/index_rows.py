@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import xxhash
 
@@ -84,6 +84,12 @@ class PendingRow(NamedTuple):
     name: Name
     parent: bytes
 
+    @classmethod
+    def of(cls, head: Header, size: int, used: int, stored_at: float, writer: int = 0) -> PendingRow:
+        """The row of a block of `size` bytes with this header."""
+        name, parent = head.name, parent_id(head)
+        return cls(block_id(name), writer, used, size, parent, head.depth, stored_at, name, head.parent)
+
 
 def block_id(name: Name) -> int:
     """The id of a block: 63 bits of a hash of its name. If two names have the same id, only one of them can be stored."""
@@ -103,7 +109,7 @@ class IndexTransaction:
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
+        self.connection = connection
         self._execute = connection.execute
         self._execute_many = connection.executemany
         self.blocks, self.bytes, self.pinned_bytes, self.clock = self._execute("SELECT * FROM totals").fetchone()
@@ -132,13 +138,9 @@ class IndexTransaction:
         found = self._execute(f"SELECT {_PENDING} FROM writing WHERE {IN_LIST}", (json.dumps(list(ids)),))
         return {row.id: row for row in map(PendingRow._make, found)}
 
-    def add(self, frames: dict[int, Frame], used: int, writer: int, clock: float) -> list[PendingRow]:
-        """Note the blocks that `writer` is going to write, by id. None of them is in the index."""
-        rows = []
-        for id_, one in frames.items():
-            head = one.header
-            size = len(one.data)
-            rows.append(PendingRow(id_, writer, used, size, parent_id(head), head.depth, clock, head.name, head.parent))
+    def add(self, frames: Iterable[Frame], used: int, writer: int, clock: float) -> list[PendingRow]:
+        """Note the blocks that `writer` is going to write. None of them is in the index."""
+        rows = [PendingRow.of(one.header, len(one.data), used, clock, writer) for one in frames]
         self._execute_many(f"INSERT INTO writing ({_PENDING}) VALUES (?,?,?,?,?,?,?,?,?)", rows)
         self.bytes += sum(row.size for row in rows)
         return rows
@@ -261,27 +263,13 @@ class IndexTransaction:
     def note_boot(self, host: str, boot: str) -> None:
         self._execute("INSERT OR REPLACE INTO hosts VALUES (?, ?)", (host, boot))
 
-    def check(self) -> None:
-        """Raises BrokenIndex if SQLite finds damage in the file."""
-        check(self._connection)
-
     def all_rows(self) -> dict[Name, BlockRow]:
         return {row.name: row for row in map(BlockRow._make, self._execute(f"SELECT {_ROW} FROM blocks"))}
 
     def add_found(self, header: Header, size: int, used: int, stored_at: float) -> bool:
         """Add a row for a file that has none. False if another block has its id. `recount` must follow."""
-        values: dict[str, Any] = {
-            "id": block_id(header.name),
-            "children": 0,
-            "used": used,
-            "size": size,
-            "parent_id": parent_id(header),
-            "depth": header.depth,
-            "stored_at": stored_at,
-            "name": header.name,
-            "parent": header.parent,
-        }
-        return bool(self._execute("INSERT OR IGNORE" + _INTO_BLOCKS, values).rowcount)
+        row = PendingRow.of(header, size, used, stored_at)
+        return bool(self._execute("INSERT OR IGNORE" + _INTO_BLOCKS, {**row._asdict(), "children": 0}).rowcount)
 
     def recount(self) -> None:
         """Compute the numbers of children and the totals again from the rows."""

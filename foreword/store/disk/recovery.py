@@ -10,7 +10,7 @@ from foreword.errors import StoreUnavailable
 from foreword.store.base import Name
 from foreword.store.disk.files import BlockFile, BlockFiles, read_block_header, remove_file
 from foreword.store.disk.index import DiskIndex
-from foreword.store.disk.index_rows import IndexTransaction
+from foreword.store.disk.index_rows import IndexTransaction, check
 from foreword.store.disk.locks import is_alive, remove_dead_lock
 
 
@@ -24,7 +24,7 @@ def open_index(index: DiskIndex, files: BlockFiles, deadline: float) -> int:
     with index.write(deadline) as transaction:
         boots = transaction.boots()
         if boots.get(host, boot) != boot:  # the machine may have crashed and lost SQLite's last transactions
-            transaction.check()
+            check(transaction.connection)
             reconcile(transaction, files)
         elif not boots:  # the index is new, or its creator died before it reconciled
             reconcile(transaction, files)

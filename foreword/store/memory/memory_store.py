@@ -190,21 +190,14 @@ class MemoryStore(LocalRecords):
             if len(one.data) > slots.slot_bytes:
                 self._refused += 1
                 continue
-            slot = None if full else self._allocate(slots, now)
+            slot = None if full else slots.allocate(now)
             if slot is None:  # skip the rest of the chain too: it would lie behind a gap
                 full = True
                 continue
+            if chains.evicted is not None:
+                self._evictions += 1
+                if self.on_evicted is not None:
+                    self.on_evicted(chains.evicted)
             slots.begin_write(slot, one, now)
             reserved[slot] = one
         return list(reserved.items()), present, full
-
-    def _allocate(self, slots: SlotTable, now: int) -> int | None:
-        slot = slots.chains.allocate()
-        if slot is None:
-            slot = slots.chains.evict(now)
-            if slot is not None:
-                slots.uncount(slot)
-                self._evictions += 1
-                if self.on_evicted is not None:
-                    self.on_evicted(slots.chains.evicted)
-        return slot

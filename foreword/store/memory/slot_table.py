@@ -71,6 +71,13 @@ class SlotTable:
                 if slot is not None:
                     self.chains.touch(slot, now)
 
+    def allocate(self, now: int) -> int | None:
+        """A slot for a new block. Evicts the block in it if no slot is free (`chains.evicted`)."""
+        slot = self.chains.allocate(now)
+        if slot is not None and self.chains.evicted is not None:
+            self.bytes -= self._lengths[slot]
+        return slot
+
     def begin_write(self, slot: int, one: Frame, now: int) -> None:
         """Enter a block that is about to be written into an allocated slot."""
         header = one.header
@@ -95,15 +102,11 @@ class SlotTable:
         """Remove a block. Its slot is freed when no reader uses it."""
         self._unpin(slot)
         self.chains.remove(slot)
-        self.uncount(slot)
+        self.bytes -= self._lengths[slot]
         if self.chains.in_use[slot]:
             self._deleted.add(slot)
         else:
             self.chains.free(slot)
-
-    def uncount(self, slot: int) -> None:
-        """Subtract the bytes of the block that was evicted from a slot."""
-        self.bytes -= self._lengths[slot]
 
     def pin(self, slot: int, pinned: bool, limit: int) -> bool:
         """Pin or unpin a block, with at most `limit` pins. Returns whether it has the wanted state now."""
