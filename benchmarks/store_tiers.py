@@ -274,7 +274,7 @@ def measure_lookup(folder: Path, rounds: int) -> list[list[str]]:
         memory.put(frames, deadline=LATER)
         with index.write(LATER) as transaction:
             by_number = {block_id(one.name): one for one in frames}
-            transaction.finish(transaction.add(by_number.values(), transaction.tick(), 1, 0.0))
+            transaction.finish(transaction.add(by_number, transaction.tick(), 1, 0.0))
     size = os.path.getsize(index.file)
     disk, other = DiskStore(place, 1 << 40), DiskStore(place, 1 << 40)
     rows = []

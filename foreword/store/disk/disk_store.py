@@ -372,7 +372,7 @@ class DiskStore(Store):
             now = now or transaction.tick()
             admitted = self._budget.admit(transaction, frames, now, writer)
             if admitted.frames:
-                admitted.rows = transaction.add(admitted.frames.values(), now, writer, time.time())
+                admitted.rows = transaction.add(admitted.frames, now, writer, time.time())
         return admitted, now
 
     def _write(self, admitted: AdmittedBlocks, deadline: float) -> int:

@@ -84,12 +84,6 @@ class PendingRow(NamedTuple):
     name: Name
     parent: bytes
 
-    @classmethod
-    def of(cls, head: Header, size: int, used: int, stored_at: float, writer: int = 0) -> PendingRow:
-        """The row of a block of `size` bytes with this header."""
-        name, parent = head.name, parent_id(head)
-        return cls(block_id(name), writer, used, size, parent, head.depth, stored_at, name, head.parent)
-
 
 def block_id(name: Name) -> int:
     """The id of a block: 63 bits of a hash of its name. If two names have the same id, only one of them can be stored."""
@@ -99,6 +93,11 @@ def block_id(name: Name) -> int:
 def parent_id(header: Header) -> int:
     """The id of a block's parent, 0 for the first block of a chain."""
     return block_id(header.layout + header.parent) if header.depth and header.parent != header.key else 0
+
+
+def pending_row(id_: int, head: Header, size: int, used: int, stored_at: float, writer: int = 0) -> PendingRow:
+    """The row of a block of `size` bytes with this header."""
+    return PendingRow(id_, writer, used, size, parent_id(head), head.depth, stored_at, head.name, head.parent)
 
 
 class IndexTransaction:
@@ -138,9 +137,9 @@ class IndexTransaction:
         found = self._execute(f"SELECT {_PENDING} FROM writing WHERE {IN_LIST}", (json.dumps(list(ids)),))
         return {row.id: row for row in map(PendingRow._make, found)}
 
-    def add(self, frames: Iterable[Frame], used: int, writer: int, clock: float) -> list[PendingRow]:
-        """Note the blocks that `writer` is going to write. None of them is in the index."""
-        rows = [PendingRow.of(one.header, len(one.data), used, clock, writer) for one in frames]
+    def add(self, frames: dict[int, Frame], used: int, writer: int, clock: float) -> list[PendingRow]:
+        """Note the blocks that `writer` is going to write, by id. None of them is in the index."""
+        rows = [pending_row(id_, one.header, len(one.data), used, clock, writer) for id_, one in frames.items()]
         self._execute_many(f"INSERT INTO writing ({_PENDING}) VALUES (?,?,?,?,?,?,?,?,?)", rows)
         self.bytes += sum(row.size for row in rows)
         return rows
@@ -268,7 +267,7 @@ class IndexTransaction:
 
     def add_found(self, header: Header, size: int, used: int, stored_at: float) -> bool:
         """Add a row for a file that has none. False if another block has its id. `recount` must follow."""
-        row = PendingRow.of(header, size, used, stored_at)
+        row = pending_row(block_id(header.name), header, size, used, stored_at)
         return bool(self._execute("INSERT OR IGNORE" + _INTO_BLOCKS, {**row._asdict(), "children": 0}).rowcount)
 
     def recount(self) -> None:
