@@ -25,7 +25,7 @@ from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreReadOn
 from foreword.store.base import Name, Store, StoredBlock, StoreStatus, time_left
 from foreword.store.disk.eviction import AdmittedBlocks, BlockBudget, in_groups
 from foreword.store.disk.files import BlockFiles, is_name, make_folder, read_block_header
-from foreword.store.disk.index import DiskIndex, held
+from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import BrokenIndex, IndexTransaction, block_id
 from foreword.store.disk.locks import LivenessLock, folder_lock, is_alive
 from foreword.store.disk.pending_updates import PendingUpdates
@@ -97,11 +97,10 @@ class DiskStore(Store):
 
     def _reset(self) -> None:
         """Set the state that belongs to one process."""
-        self._opening = threading.Lock()
         self._opener: threading.Thread | None = None
         self._failure: StoreError | None = None
         self._lock = threading.Lock()
-        self._writer = 0  # our id as a writer in the current index, 0 before the first write
+        self._writer = 0  # our id as a writer when we last wrote, 0 before; the index may have been rebuilt since
         self._updates = PendingUpdates()
         self._flushed = time.monotonic()
 
@@ -246,8 +245,10 @@ class DiskStore(Store):
         with contextlib.suppress(StoreError):  # other processes recover what stays unfinished
             if not self.read_only and self._index.usable():
                 with self._transaction(deadline) as transaction:
-                    if self._writer and not transaction.unfinished(self._writer):
-                        transaction.unregister(self._writer)
+                    writer = self._writer
+                    ours = writer and transaction.is_registered(writer, self._token())
+                    if ours and not transaction.unfinished(writer):
+                        transaction.unregister(writer)
         with contextlib.suppress(StoreError):
             self._index.close(deadline)
         self._release_liveness()
@@ -283,14 +284,14 @@ class DiskStore(Store):
     # Opening
 
     def _open(self, deadline: float) -> None:
+        """Open the index. Called by the constructor and by one thread at a time (`_reopen`)."""
         if self.read_only:
             self._open_read_only(deadline)
             return
         make_folder(self.path)
-        with held(self._opening, deadline), folder_lock(self.path, deadline):
+        with folder_lock(self.path, deadline):
             if self._index.usable() or self._closed:
                 return
-            self._writer = 0
             try:
                 self._notes["recovered"] += open_index(self._index, self._files, deadline)
             except BrokenIndex:
@@ -350,29 +351,21 @@ class DiskStore(Store):
                 self._liveness = LivenessLock(self.path)
             return self._liveness.token
 
-    def _register(self, token: str, deadline: float) -> int:
-        """Our id as a writer in the index."""
-        with held(self._opening, deadline):
-            if not self._writer:
-                with self._index.write(deadline) as transaction:
-                    writer = transaction.register(token)
-                self._writer = writer
-            return self._writer
-
     def _admit(self, frames: Sequence[Frame], now: int, deadline: float) -> tuple[AdmittedBlocks, int]:
         """Choose the frames to write and evict blocks for them. Returns them, and the time of the put.
 
         `now` is the time of the put, 0 in its first group. Blocks used since then are not evicted.
         """
         token = self._token()
-        writer = self._register(token, deadline)
         with self._transaction(deadline) as transaction:
-            if not transaction.is_registered(writer, token):
-                raise StoreUnavailable("the index has just been rebuilt")
+            writer = self._writer
+            if not transaction.is_registered(writer, token):  # the first put, or the index was rebuilt
+                writer = transaction.register(token)
             now = now or transaction.tick()
             admitted = self._budget.admit(transaction, frames, now, writer)
             if admitted.frames:
                 admitted.rows = transaction.add(admitted.frames, now, writer, time.time())
+        self._writer = writer
         return admitted, now
 
     def _write(self, admitted: AdmittedBlocks, deadline: float) -> int:
