@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from aiohttp import web
@@ -14,26 +15,21 @@ from foreword.router.service import Router
 
 _MAX_DECISIONS: Final = 1000
 
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
 
 def add_routes(app: web.Application, router: Router) -> None:
-    def check(request: web.Request, *, changes: bool) -> None:
-        router.auth.check_admin(request.headers.get("authorization"), changes=changes)
-
     async def state(request: web.Request) -> web.Response:
         """The state of the router and all replicas."""
-        check(request, changes=False)
         return web.json_response(_state(router))
 
     async def replicas(request: web.Request) -> web.Response:
         """Health, load, known blocks and learned costs of each replica."""
-        check(request, changes=False)
-        return web.json_response(
-            {"object": "list", "data": [describe(router, one) for one in router.upstreams.values()]}
-        )
+        listed = [describe(router, one) for one in router.upstreams.values()]
+        return web.json_response({"object": "list", "data": listed})
 
     async def add(request: web.Request) -> web.Response:
         """Add a replica: `{"replica": "http://host:8000", "role": "decode"}`."""
-        check(request, changes=True)
         body = decode_object(await request.read())
         try:
             spec = parse_spec(_text(body, "replica"), str(body.get("role", "both")))
@@ -44,40 +40,39 @@ def add_routes(app: web.Application, router: Router) -> None:
 
     async def remove(request: web.Request) -> web.Response:
         """Remove a replica; its streams continue to their end."""
-        check(request, changes=True)
         given = request.query.get("replica")
-        upstream = router.remove(given if given is not None else _text(decode_object(await request.read()), "replica"))
+        upstream = router.remove(given if given is not None else await named(request))
         return web.json_response({"replica": upstream.url, "removed": True, "in_flight": upstream.in_flight})
 
     async def drain(request: web.Request) -> web.Response:
-        """Send no new requests to a replica; those in flight continue."""
-        check(request, changes=True)
-        return web.json_response(
-            describe(router, router.drain(_text(decode_object(await request.read()), "replica"), True))
-        )
-
-    async def undrain(request: web.Request) -> web.Response:
-        """Send requests to a drained replica again."""
-        check(request, changes=True)
-        return web.json_response(
-            describe(router, router.drain(_text(decode_object(await request.read()), "replica"), False))
-        )
+        """Send no new requests to a replica; those in flight continue. Or send requests to a drained replica again."""
+        drained = request.path.endswith("/drain")
+        return web.json_response(describe(router, router.drain(await named(request), drained)))
 
     async def decisions(request: web.Request) -> web.Response:
         """The last placement decisions, newest first (`?last=100`)."""
-        check(request, changes=False)
         last = request.query.get("last", "100")
         if not last.isdigit():
             raise BadRequest("last: must be a number", param="last")
         return web.json_response({"object": "list", "data": router.decisions.last(min(int(last), _MAX_DECISIONS))})
 
-    app.router.add_get("/v1/router/state", state)
-    app.router.add_get("/v1/router/replicas", replicas)
-    app.router.add_post("/v1/router/replicas", add)
-    app.router.add_delete("/v1/router/replicas", remove)
-    app.router.add_post("/v1/router/drain", drain)
-    app.router.add_post("/v1/router/undrain", undrain)
-    app.router.add_get("/v1/router/decisions", decisions)
+    async def named(request: web.Request) -> str:
+        return _text(decode_object(await request.read()), "replica")
+
+    def add_route(method: str, path: str, handler: Handler) -> None:
+        async def checked(request: web.Request) -> web.Response:
+            router.auth.check_admin(request.headers.get("authorization"), changes=method != "GET")
+            return await handler(request)
+
+        app.router.add_route(method, f"/v1/router/{path}", checked)
+
+    add_route("GET", "state", state)
+    add_route("GET", "replicas", replicas)
+    add_route("POST", "replicas", add)
+    add_route("DELETE", "replicas", remove)
+    add_route("POST", "drain", drain)
+    add_route("POST", "undrain", drain)
+    add_route("GET", "decisions", decisions)
 
 
 def _text(body: dict[str, Any], name: str) -> str:

@@ -110,6 +110,7 @@ class Upstream:
         returns_transfer: False after it computed a prompt for another vLLM server without returning `kv_transfer_params`.
         problem: result of the last failed probe.
         isolation_problem: why it would let tenants share blocks; empty if it would not.
+        tasks: its watcher, then its KV event subscriptions.
     """
 
     spec: ReplicaSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any, Final
 
 import aiohttp
@@ -65,7 +65,7 @@ class Router:
         self.active = 0
         self._stalled_at = 0.0
         self._numbers = itertools.count()
-        self._cancelled: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._zmq: zmq.asyncio.Context | None = None
 
     async def start(self) -> None:
@@ -77,7 +77,7 @@ class Router:
         self.prompts = PromptTokenizer(self._probe_session, headers, self.config.tokenize_timeout)
         if self.config.tokenizer is not None:
             await self.prompts.load(self.config.tokenizer)
-        self._watchdog_task = _create_task(self._watchdog())
+        self._create_task(self._watchdog())
 
     def _client_session(self, **options: Any) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
@@ -88,10 +88,9 @@ class Router:
         )
 
     async def stop(self) -> None:
-        self._watchdog_task.cancel()
-        for upstream in self.upstreams.values():
-            self._cancel_tasks(upstream, upstream.tasks)
-        await asyncio.gather(self._watchdog_task, *self._cancelled, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.session.close()
         await self._probe_session.close()
         self.prompts.close()
@@ -113,7 +112,7 @@ class Router:
         breaker = ReplicaBreaker(self.config.failures)
         upstream = Upstream(spec, source, breaker, max_in_flight=self.config.max_in_flight)
         self.upstreams[spec.url] = upstream
-        upstream.tasks.append(_create_task(self._watch(upstream)))
+        upstream.tasks.append(self._create_task(self._watch(upstream)))
         logger.info("replica %s added (%s)", spec.url, source)
         return upstream
 
@@ -122,7 +121,7 @@ class Router:
         upstream = self.find(url)
         del self.upstreams[upstream.url]
         self._forget(upstream)
-        self._cancel_tasks(upstream, upstream.tasks)
+        upstream.tasks.pop().cancel()
         self.metrics.remove_replica(upstream.url)
         logger.info("replica %s removed", upstream.url)
         return upstream
@@ -289,7 +288,7 @@ class Router:
             )
             subscription = KvEventSubscription(self._zmq, feed, endpoint, replay)
             self.subscriptions.setdefault(upstream.url, []).append(subscription)
-            upstream.tasks.append(_create_task(subscription.run()))
+            upstream.tasks.append(self._create_task(subscription.run()))
 
     def _forget(self, upstream: Upstream) -> None:
         """Remove a replica from its pool, with its subscriptions and all that is known of its blocks."""
@@ -297,14 +296,8 @@ class Router:
         if pool is not None:
             pool.remove(upstream)
         self.subscriptions.pop(upstream.url, None)
-        self._cancel_tasks(upstream, upstream.tasks[1:])
-
-    def _cancel_tasks(self, upstream: Upstream, tasks: Sequence[asyncio.Task[None]]) -> None:
-        upstream.tasks = [task for task in upstream.tasks if task not in tasks]
-        for task in tasks:
-            task.cancel()
-            self._cancelled.add(task)
-            task.add_done_callback(self._cancelled.discard)
+        while len(upstream.tasks) > 1:
+            upstream.tasks.pop().cancel()
 
     async def _read_metrics(self, upstream: Upstream) -> None:
         """Read how much memory the replica uses, and how many requests of other routers and clients it has."""
@@ -365,14 +358,14 @@ class Router:
         able = [one for one in self.upstreams.values() if not one.excluded(clock())]
         return sorted(able, key=lambda one: (one.spec.role == "prefill", one.in_flight, one.url))
 
+    def _create_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A background task, kept until it ends."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
 
-def _create_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task whose exception is logged."""
-    task = asyncio.create_task(work)
-    task.add_done_callback(_log_exception)
-    return task
-
-
-def _log_exception(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a background task of the router failed", exc_info=error)
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a background task of the router failed", exc_info=error)
