@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
-from multidict import CIMultiDict
 from yarl import URL
 
 from foreword.api.tenants import Tenant
@@ -87,17 +85,17 @@ def _serving_model(replicas: list[Upstream], body: bytes) -> list[Upstream]:
     return [one for one in replicas if one.info and name in one.info.models] or replicas
 
 
-def _url(request: web.Request, upstream: Upstream) -> URL:
-    return URL(upstream.url + request.rel_url.raw_path_qs, encoded=True)
-
-
-def _headers(router: Router, request: web.Request, tenant: Tenant, upstream: Upstream) -> CIMultiDict[str]:
+async def _send(
+    router: Router, request: web.Request, tenant: Tenant, upstream: Upstream, body: bytes
+) -> aiohttp.ClientResponse:
+    """Send the client's request to a replica. Returns the head of the response. Raises what aiohttp raises."""
     headers = request_headers(request.headers)
     headers.update(router.auth.headers(tenant, request.headers.get("authorization"), upstream.kind))
     headers["x-request-id"] = request["id"]
     if "accept-encoding" in request.headers:
         headers["accept-encoding"] = request.headers["accept-encoding"]
-    return headers
+    url = URL(upstream.url + request.rel_url.raw_path_qs, encoded=True)
+    return await router.session.request(request.method, url, data=body or None, headers=headers, allow_redirects=False)
 
 
 async def _send_to_one(
@@ -112,13 +110,7 @@ async def _send_to_one(
     for upstream in candidates[: router.config.max_attempts]:
         upstream.in_flight += 1
         try:
-            response = await router.session.request(
-                request.method,
-                _url(request, upstream),
-                data=body or None,
-                headers=_headers(router, request, tenant, upstream),
-                allow_redirects=False,
-            )
+            response = await _send(router, request, tenant, upstream, body)
         except CONNECTION_ERRORS as error:
             problem = f"{upstream.url}: {type(error).__name__}"
             router.failed(upstream, problem, certain=isinstance(error, aiohttp.ClientConnectorError))
@@ -135,7 +127,7 @@ async def _copy(request: web.Request, response: aiohttp.ClientResponse) -> web.S
         out = web.StreamResponse(status=response.status, headers=response_headers(response.headers))
         out.headers["x-request-id"] = request["id"]
         await out.prepare(request)
-        async for piece in _pieces(response):
+        while piece := await _next_piece(response):
             await out.write(piece)
         await out.write_eof()
         return out
@@ -143,10 +135,10 @@ async def _copy(request: web.Request, response: aiohttp.ClientResponse) -> web.S
         response.close()
 
 
-async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _next_piece(response: aiohttp.ClientResponse) -> bytes:
+    """The next part of the body; empty at its end."""
     try:
-        async for piece in response.content.iter_any():
-            yield piece
+        return await response.content.readany()
     except CONNECTION_ERRORS as error:
         # The head was sent: a cut connection is the only way to report the error.
         raise ConnectionResetError("the replica broke off") from error
@@ -167,9 +159,8 @@ async def _send_to_all(router: Router, request: web.Request, tenant: Tenant) -> 
 async def _send_whole(
     router: Router, request: web.Request, tenant: Tenant, upstream: Upstream, body: bytes
 ) -> web.Response:
-    url, headers = _url(request, upstream), _headers(router, request, tenant, upstream)
     try:
-        async with router.session.request(request.method, url, data=body or None, headers=headers) as response:
+        async with await _send(router, request, tenant, upstream, body) as response:
             data = await response.read()
             return web.Response(body=data, status=response.status, headers=response_headers(response.headers))
     except CONNECTION_ERRORS as error:
