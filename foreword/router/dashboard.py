@@ -87,7 +87,7 @@ def _replica(router: Router, upstream: Upstream) -> dict[str, Any]:
     """A replica as in `/v1/router/replicas`, with its queued tokens and memory usage."""
     pool = router.pool_of(upstream)
     replica = pool.fleet.replicas.get(upstream.url) if pool is not None else None
-    queued = sum(one.computed for one in list(replica.load.waiting.values())) if replica is not None else 0
+    queued = sum(one.computed for one in list(replica.load.waiting)) if replica is not None else 0
     return {
         **describe(router, upstream),
         "queued_tokens": queued,

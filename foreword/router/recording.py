@@ -7,7 +7,7 @@ from pathlib import Path
 
 from foreword.config import ServerConfig
 from foreword.observability.recording import RequestRecord, TraceRecorder
-from foreword.routing.fleet import FinishedRequest
+from foreword.routing.fleet import PlacedRequest
 
 
 def open_recorder(config: ServerConfig) -> TraceRecorder | None:
@@ -15,25 +15,24 @@ def open_recorder(config: ServerConfig) -> TraceRecorder | None:
     return TraceRecorder(Path(config.record), salt=config.record_salt) if config.record is not None else None
 
 
-def record_finished(recorder: TraceRecorder) -> Callable[[FinishedRequest], None]:
+def record_finished(recorder: TraceRecorder) -> Callable[[PlacedRequest], None]:
     """A callback for `Fleet.on_finished`. Requests whose prompt was not tokenized have no blocks and are not recorded."""
 
-    def record(request: FinishedRequest) -> None:
-        placed, sent = request.placed, request.sent
-        if not placed.keys and sent.tokens >= placed.block_size:
+    def record(request: PlacedRequest) -> None:
+        if not request.keys and request.tokens >= request.block_size:
             return
         recorder.record(
             RequestRecord(
-                sent.sent_at,
-                placed.keys,
-                placed.block_size,
-                max(sent.tokens, 1),
+                request.sent_at,
+                request.keys,
+                request.block_size,
+                max(request.tokens, 1),
                 max(request.output_tokens or 1, 1),
                 request.cached_tokens,
-                None if request.first_at is None else request.first_at - sent.sent_at,
-                request.finished_at - sent.sent_at,
-                placed.session,
-                placed.decoding.name,
+                None if request.first_at is None else request.first_at - request.sent_at,
+                request.finished_at - request.sent_at,
+                request.session,
+                request.decoding.name,
             )
         )
 

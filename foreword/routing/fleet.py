@@ -12,7 +12,7 @@ Not thread-safe. Times are seconds of any monotonic clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from foreword.errors import ConfigError, NotFound, did_you_mean
@@ -80,14 +80,15 @@ class ReplicaState:
         return max(computing, self.estimated_blocks.leading(keys)) if self.estimated_blocks is not None else computing
 
 
-@dataclass(slots=True)
-class PlacedRequest:
+@dataclass(slots=True, eq=False, kw_only=True)
+class PlacedRequest(SentRequest):
     """A request in flight. It refers to its replicas, which may have been removed or replaced by now.
 
     Attributes:
         decoding, computing: the replicas that decode and compute the prompt; usually the same.
         expected: cached tokens expected.
         guessed: blocks of these that are an earlier output, assumed to be part of the prompt.
+        finished_at, cached_tokens, output_tokens: set when it has succeeded; the numbers are None if unknown.
     """
 
     decoding: ReplicaState
@@ -98,6 +99,9 @@ class PlacedRequest:
     session: str | None
     guessed: int = 0
     in_prefill: bool = True
+    finished_at: float = 0.0
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
 
     def end_prefill(self) -> None:
         """The prompt is computed, or never will be."""
@@ -105,22 +109,11 @@ class PlacedRequest:
             self.computing.in_flight_prefixes.remove(self.keys)
         self.in_prefill = False
 
-    def end(self, name: str, now: float) -> SentRequest | None:
+    def end(self, now: float) -> None:
         """Remove the request from the load of its replicas."""
         self.end_prefill()
-        return self.computing.load.finished(name, now) or self.decoding.load.finished(name, now)
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """A request that succeeded. `first_at` is the time of the first token; None if it is unknown."""
-
-    placed: PlacedRequest
-    sent: SentRequest
-    first_at: float | None
-    finished_at: float
-    cached_tokens: int | None
-    output_tokens: int | None
+        self.computing.load.finished(self, now)
+        self.decoding.load.finished(self, now)
 
 
 class Fleet:
@@ -150,7 +143,7 @@ class Fleet:
         self.disaggregation = disaggregation or DisaggregationPolicy()
         self.replicas: dict[str, ReplicaState] = {}
         self.sessions_moved = 0
-        self.on_finished: Callable[[FinishedRequest], None] | None = None
+        self.on_finished: Callable[[PlacedRequest], None] | None = None
         self._requests: dict[str, PlacedRequest] = {}
 
     # Replicas
@@ -240,22 +233,29 @@ class Fleet:
         size = computing.block_size or query.block_size
         keys = query.keys_at(size)
         load = computing.load
-        queued = load.queued(now, computing.cost_model.costs)
-        load.sent(
-            name,
-            SentRequest(query.tokens, estimate.computed, _resident(query), now, queued, len(load.running)),
-            now,
+        request = self._requests[name] = PlacedRequest(
+            tokens=query.tokens,
+            computed=estimate.computed,
+            resident=_resident(query),
+            sent_at=now,
+            queued=load.queued(now, computing.cost_model.costs),
+            running=len(load.running),
+            decoding=decoding,
+            computing=computing,
+            keys=keys,
+            block_size=size,
+            expected=estimate.reused,
+            session=query.session,
         )
+        load.sent(request, now)
         in_flight = computing.in_flight_prefixes.leading(keys)
         computing.in_flight_prefixes.add(keys)
-        guessed = 0
         if computing.sends_events:
             self.directory.touched(computing.name, keys[: estimate.reused // size])
         else:
             estimated = computing.estimate(size)
-            guessed = max(estimate.reused // size - max(estimated.known(keys), in_flight), 0)
+            request.guessed = max(estimate.reused // size - max(estimated.known(keys), in_flight), 0)
             estimated.sent(keys)
-        self._requests[name] = PlacedRequest(decoding, computing, keys, size, estimate.reused, query.session, guessed)
         self.sessions_moved += decision.home is not None and decision.home != decision.replica
         self.sessions.record(query.session, query.keys, decision.replica, now)
 
@@ -266,12 +266,10 @@ class Fleet:
             return
         request.end_prefill()
         computing, decoding = request.computing, request.decoding
-        sent = computing.load.first_token(name, now)
-        if sent is not None and computing is not decoding:
+        if computing.load.first_token(request, now) and computing is not decoding:
             # Disaggregated prefill: from now on the request decodes on the other replica.
-            computing.load.finished(name, now)
-            decoding.load.running[name] = sent
-            decoding.load.resident += sent.resident
+            computing.load.finished(request, now)
+            decoding.load.received(request)
             if not decoding.sends_events and decoding.block_size in (None, request.block_size):
                 decoding.estimate(request.block_size).sent(request.keys)
 
@@ -294,43 +292,43 @@ class Fleet:
         if request is None:
             return
         running = len(request.decoding.load.running)
-        sent = request.end(name, now)
+        request.end(now)
+        request.finished_at, request.cached_tokens, request.output_tokens = now, cached_tokens, output_tokens
+        if guessed:
+            request.first_at = None
         if cached_tokens is not None:
             _correct_estimate(request, cached_tokens)
-        if sent is None:
-            return
         estimated = request.decoding.estimated_blocks
         if estimated is not None and output_tokens:
             # The KV of the last output token is never computed.
-            filled = (sent.tokens + output_tokens - 1) // request.block_size - len(request.keys)
+            filled = (request.tokens + output_tokens - 1) // request.block_size - len(request.keys)
             estimated.output(request.keys, filled)
-        first_at = None if guessed else sent.first_at
         if self.on_finished is not None:
-            self.on_finished(FinishedRequest(request, sent, first_at, now, cached_tokens, output_tokens))
-        if first_at is not None:
-            self._learn_prefill(request.computing, sent, first_at, now, cached_tokens)
+            self.on_finished(request)
+        if request.first_at is not None:
+            self._learn_prefill(request, request.first_at)
             if output_tokens is not None and output_tokens >= _MIN_DECODE_TOKENS:
-                request.decoding.cost_model.observe_decode(running, (now - first_at) / (output_tokens - 1))
+                seconds = (now - request.first_at) / (output_tokens - 1)
+                request.decoding.cost_model.observe_decode(running, seconds)
 
-    def _learn_prefill(
-        self, replica: ReplicaState, sent: SentRequest, first_at: float, now: float, cached_tokens: int | None
-    ) -> None:
+    def _learn_prefill(self, request: PlacedRequest, first_at: float) -> None:
         """Learn a replica's prompt costs from a TTFT."""
-        if cached_tokens is not None:
-            sent = replace(sent, computed=max(sent.tokens - cached_tokens, 1))
-        own, before = sent.work, sent.queued
+        replica, now = request.computing, request.finished_at
+        if request.cached_tokens is not None:
+            request.computed = max(request.tokens - request.cached_tokens, 1)
+        before, own = request.queued, request.work
         if replica.is_stale(now):
             replica.cost_model.adopt(self._typical_costs(now) or replica.cost_model.costs)
         replica.learned_at = now
         replica.cost_model.observe_first_token(
-            before.tokens + own.tokens, sent.running, first_at - sent.sent_at, pairs=before.pairs + own.pairs
+            before.tokens + own.tokens, request.running, first_at - request.sent_at, pairs=before.pairs + own.pairs
         )
 
     def failed(self, name: str, now: float) -> None:
         """Note that a request failed or its client disconnected. Nothing is learned. Unknown requests are ignored."""
         request = self._requests.pop(name, None)
         if request is not None:
-            request.end(name, now)
+            request.end(now)
 
     def _replica(self, name: str) -> ReplicaState:
         if name not in self.replicas:

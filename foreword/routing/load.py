@@ -25,7 +25,7 @@ class PrefillWork(NamedTuple):
 NO_WORK: Final = PrefillWork(0.0, 0.0)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class SentRequest:
     """A request in flight.
 
@@ -53,8 +53,8 @@ class SentRequest:
 class ReplicaLoad:
     """Requests in flight on one replica: `waiting` have no first token yet (in send order), `running` decode."""
 
-    waiting: dict[str, SentRequest] = field(default_factory=dict)
-    running: dict[str, SentRequest] = field(default_factory=dict)
+    waiting: dict[SentRequest, None] = field(default_factory=dict)
+    running: dict[SentRequest, None] = field(default_factory=dict)
     resident: int = 0
     lifetime: float = 0.0
     _waiting_tokens: int = 0
@@ -67,7 +67,7 @@ class ReplicaLoad:
         """Prompt work that is not done yet. The head of the queue has been computing since it became the head."""
         if not self.waiting:
             return NO_WORK
-        head = next(iter(self.waiting.values())).work
+        head = next(iter(self.waiting)).work
         done = min(max(now - self._head_since, 0.0) / head.seconds(costs), 1.0)
         tokens = self._waiting_tokens - done * head.tokens
         return PrefillWork(tokens, max(self._waiting_pairs - done * head.pairs, 0.0))
@@ -83,37 +83,43 @@ class ReplicaLoad:
         missing = self.resident + min(needed, capacity) - capacity
         return missing * self.lifetime / self.resident if missing > 0 else 0.0
 
-    def sent(self, request: str, sent: SentRequest, now: float) -> None:
+    def sent(self, request: SentRequest, now: float) -> None:
         if not self.waiting:
             self._head_since = now
-        self.waiting[request] = sent
-        self._waiting_tokens += sent.computed
-        self._waiting_pairs += sent.work.pairs
-        self.resident += sent.resident
-        self._recent, self._recent_at = self.recent_tokens(now) + sent.tokens, now
+        self.waiting[request] = None
+        self._waiting_tokens += request.computed
+        self._waiting_pairs += request.work.pairs
+        self.resident += request.resident
+        self._recent, self._recent_at = self.recent_tokens(now) + request.tokens, now
 
-    def first_token(self, request: str, now: float) -> SentRequest | None:
-        """Move a request from waiting to running. None if it is not waiting."""
-        sent = self._leave_queue(request, now)
-        if sent is not None:
-            sent.first_at = now
-            self.running[request] = sent
-        return sent
+    def first_token(self, request: SentRequest, now: float) -> bool:
+        """Move a request from waiting to running. False if it is not waiting."""
+        if request not in self.waiting:
+            return False
+        self._leave_queue(request, now)
+        request.first_at = now
+        self.running[request] = None
+        return True
 
-    def finished(self, request: str, now: float) -> SentRequest | None:
-        """Remove a request that succeeded or failed. None if it is unknown."""
-        sent = self.running.pop(request, None) or self._leave_queue(request, now)
-        if sent is None:
-            return None
-        self.resident -= sent.resident
-        took = now - sent.sent_at
+    def received(self, request: SentRequest) -> None:
+        """Add a request that had its first token on another replica."""
+        self.running[request] = None
+        self.resident += request.resident
+
+    def finished(self, request: SentRequest, now: float) -> None:
+        """Remove a request that succeeded or failed, if it is here."""
+        if request in self.waiting:
+            self._leave_queue(request, now)
+        elif request in self.running:
+            del self.running[request]
+        else:
+            return
+        self.resident -= request.resident
+        took = now - request.sent_at
         self.lifetime = took if not self.lifetime else self.lifetime + _LIFETIME_WEIGHT * (took - self.lifetime)
-        return sent
 
-    def _leave_queue(self, request: str, now: float) -> SentRequest | None:
-        sent = self.waiting.pop(request, None)
-        if sent is not None:
-            self._waiting_tokens -= sent.computed
-            self._waiting_pairs = self._waiting_pairs - sent.work.pairs if self.waiting else 0.0
-            self._head_since = now
-        return sent
+    def _leave_queue(self, request: SentRequest, now: float) -> None:
+        del self.waiting[request]
+        self._waiting_tokens -= request.computed
+        self._waiting_pairs = self._waiting_pairs - request.work.pairs if self.waiting else 0.0
+        self._head_since = now
