@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -13,6 +14,7 @@ from foreword.api.errors import CLIENT_GONE, MAX_BODY_BYTES, ErrorResponse, erro
 from foreword.api.request_log import log_request, request_id_from
 from foreword.errors import ForewordError, ShuttingDown
 from foreword.router import admin, completions, dashboard, passthrough
+from foreword.router.client_request import PATHS
 from foreword.router.replicas import clock
 from foreword.router.service import Router
 from foreword.router.state_metrics import RouterStateCollector
@@ -26,14 +28,8 @@ def create_app(router: Router) -> web.Application:
     """The application. `router` must have been started on the same loop."""
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_middleware(router)])
 
-    async def completion(request: web.Request) -> web.StreamResponse:
-        return await completions.handle(router, request, "completion")
-
-    async def chat(request: web.Request) -> web.StreamResponse:
-        return await completions.handle(router, request, "chat")
-
-    app.router.add_post("/v1/completions", completion)
-    app.router.add_post("/v1/chat/completions", chat)
+    for interface, path in PATHS.items():
+        app.router.add_post(path, partial(completions.handle, router, interface))
     app.on_response_prepare.append(_set_server_header)
     router.metrics.add_collector(RouterStateCollector(router))
     _add_probes(app, router)

@@ -15,7 +15,7 @@ from foreword.router.service import Router
 from foreword.router.stream_proxy import proxy_response
 
 
-async def handle(router: Router, http_request: web.Request, interface: Interface) -> web.StreamResponse:
+async def handle(router: Router, interface: Interface, http_request: web.Request) -> web.StreamResponse:
     """Raises ForewordError if nothing was sent to the client."""
     arrived = clock()
     tenant = router.auth.tenant(http_request.headers.get("authorization"))

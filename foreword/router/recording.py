@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-from foreword.config import ServerConfig
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.routing.fleet import PlacedRequest
-
-
-def open_recorder(config: ServerConfig) -> TraceRecorder | None:
-    """None if no recording is configured. Raises ConfigError."""
-    return TraceRecorder(Path(config.record), salt=config.record_salt) if config.record is not None else None
 
 
 def record_finished(recorder: TraceRecorder) -> Callable[[PlacedRequest], None]:

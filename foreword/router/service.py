@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
@@ -13,6 +14,7 @@ import zmq.asyncio
 
 from foreword.config import Config
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
+from foreword.observability.recording import TraceRecorder
 from foreword.router.auth import RouterAuth
 from foreword.router.breaker import ReplicaBreaker
 from foreword.router.decisions import DecisionLog
@@ -20,7 +22,7 @@ from foreword.router.events import KvEventSubscription
 from foreword.router.metrics import RouterMetrics
 from foreword.router.pool import ReplicaPool
 from foreword.router.prompts import PromptTokenizer
-from foreword.router.recording import open_recorder, record_finished
+from foreword.router.recording import record_finished
 from foreword.router.replica_metrics import UNKNOWN
 from foreword.router.replicas import (
     CONNECTION_ERRORS,
@@ -60,7 +62,9 @@ class Router:
         self.subscriptions: dict[str, list[KvEventSubscription]] = {}
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
-        self.recorder = open_recorder(config.server)
+        self.recorder: TraceRecorder | None = None
+        if config.server.record is not None:
+            self.recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
         self.draining = False
         self.active = 0
         self._stalled_at = 0.0

@@ -55,8 +55,7 @@ async def proxy_response(proxied: ProxiedRequest) -> web.StreamResponse:
         if proxy.out is None or clock() < proxied.deadline - 0.001:
             raise
         # The deadline, not the client: report it.
-        await proxy.fail(DeadlineExceeded("The request's deadline passed"))
-        return proxy.out
+        return await proxy.fail(DeadlineExceeded("The request's deadline passed"))
 
 
 class _ResponseProxy:
@@ -83,7 +82,7 @@ class _ResponseProxy:
             try:
                 attempt = await proxied.place(self._prompt)
             except ForewordError as error:
-                return await self._end_with(error)
+                return await self.fail(error)
             try:
                 response = await self._open(attempt)
                 if response is None:
@@ -101,7 +100,7 @@ class _ResponseProxy:
                 try:
                     complete = await self._prepare_failover(error)
                 except ForewordError as fatal:
-                    return await self._end_with(fatal)
+                    return await self.fail(fatal)
                 if complete:
                     return await self._close()
                 continue
@@ -344,18 +343,13 @@ class _ResponseProxy:
             raise ClientDisconnected from error
         return self.out
 
-    async def _end_with(self, error: ForewordError) -> web.StreamResponse:
+    async def fail(self, error: ForewordError) -> web.StreamResponse:
         """Raise an error if nothing was sent; otherwise send it as an event and end the stream."""
-        await self.fail(error)
-        assert self.out is not None
-        return self.out
-
-    async def fail(self, error: ForewordError) -> None:
         if self.out is None:
             raise error
         logger.warning("request %s ends with an error: %s", self.proxied.request_id, error.message)
         await self._write(None, b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n")
-        await self._close()
+        return await self._close()
 
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:

@@ -33,14 +33,12 @@ _MAX_OUTPUTS: Final = 1 << 14
 class EstimateAccuracy:
     """Expected and actual cached prompt tokens, summed over all responses that report them."""
 
-    responses: int = 0
     expected_tokens: int = 0
     actual_tokens: int = 0
     overestimated_tokens: int = 0
     underestimated_tokens: int = 0
 
     def record(self, expected: int, actual: int) -> None:
-        self.responses += 1
         self.expected_tokens += expected
         self.actual_tokens += actual
         self.overestimated_tokens += max(expected - actual, 0)
@@ -122,10 +120,6 @@ class EstimatedBlocks:
         elif expected:
             self.factor = max(min(self.factor * _GROW, 1.0), self.factor)
         self.sent(keys)
-
-    def clear(self) -> None:
-        self._keys.clear()
-        self._outputs.clear()
 
 
 class InFlightPrefixes:

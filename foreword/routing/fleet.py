@@ -335,10 +335,6 @@ class Fleet:
             raise NotFound(f"there is no replica named {name!r}{did_you_mean(name, self.replicas)}")
         return self.replicas[name]
 
-    @property
-    def requests_in_flight(self) -> int:
-        return len(self._requests)
-
 
 def _candidate(
     replica: ReplicaState,
