@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-_SHORT_KEY: Final = 8
 # Each prompt reduces the weight of earlier ones by 1 %: about the last hundred prompts count.
 _DECAY: Final = 0.99
 _PRIOR_PROMPTS: Final = 5
@@ -32,9 +31,9 @@ class PrefixPopularity:
         self._total = self._total * _DECAY + 1.0
         if key is None:
             return 0.0
-        count, at = self._counts.pop(key[:_SHORT_KEY], (0.0, self._prompts))
+        count, at = self._counts.pop(key, (0.0, self._prompts))
         count = count * _DECAY ** (self._prompts - at) + 1.0
-        self._counts[key[:_SHORT_KEY]] = count, self._prompts
+        self._counts[key] = count, self._prompts
         if len(self._counts) > self._size:
             self._counts.popitem(last=False)
         return (count - 1) / (self._total + _PRIOR_PROMPTS)

@@ -18,7 +18,6 @@ from typing import Final
 from foreword.errors import ConfigError
 from foreword.routing.directory import leading
 
-_SHORT_KEY: Final = 8
 _MIN_FACTOR: Final = 1 / 16
 _SHRINK: Final = 0.95
 _GROW: Final = 1.01
@@ -76,12 +75,11 @@ class EstimatedBlocks:
         known = self.known(keys)
         if 0 < known < len(keys):
             # The prompt shows what follows the earlier prompt: the guessed output is not needed any more.
-            self._outputs.pop(keys[known - 1][:_SHORT_KEY], None)
+            self._outputs.pop(keys[known - 1], None)
         held = self._keys
         for key in reversed(keys):
-            short = key[:_SHORT_KEY]
-            held[short] = None
-            held.move_to_end(short)
+            held[key] = None
+            held.move_to_end(key)
         limit = self.limit
         while len(held) > limit:
             held.popitem(last=False)
@@ -89,20 +87,20 @@ class EstimatedBlocks:
     def output(self, keys: Sequence[bytes], blocks: int) -> None:
         """Note that a prompt's output filled `blocks` blocks after the prompt's full ones."""
         if keys and blocks > 0:
-            self._outputs[keys[-1][:_SHORT_KEY]] = blocks
-            self._outputs.move_to_end(keys[-1][:_SHORT_KEY])
+            self._outputs[keys[-1]] = blocks
+            self._outputs.move_to_end(keys[-1])
             if len(self._outputs) > _MAX_OUTPUTS:
                 self._outputs.popitem(last=False)
 
     def known(self, keys: Sequence[bytes]) -> int:
         """Leading blocks that were sent to the replica and are probably still cached."""
         held = self._keys
-        return leading(len(keys), lambda i: keys[i][:_SHORT_KEY] in held)
+        return leading(len(keys), lambda i: keys[i] in held)
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """Leading blocks that are probably cached: the known ones plus the output of a prompt that ended there."""
         known = self.known(keys)
-        guessed = self._outputs.get(keys[known - 1][:_SHORT_KEY], 0) if known else 0
+        guessed = self._outputs.get(keys[known - 1], 0) if known else 0
         return min(known + guessed, len(keys))
 
     def correct(self, keys: Sequence[bytes], expected: int, actual: int, known: int | None = None) -> None:
@@ -131,23 +129,19 @@ class InFlightPrefixes:
     def add(self, keys: Sequence[bytes]) -> None:
         users = self._users
         for key in keys:
-            short = key[:_SHORT_KEY]
-            users[short] = users.get(short, 0) + 1
+            users[key] = users.get(key, 0) + 1
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Undo one `add`."""
         users = self._users
         for key in keys:
-            short = key[:_SHORT_KEY]
-            left = users[short] - 1
-            if left:
-                users[short] = left
-            else:
-                del users[short]
+            users[key] -= 1
+            if not users[key]:
+                del users[key]
 
     def leading(self, keys: Sequence[bytes]) -> int:
         users = self._users
-        return leading(len(keys), lambda i: keys[i][:_SHORT_KEY] in users)
+        return leading(len(keys), lambda i: keys[i] in users)
 
     def __len__(self) -> int:
         return len(self._users)

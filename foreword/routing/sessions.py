@@ -8,7 +8,6 @@ from typing import Final
 
 from foreword.errors import ConfigError
 
-_SHORT_KEY: Final = 8
 # Blocks that are searched, from the end of the prompt.
 _SEARCHED: Final = 4096
 
@@ -39,14 +38,14 @@ class SessionTable:
             return self._find(session, now)
         count = len(keys)
         for i in range(count - 1, max((count + 1) // 2 - 1, count - _SEARCHED, 0) - 1, -1):
-            found = self._find(keys[i][:_SHORT_KEY], now)
+            found = self._find(keys[i], now)
             if found is not None:
                 return found
         return None
 
     def record(self, session: str | None, keys: Sequence[bytes], replica: str, now: float) -> None:
         """Note that a request of the session was sent to a replica."""
-        name = session if session is not None else keys[-1][:_SHORT_KEY] if keys else None
+        name = session if session is not None else keys[-1] if keys else None
         if name is None:
             return
         self._homes[name] = (replica, now + self.ttl)

@@ -106,14 +106,6 @@ def test_the_limit_has_a_floor() -> None:
     assert estimate.limit == 10
 
 
-def test_cleared_is_empty() -> None:
-    """A cleared estimate expects nothing."""
-    estimate = EstimatedBlocks(10)
-    estimate.sent(keys_of((1, 2)))
-    estimate.clear()
-    assert len(estimate) == estimate.leading(keys_of((1, 2))) == 0
-
-
 @given(st.lists(paths, max_size=20), st.integers(0, 20), paths)
 def test_in_flight_prefixes_are_counted(sent: list[Path], landed: int, asked: Path) -> None:
     """A block counts while at least one prompt with it is in flight, and nothing remains when none is."""
