@@ -126,11 +126,6 @@ class ProxiedRequest:
         self._failed(attempt, upstream, reason)
         self.router.failed(upstream, reason, certain=certain)
 
-    def error_returned(self, attempt: Attempt, reason: str) -> None:
-        """A replica returned an error. It is at fault only if another replica serves the same request."""
-        self.suspects.append((attempt.upstream, reason))
-        self._failed(attempt, attempt.upstream, reason)
-
     def _failed(self, attempt: Attempt, upstream: Upstream, reason: str) -> None:
         self.attempts += 1
         self.avoid.append(upstream.url)
@@ -162,10 +157,12 @@ class ProxiedRequest:
             return True
         if status not in _RETRIED or self.attempts + 1 >= self.router.config.max_attempts:
             return False
+        reason = describe_response(status, data)
         if status == 503:
-            self.lost(attempt, describe_response(status, data), certain=True)
+            self.lost(attempt, reason, certain=True)
         else:
-            self.error_returned(attempt, describe_response(status, data))
+            self.suspects.append((attempt.upstream, reason))
+            self._failed(attempt, attempt.upstream, reason)
         self.router.metrics.retry()
         return True
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 import aiohttp
@@ -71,7 +71,7 @@ class _ResponseProxy:
         self.out: web.StreamResponse | None = None
         # Path, body and prompt of the next attempt; body and prompt are set for a continuation.
         self._path = proxied.request.path
-        self._body: bytes | None = None
+        self._body: dict[str, Any] | None = None
         self._prompt: TokenizedPrompt | None = None
         # The replica to which the request migrated, if it did.
         self._migrated_to: Upstream | None = None
@@ -115,8 +115,10 @@ class _ResponseProxy:
         proxied = self.proxied
         if self._body is None:
             body = await disaggregated.decode_body(proxied, attempt)
+        elif attempt.upstream.kind == "vllm" and proxied.salt:
+            body = msgspec.json.encode({**self._body, "cache_salt": proxied.salt})
         else:
-            body = self._with_salt(attempt.upstream, self._body)
+            body = msgspec.json.encode(self._body)
         streams = proxied.request.streams
         if not streams:
             proxied.pool.expect_first_token(attempt)
@@ -128,11 +130,6 @@ class _ResponseProxy:
         if self.out is not None:
             raise ReplicaFailed(describe_response(response.status, data))
         return proxied.respond(attempt, response, data)
-
-    def _with_salt(self, upstream: Upstream, body: bytes) -> bytes:
-        if upstream.kind != "vllm" or not self.proxied.salt:
-            return body
-        return msgspec.json.encode({**msgspec.json.decode(body), "cache_salt": self.proxied.salt})
 
     # From the replica to the client
 
@@ -297,7 +294,7 @@ class _ResponseProxy:
         if end is not None:
             await self._write(None, end)
             return True
-        self._path, self._body = PATHS["completion"], msgspec.json.encode(body)
+        self._path, self._body = PATHS["completion"], body
         self._prompt = TokenizedPrompt(body["prompt"], "client") if pool.needs_prompts else proxied.prompt
         proxied.router.metrics.continued("continued")
         logger.info("request %s continues after %d tokens", proxied.request_id, len(position.tokens))
