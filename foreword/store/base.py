@@ -101,7 +101,7 @@ class Store(Protocol):
     """
 
     label: str
-    readers: int
+    readers: int = 1
     on_evicted: Callable[[Name], None] | None = None
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:

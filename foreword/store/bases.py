@@ -79,7 +79,6 @@ class LocalRecords(Store):
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self.readers = 1
         self._records: dict[str, bytes] = {}
 
     def check_open(self, deadline: float) -> None:

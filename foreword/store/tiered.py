@@ -246,7 +246,6 @@ class TieredStore(Store):
         self.writable = tuple(range(len(stores)) if writable is None else sorted(writable))
         self.tiers = [StoreTier(store, clock, writable=index in self.writable) for index, store in enumerate(stores)]
         self.label = " > ".join(tier.label for tier in self.tiers)
-        self.readers = 1
         chosen = sorted(persistent or ()) or self.writable or range(len(stores))
         self._record_tiers = [self.tiers[index] for index in chosen][::-1]
 

@@ -70,7 +70,6 @@ class ObjectStore(Store):
         if parallel < 1:
             raise StoreConfigError(f"parallel is at least 1, not {parallel}")
         self.label = label
-        self.readers = 1
         self._store = open_client(url, options)
         self._prefix = prefix + "/" if prefix else ""
         self._exact = exact_lookup

@@ -61,7 +61,6 @@ class RedisStore(Store):
         if ttl is not None and ttl < 0.001:
             raise StoreConfigError(f"ttl is at least a millisecond, not {ttl} s")
         self.label = label
-        self.readers = 1
         self._nodes = open_nodes(url)
         self._blocks = f"{prefix}:b:".encode()
         self._records = f"{prefix}:records".encode()
