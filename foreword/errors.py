@@ -202,7 +202,7 @@ class BadMessage(ProtocolViolation, code="bad_message"):
     """Received bytes are not a message."""
 
 
-class CannotMove(TransferError, status=409, code="cannot_move", fault="client", retry=False):
+class CannotMigrate(TransferError, status=409, code="cannot_move", fault="client", retry=False):
     """A request cannot be migrated, or not now. It continues on its instance."""
 
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 from foreword.errors import StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import Name, Store, time_left
-from foreword.store.bases import StoreWrapper
 from foreword.store.frame import Frame
+from foreword.store.wrappers import StoreWrapper
 
 Fault = Literal["fail", "hang", "corrupt", "truncate", "swap", "lose"]
 

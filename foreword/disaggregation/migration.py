@@ -25,7 +25,7 @@ from foreword.disaggregation.messages import MigrationOffer, MigrationState, dec
 from foreword.engine.external_kv import KVArrival
 from foreword.engine.request import MigratedTo, Request
 from foreword.engine.sequence import SequenceState
-from foreword.errors import BadRequest, CannotMove, ForewordError, TransferError, TransferUnavailable
+from foreword.errors import BadRequest, CannotMigrate, ForewordError, TransferError, TransferUnavailable
 from foreword.events import TransferEnded
 from foreword.transfer.messages import PushRequest, Reason
 from foreword.transfer.protocol import TransferOutcome
@@ -164,16 +164,16 @@ class Migrations:
         self._context.background(lambda: self._offer(migration, keys, kv))
 
     def _movable(self, request_id: str) -> SequenceState:
-        """The sequence of a request. Raises CannotMove."""
+        """The sequence of a request. Raises CannotMigrate."""
         scheduler, sequence = self._core.scheduler, self._core.sequence_of(request_id)
         if sequence is None:
-            raise CannotMove("the request has just ended, or has more than one sequence")
+            raise CannotMigrate("the request has just ended, or has more than one sequence")
         if sequence in self._outgoing or sequence in scheduler.paused:
-            raise CannotMove("the request is migrating already")
+            raise CannotMigrate("the request is migrating already")
         if sequence.request.params.max_tokens == 0:
-            raise CannotMove("a request that generates nothing is not worth migrating")
+            raise CannotMigrate("a request that generates nothing is not worth migrating")
         if sequence not in scheduler.running and sequence not in scheduler.waiting:
-            raise CannotMove("the request waits for KV of its prompt; try again in a moment", reason="busy")
+            raise CannotMigrate("the request waits for KV of its prompt; try again in a moment", reason="busy")
         return sequence
 
     def _decodes(self, sequence: SequenceState) -> bool:
@@ -264,7 +264,7 @@ class Migrations:
             self._fail(migration, error)
         else:
             reason, text = str(source.reason), source.message
-            kind = CannotMove if source.reason in _REFUSALS else TransferUnavailable
+            kind = CannotMigrate if source.reason in _REFUSALS else TransferUnavailable
             self._fail(migration, kind(f"{migration.to} did not take the request ({reason}): {text}", reason=reason))
 
     def _end_taken(self, migration: OutgoingMigration, send: KVSend) -> None:

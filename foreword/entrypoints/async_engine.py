@@ -27,7 +27,7 @@ from foreword.engine.request import Delta, Request
 from foreword.engine.sequence import SequenceState
 from foreword.engine.tokenizer import Tokenizer
 from foreword.entrypoints.build import EngineParts, ModelInfo, build_engine
-from foreword.errors import BadRequest, CannotMove, EngineFailed, NotFound, ShuttingDown, UnknownPrefix
+from foreword.errors import BadRequest, CannotMigrate, EngineFailed, NotFound, ShuttingDown, UnknownPrefix
 from foreword.events import Observer
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.async_service import AsyncPrefixes
@@ -232,11 +232,11 @@ class AsyncEngine:
             to: where clients find that instance; the address if not given.
             envelope: for the server there (`UnclaimedRequest.envelope`).
 
-        Raises CannotMove, TransferError; then the request continues here.
+        Raises CannotMigrate, TransferError; then the request continues here.
         """
         instance = self.instance
         if instance is None:
-            raise CannotMove("this engine has no transfer endpoint (--role, --transfer-bind)")
+            raise CannotMigrate("this engine has no transfer endpoint (--role, --transfer-bind)")
         future: Future[MigrationResult] = Future()
         name = new_id or f"{request_id.partition('~')[0]}~{secrets.token_hex(4)}"
         await self._call(lambda: instance.migrations.begin(request_id, address, to or address, name, envelope, future))

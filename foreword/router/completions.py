@@ -11,8 +11,8 @@ from foreword.router.client_request import Interface, parse_request
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replicas import clock
+from foreword.router.response_proxy import proxy_response
 from foreword.router.service import Router
-from foreword.router.stream_proxy import proxy_response
 
 
 async def handle(router: Router, interface: Interface, http_request: web.Request) -> web.StreamResponse:

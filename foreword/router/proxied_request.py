@@ -18,7 +18,7 @@ from foreword.errors import ReplicaFailed
 from foreword.router.attempt import Attempt, describe_response, error_field, retry_after
 from foreword.router.auth import cache_salt, request_headers, response_headers
 from foreword.router.client_request import ClientRequest
-from foreword.router.decisions import as_header
+from foreword.router.decision_log import as_header
 from foreword.router.pool import PlacementRequest, ReplicaPool
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import AwaitedResponse, Upstream, clock

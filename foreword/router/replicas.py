@@ -13,7 +13,7 @@ import aiohttp
 
 from foreword.config import RouterConfig
 from foreword.errors import ConfigError, ReplicaFailed, did_you_mean
-from foreword.router.breaker import ReplicaBreaker
+from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics, parse_metrics
 
 _ROLES: Final = ("both", "prefill", "decode")

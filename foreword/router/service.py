@@ -16,13 +16,13 @@ from foreword.config import Config
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.observability.recording import TraceRecorder
 from foreword.router.auth import RouterAuth
-from foreword.router.breaker import ReplicaBreaker
-from foreword.router.decisions import DecisionLog
+from foreword.router.decision_log import DecisionLog
 from foreword.router.events import KvEventSubscription
 from foreword.router.metrics import RouterMetrics
 from foreword.router.pool import ReplicaPool
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.recording import record_finished
+from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.router.replica_metrics import UNKNOWN
 from foreword.router.replicas import (
     CONNECTION_ERRORS,

@@ -34,9 +34,9 @@ from hashlib import blake2b
 from typing import Final, Protocol
 
 from foreword.errors import ConfigError
-from foreword.routing.common_prefixes import PrefixPopularity
 from foreword.routing.costs import ReplicaCosts
 from foreword.routing.directory import NOTHING, CacheTier, Reach
+from foreword.routing.prefix_popularity import PrefixPopularity
 
 _TIER_NAMES: Final = ("device", "host memory", "disk", "the shared store")
 _REASONS: Final = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from foreword.errors import CannotMove, NotFound, did_you_mean
+from foreword.errors import CannotMigrate, NotFound, did_you_mean
 from foreword.server.job import Job
 
 
@@ -30,7 +30,7 @@ class ActiveRequests:
         return [job for job in self._jobs if salt is None or job.requests[0].salt == salt]
 
     def find(self, name: str, salt: bytes | None = None) -> Job:
-        """By the engine's id, the answer's id or the client's `X-Request-Id`. Raises NotFound, or CannotMove for a name that
+        """By the engine's id, the answer's id or the client's `X-Request-Id`. Raises NotFound, or CannotMigrate for a name that
         several requests have."""
         visible = self.all(salt)
         exact = [job for job in visible if job.requests[0].id == name]
@@ -40,7 +40,7 @@ class ActiveRequests:
                 f"no request {name!r} runs here{did_you_mean(name, [job.requests[0].id for job in visible])}"
             )
         if len(found) > 1:
-            raise CannotMove(f"{len(found)} requests are called {name!r}; use the id from GET /v1/requests")
+            raise CannotMigrate(f"{len(found)} requests are called {name!r}; use the id from GET /v1/requests")
         return found[0]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from foreword.api import logprobs
 from foreword.engine.request import CacheReport, Delta, MigratedTo, Request, TokenLogprob
-from foreword.errors import CannotMove
+from foreword.errors import CannotMigrate
 
 if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer
@@ -206,10 +206,10 @@ class Job:
         return self.departure is None and len(self.requests) == 1 and self.n == 1
 
     def check_movable(self) -> None:
-        """Raises CannotMove."""
+        """Raises CannotMigrate."""
         if self.departure is not None:
-            raise CannotMove(
+            raise CannotMigrate(
                 f"the request has migrated to {self.departure.to} already, as {self.departure.request_id!r}"
             )
         if not self.movable:
-            raise CannotMove("only requests with one prompt and one answer (n=1) can migrate")
+            raise CannotMigrate("only requests with one prompt and one answer (n=1) can migrate")

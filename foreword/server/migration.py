@@ -16,7 +16,7 @@ import httpx
 
 from foreword.disaggregation.unclaimed import UnclaimedRequest
 from foreword.engine.request import Request
-from foreword.errors import CannotMove, EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
+from foreword.errors import CannotMigrate, EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
 from foreword.server import migration_message
 from foreword.server.endpoint import ServerContext
 from foreword.server.instance_api import describe
@@ -37,7 +37,7 @@ _RETRY_SECONDS: Final = 0.1
 async def migrate(context: ServerContext, job: Job, to: str) -> dict[str, Any]:
     """Migrate a request to the server at `to`. Returns a summary.
 
-    Raises CannotMove or TransferError; the request then continues here.
+    Raises CannotMigrate or TransferError; the request then continues here.
     """
     job.check_movable()
     return await _migrate(context, job.requests[0], to, job.caller.headers, migration_message.encode(job))
@@ -60,7 +60,7 @@ async def _instance(target: str, headers: Mapping[str, str]) -> dict[str, Any]:
         async with httpx.AsyncClient(timeout=10, trust_env=False, verify=target.startswith("https")) as client:
             answer = await client.get(f"{target}/v1/instance", headers=dict(headers))
         if answer.status_code == 401:
-            raise CannotMove(f"{target} does not know the request's API key; all servers need the same keys")
+            raise CannotMigrate(f"{target} does not know the request's API key; all servers need the same keys")
         found = answer.json()
         if answer.status_code != 200 or not isinstance(found, dict) or "transfer" not in found:
             raise TransferUnavailable(f"{target} is not ready to take requests (HTTP {answer.status_code})")
@@ -70,21 +70,21 @@ async def _instance(target: str, headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _check_target(engine: AsyncEngine, request: Request, there: Mapping[str, Any], target: str) -> str:
-    """The transfer address of a server that can continue the request. Raises CannotMove."""
+    """The transfer address of a server that can continue the request. Raises CannotMigrate."""
     here = describe(engine, request.salt)
     if here["transfer"] is None:
-        raise CannotMove("this server has no transfer endpoint (--role, --transfer-bind)")
+        raise CannotMigrate("this server has no transfer endpoint (--role, --transfer-bind)")
     if not there["transfer"]:
-        raise CannotMove(f"{target} has no transfer endpoint (--role, --transfer-bind)")
+        raise CannotMigrate(f"{target} has no transfer endpoint (--role, --transfer-bind)")
     if there["transfer"] == here["transfer"]:
-        raise CannotMove(f"the request runs at {target} already")
+        raise CannotMigrate(f"the request runs at {target} already")
     if there.get("draining"):
-        raise CannotMove(f"{target} is draining itself")
+        raise CannotMigrate(f"{target} is draining itself")
     for key, difference in (("fingerprint", "another model"), ("layout", "another KV layout (block size, dtype)")):
         if there.get(key) != here[key]:
-            raise CannotMove(f"{target} has {difference}")
+            raise CannotMigrate(f"{target} has {difference}")
     if there.get("tenant") != here["tenant"]:
-        raise CannotMove(
+        raise CannotMigrate(
             f"{target} keeps this caller's blocks under another salt: give all servers the same --tenant-secret and keys"
         )
     return str(there["transfer"])
@@ -151,7 +151,7 @@ async def _migrate_to_any(
                 await work(target)
                 return True
             except ForewordError as error:
-                retry |= isinstance(error, CannotMove) and error.reason == "busy"
+                retry |= isinstance(error, CannotMigrate) and error.reason == "busy"
                 logger.warning("request %s was not migrated to %s: %s", request_id, target, error.message)
         if not retry:
             return False

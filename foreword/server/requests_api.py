@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from foreword.api.schemas import DrainBody, MigrateBody
 from foreword.config import ServerConfig
-from foreword.errors import BadRequest, CannotMove, Forbidden, NotFound
+from foreword.errors import BadRequest, CannotMigrate, Forbidden, NotFound
 from foreword.server import active_requests, completion_jobs, migration
 from foreword.server.endpoint import ServerContext
 from foreword.server.job import Caller, Job
@@ -61,7 +61,7 @@ def add_routes(routes: Routes, context: ServerContext, config: ServerConfig) -> 
             raise NotFound(f"no request {name!r} has migrated here and waits for its client")
         start = _number(request.query_params.get("from", "0"))
         if start != len(unclaimed.output):
-            raise CannotMove(f"the request migrated here after {len(unclaimed.output)} tokens, not {start}")
+            raise CannotMigrate(f"the request migrated here after {len(unclaimed.output)} tokens, not {start}")
         caller = Caller.of(request.headers)
         deltas = request.query_params.get("format") == "deltas"
         if deltas:

@@ -27,8 +27,8 @@ from foreword.errors import (
     TransferTimeout,
 )
 from foreword.store.base import Name, StoreStatus, time_left
-from foreword.store.bases import ReadOnlyStore
 from foreword.store.urls import Opener, Options, StoreUrl, read_options
+from foreword.store.wrappers import ReadOnlyStore
 from foreword.transfer.connection import Connection
 from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.service import TransferService

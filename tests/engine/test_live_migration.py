@@ -16,7 +16,7 @@ from tiny import prompt
 
 from foreword.engine.request import Delta, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.errors import CannotMove, NotFound, TransferError
+from foreword.errors import CannotMigrate, NotFound, TransferError
 
 GREEDY = SamplingParams(max_tokens=120, temperature=0.0, logprobs=2, ignore_eos=True)
 PARAMS = {
@@ -276,7 +276,7 @@ def test_target_without_memory(folder: Callable[[str], Path], nodes: tuple[Node,
         await anext(busy)
         follower = Follower(here, tokens, long)
         await follower.read(5)
-        with pytest.raises(CannotMove) as caught:
+        with pytest.raises(CannotMigrate) as caught:
             await here.engine.migrate(follower.name, small.address)
         assert caught.value.reason == "full"
         assert (await anext(busy)).tokens
@@ -300,13 +300,13 @@ def test_what_cannot_move(nodes: tuple[Node, Node]) -> None:
 
     async def main() -> None:
         await alone(nodes, prompt(5, 1), GREEDY)
-        with pytest.raises(CannotMove, match="ended"):
+        with pytest.raises(CannotMigrate, match="ended"):
             await here.engine.migrate("unknown", there.address)
         several = request(prompt(9, 8), dataclasses.replace(GREEDY, n=2))
         stream = here.engine.generate(several)
         with at_a_walk(here):
             await anext(stream)
-            with pytest.raises(CannotMove, match="more than one"):
+            with pytest.raises(CannotMigrate, match="more than one"):
                 await here.engine.migrate(several.id, there.address)
         await stream.aclose()
         with pytest.raises(NotFound):
@@ -365,7 +365,7 @@ def test_draining_target(nodes: tuple[Node, Node]) -> None:
         here.valve.pace = 0.05
         await follower.read(5)
         instance.migrations.take = too_late  # type: ignore[method-assign]
-        with pytest.raises(CannotMove) as caught:
+        with pytest.raises(CannotMigrate) as caught:
             await here.engine.migrate(follower.name, there.address)
         assert caught.value.reason == "draining"
         here.valve.pace = 0.0

@@ -23,7 +23,7 @@ from shared_server import ENGINE, PREFIXES, SharedServers, abandoned_request, un
 from foreword.api.listener import bind
 from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
-from foreword.router.breaker import ReplicaBreaker
+from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.server.app import create_app
 
 CHUNK = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}

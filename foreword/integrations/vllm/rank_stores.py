@@ -10,9 +10,9 @@ from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.config import TransferConfig
 from foreword.errors import ConfigError
 from foreword.store.base import Name, Store
-from foreword.store.bases import ReadOnlyStore
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import Opener, StoreUrl, open_store
+from foreword.store.wrappers import ReadOnlyStore
 from foreword.transfer.peer import PeerStore, opener
 from foreword.transfer.sockets import Address, parse_address
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from foreword.blocks.layout import Layout
 from foreword.errors import BadFrame, StoreConfigError
 from foreword.store.base import Name, Store, StoreStatus, time_left
-from foreword.store.bases import StoreWrapper
 from foreword.store.codecs.base import Codec, check_tokens
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, check, read_header, seal
+from foreword.store.wrappers import StoreWrapper
 
 
 class _Scratch(threading.local):

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from foreword.errors import StoreConfigError, StoreFull, StoreUnavailable
 from foreword.store.base import Name, StoredBlock, StoreStatus, time_left
-from foreword.store.bases import LocalRecords
 from foreword.store.frame import Frame
 from foreword.store.memory.arena import MemoryArena, PagePopulator
 from foreword.store.memory.slot_table import SlotTable
+from foreword.store.wrappers import LocalRecords
 
 _SCAN_SLOTS = 4096
 

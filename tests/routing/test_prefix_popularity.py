@@ -7,9 +7,9 @@ from hashlib import sha256
 
 import pytest
 
-from foreword.routing.common_prefixes import PrefixPopularity
 from foreword.routing.costs import ReplicaCosts
 from foreword.routing.placement import Candidate, CostPolicy, PlacementQuery
+from foreword.routing.prefix_popularity import PrefixPopularity
 
 COSTS = ReplicaCosts(prefill=1e-3, first=0.0, decode_each=0.0)
 

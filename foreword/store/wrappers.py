@@ -1,4 +1,4 @@
-"""Base class for stores that wrap another store and change some of its calls."""
+"""Base classes for stores: one that wraps another store, one that only reads, and records in process memory."""
 
 from __future__ import annotations
 

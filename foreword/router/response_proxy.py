@@ -26,7 +26,7 @@ from foreword.router.attempt import Attempt, describe_error, describe_response, 
 from foreword.router.auth import response_headers
 from foreword.router.client_request import PATHS
 from foreword.router.continuation import Continuation, StreamPosition, continuation_body, why_not_continuable
-from foreword.router.decisions import as_header
+from foreword.router.decision_log import as_header
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock
