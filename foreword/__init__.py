@@ -34,4 +34,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'foreword' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    try:
+        module = importlib.import_module(_MODULES[name])
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("foreword"):
+            raise
+        needed = f"foreword.{name} needs {error.name}, which is not installed: pip install 'foreword[engine]'"
+        raise ImportError(needed) from error
+    return getattr(module, name)

@@ -1,5 +1,24 @@
-"""`python -m foreword`."""
+"""`python -m foreword`, and the command `foreword`."""
 
-from foreword.cli.main import main
+import sys
 
-main()
+
+def main() -> None:
+    """Run the command. If a package of an extra is missing, say which extra installs it: exit status 2."""
+    try:
+        from foreword.cli import main as cli
+
+        cli.main()
+    except ModuleNotFoundError as error:
+        if error.name is None or "." in error.name or error.name == "foreword":
+            raise
+        print(
+            f"foreword: the package {error.name} is not installed; install this command with "
+            "pip install 'foreword[server]' (foreword[router] for a router, foreword[vllm] beside vLLM)",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

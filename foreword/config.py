@@ -32,11 +32,12 @@ ENV_PREFIX = "FOREWORD_"
 ROLES = ("prefill", "decode", "both")
 
 
-def parse_bytes(text: str) -> int:
-    """`"4GiB"`, `"500MB"`, `"4g"` or `"1048576"` as a number of bytes. Raises ConfigError."""
+def parse_bytes(text: str, where: str = "") -> int:
+    """`"4GiB"`, `"500MB"`, `"4g"` or `"1048576"` as a number of bytes. Raises ConfigError, which names the key `where`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"{text!r} is not a size in bytes; write for example 4GiB, 500MB or 1048576")
+        name = f"{where}: " if where else ""
+        raise ConfigError(f"{name}{text!r} is not a size in bytes; write for example 4GiB, 500MB or 1048576")
     # Exact for any size: a float could overflow or lose bytes.
     return int(Fraction(match[1]) * _UNITS[match[2].lower()])
 
@@ -205,7 +206,7 @@ class PrefixConfig:
             if not 0 <= share <= 90:
                 raise ConfigError(f"prefixes.budget must be between 0% and 90% of the pool, not {self.budget!r}")
             return int(pool_bytes * share / 100)
-        return parse_bytes(self.budget)
+        return parse_bytes(self.budget, "prefixes.budget (--prefix-budget)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ class StoreConfig:
     flush_seconds: float = 20.0
 
     def __post_init__(self) -> None:
-        parse_bytes(self.staging)
+        parse_bytes(self.staging, "store.staging (--store-staging)")
         _check("store", self)
 
 
@@ -284,7 +285,8 @@ class TransferConfig:
             raise ConfigError(f"transfer.links: unknown link {', '.join(unknown)}; the known links are shm and tcp")
         if "tcp" not in self.links:
             raise ConfigError(f"transfer.links must contain tcp; it is {', '.join(self.links) or 'empty'}")
-        if parse_bytes(self.ring) < 1 << 16 or parse_bytes(self.queue) < 1:
+        ring = parse_bytes(self.ring, "transfer.ring (--transfer-ring)")
+        if ring < 1 << 16 or parse_bytes(self.queue, "transfer.queue (--transfer-queue)") < 1:
             raise ConfigError("transfer.ring must be at least 64KiB and transfer.queue at least one byte")
         _check("transfer", self)
 

@@ -206,13 +206,13 @@ class CannotMigrate(TransferError, status=409, code="cannot_move", fault="client
     """A request cannot be migrated, or not now. It continues on its instance."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: similar names if there are any, else the known names."""
+def did_you_mean(name: str, known: Iterable[str], *, most: int = 8) -> str:
+    """The end of an error message: similar names if there are any, else the known names, `most` of them."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return f". Did you mean {' or '.join(repr(n) for n in close)}?"
     if names:
-        shown = ", ".join(repr(n) for n in names[:8])
-        return f". Known: {shown}{', ...' if len(names) > 8 else ''}"
+        shown = ", ".join(repr(n) for n in names[:most])
+        return f". Known: {shown}{', ...' if len(names) > most else ''}"
     return ". None is known yet"

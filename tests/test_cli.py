@@ -102,6 +102,10 @@ def test_no_flags_are_the_defaults() -> None:
         (["serve", "--block-size", "x"], "--block-size"),
         (["serve", "--block-size", "0"], "engine.block_size must be at least 1"),
         (["serve", "--config", "/nonexistent.toml"], "/nonexistent.toml"),
+        (["serve", "--store-staging", "x"], "--store-staging"),
+        (["verify", "foo"], "write for example disk:///"),
+        (["verify", "foo:///x"], "'unix'"),
+        (["inspect", "memory://"], "a memory:// store is in the memory of its server"),
         (["srve"], "serve"),
         (["prefix", "add", "x"], "exactly one of --text, --file and --messages"),
         (["prefix", "add", "x", "--text", "a", "--file", "b"], "exactly one"),
@@ -163,6 +167,34 @@ def test_doctor_finds_a_taken_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = runner.invoke(cli.app, ["doctor", "--no-load", "--port", str(taken.getsockname()[1])])
     assert result.exit_code == 1 and "FAIL  port" in result.output
+
+
+def test_doctor_checks_stores(tmp_path: Path) -> None:
+    """`doctor` opens each store; one that cannot be reached, or of an unknown type, is a finding and status 1."""
+    good = runner.invoke(cli.app, ["doctor", "--no-load", "--port", "0", "--store", f"disk://{tmp_path}/d?size=1MiB"])
+    assert good.exit_code == 0 and "ok    store" in good.output
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dead = f"redis://:secret@127.0.0.1:{listener.getsockname()[1]}"
+    for url in (dead, "nonsense://x", "nonsense"):
+        bad = runner.invoke(cli.app, ["doctor", "--no-load", "--port", "0", "--store", "memory://", "--store", url])
+        assert bad.exit_code == 1 and "ok    store" in bad.output and "FAIL  store" in bad.output
+        assert "secret" not in bad.output
+
+
+def without_package(name: str, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process in which a package cannot be imported."""
+    hidden = f"import sys; sys.modules[{name!r}] = None; sys.argv = ['foreword']; {code}"
+    return subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
+
+
+def test_missing_extras() -> None:
+    """Without the packages of an extra, the command and `foreword.LLM` name the extra in a sentence."""
+    found = without_package("typer", "from foreword.__main__ import main; main()")
+    assert found.returncode == 2 and "pip install 'foreword[server]'" in found.stderr
+    assert "Traceback" not in found.stderr
+    found = without_package("torch", "from foreword import LLM")
+    assert found.returncode == 1 and "ImportError: foreword.LLM needs torch" in found.stderr
+    assert "foreword[engine]" in found.stderr.splitlines()[-1]
 
 
 def test_doctor_loads_the_model() -> None:

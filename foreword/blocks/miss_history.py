@@ -85,7 +85,7 @@ class MissHistory:
         if cached >= length - 1:
             return Explanation("all_cached", None, "Everything but the last token, which gives the logits, was cached.")
         if length < block_size:
-            detail = f"The prompt has {length} tokens; only full blocks of {block_size} are shared."
+            detail = f"The prompt has {length} tokens, fewer than a block of {block_size}."
             return Explanation("shorter_than_block", None, detail)
         same = self._longest_match(prompt, lambda other: other == salt)
         next_block = (cached // block_size + 1) * block_size
@@ -96,10 +96,12 @@ class MissHistory:
         if tell_other_tenants and self._longest_match(prompt, lambda other: other != salt) >= next_block:
             return Explanation("other_tenant", None, "Another tenant has this prefix; tenants do not share.")
         if same == length:
-            detail = f"The whole prompt was seen before; its last {length - cached} tokens do not fill a shared block."
+            detail = f"The whole prompt was seen before; its last {length - cached} tokens do not fill a block."
             return Explanation("shorter_than_block", None, detail)
         if same < cached:  # the cached prefix is older than this history
             detail = f"No recent prompt matches beyond the {cached} tokens that were cached."
+            if length - cached < block_size and cached % block_size == 0:
+                detail = f"All full blocks were cached; the last {length - cached} tokens do not fill a block."
             return Explanation("never_seen", None, detail)
         if same == 0:
             return Explanation("never_seen", None, "No recent prompt begins with the same token.")

@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     import httpx
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 block`, `2 blocks`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def call_server(server: str, api_key: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """The server's JSON answer. Raises BadRequest with the server's message, or ConfigError if no server answers."""
     import httpx

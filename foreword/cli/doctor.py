@@ -7,6 +7,7 @@ import platform
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Annotated
 import typer
 
 from foreword import __version__
+from foreword.blocks.layout import NAME_BYTES
 from foreword.cli.flags import GroupedCommand, with_config
 from foreword.config import Config, EngineConfig
 from foreword.errors import ForewordError
@@ -23,6 +25,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "starlette", "uvicorn", "pyd
 # Instruction sets that determine how fast a model runs on a CPU.
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 _GIB = 2**30
+_STORE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ def examine(config: Config, load: bool) -> Iterator[Finding]:
     yield Finding("cpu", _features())
     yield _kernels(config.engine)
     yield _port(config.server.host, config.server.port)
+    for url in config.store.urls:
+        yield _store(url)
     if load:
         yield _model(config)
 
@@ -132,6 +137,28 @@ def _port(host: str, port: int) -> Finding:
     except OSError as error:
         return Finding("port", f"cannot listen on {host} port {port}: {error.strerror}", ok=False)
     return Finding("port", f"{host} port {port} is free")
+
+
+def _store(url: str) -> Finding:
+    """Open a store and ask it for a block that it does not have."""
+    from foreword.store.redact import redacted
+    from foreword.store.urls import open_store, parse
+
+    shown = redacted(url).partition("?")[0]
+    try:
+        if parse(url).scheme == "peer":
+            return Finding("store", f"{shown}: not checked, as only a running server connects to another one")
+        began = time.monotonic()
+        with closing(open_store([url])) as tiers:
+            store = tiers.tiers[0].store
+            store.lookup([bytes(NAME_BYTES)], deadline=began + _STORE_SECONDS)
+            status = store.status()
+        seconds = time.monotonic() - began
+    except ForewordError as error:
+        text = error.message if shown in error.message else f"{shown}: {error.message}"
+        return Finding("store", text, ok=False)
+    held = f", {status.blocks} blocks" if status.blocks >= 0 else ""
+    return Finding("store", f"{shown}: opened and answered in {seconds * 1000:.0f} ms{held}")
 
 
 def _model(config: Config) -> Finding:

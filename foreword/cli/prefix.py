@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from foreword.cli.client import call_server
+from foreword.cli.client import call_server, plural
 from foreword.errors import ConfigError
 
 prefix_app = typer.Typer(help="Named prefixes of a running server.", no_args_is_help=True, rich_markup_mode=None)
 
 ServerOption = Annotated[str, typer.Option("--server", help="URL of the server.")]
 KeyOption = Annotated[str | None, typer.Option("--api-key", help="API key, if the server requires one.")]
+PrefixName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the prefix.")]
 DEFAULT_SERVER = "http://127.0.0.1:8000"
 
 
@@ -27,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 @prefix_app.command("add")
 def prefix_add(
-    name: str,
+    name: PrefixName,
     *,
     text: Annotated[str | None, typer.Option("--text", help="The prefix as text.")] = None,
     file: Annotated[Path | None, typer.Option("--file", help="File with the prefix; - reads standard input.")] = None,
@@ -54,13 +55,13 @@ def prefix_list(*, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = N
 
 
 @prefix_app.command("show")
-def prefix_show(name: str, *, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None) -> None:
+def prefix_show(name: PrefixName, *, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None) -> None:
     """Show one prefix with its content, as JSON."""
     print(json.dumps(call_server(server, api_key, "GET", _prefix_path(name)), indent=2, ensure_ascii=False))
 
 
 @prefix_app.command("remove")
-def prefix_remove(name: str, *, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None) -> None:
+def prefix_remove(name: PrefixName, *, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None) -> None:
     """Remove a prefix and unpin its blocks."""
     removed = call_server(server, api_key, "DELETE", _prefix_path(name))
     print(f"removed {removed['id']} (version {removed['version']})")
@@ -97,5 +98,5 @@ def _prefix_path(name: str) -> str:
 
 def _summary(prefix: Mapping[str, Any]) -> str:
     size = f"{prefix['num_tokens']} tokens, {prefix['bytes']} bytes"
-    used = f"{prefix['uses']} uses, {prefix['hit_tokens']} cached tokens"
+    used = f"{plural(prefix['uses'], 'use')}, {prefix['hit_tokens']} cached tokens"
     return f"{prefix['name']}  version {prefix['version']}  {prefix['kind']}  {size}  {used}"

@@ -146,10 +146,11 @@ def _policies(text: str) -> list[str]:
 
 
 def _run(cases: Sequence[SimulationCase], trace: Sequence[TraceRequest], profile: Profile) -> list[SimulationResult]:
+    from foreword.routing.baselines import POLICIES
     from foreword.sim.run import simulate as run
 
     if not cases:
-        raise ConfigError("--policy names no policy")
+        raise ConfigError(f"--policy names no policy; choose from {', '.join((*POLICIES, 'all'))}")
     with _progress(len(cases) * len(trace)) as step:
         return [_one(run, case, trace, profile, step) for case in cases]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.cli.client import plural
 from foreword.errors import BadFrame, ConfigError
 
 if TYPE_CHECKING:
@@ -39,8 +40,10 @@ def register(app: typer.Typer) -> None:
 
 
 def _opened(urls: list[str]) -> closing[TieredStore]:
-    from foreword.store.urls import open_store
+    from foreword.store.urls import open_store, parse
 
+    if any(parse(url).scheme == "memory" for url in urls):
+        raise ConfigError("a memory:// store is in the memory of its server; name a store that outlives a process")
     return closing(open_store(urls))
 
 
@@ -123,16 +126,17 @@ def _group_summary(
 
 def _print_tier(tier: dict[str, Any]) -> None:
     budget = f" of {_size(tier['budget_bytes'])}" if tier["budget_bytes"] else ""
-    print(
-        f"{tier['tier']}: {tier['blocks']} blocks, {_size(tier['bytes'])}{budget}, {_size(tier['pinned_bytes'])} pinned"
-    )
+    size, pinned = _size(tier["bytes"]), _size(tier["pinned_bytes"])
+    print(f"{tier['tier']}: {plural(tier['blocks'], 'block')}, {size}{budget}, {pinned} pinned")
     for group in tier["layouts"]:
+        chains = f"{plural(group['chains'], 'chain')} of {plural(group['tenants'], 'tenant')}"
+        used = f"{group['unreachable']} unreachable, {plural(group['hits'], 'hit')}"
         name = group["model"] or "unknown model"
         about = f"  {group['dtype']}, {group['block_size']} tokens a block" if group["model"] else ""
         print(f"  {name} (layout {group['layout']}){about}")
         print(
-            f"    {group['blocks']} blocks, {_size(group['bytes'])}, {group['chains']} chains of {group['tenants']} tenants, "
-            f"the longest {group['longest_chain']} blocks, {group['unreachable']} unreachable, {group['hits']} hits"
+            f"    {plural(group['blocks'], 'block')}, {_size(group['bytes'])}, {chains}, "
+            f"the longest {plural(group['longest_chain'], 'block')}, {used}"
         )
         if group["oldest"] is not None:
             last = f", last used {_age(group['last_used'])} ago" if group["last_used"] else ""
@@ -152,7 +156,7 @@ def _age(then: float) -> str:
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
+    return plural(round(seconds), "second")
 
 
 # verify
@@ -183,9 +187,13 @@ def verify(
         print(json.dumps({label: _findings(one) for label, one in found.items()}, indent=2))
     else:
         for label, one in found.items():
-            bad = ", ".join(f"{count} {reason}" for reason, count in sorted(one.bad.items())) or "none damaged"
+            bad = (
+                ", ".join(f"{count} damaged ({reason})" for reason, count in sorted(one.bad.items())) or "none damaged"
+            )
             gone = f", {one.gone} evicted meanwhile" if one.gone else ""
-            print(f"{label}: {one.sound} blocks intact, {_size(one.read)} read, {bad}{gone}, {one.removed} removed")
+            print(
+                f"{label}: {plural(one.sound, 'block')} intact, {_size(one.read)} read, {bad}{gone}, {one.removed} removed"
+            )
     if any(sum(one.bad.values()) > one.removed for one in found.values()):
         raise typer.Exit(1)
 

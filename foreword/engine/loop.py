@@ -127,7 +127,7 @@ class EngineCore:
         if length + (0 if request.params.max_tokens == 0 else 1) > longest or length + asked > longest:
             wanted = f"{length} tokens in the prompt" + (f" and {asked} to generate" if asked else "")
             raise PromptTooLong(
-                f"This model's longest text is {longest} tokens, but you asked for {wanted}.", param="prompt"
+                f"This model's maximum context length is {longest} tokens, but you requested {wanted}", param="prompt"
             )
         given = {
             "prompt": request.tokens,

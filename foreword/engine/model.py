@@ -322,19 +322,23 @@ def kv_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     ConfigError if that is less than two blocks."""
     per_block = bytes_per_block(loaded.layouts.values(), loaded.kv_dtype, config.block_size)
     text = config.kv_memory.strip()
+    forms = "write auto, a size such as 4GiB, or a number of tokens such as 65536 tokens"
     if text.endswith("tokens"):
         number = text.removesuffix("tokens").strip().replace("_", "").replace(",", "")
         if not number.isdigit():
-            raise ConfigError(f"engine.kv_memory {text!r} is neither bytes (4GiB) nor tokens (65536 tokens)")
+            raise ConfigError(f"engine.kv_memory (--kv-memory) is {text!r}; {forms}")
         blocks = -(-int(number) // config.block_size)
     elif text == "auto":
         useful = config.max_num_seqs * -(-loaded.max_model_len // config.block_size)
         blocks = min(_free_bytes(loaded.device) // per_block, useful)
     else:
-        blocks = parse_bytes(text) // per_block
+        try:
+            blocks = parse_bytes(text) // per_block
+        except ConfigError:
+            raise ConfigError(f"engine.kv_memory (--kv-memory) is {text!r}; {forms}") from None
     if blocks < 2:
         raise ConfigError(
-            f"engine.kv_memory {config.kv_memory!r} is less than two blocks of {per_block} bytes; give more memory"
+            f"engine.kv_memory (--kv-memory) is {text!r}, which is less than two blocks of {per_block} bytes; {forms}"
         )
     return int(blocks)
 

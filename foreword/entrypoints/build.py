@@ -150,7 +150,7 @@ def build_engine(
 
 def _take_kv_memory(config: EngineConfig, loaded: models.LoadedModel, progress: Callable[[str], None]) -> TorchRunner:
     num_blocks = models.kv_blocks(config, loaded)
-    progress(f"taking {num_blocks} blocks of {config.block_size} tokens")
+    progress(f"allocating {num_blocks} blocks of {config.block_size} tokens")
     return TorchRunner(
         loaded.model,
         loaded.layouts,
@@ -239,7 +239,8 @@ def _open_stores(
 ) -> OffloadManager:
     """Open the stores for a runner's blocks. Raises StoreError."""
     layout = layout_of(runner.layers, fingerprint, loss_of(config.urls))
-    progress(f"opening {len(config.urls)} stores for blocks of {layout.block_bytes} bytes")
+    count = len(config.urls)
+    progress(f"opening {count} store{'s' if count > 1 else ''} for blocks of {layout.block_bytes} bytes")
     tiers = open_store(config.urls, layout, {"peer": _peer_opener(transfer)})
     wanted = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
     staging = StagingArena(tensors_of(runner.layers), max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))

@@ -103,7 +103,11 @@ class PrefixBook:
     def check_free(self, name: str, *, salt: bytes) -> None:
         """Raises BadRequest if the name is taken."""
         if self.version(name, salt=salt):
-            raise BadRequest(f"a prefix named {name!r} exists; replace it with PUT /v1/prefixes/{name}", param="name")
+            raise BadRequest(
+                f"a prefix named {name!r} exists; replace it with PUT /v1/prefixes/{name}, or on the command line with "
+                "--replace",
+                param="name",
+            )
 
     def release(self, size: int) -> None:
         """Give back a reservation."""

@@ -68,9 +68,8 @@ class RouterAuth:
         """Raises Unauthorized or Forbidden if the client may not read the router's state, or change it."""
         if self._admin is None:
             if changes or self.has_tenants:
-                raise Forbidden(
-                    "The router was started without --admin-key, so its state cannot be reached from outside"
-                )
+                purpose = "change replicas" if changes else "read the router's state"
+                raise Forbidden(f"Start the router with --admin-key to {purpose}")
             return
         Tenants([(self._admin.encode(), Tenant("admin", b""))]).authenticate(authorization)
 

@@ -117,7 +117,7 @@ class Router:
         upstream = Upstream(spec, source, breaker, max_in_flight=self.config.max_in_flight)
         self.upstreams[spec.url] = upstream
         upstream.tasks.append(self._create_task(self._watch(upstream)))
-        logger.info("replica %s added (%s)", spec.url, source)
+        logger.info("replica %s added (from %s)", spec.url, "the configuration" if source == "flag" else source)
         return upstream
 
     def remove(self, url: str) -> Upstream:
@@ -166,7 +166,7 @@ class Router:
                 return pool
         if not pools:
             reasons = self._exclusions()
-            raise NoReplica(f"No replica is ready: {reasons}" if reasons else "There is no replica")
+            raise NoReplica(f"No replica takes requests: {reasons}" if reasons else "There is no replica")
         known = sorted(name for pool in pools for name in pool.model_names())
         if model is None:
             raise UnknownModel(f"Several models are served here; name one{did_you_mean('', known)}", param="model")

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from foreword.errors import ConfigError, did_you_mean
+from foreword.errors import ConfigError
 from foreword.routing.directory import CacheTier
 from foreword.routing.placement import (
     Candidate,
@@ -147,5 +147,5 @@ def policy_named(name: str) -> Policy:
     if name == CostPolicy.name:
         return CostPolicy()
     if name not in _RULES:
-        raise ConfigError(f"unknown policy {name!r}{did_you_mean(name, POLICIES)}")
+        raise ConfigError(f"unknown policy {name!r}; the policies are {', '.join(POLICIES)}")
     return RulePolicy(name, _RULES[name]())

@@ -160,10 +160,10 @@ class DrainingServer(uvicorn.Server):
         else:
             self._loop.call_soon_threadsafe(self._begin_drain)
 
-    def fail(self, reason: str) -> None:
-        """End the process with status 1. On the loop's thread."""
+    def fail(self, reason: str, status: int = 1) -> None:
+        """End the process with an exit status. On the loop's thread."""
         logger.error("%s", reason)
-        self.exit_status = 1
+        self.exit_status = status
         self.should_exit = True
 
     def _begin_drain(self) -> None:
@@ -206,17 +206,17 @@ class ModelLoader:
         try:
             engine = load_engine(self._config, self._registry, self._events, self._note)
         except ForewordError as error:
-            self._call(self._server.fail, error.message)
+            self._call(self._server.fail, error.message, 1 if error.fault == "server" else 2)
         except Exception as error:  # without this the process would wait for its model for ever
             logger.exception("loading the model failed")
             self._call(self._server.fail, f"loading the model failed: {error}")
         else:
             self._call(self._opened, engine)
 
-    def _call(self, function: Callable[..., None], argument: object) -> None:
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, argument)
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def _note(self, text: str) -> None:
         logger.info("loading: %s", text)

@@ -24,6 +24,10 @@ from typing import Any, Final
 from foreword.errors import ConfigError
 
 _BLOCK_TOKENS: Final = 512
+_FORMATS: Final = (
+    "the formats are Mooncake's blocks (hash_ids, also written by --record) and agent sessions (input, output, session_id), "
+    "see docs/reference/formats.md"
+)
 # Larger numbers stand for unknown output tokens (`sim/replica.py`).
 _LARGEST_ID: Final = (1 << 31) - 1
 _TEXT_BYTES: Final = 4
@@ -107,7 +111,10 @@ def _read_file(path: Path, numbers: dict[int, int]) -> list[TraceRequest]:
             found.append(_parse(json.loads(line), numbers))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(f"{path}, line {number}: not a request of a known trace format: {reason}") from error
+            reason = "it is not JSON" if isinstance(error, json.JSONDecodeError) else reason
+            raise ConfigError(
+                f"{path}, line {number}: not a request in a known format: {reason}; {_FORMATS}"
+            ) from error
     return found
 
 

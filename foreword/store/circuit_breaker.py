@@ -37,18 +37,25 @@ class CircuitBreaker:
                 self._open_until = now + self._pause
             return True
 
-    def succeeded(self) -> None:
+    def succeeded(self) -> bool:
+        """Note a call that succeeded. Returns whether the circuit was open until now."""
         with self._lock:
+            closed = self._open_until > 0.0
             self._failures = 0
             self._pause = _FIRST_PAUSE
             self._open_until = 0.0
+            return closed
 
-    def failed(self) -> None:
+    def failed(self) -> bool:
+        """Note a call that failed. Returns whether the circuit was closed until now and opens."""
         with self._lock:
             self._failures += 1
-            if self._failures >= _FAILURES_TO_OPEN:
-                self._open_until = self._clock() + self._pause
-                self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            if self._failures < _FAILURES_TO_OPEN:
+                return False
+            opened = not self._open_until
+            self._open_until = self._clock() + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            return opened
 
     @property
     def is_open(self) -> bool:

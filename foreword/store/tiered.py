@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import threading
 import time
@@ -23,6 +24,8 @@ from foreword.errors import BadFrame, StoreError
 from foreword.store.base import Name, Store, StoredBlock, StoreStatus
 from foreword.store.circuit_breaker import CircuitBreaker
 from foreword.store.frame import Frame, check
+
+log = logging.getLogger("foreword.store")
 
 Result = TypeVar("Result")
 
@@ -114,10 +117,13 @@ class StoreTier:
         try:
             result = call()
         except Exception as error:  # noqa: BLE001 - the only place where a store's failure becomes a miss
-            self.breaker.failed()
+            if self.breaker.failed():
+                reason = error.message if isinstance(error, StoreError) else type(error).__name__
+                log.warning("tier %s is not used for now, after repeated errors: %s", self.label, reason)
             self.count_error(error)
             return default
-        self.breaker.succeeded()
+        if self.breaker.succeeded():
+            log.info("tier %s works again", self.label)
         return result
 
     def count_error(self, error: Exception) -> None:

@@ -78,10 +78,14 @@ Opener = Callable[[StoreUrl, Layout | None], Store]
 def parse(url: str) -> StoreUrl:
     """Parse a store URL. Raises StoreConfigError."""
     parts = split_url(url)
-    if parts.scheme not in _SCHEMES:
+    if not parts.scheme:
         raise StoreConfigError(
-            f"{redacted(url)!r}: there is no store type {parts.scheme!r}{did_you_mean(parts.scheme, _SCHEMES)}"
+            f"{redacted(url)!r} is not the URL of a store; write for example disk:///var/cache/foreword?size=20GiB "
+            f"(store types: {', '.join(_SCHEMES)})"
         )
+    if parts.scheme not in _SCHEMES:
+        suggestion = did_you_mean(parts.scheme, _SCHEMES, most=len(_SCHEMES))
+        raise StoreConfigError(f"{redacted(url)!r}: there is no store type {parts.scheme!r}{suggestion}")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     codec = options.pop("codec", "raw")
     family = "redis" if parts.scheme in _REDIS else "objects" if parts.scheme in _OBJECTS else parts.scheme

@@ -228,7 +228,7 @@ def test_rotary_embedding_that_changes_with_length(make: Callable[[], Any], leng
     assert llm.info.max_model_len == length
     tokens = prompt(length - 12, 1)
     truth.check(tokens, llm.generate([tokens], greedy(12))[0].outputs[0], 12)
-    with pytest.raises(PromptTooLong, match=f"longest text is {length} tokens"):
+    with pytest.raises(PromptTooLong, match=f"maximum context length is {length} tokens"):
         llm.generate([tokens], greedy(13))
     with pytest.raises(ConfigError, match=f"supports only {length}"):
         start(path, max_model_len=length + 1)

@@ -118,7 +118,7 @@ def test_length_of_the_model(engine: Callable[..., LLM]) -> None:
         assert (len(output.tokens), output.finish_reason) == (longest - 10, "length")
         llm.generate([prompt(longest, 2)], SamplingParams(max_tokens=0))
         for length, tokens in ((longest, None), (longest, 1), (longest + 1, 0), (10, longest - 9)):
-            with pytest.raises(PromptTooLong, match=f"longest text is {longest} tokens"):
+            with pytest.raises(PromptTooLong, match=f"maximum context length is {longest} tokens"):
                 llm.generate([prompt(length, 2)], SamplingParams(max_tokens=tokens))
         llm.check()
 

@@ -98,8 +98,10 @@ def test_a_bad_block_comes_from_the_next_tier(tiers: Tiers, fault: Fault) -> Non
     assert sum(one is not None for one in read(tiers.fast, frames)) == 6 - sum(counters.bad.values())
 
 
-def test_the_circuit_breaker_skips_a_failing_tier(tiers: Tiers) -> None:
-    """After three failures the circuit breaker skips the tier. After a pause one trial call closes it again."""
+def test_the_circuit_breaker_skips_a_failing_tier(tiers: Tiers, caplog: pytest.LogCaptureFixture) -> None:
+    """After three failures the circuit breaker skips the tier. After a pause one trial call closes it again. The log has one
+    line for each of the two changes."""
+    caplog.set_level("INFO", "foreword.store")
     frames = make_frames(3, 4, PAYLOAD)
     put_all(tiers.store, frames)
     tiers.fast.inject("fail")
@@ -115,6 +117,9 @@ def test_the_circuit_breaker_skips_a_failing_tier(tiers: Tiers) -> None:
     tiers.clock.now += 2.5
     read(tiers.store, frames)
     assert not tier.breaker.is_open and tier.counters.hit_blocks >= 4
+    opened, closed = caplog.records
+    assert opened.levelname == "WARNING" and tier.label in opened.message and "repeated errors" in opened.message
+    assert closed.levelname == "INFO" and closed.message == f"tier {tier.label} works again"
 
 
 def test_the_pause_grows() -> None:
