@@ -113,7 +113,7 @@ def _read_file(path: Path, numbers: dict[int, int]) -> list[TraceRequest]:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             reason = "it is not JSON" if isinstance(error, json.JSONDecodeError) else reason
             raise ConfigError(
-                f"{path}, line {number}: not a request in a known format: {reason}; {_FORMATS}"
+                f"{path}, line {number}: not a request of a known trace format: {reason}; {_FORMATS}"
             ) from error
     return found
 
