@@ -137,12 +137,13 @@ class ServerConfig:
     """The HTTP server.
 
     Attributes:
-        host, port: address and port to listen on; port 0 takes a free one.
+        host: address to listen on; 0.0.0.0 for all interfaces.
+        port: port to listen on; 0 takes a free one.
         api_keys: accepted API keys, each as `KEY` or `TENANT=KEY`; without any, no key is required and there is one tenant.
         api_key_file: file with one `KEY` or `TENANT=KEY` per line; `#` starts a comment.
         max_queue: maximum number of requests that wait for admission; further requests are answered with status 429.
         drain_seconds: seconds that running requests may take after SIGTERM.
-        log_level: debug, info, warning or error.
+        log_level: lowest level of log lines: debug, info, warning or error.
         tenant_secret: secret from which each tenant's cache salt is derived; by default random, different for each server.
         role: `prefill` (computes prompts for others), `decode` (takes prompts computed by others, and migrated requests) or
             `both`; each listens for transfers at --transfer-bind. By default the server works alone.
@@ -253,7 +254,8 @@ class TransferConfig:
         progress_timeout: seconds without progress after which a transfer or a stalled link ends.
         lease_seconds: seconds that blocks are kept for a peer that gives no sign of life.
         beat_seconds: interval of heartbeats on idle connections; a connection ends after five missed ones.
-        max_transfers, max_connections: maximum number at a time; further ones are refused.
+        max_transfers: maximum number of transfers at a time; further ones are refused.
+        max_connections: maximum number of connections at a time; further ones are refused.
         min_tokens: prompts with fewer tokens to compute are prefilled locally, even if a router asks for remote prefill.
     """
 
@@ -312,7 +314,7 @@ class RouterConfig:
         replica_file: file with one replica per line, watched for changes; `#` starts a comment.
         replica_dns: `http://NAME:PORT`: every address of the name is a replica. The name is resolved periodically.
         replica_key: API key for calls to replicas; by default the caller's key.
-        policy: cost (lowest expected time to first token), random, round-robin, least-loaded, least-tokens,
+        policy: routing policy: cost (lowest expected time to first token), random, round-robin, least-loaded, least-tokens,
             consistent-hashing, longest-prefix or two-choices.
         tokenizer: folder or Hugging Face name of the tokenizer; by default the replicas tokenize.
         max_waiting: maximum number of requests per replica that wait for their first token; further requests queue in the
@@ -323,8 +325,9 @@ class RouterConfig:
         request_timeout: maximum seconds for a request, including its time in the queue.
         stall_timeout: seconds without data after which a replica that streams a response counts as failed.
         max_attempts: maximum number of replicas that a request is sent to.
-        connect_timeout, health_timeout: seconds to connect to a replica; seconds for a health check.
+        connect_timeout: seconds to connect to a replica.
         health_interval: seconds between health checks of a replica.
+        health_timeout: seconds that a health check may take.
         failures: consecutive failures that open a replica's circuit breaker.
         decisions: number of placement decisions kept for /v1/router/decisions.
         session_ttl: seconds that an idle session keeps its replica.

@@ -5,14 +5,25 @@ The server and the router share this mapping; each has a thin adapter for its we
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Collection
 from typing import Any, Final, NamedTuple
 
-from foreword.errors import BadRequest, ForewordError, NotFound, did_you_mean
+from foreword.errors import BadRequest, ForewordError, NotFound
 
 MAX_BODY_BYTES: Final = 64 << 20
+_MAIN_PATHS: Final = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/v1/prefixes",
+    "/ui",
+    "/metrics",
+    "/health",
+    "/ready",
+)
 # nginx's status for a client that closed the connection. No client sees it; the log and the metrics do.
 CLIENT_GONE: Final = 499
 # Seconds, by status, where the caller of `error_response` gives none.
@@ -65,7 +76,8 @@ def http_error_response(status: int, reason: str, method: str, path: str, known:
         known: paths to suggest instead of an unknown one.
     """
     if status == 404:
-        hint = did_you_mean(path, known) if known else ""
+        close = difflib.get_close_matches(path, (*known, *_MAIN_PATHS), n=1, cutoff=0.8)
+        hint = f". Did you mean {close[0]!r}?" if close else f"; the main paths are {', '.join(_MAIN_PATHS)}"
         return error_response(NotFound(f"There is no route {path!r}{hint}"))
     if status == 413:
         return error_response(BodyTooLarge())

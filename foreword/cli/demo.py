@@ -231,7 +231,10 @@ def register(app: typer.Typer) -> None:
         max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 32,
         json_file: Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")] = None,
     ) -> None:
-        """Compare TTFT without prefix caching, with a cold and with a warm cache, for prompts with a long common prefix."""
+        """Compare TTFT with and without prefix caching.
+
+        Runs conversations with a long common prefix without prefix caching, with a cold cache and with a warm cache.
+        """
         from rich.console import Console
         from rich.table import Table
 

@@ -65,11 +65,15 @@ class ConfigFlag:
     @property
     def help(self) -> str:
         text = self.text[:1].upper() + self.text[1:]
+        if self.kind == list[str]:
+            text += " May be repeated."
         return text if self.default in (None, ()) else f"{text} [default: {self.shown_default}]"
 
     @property
     def shown_default(self) -> str:
-        return ("on" if self.default else "off") if self.kind is bool else str(self.default)
+        if self.kind is bool:
+            return "on" if self.default else "off"
+        return ", ".join(self.default) if isinstance(self.default, tuple) else str(self.default)
 
     def parameter(self) -> inspect.Parameter:
         """The parameter for typer. None means "not given": then the environment, the file or the default decides."""

@@ -22,7 +22,10 @@ def serve(config: Config) -> None:
 
 
 def route(config: Config) -> None:
-    """Route requests to several servers: to a cached prefix, unless waiting there costs more time."""
+    """Route requests to several servers.
+
+    A request goes to a server that has its prefix cached, unless waiting there costs more time.
+    """
     from foreword.router.process import run
 
     raise typer.Exit(run(config))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foreword.sim.run import SimulationResult
     from foreword.sim.trace import TraceRequest
 
-bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench_app = typer.Typer(help="Measure the costs of an engine.", no_args_is_help=True, rich_markup_mode=None)
 
 _LIST = "one or several, separated by commas"
 _SIZE = "in tokens, or in bytes (40GiB)"
@@ -89,9 +89,9 @@ def simulate(
     svg: Svg = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a trace with the real scheduler, block pool, eviction and routing in virtual time: hit rate, TTFT, cost.
+    """Simulate hit rate, TTFT and cost for a trace.
 
-    Simulates every combination of the given values.
+    Runs the real scheduler, block pool, eviction and routing in virtual time, for every combination of the given values.
     """
     from foreword.sim.plan import counts, simulation_cases, sizes
     from foreword.sim.profile import Profile, read_profile
@@ -248,7 +248,10 @@ def calibrate(
     longest: Annotated[int, typer.Option("--longest", help="Longest context to measure, in tokens.")] = 4096,
     rounds: Annotated[int, typer.Option("--rounds", help="Number of measurements of each value.")] = 3,
 ) -> None:
-    """Measure the times of an engine's steps and loads on this machine, for `foreword simulate --costs`."""
+    """Measure an engine's costs for `foreword simulate`.
+
+    Measures the times of its steps and loads on this machine. The file is for `foreword simulate --costs`.
+    """
     from foreword.sim.calibrate import CalibrationSetup, measure
 
     if out.exists():

@@ -51,7 +51,10 @@ def _opened(urls: list[str]) -> closing[TieredStore]:
 
 
 def inspect_store(urls: Urls, *, as_json: Json = False) -> None:
-    """List what stores contain: models, blocks, bytes, hits, ages, named prefixes. Changes nothing."""
+    """List what stores contain.
+
+    Shows models, blocks, bytes, hits, ages and named prefixes. Changes nothing.
+    """
     from foreword.prefixes.erasure import layouts, named_prefixes
 
     with _opened(urls) as store:
@@ -268,7 +271,10 @@ def forget(
     ] = None,
     api_key: Annotated[str | None, typer.Option("--api-key", help="API key of the caller, for --server.")] = None,
 ) -> None:
-    """Delete blocks from all given stores and print a receipt as JSON. Status 1 if blocks remain."""
+    """Delete blocks from stores.
+
+    Deletes from all given stores and prints a receipt as JSON. Status 1 if blocks remain.
+    """
     chosen = [name for name, given in _choices(tenant, everyone, prefix, model, server) if given]
     if len(chosen) != 1:
         raise ConfigError(

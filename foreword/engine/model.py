@@ -25,7 +25,7 @@ from foreword.engine import decoder, linear
 from foreword.engine.attention import base as attention
 from foreword.engine.attention.base import LayerRecorder
 from foreword.engine.kernels import native
-from foreword.engine.kernels.build import CannotBuild
+from foreword.engine.kernels.build import CannotBuild, is_compiled
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
@@ -252,8 +252,11 @@ def open_kernels(
     elif dtype not in native.TYPES:
         reason = f"they compute in float32 and bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
     else:
-        progress("compiling the kernels, if there is no compiled copy")
         try:
+            if is_compiled():
+                progress("loading the compiled kernels")
+            else:
+                progress("compiling the kernels, which takes some seconds at the first start")
             return native.load()
         except CannotBuild as error:
             reason = str(error)

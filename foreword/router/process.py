@@ -121,7 +121,10 @@ async def _serve(config: Config, listener: socket.socket, specs: list[ReplicaSpe
 async def _drain(router: Router, seconds: float) -> None:
     """Reject new requests and wait for active ones."""
     router.draining = True
-    logger.info("shutting down: waiting up to %g s for active requests", seconds)
+    if router.active:
+        logger.info("shutting down: running requests may take %g s more", seconds)
+    else:
+        logger.info("shutting down")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while router.active:

@@ -106,6 +106,11 @@ class Admission:
             if self._admitted == 0:
                 self._idle.set()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is running, or a migrated one waits for its client."""
+        return self._admitted > 0 or (self._engine is not None and bool(self._engine.unclaimed.all()))
+
     def close(self) -> None:
         """Refuse new requests from now on."""
         self._draining = True

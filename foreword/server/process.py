@@ -171,7 +171,10 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         if self.admission.loaded is not None:
-            logger.info("shutting down: running requests may take %g s more", self._drain_seconds)
+            if self.admission.busy:
+                logger.info("shutting down: running requests may take %g s more", self._drain_seconds)
+            else:
+                logger.info("shutting down")
             deadline = time.monotonic() + self._drain_seconds
             await self._migrate_all(seconds=self._drain_seconds)
             await self.admission.drain(max(deadline - time.monotonic(), 0))

@@ -202,7 +202,9 @@ class TransferEndpoint:
             connection = self._open(stream, client=False, deadline=deadline)
         except (TransferError, OSError) as error:
             self._registry.count("peers_rejected" if isinstance(error, PeerRejected) else "greetings_failed")
-            log.warning("a peer failed to connect: %s", error)
+            # A process that connects and closes without a byte only checks whether this one still listens.
+            probe = isinstance(error, TransferUnavailable) and not stream.greeted
+            log.log(logging.DEBUG if probe else logging.WARNING, "a peer failed to connect: %s", error)
             stream.close()
         finally:
             self._handshakes.release()

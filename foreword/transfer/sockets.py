@@ -165,11 +165,13 @@ class SocketStream:
 
     Attributes:
         last_received: when the last byte arrived.
+        greeted: whether `read`, which receives handshakes, has received anything.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.last_received = time.monotonic()
+        self.greeted = False
         self._closed = False
         self._ahead = memoryview(bytearray(_READ_AHEAD))
         self._spare = self._ahead[:0]
@@ -243,6 +245,7 @@ class SocketStream:
             if not more:
                 raise TransferUnavailable("the peer has closed the connection")
             data += more
+            self.greeted = True
         return data
 
     def close(self) -> None:

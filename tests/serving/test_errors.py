@@ -154,6 +154,7 @@ def test_unknown_routes_and_methods(client: httpx.Client) -> None:
     assert answer.status_code == 405 and answer.headers["allow"] == "POST"
     assert "PUT" in error_of(answer)["message"]
     assert client.get("/v1/completions/").status_code == 404
+    assert "main paths are /v1/chat/completions" in error_of(client.get("/elsewhere"))["message"]
 
 
 def test_request_ids(client: httpx.Client, server: SharedServer) -> None:

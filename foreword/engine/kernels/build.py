@@ -24,9 +24,8 @@ class CannotBuild(Exception):
 
 def library(flags: Sequence[str] = FLAGS) -> Path:
     """Path of the compiled kernels; compiles them if there is no copy. Raises CannotBuild."""
-    compiler = _compiler()
-    sources = {name: (files("foreword.engine.kernels") / name).read_bytes() for name in SOURCES}
-    path = cache_folder() / f"kernels-{_digest([*compiler, *flags], compiler, sources)}.so"
+    compiler, sources = _compiler(), _sources()
+    path = _path(compiler, flags, sources)
     if path.exists():
         return path
     try:
@@ -43,6 +42,19 @@ def library(flags: Sequence[str] = FLAGS) -> Path:
             f"cannot write to {path.parent} ({error.strerror}); set XDG_CACHE_HOME to a writable folder"
         ) from error
     return path
+
+
+def is_compiled() -> bool:
+    """Whether there is a compiled copy. Raises CannotBuild."""
+    return _path(_compiler(), FLAGS, _sources()).exists()
+
+
+def _sources() -> dict[str, bytes]:
+    return {name: (files("foreword.engine.kernels") / name).read_bytes() for name in SOURCES}
+
+
+def _path(compiler: list[str], flags: Sequence[str], sources: dict[str, bytes]) -> Path:
+    return cache_folder() / f"kernels-{_digest([*compiler, *flags], compiler, sources)}.so"
 
 
 def cache_folder() -> Path:

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from foreword import __version__
 from foreword.blocks.layout import Layout
 from foreword.config import TransferConfig, parse_bytes
 from foreword.errors import ModelUnsupported
@@ -40,6 +41,8 @@ from foreword.store.tiered import StoreTier, TieredStore
 from foreword.store.urls import parse
 
 logger = logging.getLogger(__name__)
+# vLLM shows INFO lines only of loggers below its own.
+startup_log = logging.getLogger("vllm.foreword")
 
 _MIN_SLOTS = 16
 # Smaller steps say little about vLLM's prefill throughput.
@@ -49,6 +52,12 @@ _WAIT_SECONDS = 0.005
 _MAX_WAIT_SECONDS = 0.025
 # Label of the tier that reads from KV producers, in metrics.
 PRODUCERS_LABEL = "prefill"
+
+
+def _tier_in_words(tier: StoreTier) -> str:
+    budget = tier.store.status().budget
+    return f"{tier.label} ({budget / 2**30:.1f} GiB)" if budget else tier.label
+
 
 # The worker sides of this process by engine id, for a scheduler side in the same process.
 _workers: dict[str, ForewordConnectorWorker] = {}
@@ -118,7 +127,13 @@ class ForewordConnectorWorker:
         if self._info.ranks == 1:
             with _workers_lock:
                 _workers[self._engine] = self
-        logger.info("Foreword: stores %s, %d bytes per block, %d slots", store.label, layout.block_bytes, staging.slots)
+        startup_log.info(
+            "Foreword %s: tiers %s; %d bytes per block, layout %s",
+            __version__,
+            ", ".join(map(_tier_in_words, store.tiers)) or "none",
+            layout.block_bytes,
+            layout.fingerprint.hex()[:12],
+        )
 
     def _listen(
         self, transfer: TransferConfig, layout: Layout, tensors: Sequence[torch.Tensor], store: TieredStore
