@@ -27,6 +27,7 @@ from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.recording import EngineRecorder, TraceRecorder
 from foreword.server.admission import Admission
 from foreword.server.app import create_app
+from foreword.store.urls import parse
 from foreword.transfer.sockets import parse_address
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def run(config: Config) -> int:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     check_salts(config)
     check_transfer(config)
+    for url in config.store.urls:
+        parse(url)  # raises errors of its URL before the model is loaded
     admission = Admission(config.server.max_queue)
     registry = PrometheusObserver()
     events = _publish_events(config)

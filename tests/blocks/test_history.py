@@ -53,6 +53,13 @@ def test_common_prefix_lets_go_of_the_arrays() -> None:
     b.append(5)
 
 
+def test_cached_to_the_last_full_block() -> None:
+    """A prompt that this history has not seen, and of which all full blocks were cached: the detail says so."""
+    found = explain(list(range(2 * SIZE + SIZE - 1)), 2 * SIZE)
+    assert found.reason == "never_seen"
+    assert found.detail == f"All full blocks were cached; the last {SIZE - 1} tokens do not fill a block."
+
+
 @pytest.mark.parametrize(("length", "cached"), [(8, 8), (8, 7), (1, 0), (9, 8)])
 def test_all_cached(length: int, cached: int) -> None:
     """A prompt of which only the last token is computed was cached whole."""

@@ -258,8 +258,8 @@ def test_prefix_without_caching(engine: Make, reference: Find) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_memory": "7 bytes"}, "not a size in bytes"),
-        ({"kv_memory": "many tokens"}, "neither bytes"),
+        ({"kv_memory": "7 bytes"}, "--kv-memory.*65536 tokens"),
+        ({"kv_memory": "many tokens"}, "--kv-memory.*65536 tokens"),
         ({"kv_memory": "4 tokens"}, "less than two blocks"),
         ({"kv_memory": "1KiB"}, "less than two blocks"),
         ({"block_size": 0}, "must be at least 1"),

@@ -101,9 +101,9 @@ def test_signal_while_loading(start_controlled: Callable[..., ControlledProcess]
 
 @pytest.mark.slow
 def test_failed_load(start: Callable[..., ServerProcess]) -> None:
-    """A model that cannot be loaded ends the process with status 1 and a message, without a traceback."""
+    """A model that cannot be loaded ends the process with status 2 and a message, without a traceback."""
     process = start("/nonexistent/model")
-    assert process.end(200) == 1
+    assert process.end(200) == 2
     assert "/nonexistent/model" in process.text and "Traceback" not in process.text
 
 
@@ -117,8 +117,13 @@ def test_port_in_use(start: Callable[..., ServerProcess]) -> None:
 
 
 def test_bad_settings(start: Callable[..., ServerProcess]) -> None:
-    """A wrong value, host or API key ends the process with status 2 and a message before anything loads."""
-    for arguments in (["--block-size", "0"], ["--host", "no.such.host.invalid"], ["--api-keys", "two words"]):
+    """A wrong value, host, API key or store ends the process with status 2 and a message before anything loads."""
+    for arguments in (
+        ["--block-size", "0"],
+        ["--host", "no.such.host.invalid"],
+        ["--api-keys", "two words"],
+        ["--store", "x"],
+    ):
         process = start(*arguments)
         assert process.end() == 2
         assert process.text.startswith("foreword: ") and process.text.count("\n") == 1

@@ -162,6 +162,19 @@ def refused(theirs: TransferConfig, ours: TransferConfig, layouts: tuple[Layout 
         return raised.value.message
 
 
+def test_a_probe_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """A process that connects and closes at once, to see whether one listens, is counted but logged at debug level only."""
+    caplog.set_level("DEBUG", "foreword.transfer")
+    with ExitStack() as stack:
+        listening = TransferEndpoint(config(), TransferService())
+        stack.callback(listening.close)
+        host, port = listening.listen().rsplit(":", 1)
+        socket.create_connection((host, int(port))).close()
+        until(lambda: listening.status().counts.get("greetings_failed") == 1)
+        until(lambda: bool(caplog.records))
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+
+
 @pytest.mark.parametrize(("theirs", "ours"), [(SECRET, SECRET + "!"), (SECRET, None), (None, SECRET)])
 def test_the_wrong_secret(theirs: str | None, ours: str | None) -> None:
     """A different secret, or none on one side, is refused with a message that names the setting."""
