@@ -36,7 +36,7 @@ def elsewhere(work: Callable[[], T]) -> T:
 def test_copies_start_no_openmp_threads() -> None:
     """Copying blocks starts no OpenMP threads, which would compete with the compute threads."""
     blocks = torch.zeros(64, 1 << 18, dtype=torch.uint8)
-    staging = StagingArena([blocks], 64)
+    staging = StagingArena([[blocks]], 64)
 
     def copy() -> set[str]:
         before = set(os.listdir("/proc/self/task"))
@@ -79,7 +79,7 @@ def test_the_deadline_of_a_search_follows_the_compute_time() -> None:
     layout = Layout(b"m" * 32, 16, (LayerLayout(1, 8, 8),), "float32")
     blocks = torch.zeros(8, layout.block_bytes, dtype=torch.uint8)
     store = TieredStore([MemoryStore(1 << 20)])
-    cache = OffloadManager(store, StagingArena([blocks], 8), layout, lookup_timeout=1.0)
+    cache = OffloadManager(store, StagingArena([[blocks]], 8), layout, lookup_timeout=1.0)
     keys = [bytes([number]) * 32 for number in range(100)]
     try:
         now = time.monotonic()

@@ -59,7 +59,7 @@ class Device:
         self.blocks = torch.randn(BLOCKS, LAYOUT.block_bytes // 4, generator=draw)
         self.computed = self.blocks.clone()
         self.offload = OffloadManager(
-            TieredStore(stores), StagingArena([self.blocks], slots), LAYOUT, lookup_timeout=PATIENCE
+            TieredStore(stores), StagingArena([[self.blocks]], slots), LAYOUT, lookup_timeout=PATIENCE
         )
 
     def keys(self, chain: int, count: int) -> list[bytes]:
@@ -245,3 +245,50 @@ def test_load_as_many_blocks_as_saves_the_most_time(
 def test_a_search_may_take_a_tenth_of_the_compute_time() -> None:
     """The search timeout is the configured one, or a tenth of the compute time if that is longer."""
     assert (search_timeout(1.0, 5.0), search_timeout(1.0, 50.0)) == (1.0, 5.0)
+
+
+def paged(storage: torch.Tensor, start: int, row_bytes: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
+    """`[blocks, row_bytes]` of a storage of bytes, with rows `stride` bytes apart, as elements of another type."""
+    blocks = len(storage) // stride
+    return storage.as_strided((blocks, row_bytes), (stride, 1), start).view(dtype)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [[(0, 96, torch.bfloat16), (96, 160, torch.float32)]],  # two layers, interleaved, no padding
+        [[(0, 64, torch.float32)], [(0, 48, torch.bfloat16), (64, 120, torch.float32)]],  # one allocation, two groups
+        [
+            [(0, 7, torch.uint8), (8, 30, torch.int16), (51, 101, torch.int8)],
+            [(3, 1, torch.uint8)],
+        ],  # odd sizes and places
+        [[], [(16, 128, torch.float64)]],  # a group without tensors
+    ],
+)
+def test_blocks_of_several_groups_move_through_frames(groups: list[list[tuple[int, int, torch.dtype]]]) -> None:
+    """Blocks whose rows lie apart, of several groups in one allocation, arrive in other blocks. Nothing else changes."""
+    stride, blocks, draw = 256, 12, torch.Generator().manual_seed(5)
+    # An odd start makes layers that begin at odd bytes possible for one-byte types only.
+    storage = torch.randint(0, 256, (stride * blocks,), dtype=torch.uint8, generator=draw)
+    arena = StagingArena([[paged(storage, *spec[:2], stride, spec[2]) for spec in one] for one in groups], 9)
+    assert arena.block_bytes == tuple(sum(size for _, size, _ in one) for one in groups)
+    assert arena.frame_bytes == HEADER_BYTES + max(arena.block_bytes) == len(arena.buffer(0))
+    sources, slots, targets = [1, 2, 3, 7, 5], [0, 1, 4, 8, 2], [9, 10, 11, 4, 0]
+    for number, one in enumerate(groups):
+        expected = storage.view(blocks, stride).clone()
+        arena.gather(sources, slots, number)
+        for source, slot, target in zip(sources, slots, targets, strict=True):
+            content = b"".join(expected[source, start : start + size].numpy().tobytes() for start, size, _ in one)
+            assert bytes(arena.buffer(slot)[HEADER_BYTES : HEADER_BYTES + len(content)]) == content
+            for start, size, _ in one:
+                expected[target, start : start + size] = expected[source, start : start + size]
+        arena.scatter(slots, targets, number)
+        assert torch.equal(storage.view(blocks, stride), expected)
+
+
+def test_rows_that_are_not_contiguous_are_refused() -> None:
+    """An arena never works on a copy of the tensors: it refuses those whose rows are not contiguous."""
+    tensor = torch.zeros(8, 4, 6)
+    for wrong in (tensor.transpose(1, 2), tensor[:, :, ::2], tensor[:, :, :3]):
+        with pytest.raises(ValueError, match="not contiguous"):
+            StagingArena([[wrong]], 4)

@@ -163,7 +163,7 @@ class FrameServer:
             self._counts.update(more)
 
     def _header(self, key: bytes, parent: bytes, depth: int) -> Header:
-        size = self._staging.block_bytes
+        size = self._staging.block_bytes[0]
         return Header(self._fingerprint, key, parent, depth, RAW, size, size)
 
 

@@ -100,7 +100,7 @@ class EngineParts:
         else:
             layout, memory = layout_of(self.runner.layers, bytes.fromhex(self.info.fingerprint)), []
         slots = min(num_frame_slots(layout), max(2 * self.runner.num_blocks, _FEWEST_SLOTS))
-        staging = StagingArena(tensors_of(self.runner.layers), slots)
+        staging = StagingArena([tensors_of(self.runner.layers)], slots)
         return BlockServer(layout, self.core.cache.pool, self.chains, post, staging, memory)
 
 
@@ -243,7 +243,7 @@ def _open_stores(
     progress(f"opening {count} store{'s' if count > 1 else ''} for blocks of {layout.block_bytes} bytes")
     tiers = open_store(config.urls, layout, {"peer": _peer_opener(transfer)})
     wanted = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
-    staging = StagingArena(tensors_of(runner.layers), max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))
+    staging = StagingArena([tensors_of(runner.layers)], max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))
     return OffloadManager(
         tiers, staging, layout, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
     )

@@ -283,7 +283,7 @@ class OffloadManager:
         if found is None:
             return False
         header = found.frame.header
-        return header.codec == RAW and header.length == self._staging.block_bytes
+        return header.codec == RAW and header.length == self._staging.block_bytes[0]
 
     def _is_slower_than_computing(self, store_load: StoreLoad, done: int, compute: float) -> bool:
         """Whether the rest of a load, at its speed so far, would take longer than computing the rest."""
@@ -334,7 +334,7 @@ class OffloadManager:
         return slots
 
     def _header(self, key: bytes, parent: bytes, depth: int) -> Header:
-        size = self._staging.block_bytes
+        size = self._staging.block_bytes[0]
         return Header(self._fingerprint, key, parent, depth, RAW, size, size)
 
     # Pins, records, status

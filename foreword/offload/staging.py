@@ -52,23 +52,28 @@ class StagingArena:
     thread: torch would start a team of OpenMP threads for each copying thread, which compete with the computing threads.
 
     Args:
-        tensors: `[num_blocks, ...]` each, contiguous; a payload is their bytes of one block, in this order.
-        slots: number of slots.
+        groups: the tensors of each group, `[num_blocks, ...]` each. Every row is contiguous, but rows may lie apart. A payload
+            is the bytes of one block in the tensors of its group, in this order.
+        slots: number of slots. Each holds a block of any group.
+
+    Attributes:
+        block_bytes: bytes of a payload, by group.
+        frame_bytes: bytes of the longest frame, header included.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], slots: int) -> None:
-        self.device = tensors[0].device
+    def __init__(self, groups: Sequence[Sequence[Tensor]], slots: int) -> None:
+        self.device = next(tensor.device for tensors in groups for tensor in tensors)
         self.slots = slots
-        self.block_bytes = sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
-        self.frame_bytes = HEADER_BYTES + self.block_bytes
+        self.block_bytes = tuple(sum(map(_row_bytes, tensors)) for tensors in groups)
+        self.frame_bytes = HEADER_BYTES + max(self.block_bytes)
         stride = -(-self.frame_bytes // _ALIGNMENT) * _ALIGNMENT
         arena = torch.empty(slots, stride, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
         self._bytes = memoryview(cast(Any, arena.numpy())).cast("B")
         self._stride = stride
-        self._parts: list[tuple[Any, Any]] = list(_word_views(tensors, arena))
+        self._parts: list[list[tuple[Any, Any]]] = [list(_word_views(tensors, arena)) for tensors in groups]
         self._copy: Callable[[Any, Any], object] = _copy_on_device
         if self.device.type == "cpu":
-            self._parts = [(paged.numpy(), staged.numpy()) for paged, staged in self._parts]
+            self._parts = [[(paged.numpy(), staged.numpy()) for paged, staged in parts] for parts in self._parts]
             self._copy = np.copyto
 
     def buffer(self, slot: int) -> memoryview:
@@ -77,18 +82,18 @@ class StagingArena:
         return self._bytes[start : start + self.frame_bytes]
 
     @torch.inference_mode()
-    def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy device blocks into the payloads of slots. The copy is complete on return."""
+    def gather(self, blocks: Sequence[int], slots: Sequence[int], group: int = 0) -> None:
+        """Copy device blocks of a group into the payloads of slots. The copy is complete on return."""
         for block, slot, count in _runs(blocks, slots):
-            for paged, staged in self._parts:
+            for paged, staged in self._parts[group]:
                 self._copy(staged[slot : slot + count], paged[block : block + count])
         self._synchronize()
 
     @torch.inference_mode()
-    def scatter(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy the payloads of slots into device blocks. The copy is complete on return."""
+    def scatter(self, slots: Sequence[int], blocks: Sequence[int], group: int = 0) -> None:
+        """Copy the payloads of slots into device blocks of a group. The copy is complete on return."""
         for block, slot, count in _runs(blocks, slots):
-            for paged, staged in self._parts:
+            for paged, staged in self._parts[group]:
                 self._copy(paged[block : block + count], staged[slot : slot + count])
         self._synchronize()
 
@@ -101,13 +106,25 @@ def _copy_on_device(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor[0].numel() * tensor.element_size()
+
+
 def _word_views(tensors: Sequence[Tensor], arena: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each tensor as `[num_blocks, words]`, with its part of the arena, in the widest words that all sizes allow."""
+    """Each tensor as `[num_blocks, words]`, with its part of the arena, in the widest words that sizes and strides allow.
+
+    The views share the tensors' memory. Raises ValueError for a tensor whose rows are not contiguous.
+    """
     offset = HEADER_BYTES
     for tensor in tensors:
-        size = tensor[0].numel() * tensor.element_size()
-        width, kind = next((w, k) for w, k in _WORDS if math.gcd(size, offset) % w == 0)
-        paged = tensor.reshape(tensor.shape[0], -1).view(torch.uint8).view(kind)
+        if not tensor[0].is_contiguous():
+            raise ValueError(
+                f"the rows of a paged tensor are not contiguous: {tensor.shape}, strides {tensor.stride()}"
+            )
+        size, item = _row_bytes(tensor), tensor.element_size()
+        aligned = math.gcd(size, offset, tensor.stride(0) * item, tensor.storage_offset() * item, tensor.data_ptr())
+        width, kind = next((w, k) for w, k in _WORDS if aligned % w == 0)
+        paged = tensor.view(len(tensor), -1).view(torch.uint8).view(kind)
         staged = arena.view(kind)[:, offset // width : (offset + size) // width]
         yield paged, staged
         offset += size

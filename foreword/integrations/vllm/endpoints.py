@@ -123,7 +123,7 @@ class InstanceEndpoint:
     ) -> None:
         self.leases: KVLeases | None = None
         if listens:
-            staging = StagingArena(tensors, min(num_frame_slots(layout), max(2 * len(tensors[0]), _MIN_FRAMES)))
+            staging = StagingArena([tensors], min(num_frame_slots(layout), max(2 * len(tensors[0]), _MIN_FRAMES)))
             self.leases = KVLeases(layout, staging, memory, config.lease_seconds)
         self._endpoint = TransferEndpoint(config, _KVService(layout, self.leases))
         self.producers = KVProducers(self._endpoint, layout.shard[0], producers)

@@ -107,10 +107,11 @@ class ForewordConnectorWorker:
         layout = self._info.layout(rank)
         config = self._settings.store
         blocks = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
-        staging = StagingArena(tensors, max(min(blocks, 2 * len(tensors[0])), _MIN_SLOTS))
-        if staging.block_bytes != layout.block_bytes:
+        staging = StagingArena([tensors], max(min(blocks, 2 * len(tensors[0])), _MIN_SLOTS))
+        if staging.block_bytes[0] != layout.block_bytes:
             raise ModelUnsupported(
-                f"vLLM's blocks have {staging.block_bytes} bytes, but its description of the layers says {layout.block_bytes}"
+                f"vLLM's blocks have {staging.block_bytes[0]} bytes, but its description of the layers says "
+                f"{layout.block_bytes}"
             )
         transfer = rank_config(self._settings.transfer or TransferConfig(), layout)
         store = open_tiers(config.urls, layout, {"peer": rank_peer_opener(transfer, rank, self._info.ranks)})
