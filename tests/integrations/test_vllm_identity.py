@@ -1,0 +1,233 @@
+"""What a request's KV depends on under vLLM: tenant, adapter, media, prompt embeddings and the version of the weights."""
+
+from __future__ import annotations
+
+import json
+from collections import UserDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from foreword.blocks.keys import Scope, TokenChain
+from foreword.integrations.vllm.identity import RequestIdentities, RequestIdentity, chain_salt
+from foreword.integrations.vllm.weights import AdapterDigests, WeightsVersion
+
+BLOCK = 4
+
+
+class Item(UserDict[str, Any]):
+    """Processed media, with the method of vLLM's `MultiModalKwargsItem`."""
+
+    def get_data(self) -> dict[str, Any]:
+        return dict(self)
+
+
+@dataclass(frozen=True)
+class Image:
+    offset: int
+    length: int
+    pixels: int = 1
+    identifier: str = "a"
+
+    def feature(self) -> SimpleNamespace:
+        place = SimpleNamespace(offset=self.offset, length=self.length, is_embed=None)
+        data = Item(pixel_values=torch.full((2, 2), self.pixels, dtype=torch.float32), grid=torch.tensor([1, 2]))
+        return SimpleNamespace(
+            modality="image", identifier=self.identifier, mm_hash=self.identifier, mm_position=place, data=data
+        )
+
+
+def request(images: Sequence[Image] = (), **given: Any) -> SimpleNamespace:
+    known = {"lora_request": None, "prompt_embeds": None, "cache_salt": None, "num_prompt_tokens": 32}
+    return SimpleNamespace(mm_features=[image.feature() for image in images], **{**known, **given})
+
+
+def identities(**given: Any) -> RequestIdentities:
+    return RequestIdentities(BLOCK, **{"adapter_digest": lambda adapter: adapter, **given})
+
+
+def identity(asked: Any) -> RequestIdentity:
+    found = identities().of(asked)
+    assert found is not None
+    return found
+
+
+def keys(tokens: Sequence[int], asked: Any) -> list[bytes]:
+    found = identity(asked)
+    salt = chain_salt(asked.cache_salt, found.adapter)
+    chain = TokenChain(Scope(b"model", BLOCK, salt).root(), BLOCK, tokens, found.extras)
+    return chain.keys_to(len(tokens) // BLOCK)
+
+
+# In one request an identifier has one content; in another request it may have another.
+images = st.builds(
+    lambda pixels, places: [Image(offset, length, pixels[name], name) for offset, length, name in places],
+    st.fixed_dictionaries({"a": st.integers(1, 2), "b": st.integers(1, 2)}),
+    st.lists(st.tuples(st.integers(0, 14), st.integers(1, 9), st.sampled_from("ab")), max_size=3),
+)
+described = st.tuples(
+    st.lists(st.integers(0, 1), min_size=16, max_size=16),
+    images,
+    st.sampled_from([None, "x", "x\x00", "\x00x"]),
+    st.sampled_from([None, b"x", b"y"]),
+)
+
+
+@settings(max_examples=500)
+@given(described, described)
+def test_keys_are_equal_exactly_where_the_input_is(one: Any, other: Any) -> None:
+    """Two requests share a block's key exactly if all tokens, images, salts and adapters up to its end are equal."""
+
+    def seen(given: Any, end: int) -> Any:
+        tokens, found, salt, adapter = given
+        overlapping = [(i.offset, i.length, i.pixels, i.identifier) for i in found if i.offset < end]
+        return tokens[:end], sorted(overlapping), salt, adapter
+
+    def keys_of(given: Any) -> list[bytes]:
+        return keys(given[0], request(given[1], cache_salt=given[2], lora_request=given[3]))
+
+    for block, (mine, others) in enumerate(zip(keys_of(one), keys_of(other), strict=True)):
+        end = (block + 1) * BLOCK
+        assert (mine == others) == (seen(one, end) == seen(other, end))
+
+
+def test_text_keeps_its_keys() -> None:
+    """Requests with text alone have the keys of chains without extras, so that named prefixes find them."""
+    tokens = list(range(12))
+    assert keys(tokens, request()) == TokenChain(Scope(b"model", BLOCK).root(), BLOCK, tokens).keys_to(3)
+
+
+@given(st.lists(st.tuples(st.text(max_size=3), st.binary(max_size=3), st.binary(max_size=3)), min_size=2, unique=True))
+def test_salts_do_not_collide(parts: list[tuple[str, bytes, bytes]]) -> None:
+    """Different tenants, adapters and versions never have one salt, whatever bytes a client puts into its own."""
+    forged = [(chain_salt(*one)[5:].decode("latin-1"), b"", b"") for one in parts]
+    every = {*parts, *forged}
+    assert len({chain_salt(*one) for one in every}) == len(every)
+
+
+def test_an_identifier_for_two_images() -> None:
+    """An identifier that a client gives to two images is not identified from then on; others still are."""
+    one = identities()
+    assert one.of(request([Image(0, 4)])) is not None
+    assert one.of(request([Image(0, 4, pixels=2)])) is None
+    assert one.of(request([Image(0, 4)])) is None
+    assert one.of(request([Image(0, 4, identifier="b")])) is not None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        Item(image_grid_thw=torch.tensor([1, 2, 2])),
+        Item(address=7, monotonic_id=1, signature=[1, 2]),
+        Item(pixel_values=torch.ones(2), unknown=object()),
+    ],
+)
+def test_media_without_content(data: Any) -> None:
+    """Media whose content is elsewhere (in another process, with another instance) or of an unknown kind is not identified."""
+    asked = request([Image(0, 4)])
+    asked.mm_features[0].data = data
+    assert identities().of(asked) is None
+
+
+def test_unknown_keys_of_vllm() -> None:
+    """A request for which vLLM's own block hashes have a part that is unknown here is not identified."""
+    known = identities(extra_keys=lambda *_: ((("lora", "a", "/a"), ("mm", "x", 0)), 0))
+    unknown = identities(extra_keys=lambda *_: ((("steering", "x"),), 0))
+    assert known.of(request()) is not None and unknown.of(request()) is None
+
+
+def test_prompt_embeddings() -> None:
+    """Prompts of embeddings have equal keys as far as their embeddings are equal, also where some positions are tokens."""
+    tokens, embeds = [0] * 12, torch.arange(24, dtype=torch.float32).reshape(12, 2)
+    changed = embeds.clone()
+    changed[5, 1] += 1
+    mixed = [True] * 4 + [False] * 8
+    asked = [
+        request(prompt_embeds=embeds),
+        request(prompt_embeds=embeds.clone()),
+        request(prompt_embeds=changed),
+        request(prompt_embeds=embeds.to(torch.bfloat16)),
+        request(prompt_embeds=embeds, prompt_is_token_ids=mixed),
+        request(),
+    ]
+    first, same, later, *others = [keys(tokens, one) for one in asked]
+    assert first == same and [a == b for a, b in zip(first, later, strict=True)] == [True, False, False]
+    assert len({one[0] for one in (first, *others)}) == 4
+
+
+def test_sessions_that_get_images() -> None:
+    """An identity stops describing a session that has got another image; the new one keeps the keys before the image."""
+    asked = request([Image(0, 4)])
+    first = identity(asked)
+    assert first.describes(asked)
+    asked.mm_features.append(Image(9, 3).feature())
+    second = identity(asked)
+    assert not first.describes(asked) and second.describes(asked)
+    assert second.extras[:2] == [*first.extras, b""] and second.extras[2]
+
+
+def write_adapter(folder: Path, value: float, **config: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    save_file({"lora_A.weight": torch.full((2, 2), value)}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, **config}))
+
+
+def lora(number: int, path: Path, **given: Any) -> SimpleNamespace:
+    return SimpleNamespace(lora_int_id=number, lora_path=str(path), load_inplace=False, **given)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("cache")
+def test_adapters(tmp_path: Path) -> None:
+    """An adapter's digest depends on its weights, its configuration and vLLM's settings, not on its path, name or number."""
+    for name, value, rank in (("a", 1, 2), ("same", 1, 2), ("other", 2, 2), ("configured", 1, 4)):
+        write_adapter(tmp_path / name, value, lora_alpha=rank)
+    digests = AdapterDigests()
+    a, same, other, configured = [
+        digests.digest(lora(number, tmp_path / name))
+        for number, name in enumerate(("a", "same", "other", "configured"), 1)
+    ]
+    assert a == same and len({a, other, configured, AdapterDigests(b"bfloat16").digest(lora(1, tmp_path / "a"))}) == 4
+    assert a == AdapterDigests().digest(lora(9, tmp_path / "a"))
+
+
+@pytest.mark.usefixtures("cache")
+def test_an_adapter_that_changes(tmp_path: Path) -> None:
+    """An adapter whose files change while vLLM has it in memory is not identified. Under a new number it is loaded again."""
+    write_adapter(tmp_path / "a", 1)
+    digests = AdapterDigests()
+    first = digests.digest(lora(1, tmp_path / "a"))
+    write_adapter(tmp_path / "a", 2)
+    assert digests.digest(lora(1, tmp_path / "a")) is None
+    second = digests.digest(lora(2, tmp_path / "a"))
+    assert first is not None and second is not None and first != second
+    assert digests.digest(lora(3, tmp_path / "missing")) is None
+
+
+def test_versions_of_weights() -> None:
+    """A version that returns has the same salt. A reset ends a version. A version that comes after KV was computed since the
+    reset has no name, so that nothing is mixed."""
+    version, other = WeightsVersion(), WeightsVersion("one")
+    assert version.salt == b""
+    version.note_computed()
+    version.reset()
+    unnamed = version.salt
+    assert version.set("one") and version.salt == other.salt
+    version.note_computed()
+    assert version.set("one") and not version.set("two")
+    assert version.salt not in (unnamed, other.salt, WeightsVersion("two").salt)
+    version.reset()
+    assert version.set("two") and version.salt == WeightsVersion("two").salt
