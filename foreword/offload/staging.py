@@ -44,16 +44,67 @@ def tensors_of(layers: Mapping[int, PagedTensors]) -> list[Tensor]:
     return [tensor for layer in ordered for tensor in (layer.k_blocks, layer.v_blocks)]
 
 
+class StagedGroup(Protocol):
+    """A group of paged tensors, divided into blocks or units that have a number each."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a payload."""
+        ...
+
+    def bind(self, arena: Tensor) -> None:
+        """Prepare copies to and from the slots of `arena`, bytes `[slots, stride]`: after 128 bytes, a payload."""
+        ...
+
+    def gather(self, first: int, slot: int, count: int) -> None:
+        """Copy consecutive blocks into consecutive slots."""
+        ...
+
+    def scatter(self, first: int, slot: int, count: int) -> None:
+        """Copy the payloads of consecutive slots into consecutive blocks."""
+        ...
+
+
+class RowGroup:
+    """Tensors `[num_blocks, ...]` whose rows are contiguous. A payload is the bytes of one block in all of them, in order.
+
+    On a CPU, numpy copies on the calling thread: torch would start a team of OpenMP threads for each copying thread, which
+    compete with the computing threads.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+        self.block_bytes = sum(map(_row_bytes, tensors))
+        self._tensors = tensors
+        self._parts: list[tuple[Any, Any]] = []
+        self._copy: Callable[[Any, Any], object] = np.copyto if self.device.type == "cpu" else _copy_on_device
+
+    def bind(self, arena: Tensor) -> None:
+        self._parts = list(_word_views(self._tensors, arena))
+        if self.device.type == "cpu":
+            self._parts = [(paged.numpy(), staged.numpy()) for paged, staged in self._parts]
+
+    def gather(self, first: int, slot: int, count: int) -> None:
+        for paged, staged in self._parts:
+            self._copy(staged[slot : slot + count], paged[first : first + count])
+
+    def scatter(self, first: int, slot: int, count: int) -> None:
+        for paged, staged in self._parts:
+            self._copy(paged[first : first + count], staged[slot : slot + count])
+
+
 class StagingArena:
     """Preallocated host memory with slots for frames: a header of 128 bytes, then the payload of one block.
 
-    The memory is pinned (page-locked) unless the device is the CPU. Consecutive blocks that go to consecutive slots are one
-    copy per tensor. Several threads may copy at once, for different blocks and slots. On a CPU, numpy copies on the calling
-    thread: torch would start a team of OpenMP threads for each copying thread, which compete with the computing threads.
+    The memory is pinned (page-locked) unless the device is the CPU. Consecutive blocks that go to consecutive slots are copied
+    together. Several threads may copy at once, for different blocks and slots.
 
     Args:
         groups: the tensors of each group, `[num_blocks, ...]` each. Every row is contiguous, but rows may lie apart. A payload
-            is the bytes of one block in the tensors of its group, in this order.
+            is the bytes of one block in the tensors of its group, in this order. Or a `StagedGroup`, whose blocks may be units.
         slots: number of slots. Each holds a block of any group.
 
     Attributes:
@@ -61,20 +112,18 @@ class StagingArena:
         frame_bytes: bytes of the longest frame, header included.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Tensor]], slots: int) -> None:
-        self.device = next(tensor.device for tensors in groups for tensor in tensors)
+    def __init__(self, groups: Sequence[Sequence[Tensor] | StagedGroup], slots: int) -> None:
+        self._groups = [RowGroup(group) if isinstance(group, Sequence) else group for group in groups]
+        self.device = next(group.device for group in self._groups if group.block_bytes)
         self.slots = slots
-        self.block_bytes = tuple(sum(map(_row_bytes, tensors)) for tensors in groups)
+        self.block_bytes = tuple(group.block_bytes for group in self._groups)
         self.frame_bytes = HEADER_BYTES + max(self.block_bytes)
         stride = -(-self.frame_bytes // _ALIGNMENT) * _ALIGNMENT
         arena = torch.empty(slots, stride, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
         self._bytes = memoryview(cast(Any, arena.numpy())).cast("B")
         self._stride = stride
-        self._parts: list[list[tuple[Any, Any]]] = [list(_word_views(tensors, arena)) for tensors in groups]
-        self._copy: Callable[[Any, Any], object] = _copy_on_device
-        if self.device.type == "cpu":
-            self._parts = [[(paged.numpy(), staged.numpy()) for paged, staged in parts] for parts in self._parts]
-            self._copy = np.copyto
+        for group in self._groups:
+            group.bind(arena)
 
     def buffer(self, slot: int) -> memoryview:
         """The memory of a slot, `frame_bytes` long."""
@@ -85,16 +134,14 @@ class StagingArena:
     def gather(self, blocks: Sequence[int], slots: Sequence[int], group: int = 0) -> None:
         """Copy device blocks of a group into the payloads of slots. The copy is complete on return."""
         for block, slot, count in _runs(blocks, slots):
-            for paged, staged in self._parts[group]:
-                self._copy(staged[slot : slot + count], paged[block : block + count])
+            self._groups[group].gather(block, slot, count)
         self._synchronize()
 
     @torch.inference_mode()
     def scatter(self, slots: Sequence[int], blocks: Sequence[int], group: int = 0) -> None:
         """Copy the payloads of slots into device blocks of a group. The copy is complete on return."""
         for block, slot, count in _runs(blocks, slots):
-            for paged, staged in self._parts[group]:
-                self._copy(paged[block : block + count], staged[slot : slot + count])
+            self._groups[group].scatter(block, slot, count)
         self._synchronize()
 
     def _synchronize(self) -> None:

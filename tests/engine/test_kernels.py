@@ -223,5 +223,6 @@ def test_unknown_dtype_is_left_to_torch() -> None:
 def test_sources_are_shipped() -> None:
     """Every source file of the kernels is in the package."""
     folder = Path(build.__file__).parent
-    assert all((folder / name).is_file() for name in build.SOURCES)
-    assert {path.name for path in folder.iterdir() if path.suffix in (".h", ".cpp")} == set(build.SOURCES)
+    sources = {*build.SOURCES, *build.UNIT_SOURCES}
+    assert all((folder / name).is_file() for name in sources)
+    assert {path.name for path in folder.iterdir() if path.suffix in (".h", ".cpp")} == sources

@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 SOURCES = ("kernels.cpp", "decoder.h", "attention.h", "product.h", "threads.h", "vectors.h")
+UNIT_SOURCES = ("units.cpp",)
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-w")
 COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300
@@ -22,9 +23,9 @@ class CannotBuild(Exception):
     """The kernels cannot be compiled or loaded. The message says why, and what would help."""
 
 
-def library(flags: Sequence[str] = FLAGS) -> Path:
-    """Path of the compiled kernels; compiles them if there is no copy. Raises CannotBuild."""
-    compiler, sources = _compiler(), _sources()
+def library(flags: Sequence[str] = FLAGS, names: Sequence[str] = SOURCES) -> Path:
+    """Path of the compiled sources, of which the first is compiled; compiles them if there is no copy. Raises CannotBuild."""
+    compiler, sources = _compiler(), _sources(names)
     path = _path(compiler, flags, sources)
     if path.exists():
         return path
@@ -34,7 +35,7 @@ def library(flags: Sequence[str] = FLAGS) -> Path:
             for name, source in sources.items():
                 (Path(folder) / name).write_bytes(source)
             made = Path(folder) / "kernels.so"
-            _run([*compiler, *flags, "-o", str(made), str(Path(folder) / SOURCES[0])])
+            _run([*compiler, *flags, "-o", str(made), str(Path(folder) / names[0])])
             # Another process that compiles at the same time makes the same file; the last rename wins.
             made.replace(path)
     except OSError as error:
@@ -46,11 +47,11 @@ def library(flags: Sequence[str] = FLAGS) -> Path:
 
 def is_compiled() -> bool:
     """Whether there is a compiled copy. Raises CannotBuild."""
-    return _path(_compiler(), FLAGS, _sources()).exists()
+    return _path(_compiler(), FLAGS, _sources(SOURCES)).exists()
 
 
-def _sources() -> dict[str, bytes]:
-    return {name: (files("foreword.engine.kernels") / name).read_bytes() for name in SOURCES}
+def _sources(names: Sequence[str]) -> dict[str, bytes]:
+    return {name: (files("foreword.engine.kernels") / name).read_bytes() for name in names}
 
 
 def _path(compiler: list[str], flags: Sequence[str], sources: dict[str, bytes]) -> Path:

@@ -1,0 +1,182 @@
+"""Copies between paged tensors and frames of the portable layout (`foreword/blocks/portable.py`).
+
+Kernels pack K and V for their hardware. The known packings divide tokens and dimensions in two and permute the parts. So a
+packed tensor is a strided view `[rows, t1, t2, heads, d1, d2]`: token `i` is at `(i // t2, i % t2)`, dimension `j` at
+`(j // d2, j % d2)`. A copy between such a view and a frame is one pass without a buffer.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreword.errors import ModelUnsupported
+from foreword.store.frame import HEADER_BYTES
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBox:
+    """Units that are copied together: `counts` of blocks, units of tokens and head units from `starts` on, in that order, to or
+    from consecutive slots from `slot` on."""
+
+    starts: tuple[int, int, int]
+    counts: tuple[int, int, int]
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlane:
+    """K or V of one layer, and where it lies in frames. Strides and offsets in bytes.
+
+    Attributes:
+        memory: the tensor's whole storage, in words of 1, 2, 4 or 8 bytes. `start` is where the tensor starts in it.
+        offset: of the plane in a slot.
+        unit_strides: of blocks, units of tokens and head units, in the tensor.
+        sizes, strides, frame_strides: of the axes of one unit: words, their strides in the tensor and in a frame.
+    """
+
+    memory: Tensor
+    start: int
+    offset: int
+    unit_strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    frame_strides: tuple[int, ...]
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of the plane in one unit."""
+        return math.prod(self.sizes) * self.memory.element_size()
+
+
+# Copies a box of units: into frames, or out of them.
+UnitCopy = Callable[[UnitBox, bool], None]
+# Makes such a function for planes of a number of units (tokens, heads) per block, and an arena `[slots, stride]` of bytes.
+UnitCopyMaker = Callable[[Sequence[UnitPlane], tuple[int, int], Tensor], UnitCopy]
+
+
+class UnitGroup:
+    """A group of paged tensors for a staging arena whose frames have units instead of blocks.
+
+    Args:
+        tensors: K and V of each layer in payload order, as packed views `[rows, t1, t2, heads, d1, d2]`.
+        unit_tokens: tokens of a unit.
+        head_units: head units in these tensors.
+        make_copy: makes the function that copies; by default numpy's or, for a device, torch's.
+
+    Attributes:
+        block_bytes: bytes of a frame's payload.
+
+    Raises ModelUnsupported for a packing that units would cut.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], unit_tokens: int, head_units: int, make_copy: UnitCopyMaker | None = None
+    ) -> None:
+        self.device = tensors[0].device
+        self._per_row = 0
+        self._head_units = head_units
+        self._planes: list[UnitPlane] = []
+        offset = HEADER_BYTES
+        for tensor in tensors:
+            plane = self._plane(tensor, unit_tokens, offset)
+            self._planes.append(plane)
+            offset += plane.unit_bytes
+        self.block_bytes = offset - HEADER_BYTES
+        self._make_copy = make_copy or copy_with_views
+        self._copy: UnitCopy | None = None
+
+    def _plane(self, tensor: Tensor, unit_tokens: int, offset: int) -> UnitPlane:
+        _, t1, t2, heads, d1, d2 = tensor.shape
+        per_row, cut = divmod(t1 * t2, unit_tokens)
+        if cut or unit_tokens % t2 or heads % self._head_units or (self._per_row or per_row) != per_row or not per_row:
+            raise ModelUnsupported(
+                f"rows of {t1 * t2} tokens (packed by {t2}) and {heads} KV heads cannot be divided into units of {unit_tokens} "
+                f"tokens and {self._head_units} head units"
+            )
+        self._per_row = per_row
+        word = tensor.element_size()
+        sizes = (unit_tokens // t2, t2, heads // self._head_units, d1, d2)
+        row, *strides = (int(stride) * word for stride in tensor.stride())
+        unit_strides = (row, sizes[0] * strides[0], sizes[2] * strides[2])
+        dim = d1 * d2 * word
+        frame_strides = (t2 * sizes[2] * dim, sizes[2] * dim, dim, d2 * word, word)
+        start, axes = int(tensor.storage_offset()) * word, 5
+        # Elements that lie side by side on both sides are one word.
+        if strides[-1] == word and d2 * word in _WORDS:
+            word, axes = word * d2, 4
+        memory = torch.empty(0, dtype=_WORDS[word], device=tensor.device).set_(tensor.untyped_storage())
+        return UnitPlane(memory, start, offset, unit_strides, sizes[:axes], tuple(strides[:axes]), frame_strides[:axes])
+
+    def bind(self, arena: Tensor) -> None:
+        """Prepare copies to and from the slots of `arena`, bytes `[slots, stride]`."""
+        self._copy = self._make_copy(self._planes, (self._per_row, self._head_units), arena)
+
+    def gather(self, unit: int, slot: int, count: int) -> None:
+        """Copy consecutive units into the frames of consecutive slots."""
+        self._copy_boxes(unit, slot, count, True)
+
+    def scatter(self, unit: int, slot: int, count: int) -> None:
+        """Copy the frames of consecutive slots into consecutive units."""
+        self._copy_boxes(unit, slot, count, False)
+
+    def _copy_boxes(self, unit: int, slot: int, count: int, into_frames: bool) -> None:
+        assert self._copy is not None
+        for box in unit_boxes(unit, slot, count, self._per_row, self._head_units):
+            self._copy(box, into_frames)
+
+
+def unit_boxes(unit: int, slot: int, count: int, per_row: int, head_units: int) -> Iterator[UnitBox]:
+    """Divide `count` consecutive units into boxes: single heads up to whole units of tokens, up to whole rows, and back."""
+    while count:
+        tokens, head = divmod(unit, head_units)
+        row, first = divmod(tokens, per_row)
+        if head or count < head_units:
+            counts = (1, 1, min(head_units - head, count))
+        elif first or count < per_row * head_units:
+            counts = (1, min(per_row - first, count // head_units), head_units)
+        else:
+            counts = (count // (per_row * head_units), per_row, head_units)
+        yield UnitBox((row, first, head), counts, slot)
+        copied = math.prod(counts)
+        unit, slot, count = unit + copied, slot + copied, count - copied
+
+
+def copy_with_views(planes: Sequence[UnitPlane], units: tuple[int, int], arena: Tensor) -> UnitCopy:
+    """Copies between strided views: numpy's on a CPU, torch's to and from a device."""
+    stride = arena.stride(0)
+    slots = (units[0] * units[1] * stride, units[1] * stride, stride)
+    on_cpu = planes[0].memory.device.type == "cpu"
+    pairs: list[tuple[Any, Any]] = [(plane.memory, arena.view(plane.memory.dtype)) for plane in planes]
+    memories = [(paged.numpy(), frames.numpy()) for paged, frames in pairs] if on_cpu else pairs
+
+    def copy(box: UnitBox, into_frames: bool) -> None:
+        for plane, (paged_memory, frame_memory) in zip(planes, memories, strict=True):
+            start = plane.start + sum(map(operator.mul, box.starts, plane.unit_strides))
+            offset = plane.offset + box.slot * stride
+            word, sizes = plane.memory.element_size(), (*box.counts, *plane.sizes)
+            paged = _view(paged_memory, word, start, sizes, (*plane.unit_strides, *plane.strides))
+            frames = _view(frame_memory, word, offset, sizes, (*slots, *plane.frame_strides))
+            if on_cpu:
+                np.copyto(*((frames, paged) if into_frames else (paged, frames)))
+            else:
+                target, source = (frames, paged) if into_frames else (paged, frames)
+                target.copy_(source, non_blocking=True)
+
+    return copy
+
+
+def _view(memory: Any, word: int, start: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """A strided view of an array or a tensor of words; start and strides in bytes."""
+    if isinstance(memory, Tensor):
+        return memory.as_strided(sizes, [stride // word for stride in strides], start // word)
+    return np.ndarray(sizes, memory.dtype, memory, start, strides)
