@@ -10,7 +10,6 @@
 namespace {
 
 constexpr int MOST = 8;  // axes
-constexpr int REGISTER = 16;
 
 // Sizes in words, strides in bytes.
 struct Axis {
@@ -23,10 +22,12 @@ struct Copy {
     int64_t word;
 };
 
+// A register of words. Tiles of LANES x LANES words are transposed.
 template <class W>
 struct Vector {
-    static constexpr int LANES = REGISTER / sizeof(W);
-    typedef W Words __attribute__((vector_size(REGISTER)));
+    static constexpr int BYTES = sizeof(W) == 4 ? 32 : 16;
+    static constexpr int LANES = BYTES / sizeof(W);
+    typedef W Words __attribute__((vector_size(BYTES)));
 };
 
 template <class V>
@@ -52,8 +53,8 @@ INLINE void interleave(const typename Vector<W>::Words& a, const typename Vector
         low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
         high = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
     } else if constexpr (sizeof(W) == 4) {
-        low = __builtin_shufflevector(a, b, 0, 4, 1, 5);
-        high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+        low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+        high = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
     } else {
         low = __builtin_shufflevector(a, b, 0, 2);
         high = __builtin_shufflevector(a, b, 1, 3);
@@ -71,8 +72,8 @@ INLINE void separate(const typename Vector<W>::Words& a, const typename Vector<W
         even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
         odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
     } else if constexpr (sizeof(W) == 4) {
-        even = __builtin_shufflevector(a, b, 0, 2, 4, 6);
-        odd = __builtin_shufflevector(a, b, 1, 3, 5, 7);
+        even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+        odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
     } else {
         even = __builtin_shufflevector(a, b, 0, 2);
         odd = __builtin_shufflevector(a, b, 1, 3);
@@ -89,7 +90,7 @@ INLINE void scalar(char* target, const char* source, const Axis& a, int64_t a_fr
 
 // `a` is contiguous in the target, `b` in the source.
 template <class W>
-void transpose(char* target, const char* source, const Axis& a, const Axis& b) {
+INLINE void transpose(char* target, const char* source, const Axis& a, const Axis& b) {
     constexpr int N = Vector<W>::LANES;
     typedef typename Vector<W>::Words Words;
     const int64_t a_end = a.size / N * N, b_end = b.size / N * N;
@@ -116,7 +117,7 @@ void transpose(char* target, const char* source, const Axis& a, const Axis& b) {
 
 // Pairs in the target: `a` has two words, which lie side by side; `b` is contiguous in the source.
 template <class W>
-void join_pairs(char* target, const char* source, const Axis& a, const Axis& b) {
+INLINE void join_pairs(char* target, const char* source, const Axis& a, const Axis& b) {
     constexpr int N = Vector<W>::LANES;
     typedef typename Vector<W>::Words Words;
     const int64_t end = b.size / N * N;
@@ -125,21 +126,21 @@ void join_pairs(char* target, const char* source, const Axis& a, const Axis& b) 
         const char* from = source + j * (int64_t)sizeof(W);
         interleave<W>(load<Words>(from), load<Words>(from + a.source), low, high);
         store(target + 2 * j * (int64_t)sizeof(W), low);
-        store(target + 2 * j * (int64_t)sizeof(W) + REGISTER, high);
+        store(target + 2 * j * (int64_t)sizeof(W) + Vector<W>::BYTES, high);
     }
     scalar<W>(target, source, a, 0, 2, b, end, b.size);
 }
 
 // Pairs in the source: `b` has two words, which lie side by side; `a` is contiguous in the target.
 template <class W>
-void split_pairs(char* target, const char* source, const Axis& a, const Axis& b) {
+INLINE void split_pairs(char* target, const char* source, const Axis& a, const Axis& b) {
     constexpr int N = Vector<W>::LANES;
     typedef typename Vector<W>::Words Words;
     const int64_t end = a.size / N * N;
     for (int64_t i = 0; i < end; i += N) {
         Words even, odd;
         const char* from = source + 2 * i * (int64_t)sizeof(W);
-        separate<W>(load<Words>(from), load<Words>(from + REGISTER), even, odd);
+        separate<W>(load<Words>(from), load<Words>(from + Vector<W>::BYTES), even, odd);
         store(target + i * (int64_t)sizeof(W), even);
         store(target + i * (int64_t)sizeof(W) + b.target, odd);
     }
@@ -147,8 +148,15 @@ void split_pairs(char* target, const char* source, const Axis& a, const Axis& b)
 }
 
 template <class Inner>
-void for_all(const Axis* axes, int count, char* target, const char* source, const Inner& inner) {
+INLINE void for_last(const Axis* axes, int count, char* target, const char* source, const Inner& inner) {
     if (!count) return inner(target, source);
+    const Axis axis = *axes;
+    for (int64_t i = 0; i < axis.size; ++i) inner(target + i * axis.target, source + i * axis.source);
+}
+
+template <class Inner>
+void for_all(const Axis* axes, int count, char* target, const char* source, const Inner& inner) {
+    if (count <= 1) return for_last(axes, count, target, source, inner);
     for (int64_t i = 0; i < axes->size; ++i)
         for_all(axes + 1, count - 1, target + i * axes->target, source + i * axes->source, inner);
 }
@@ -202,15 +210,13 @@ void copy_words(Copy& copy, char* target, const char* source) {
         return for_all(copy.axes, copy.count, target, source, [](char* to, const char* from) { memcpy(to, from, sizeof(W)); });
     const Axis b = copy.axes[other];
     for (int k = other; k < copy.count - 2; ++k) copy.axes[k] = copy.axes[k + 1];
-    const bool joins = a.size == 2 && b.target == 2 * word, splits = b.size == 2 && a.source == 2 * word;
-    for_all(copy.axes, copy.count - 2, target, source, [=](char* to, const char* from) {
-        if (joins)
-            join_pairs<W>(to, from, a, b);
-        else if (splits)
-            split_pairs<W>(to, from, a, b);
-        else
-            transpose<W>(to, from, a, b);
-    });
+    const auto all = [&](const auto& inner) { for_all(copy.axes, copy.count - 2, target, source, inner); };
+    if (a.size == 2 && b.target == 2 * word)
+        all([=](char* to, const char* from) { join_pairs<W>(to, from, a, b); });
+    else if (b.size == 2 && a.source == 2 * word)
+        all([=](char* to, const char* from) { split_pairs<W>(to, from, a, b); });
+    else
+        all([=](char* to, const char* from) { transpose<W>(to, from, a, b); });
 }
 
 void add(Copy& copy, int64_t size, int64_t paged, int64_t staged, int into_frames) {
