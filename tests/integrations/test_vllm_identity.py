@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import UserDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from foreword.blocks.keys import Scope, TokenChain
 from foreword.integrations.vllm.identity import RequestIdentities, RequestIdentity, chain_salt
-from foreword.integrations.vllm.weights import AdapterDigests, WeightsVersion
+from foreword.integrations.vllm.weights import Adapter, AdapterFiles, LoadedAdapters, WeightsVersion
 
 BLOCK = 4
 
@@ -51,7 +51,7 @@ def request(images: Sequence[Image] = (), **given: Any) -> SimpleNamespace:
 
 
 def identities(**given: Any) -> RequestIdentities:
-    return RequestIdentities(BLOCK, **{"adapter_digest": lambda adapter: adapter, **given})
+    return RequestIdentities(BLOCK, **given)
 
 
 def identity(asked: Any) -> RequestIdentity:
@@ -62,9 +62,19 @@ def identity(asked: Any) -> RequestIdentity:
 
 def keys(tokens: Sequence[int], asked: Any) -> list[bytes]:
     found = identity(asked)
-    salt = chain_salt(asked.cache_salt, found.adapter)
+    salt = chain_salt(asked.cache_salt, found.adapter_salt)
     chain = TokenChain(Scope(b"model", BLOCK, salt).root(), BLOCK, tokens, found.extras)
     return chain.keys_to(len(tokens) // BLOCK)
+
+
+def write_adapter(folder: Path, value: float, **config: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    save_file({"lora_A.weight": torch.full((2, 2), float(value))}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, **config}))
+
+
+def lora(number: int, path: Path, **given: Any) -> SimpleNamespace:
+    return SimpleNamespace(lora_int_id=number, lora_path=str(path), **given)
 
 
 # In one request an identifier has one content; in another request it may have another.
@@ -77,13 +87,28 @@ described = st.tuples(
     st.lists(st.integers(0, 1), min_size=16, max_size=16),
     images,
     st.sampled_from([None, "x", "x\x00", "\x00x"]),
-    st.sampled_from([None, b"x", b"y"]),
+    st.sampled_from([None, "x", "y"]),
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    write_adapter(folder / "x", 1)
+    write_adapter(folder / "y", 2)
+    return folder
+
+
 @settings(max_examples=500)
-@given(described, described)
-def test_keys_are_equal_exactly_where_the_input_is(one: Any, other: Any) -> None:
+@given(one=described, other=described)
+def test_keys_are_equal_exactly_where_the_input_is(adapters: Path, one: Any, other: Any) -> None:
     """Two requests share a block's key exactly if all tokens, images, salts and adapters up to its end are equal."""
 
     def seen(given: Any, end: int) -> Any:
@@ -92,7 +117,8 @@ def test_keys_are_equal_exactly_where_the_input_is(one: Any, other: Any) -> None
         return tokens[:end], sorted(overlapping), salt, adapter
 
     def keys_of(given: Any) -> list[bytes]:
-        return keys(given[0], request(given[1], cache_salt=given[2], lora_request=given[3]))
+        adapter = lora(1, adapters / given[3]) if given[3] else None
+        return keys(given[0], request(given[1], cache_salt=given[2], lora_request=adapter))
 
     for block, (mine, others) in enumerate(zip(keys_of(one), keys_of(other), strict=True)):
         end = (block + 1) * BLOCK
@@ -175,46 +201,42 @@ def test_sessions_that_get_images() -> None:
     assert second.extras[:2] == [*first.extras, b""] and second.extras[2]
 
 
-def write_adapter(folder: Path, value: float, **config: Any) -> None:
-    folder.mkdir(exist_ok=True)
-    save_file({"lora_A.weight": torch.full((2, 2), value)}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, **config}))
-
-
-def lora(number: int, path: Path, **given: Any) -> SimpleNamespace:
-    return SimpleNamespace(lora_int_id=number, lora_path=str(path), load_inplace=False, **given)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.mark.usefixtures("cache")
 def test_adapters(tmp_path: Path) -> None:
-    """An adapter's digest depends on its weights, its configuration and vLLM's settings, not on its path, name or number."""
-    for name, value, rank in (("a", 1, 2), ("same", 1, 2), ("other", 2, 2), ("configured", 1, 4)):
-        write_adapter(tmp_path / name, value, lora_alpha=rank)
-    digests = AdapterDigests()
+    """An adapter's identity depends on its files, on vLLM's settings and on how vLLM reads it; not on path, name or number."""
+    for name, value, alpha in (("a", 1, 2), ("same", 1, 2), ("other", 2, 2), ("configured", 1, 4)):
+        write_adapter(tmp_path / name, value, lora_alpha=alpha)
+    paths = [tmp_path / name for name in ("a", "same", "other", "configured")]
     a, same, other, configured = [
-        digests.digest(lora(number, tmp_path / name))
-        for number, name in enumerate(("a", "same", "other", "configured"), 1)
+        identity(request(lora_request=lora(number, path))).adapter_salt for number, path in enumerate(paths, 1)
     ]
-    assert a == same and len({a, other, configured, AdapterDigests(b"bfloat16").digest(lora(1, tmp_path / "a"))}) == 4
-    assert a == AdapterDigests().digest(lora(9, tmp_path / "a"))
+    set_up = identities(settings=b"bfloat16").of(request(lora_request=lora(1, paths[0])))
+    fused = identity(request(lora_request=lora(1, paths[0], is_3d_lora_weight=True)))
+    assert set_up is not None and a == same
+    assert len({a, other, configured, set_up.adapter_salt, fused.adapter_salt, b""}) == 6
+    assert identities().of(request(lora_request=lora(1, tmp_path / "missing"))) is None
 
 
-@pytest.mark.usefixtures("cache")
-def test_an_adapter_that_changes(tmp_path: Path) -> None:
-    """An adapter whose files change while vLLM has it in memory is not identified. Under a new number it is loaded again."""
-    write_adapter(tmp_path / "a", 1)
-    digests = AdapterDigests()
-    first = digests.digest(lora(1, tmp_path / "a"))
-    write_adapter(tmp_path / "a", 2)
-    assert digests.digest(lora(1, tmp_path / "a")) is None
-    second = digests.digest(lora(2, tmp_path / "a"))
-    assert first is not None and second is not None and first != second
-    assert digests.digest(lora(3, tmp_path / "missing")) is None
+def test_adapters_in_memory(tmp_path: Path) -> None:
+    """What was computed with an adapter is saved only if vLLM has in memory what the files were when it was asked for. After
+    another load from the same path nothing of it is saved or loaded, because vLLM's own cache may have KV of both."""
+    folder, files, loaded = tmp_path / "a", AdapterFiles(), LoadedAdapters()
+
+    def asked(number: int) -> Adapter:
+        return Adapter(number, files.digest(str(folder)) or b"")
+
+    write_adapter(folder, 1)
+    first = asked(1)
+    assert loaded.may_load(first) and not loaded.may_save(first)
+    loaded.record(1, str(folder), first.digest)
+    assert loaded.may_load(first) and loaded.may_save(first)
+    write_adapter(folder, 2)
+    second = asked(1)
+    assert second != first and not loaded.may_load(second) and not loaded.may_save(second)
+    loaded.record(1, str(folder), second.digest)
+    assert not loaded.may_save(first) and not loaded.may_save(second) and not loaded.may_load(second)
+    loaded.record(2, str(tmp_path / "new"), second.digest)
+    assert loaded.may_save(Adapter(2, second.digest)) and not loaded.may_save(Adapter(2, first.digest))
+    assert loaded.may_save(None) and loaded.may_load(None)
 
 
 def test_versions_of_weights() -> None:

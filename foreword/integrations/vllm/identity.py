@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from foreword.integrations.vllm.weights import Adapter, AdapterFiles
+
 _PLAIN_SALT = b"vllm\x00"
 _COMPOSED_SALT = b"vllm2\x00"
 _MEDIA, _EMBEDS = b"M", b"E"
@@ -32,12 +34,14 @@ class RequestIdentity:
     """What besides tokens, tenant and model determines a request's KV.
 
     Attributes:
-        adapter: digest of the request's adapter; b"" without one. It belongs into `chain_salt`.
+        adapter: the request's adapter. Workers check that it is what they compute with.
+        adapter_salt: digest of the adapter and of settings that change what it does; b"" without one. For `chain_salt`.
         extras: by block, what changes its KV (`TokenChain`'s extras). Shorter than the request: the other blocks have none.
         media: how many media items the request had. A session whose count has changed has another identity.
     """
 
-    adapter: bytes = b""
+    adapter: Adapter | None = None
+    adapter_salt: bytes = b""
     extras: Sequence[bytes] = ()
     media: int = 0
 
@@ -54,7 +58,7 @@ def chain_salt(cache_salt: str | None, adapter: bytes = b"", version: bytes = b"
 
     Args:
         cache_salt: the request's, which separates tenants.
-        adapter: `RequestIdentity.adapter`.
+        adapter: `RequestIdentity.adapter_salt`.
         version: `WeightsVersion.salt`.
     """
     tenant = (cache_salt or "").encode()
@@ -68,25 +72,36 @@ def framed(*parts: bytes) -> bytes:
     return b"".join(struct.pack("<I", len(part)) + part for part in parts)
 
 
+def request_identities(vllm_config: Any, block_size: int) -> RequestIdentities:
+    """For vLLM's configuration: `RequestIdentities` with blocks of so many tokens."""
+    from vllm.v1.core import kv_cache_utils
+
+    lora, media = vllm_config.lora_config, getattr(vllm_config.model_config, "multimodal_config", None)
+    names = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
+    settings = [repr(getattr(lora, name, None)) for name in names]
+    settings.append(repr(getattr(media, "video_pruning_rate", None)))
+    extra_keys = getattr(kv_cache_utils, "generate_block_hash_extra_keys", None)
+    return RequestIdentities(block_size, extra_keys, framed(*(one.encode() for one in settings)))
+
+
 class RequestIdentities:
     """Identifies requests.
 
     Args:
         block_size: tokens of the blocks that have keys.
-        adapter_digest: digest of the adapter of a `LoRARequest`; None if it cannot be identified.
         extra_keys: vLLM's `generate_block_hash_extra_keys`; None if this vLLM has none.
-        settings: of vLLM, which change what media become.
+        settings: of vLLM, which change what adapters do and what media become.
     """
 
     def __init__(
         self,
         block_size: int,
-        adapter_digest: Callable[[Any], bytes | None],
         extra_keys: Callable[[Any, int, int, int], tuple[Any, int]] | None = None,
         settings: bytes = b"",
     ) -> None:
         self._block_size = block_size
-        self._adapter_digest = adapter_digest
+        self._settings = settings
+        self._files = AdapterFiles()
         self._extra_keys = extra_keys
         self._media = _MediaDigests(settings)
 
@@ -94,15 +109,16 @@ class RequestIdentities:
         """None for a request that must not be cached. Costs microseconds for text, and a hash of the data of new media."""
         if not self._keys_are_known(request):
             return None
-        adapter = b""
+        adapter, salt = None, b""
         if request.lora_request is not None:
-            found = self._adapter_digest(request.lora_request)
-            if found is None:
+            digest = self._files.digest(request.lora_request.lora_path)
+            if digest is None:
                 return None
-            adapter = found
+            adapter = Adapter(int(request.lora_request.lora_int_id), digest)
+            salt = self._adapter_salt(request.lora_request, digest)
         features, embeds = request.mm_features or (), getattr(request, "prompt_embeds", None)
         if not features and embeds is None:
-            return RequestIdentity(adapter) if adapter else _PLAIN
+            return RequestIdentity(adapter, salt) if adapter else _PLAIN
         items = [self._media.item(feature) for feature in features]
         known = [item for item in items if item is not None]
         if len(known) < len(items):
@@ -111,7 +127,11 @@ class RequestIdentities:
         if embeds is not None:
             mask = getattr(request, "prompt_is_token_ids", None)
             extras = _joined(extras, embeds_extras(embeds, mask, self._block_size))
-        return RequestIdentity(adapter, extras, len(items))
+        return RequestIdentity(adapter, salt, extras, len(items))
+
+    def _adapter_salt(self, adapter: Any, digest: bytes) -> bytes:
+        fused = bytes([bool(getattr(adapter, "is_3d_lora_weight", False))])
+        return sha256(b"foreword/lora\x00" + framed(self._settings, digest, fused)).digest()
 
     def _keys_are_known(self, request: Any) -> bool:
         """Whether vLLM's own keys have no part that is unknown here."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,48 +54,37 @@ def fingerprint_folder(folder: Path) -> bytes:
     return digest.digest()
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter: vLLM's number for it, and the digest of its files."""
+
+    number: int
+    digest: bytes
+
+
 _Signature = tuple[tuple[str, int, int, int, int], ...]
 
 
-class AdapterDigests:
-    """Digests of LoRA adapters, by their files.
+class AdapterFiles:
+    """Digests of adapters, from their files. They are read again when they change."""
 
-    vLLM loads an adapter once and knows it by its number. If the files change later, they differ from what is in memory, so the
-    adapter is not identified any more, until it is loaded again under a new number.
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[_Signature, bytes]] = {}
 
-    Args:
-        settings: of vLLM, which change what an adapter does.
-    """
-
-    def __init__(self, settings: bytes = b"") -> None:
-        self._settings = settings
-        self._known: dict[int, tuple[str, _Signature, bytes] | None] = {}
-
-    def digest(self, adapter: Any) -> bytes | None:
-        """32 bytes for a `LoRARequest`; None if the adapter cannot be identified."""
-        number, path = int(adapter.lora_int_id), os.path.expanduser(adapter.lora_path)
+    def digest(self, path: str) -> bytes | None:
+        """32 bytes for a folder, or a name on the Hugging Face hub as vLLM accepts it; None if files are missing or change."""
         try:
-            signature = _signature(Path(path))
-            known = self._known.get(number, ("", (), b""))
-            if known is None or adapter.load_inplace:
-                self._known[number] = None
-                return None
-            if known[2] and known[:2] != (path, signature):
-                self._known[number] = None
-                return None
-            if not known[2]:
-                found = self._digest_of_folder(Path(path), bool(getattr(adapter, "is_3d_lora_weight", False)))
-                known = self._known[number] = (path, signature, found) if _signature(Path(path)) == signature else None
-        except OSError:
+            folder = model_folder(os.path.expanduser(path), None)
+            signature = _signature(folder)
+            known = self._known.get(path)
+            if known is None or known[0] != signature:
+                known = signature, _digest_of_files(_adapter_files(folder))
+                if _signature(folder) != signature:
+                    return None
+                self._known[path] = known
+        except (OSError, ModelUnsupported):
             return None
-        return known[2] if known is not None else None
-
-    def _digest_of_folder(self, folder: Path, is_3d: bool) -> bytes:
-        digest = hashlib.sha256(b"foreword/adapter\x00" + hashlib.sha256(self._settings).digest() + bytes([is_3d]))
-        for path in _adapter_files(folder):
-            name = path.name.encode()
-            digest.update(len(name).to_bytes(4, "little") + name + _digest_of(path))
-        return digest.digest()
+        return known[1]
 
 
 def _adapter_files(folder: Path) -> list[Path]:
@@ -107,7 +98,81 @@ def _adapter_files(folder: Path) -> list[Path]:
 def _signature(folder: Path) -> _Signature:
     """Changes with any change of the adapter's files."""
     found = [(path, path.stat()) for path in _adapter_files(folder)]
-    return tuple((path.name, one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for path, one in found)
+    return tuple((str(path), one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for path, one in found)
+
+
+def _digest_of_files(paths: Iterable[Path]) -> bytes:
+    digest = hashlib.sha256(b"foreword/adapter\x00")
+    for path in paths:
+        name = path.name.encode()
+        digest.update(len(name).to_bytes(4, "little") + name + _digest_of(path))
+    return digest.digest()
+
+
+class LoadedAdapters:
+    """The adapters that vLLM has in memory, in a worker's process.
+
+    The scheduler side identifies an adapter by its files. vLLM loads it once, at another time, and keeps KV of it by name and
+    path in its own cache. So if the files of a path change while the server runs, files, memory and cache may disagree. The
+    adapter is then not saved or loaded any more, until the server restarts. A new path has no such doubt.
+    """
+
+    def __init__(self) -> None:
+        self._in_memory: dict[int, tuple[str, bytes]] = {}
+        self._by_path: dict[str, bytes] = {}  # b"": had several
+
+    def record(self, number: int, path: str, digest: bytes | None) -> None:
+        """vLLM has loaded an adapter. `digest` is None if its files could not be read."""
+        before = self._in_memory.get(number)
+        if before is not None and before != (path, digest):
+            self._by_path[before[0]] = b""  # its requests may run on with the new weights
+        if self._by_path.setdefault(path, digest or b"") != digest:
+            self._by_path[path] = b""
+        self._in_memory[number] = path, digest or b""
+
+    def may_save(self, adapter: Adapter | None) -> bool:
+        """Whether what was just computed for this adapter was computed with it. True without an adapter."""
+        return adapter is None or self._is_loaded(adapter)
+
+    def may_load(self, adapter: Adapter | None) -> bool:
+        """Whether vLLM will go on computing with this adapter: it is in memory, or will be loaded from its files."""
+        return adapter is None or adapter.number not in self._in_memory or self._is_loaded(adapter)
+
+    def _is_loaded(self, adapter: Adapter) -> bool:
+        path, digest = self._in_memory.get(adapter.number, ("", b""))
+        return digest == adapter.digest and self._by_path.get(path) == digest
+
+
+_loaded = LoadedAdapters()
+
+
+def loaded_adapters() -> LoadedAdapters:
+    """The adapters in this process's memory, recorded from the first call on.
+
+    vLLM tells connectors nothing about adapters, so this wraps the method that reads an adapter's files. In a vLLM without this
+    method nothing is recorded, and no KV of adapters is saved.
+    """
+    try:
+        from vllm.lora.lora_model import LoRAModel
+    except ImportError:
+        return _loaded
+    load = getattr(LoRAModel, "from_local_checkpoint", None)
+    if load is not None and not hasattr(load, "foreword"):
+        LoRAModel.from_local_checkpoint = classmethod(_recorded(load.__func__))
+    return _loaded
+
+
+def _recorded(load: Callable[..., Any]) -> Callable[..., Any]:
+    files = AdapterFiles()
+
+    def from_local_checkpoint(cls: Any, lora_dir: str, *args: Any, **kwargs: Any) -> Any:
+        before = files.digest(lora_dir)
+        model = load(cls, lora_dir, *args, **kwargs)
+        _loaded.record(model.id, lora_dir, before if files.digest(lora_dir) == before else None)
+        return model
+
+    from_local_checkpoint.foreword = True  # type: ignore[attr-defined]
+    return from_local_checkpoint
 
 
 class WeightsVersion:
