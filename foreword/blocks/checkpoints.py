@@ -9,23 +9,27 @@ position, see `blocks/resume.py`: a plan says which ones a request saves. A chec
     on request                    the end of a named prefix, cache control
     at a spacing                  shortened prompts, and the first prompt that diverges. The spacing is the smallest power of
                                   two times the alignment that keeps the budget
+    in the first blocks           short prefixes, as far as the budget goes
 
-The first four are always made. The budget is a share of the bytes that saving every block would take. Short prompts of models
-without recurrent state may save every block.
+The last two are limited by a budget: a share of the bytes of all blocks, and for models without recurrent state at least the
+blocks of the first tokens. So such models save every block of a short prompt.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 from foreword.blocks.resume import GroupKind, KVGroup, alignment
 
-# With five window layers to one of full attention, this stores 31 % of the bytes of all blocks.
-SHARE: Final = 1 / 6
-# The blocks of this many leading tokens may always be saved. Not for recurrent state: a state is as large as the KV of
-# hundreds of tokens.
+# Of the bytes of all blocks. More brings hits only to stores that never evict (docs/concepts/checkpoints.md).
+SHARE: Final = 1 / 8
+# The blocks of this many tokens may always be saved. Not for recurrent state: a state is as large as the KV of hundreds of
+# tokens.
 DENSE_TOKENS: Final = 1536
+# The first blocks leave room in the budget for the end of a turn with an answer of this many tokens.
+ANSWER_TOKENS: Final = 256
 
 
 class CheckpointPlan:
@@ -51,16 +55,21 @@ class CheckpointPlan:
     ) -> None:
         self._groups = groups
         self._step = alignment(groups)
-        self._sparse = [(number, group) for number, group in enumerate(groups) if not group.whole]
-        self._bytes = block_bytes
-        self._blocks: list[set[int]] = [set() for _ in groups]
+        self._bytes: Counter[KVGroup] = Counter()
+        for group, size in zip(groups, block_bytes, strict=True):
+            if not group.whole:
+                self._bytes[group] += size
+        self._has_states = any(group.kind is GroupKind.STATE for group in self._bytes)
+        self._blocks: dict[KVGroup, set[int]] = {group: set() for group in self._bytes}
         self._positions: set[int] = set()
-        self.add(prompt_tokens)
+        self._resumed = resumed
+        self._spent = 0  # bytes of the blocks of all checkpoints that this request computes
+        self._prompt_end = self.add(prompt_tokens)
         # A request computes at least one token: if the prompt ends at a boundary, the same prompt continues before it.
-        self.add(prompt_tokens - 1)
+        self._repeated = 0 < self.add(prompt_tokens - 1) <= resumed
         if cached > resumed:
             self.add(min(cached, prompt_tokens))
-        self._add_spaced(resumed, prompt_tokens)
+        self._spend(self._budget(prompt_tokens), prompt_tokens)
 
     @property
     def positions(self) -> list[int]:
@@ -68,17 +77,27 @@ class CheckpointPlan:
         return sorted(self._positions)
 
     def add(self, position: int) -> int:
-        """Make a checkpoint at the last boundary up to `position`. Returns it; 0 if there is none.
-
-        Call it with the length of prompt and answer at the end of the turn.
-        """
+        """Make a checkpoint at the last boundary up to `position`, whatever it costs. Returns it; 0 if there is none."""
         position -= position % self._step
         if position <= 0 or position in self._positions:
             return max(position, 0)
+        self._spent += self._cost(position)
         self._positions.add(position)
-        for number, group in self._sparse:
-            self._blocks[number].update(group.needed(position))
+        for group, blocks in self._blocks.items():
+            blocks.update(group.needed(position))
         return position
+
+    def end_turn(self, tokens: int) -> int:
+        """Make a checkpoint at the end of the turn: `tokens` of prompt and answer. Returns it; 0 if it is not worth its bytes.
+
+        If the whole prompt was cached, it is a repetition (a retry, another sample), and the next turn hardly ever follows it.
+        A recurrent model saves the end of a session's first turn only if that saves two blocks or more.
+        """
+        if self._repeated:
+            return 0
+        if self._has_states and not self._resumed and tokens - self._prompt_end < 2 * self._step:
+            return 0
+        return self.add(tokens)
 
     def offer(self, position: int, following: int) -> bool:
         """Make a checkpoint at `position` if it is the last one possible before a planned one.
@@ -91,51 +110,61 @@ class CheckpointPlan:
         return self.add(position) > 0
 
     def wanted(self, group: int, block: int) -> bool:
-        """Whether the request should save this block of this group once it is computed."""
-        return self._groups[group].whole or block in self._blocks[group]
+        """Whether the request should save this block of this group once it is computed.
 
-    def _add_spaced(self, resumed: int, prompt_tokens: int) -> None:
-        spacing = self._spacing(resumed, prompt_tokens)
+        Checkpoints soon after `resumed` also need blocks before it. They are in the store already, unless the request
+        continued from the cache of the device.
+        """
+        kind = self._groups[group]
+        return kind.whole or block in self._blocks[kind]
+
+    def _budget(self, prompt_tokens: int) -> float:
+        share = SHARE * self._all_bytes(prompt_tokens)
+        return share if self._has_states else max(share, self._all_bytes(min(prompt_tokens, DENSE_TOKENS)))
+
+    def _spend(self, budget: float, prompt_tokens: int) -> None:
+        spacing = self._spacing(budget, prompt_tokens)
         if spacing:
-            for position in range(resumed - resumed % spacing + spacing, prompt_tokens + 1, spacing):
+            first = self._resumed - self._resumed % spacing + spacing
+            for position in range(first, prompt_tokens + 1, spacing):
                 self.add(position)
+        if self._has_states or spacing == self._step:
+            return
+        budget -= self._bytes_per_checkpoint(ANSWER_TOKENS)
+        for position in range(self._resumed + self._step, min(prompt_tokens, DENSE_TOKENS) + 1, self._step):
+            if self._spent + self._cost(position) > budget:
+                break
+            self.add(position)
 
-    def _spacing(self, resumed: int, prompt_tokens: int) -> int:
+    def _spacing(self, budget: float, prompt_tokens: int) -> int:
         """The smallest distance of checkpoints that keeps the budget; 0 if there is none."""
-        budget = self._budget(resumed, prompt_tokens)
-        needed = self._needed_bytes(resumed)
-        complete = self._all_bytes(resumed, prompt_tokens)
+        complete = self._all_bytes(prompt_tokens)
         spacing = self._step
         while spacing <= prompt_tokens:
-            count = prompt_tokens // spacing - resumed // spacing
-            if min(needed + count * self._bytes_per_checkpoint(spacing), complete) <= budget:
+            count = prompt_tokens // spacing - self._resumed // spacing
+            if min(self._spent + count * self._bytes_per_checkpoint(spacing), complete) <= budget:
                 return spacing
             spacing *= 2
         return 0
 
-    def _budget(self, resumed: int, prompt_tokens: int) -> float:
-        share = SHARE * self._all_bytes(resumed, prompt_tokens)
-        if any(group.kind is GroupKind.STATE for _, group in self._sparse):
-            return share
-        return max(share, self._all_bytes(resumed, min(prompt_tokens, DENSE_TOKENS)))
-
-    def _all_bytes(self, start: int, stop: int) -> int:
-        """Bytes of all full blocks between two positions in the groups without full attention."""
+    def _all_bytes(self, stop: int) -> int:
+        """Bytes of all blocks before `stop` that this request computes, in the groups without full attention."""
         return sum(
-            max(stop // group.block_size - start // group.block_size, 0) * self._bytes[number]
-            for number, group in self._sparse
-        )
-
-    def _needed_bytes(self, start: int) -> int:
-        """Bytes of the blocks behind `start` that the checkpoints so far need."""
-        return sum(
-            self._bytes[number] * sum(block >= start // group.block_size for block in self._blocks[number])
-            for number, group in self._sparse
+            max(stop // group.block_size - self._resumed // group.block_size, 0) * size
+            for group, size in self._bytes.items()
         )
 
     def _bytes_per_checkpoint(self, spacing: int) -> int:
         """Upper bound of the bytes that each checkpoint at this spacing adds."""
-        return sum(_blocks_per_checkpoint(group, spacing) * self._bytes[number] for number, group in self._sparse)
+        return sum(_blocks_per_checkpoint(group, spacing) * size for group, size in self._bytes.items())
+
+    def _cost(self, position: int) -> int:
+        """Bytes of the blocks that a checkpoint at `position` adds."""
+        total = 0
+        for group, blocks in self._blocks.items():
+            first = self._resumed // group.block_size
+            total += self._bytes[group] * sum(i >= first and i not in blocks for i in group.needed(position))
+        return total
 
 
 def _blocks_per_checkpoint(group: KVGroup, spacing: int) -> int:

@@ -57,7 +57,7 @@ def test_every_checkpoint_is_resumable(seed: int) -> None:
     resumed = rng.randrange(prompt) // step * step if rng.random() < 0.5 else 0
     plan = CheckpointPlan(groups, block_bytes, prompt, resumed=resumed, cached=rng.randint(0, prompt))
     answer = rng.randint(0, 300)
-    asked = plan.add(rng.randint(0, prompt)), plan.add(prompt + answer)
+    asked = plan.add(rng.randint(0, prompt)), plan.end_turn(prompt + answer)
     assert {p for p in asked if p} <= set(plan.positions)
     held = _saved(plan, groups, prompt + answer, resumed)
     for number, group in enumerate(groups):
@@ -98,7 +98,7 @@ def test_window_models_store_a_third_of_long_prompts(window: int, block_size: in
     groups, block_bytes = _window_model(window, block_size)
     for prompt in (8000, 8192, 8209):
         plan = CheckpointPlan(groups, block_bytes, prompt)
-        plan.add(prompt + 300)
+        plan.end_turn(prompt + 300)
         saved = sum(len(have) * block_size for have in _saved(plan, groups, prompt + 300))
         assert saved <= 6 * (prompt + 300) / 3
 
@@ -125,11 +125,24 @@ def test_shortened_long_prompts_lose_at_most_the_spacing() -> None:
 def test_recurrent_models_save_few_states() -> None:
     """A recurrent model saves the ends, the place where an earlier prompt diverged, and states at a spacing."""
     groups, block_bytes = _recurrent_model(512)
-    plan = CheckpointPlan(groups, block_bytes, 20 * 512 + 100, cached=3 * 512 + 5)
-    plan.add(21 * 512 + 1)
-    assert [position // 512 for position in plan.positions] == [3, 16, 20, 21]
-    assert [plan.wanted(1, i) for i in (2, 3, 15, 19, 20)] == [True, False, True, True, True]
-    assert plan.wanted(0, 3)
+    plan = CheckpointPlan(groups, block_bytes, 24 * 512 + 100, cached=3 * 512 + 5)
+    assert plan.end_turn(26 * 512 + 1) == 26 * 512
+    assert [position // 512 for position in plan.positions] == [3, 16, 24, 26]
+    assert [i for i in range(26) if plan.wanted(1, i)] == [2, 15, 23, 25]
+    assert all(plan.wanted(0, i) for i in range(26))
+
+
+def test_end_of_turn() -> None:
+    """The end of a turn is saved, except after a repeated prompt, and for recurrent models after the first turn if it is near
+    the end of the prompt."""
+    groups, block_bytes = _recurrent_model(512)
+    assert CheckpointPlan(groups, block_bytes, 3000, resumed=1024).end_turn(3100) == 3072
+    assert CheckpointPlan(groups, block_bytes, 3000, resumed=2560).end_turn(3100) == 0
+    assert CheckpointPlan(groups, block_bytes, 3000).end_turn(3100) == 0
+    assert CheckpointPlan(groups, block_bytes, 3000).end_turn(3600) == 3584
+    groups, block_bytes = _window_model(128, 128)
+    assert CheckpointPlan(groups, block_bytes, 3000).end_turn(3100) == 3072
+    assert CheckpointPlan(groups, block_bytes, 3000, resumed=2944).end_turn(3100) == 0
 
 
 def test_prompt_that_ends_at_a_boundary() -> None:
