@@ -90,12 +90,32 @@ class MemoryStorage:
 
 
 class FakeVllm:
-    """The routes of a vLLM server that the middleware calls; one token per character."""
+    """The routes of a vLLM server that the middleware calls, one token per character, and its engine's client."""
 
     def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.version, self.paused, self.fails = "default", False, False
         self.bodies: list[dict[str, Any]] = []
         routes = {"/tokenize": self.tokenize, "/v1/completions": self.complete, "/v1/chat/completions": self.complete}
         self.app = Starlette(routes=[Route(path, call, methods=["POST"]) for path, call in routes.items()])
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.calls.append(("pause", mode, clear_cache))
+
+    async def update_weight_version(self, version: str) -> None:
+        self.calls.append(("version", version))
+        if self.fails:
+            raise RuntimeError("the engine is dead")
+        self.version = version
+
+    async def get_weight_version(self) -> str:
+        return self.version
+
+    async def resume_generation(self) -> None:
+        self.calls.append(("resume",))
 
     async def tokenize(self, request: Request) -> JSONResponse:
         body = await request.json()
@@ -113,7 +133,8 @@ def served(vllm: Callable[[str], Any], check: Callable[[httpx.AsyncClient, FakeV
     async def main() -> None:
         fake, storage = FakeVllm(), MemoryStorage(vllm("prefix_storage"))
         prefixes = vllm("prefixes").VllmPrefixes(storage, vllm("prefixes").InnerServer(fake.app, fake.app, None))
-        routes = vllm("middleware").PrefixRoutes(fake.app, prefixes)
+        weights = vllm("middleware").WeightsEndpoints(fake)
+        routes = vllm("middleware").PrefixRoutes(fake.app, prefixes, weights)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(routes), base_url="http://vllm") as client:
             await check(client, fake, storage)
         await prefixes.close()
@@ -180,5 +201,31 @@ def test_bad_prefix_requests(vllm: Callable[[str], Any]) -> None:
             answer = await client.request(method, path, json=body)
             assert answer.status_code == status and reason in answer.json()["error"]["message"], answer.text
         assert fake.bodies == []
+
+    served(vllm, check)
+
+
+def test_weights_version(vllm: Callable[[str], Any]) -> None:
+    """A version of the weights is set while vLLM is paused and after it has dropped its KV. A server that was paused before
+    stays paused, and one that fails resumes."""
+
+    async def check(client: httpx.AsyncClient, fake: FakeVllm, storage: MemoryStorage) -> None:
+        path, version = "/v1/foreword/weights_version", {"version": "run 7, step 1200"}
+        assert (await client.get(path)).json() == {"version": "default"}
+        assert (await client.post(path, json=version)).json() == version == (await client.get(path)).json()
+        steps = [("pause", "keep", True), ("version", version["version"])]
+        assert fake.calls == [*steps, ("resume",)]
+        fake.calls.clear()
+        fake.paused = True
+        await client.post(path, json=version)
+        assert fake.calls == steps
+        for body in ({}, {"version": ""}, {"version": 3}, {"version": "x", "epoch": 1}):
+            assert (await client.post(path, json=body)).status_code == 400
+        assert (await client.delete(path)).status_code == 404
+        fake.calls.clear()
+        fake.paused, fake.fails = False, True
+        with pytest.raises(RuntimeError):
+            await client.post(path, json=version)
+        assert fake.calls == [*steps, ("resume",)]
 
     served(vllm, check)

@@ -4,7 +4,8 @@
         --middleware foreword.integrations.vllm.NamedPrefixes
 
 It adds `/v1/prefixes`, as Foreword's own server has it, and understands `"prefix": "NAME"` in the bodies of `/v1/completions`
-and `/v1/chat/completions`: the prefix is put before the prompt or the messages, and vLLM sees an ordinary request.
+and `/v1/chat/completions`: the prefix is put before the prompt or the messages, and vLLM sees an ordinary request. It also adds
+`/v1/foreword/weights_version`, for weights that are updated in place.
 
 vLLM runs such a middleware outside its own, before the one that checks the API key. So this one only installs `PrefixRoutes`
 directly before vLLM's routes when the server starts: what gets there has passed all other middleware.
@@ -19,14 +20,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.api.errors import error_response
 from foreword.api.prefixes import PrefixEndpoints
-from foreword.api.schemas import NewPrefix, PrefixContent, parse
+from foreword.api.schemas import Body, NewPrefix, PrefixContent, parse
 from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage
 from foreword.integrations.vllm.prefixes import InnerServer, VllmPrefixes
@@ -35,6 +36,8 @@ from foreword.prefixes.book import NamedPrefix
 _PREFIXES = "/v1/prefixes"
 _COMPLETIONS = "/v1/completions"
 _CHAT = "/v1/chat/completions"
+# Under /v1, where vLLM asks for its API key.
+_WEIGHTS = "/v1/foreword/weights_version"
 _LAST_BYTES = 8192
 # In the text of an answer the quotes would be escaped, so the expression does not match there.
 _CACHED = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d+)')
@@ -74,7 +77,8 @@ class NamedPrefixes:
             raise ConfigError("NamedPrefixes is a middleware for `vllm serve` of vLLM 0.31 or later")
         storage = await asyncio.to_thread(ConnectorStorage, config)
         prefixes = VllmPrefixes(storage, InnerServer(self.app, host, _api_key(host.state)))
-        host.router.middleware_stack = PrefixRoutes(routes, prefixes)
+        weights = WeightsEndpoints(getattr(host.state, "engine_client", None))
+        host.router.middleware_stack = PrefixRoutes(routes, prefixes, weights)
         return prefixes
 
 
@@ -97,17 +101,55 @@ class _NewVllmPrefix(NewPrefix):
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)  # type: ignore[assignment]
 
 
-class PrefixRoutes:
-    """The routes of named prefixes, before those of vLLM."""
+class _NewVersion(Body):
+    model_config = ConfigDict(extra="forbid")
 
-    def __init__(self, app: ASGIApp, prefixes: VllmPrefixes) -> None:
+    version: str = Field(min_length=1, max_length=256)
+
+
+class WeightsEndpoints:
+    """The version of weights that are updated in place.
+
+    Args:
+        client: vLLM's `EngineClient`.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def answer(self, method: str, body: bytes) -> dict[str, Any]:
+        """JSON. Raises BadRequest, NotFound."""
+        if not hasattr(self._client, "update_weight_version"):
+            raise NotFound("this vLLM knows no version of weights; vLLM 0.32 does")
+        if method == "POST":
+            await self._set(parse(_NewVersion, body).version)
+        elif method != "GET":
+            raise NotFound(f"there is no {method} {_WEIGHTS}")
+        return {"version": await self._client.get_weight_version()}
+
+    async def _set(self, version: str) -> None:
+        """Paused, vLLM drops all KV of other weights; no step comes before the new version."""
+        paused = await self._client.is_paused()
+        await self._client.pause_generation(mode="keep", clear_cache=True)
+        try:
+            await self._client.update_weight_version(version)
+        finally:
+            if not paused:
+                await self._client.resume_generation()
+
+
+class PrefixRoutes:
+    """The routes of named prefixes and of the weights' version, before those of vLLM."""
+
+    def __init__(self, app: ASGIApp, prefixes: VllmPrefixes, weights: WeightsEndpoints) -> None:
         self._app = app
         self._prefixes = prefixes
         self._endpoints = PrefixEndpoints(prefixes)
+        self._weights = weights
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
-        manages = path == _PREFIXES or path.startswith(_PREFIXES + "/")
+        manages = path in (_PREFIXES, _WEIGHTS) or path.startswith(_PREFIXES + "/")
         if not manages and (path not in (_COMPLETIONS, _CHAT) or scope["method"] != "POST"):
             await self._app(scope, receive, send)
             return
@@ -117,7 +159,7 @@ class PrefixRoutes:
             return
         try:
             if manages:
-                status, answer = await self._manage(scope["method"], path[len(_PREFIXES) + 1 :], body)
+                status, answer = await self._manage(scope["method"], path, body)
                 await JSONResponse(answer, status_code=status)(scope, receive, send)
                 return
             prefix, changed = await self._with_prefix(path, body)
@@ -134,8 +176,11 @@ class PrefixRoutes:
         if watched.succeeded:
             self._prefixes.used(prefix, watched.count)
 
-    async def _manage(self, method: str, name: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        """`/v1/prefixes`: status and JSON."""
+    async def _manage(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        """`/v1/prefixes` and the weights' version: status and JSON."""
+        if path == _WEIGHTS:
+            return 200, await self._weights.answer(method, body)
+        name = path[len(_PREFIXES) + 1 :]
         match method, name:
             case "GET", "":
                 return 200, await self._endpoints.list()

@@ -5,6 +5,7 @@ A fingerprint comes from the files: equal in every folder, different after any c
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -173,6 +174,40 @@ def _recorded(load: Callable[..., Any]) -> Callable[..., Any]:
 
     from_local_checkpoint.foreword = True  # type: ignore[attr-defined]
     return from_local_checkpoint
+
+
+def follow_engine(vllm_config: Any, method: str, told: Callable[..., object]) -> bool:
+    """Call `told` after each call of a method of vLLM's `EngineCore`, with its arguments, in the engine's thread.
+
+    vLLM tells connectors neither the version of the weights (`set_weight_version`) nor that encoder outputs are reset
+    (`reset_encoder_cache`), so this wraps the methods. False if this vLLM has no such method, or the engine is elsewhere.
+    """
+    try:
+        from vllm.v1.engine.core import EngineCore
+    except ImportError:
+        return False
+    wrapped = getattr(EngineCore, method, None)
+    if wrapped is None:
+        return False
+    listeners = getattr(wrapped, "foreword", None)
+    if listeners is None:
+        listeners = []
+        setattr(EngineCore, method, _announced(wrapped, listeners))
+    listeners.append((vllm_config.model_config, told))
+    return True
+
+
+def _announced(wrapped: Callable[..., Any], listeners: list[tuple[Any, Callable[..., object]]]) -> Callable[..., Any]:
+    @functools.wraps(wrapped)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = wrapped(self, *args, **kwargs)
+        for model, told in listeners:
+            if model is self.vllm_config.model_config:
+                told(*args, **kwargs)
+        return result
+
+    call.foreword = listeners  # type: ignore[attr-defined]
+    return call
 
 
 class WeightsVersion:
