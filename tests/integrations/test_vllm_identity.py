@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from foreword.blocks.keys import Scope, TokenChain
-from foreword.integrations.vllm.identity import RequestIdentities, RequestIdentity, chain_salt
+from foreword.integrations.vllm.identity import RequestIdentities, RequestIdentity, tenant_salt
 from foreword.integrations.vllm.weights import Adapter, AdapterFiles, LoadedAdapters, WeightsVersion
 
 BLOCK = 4
@@ -60,10 +60,9 @@ def identity(asked: Any) -> RequestIdentity:
     return found
 
 
-def keys(tokens: Sequence[int], asked: Any) -> list[bytes]:
-    found = identity(asked)
-    salt = chain_salt(asked.cache_salt, found.adapter_salt)
-    chain = TokenChain(Scope(b"model", BLOCK, salt).root(), BLOCK, tokens, found.extras)
+def keys(tokens: Sequence[int], asked: Any, version: bytes = b"") -> list[bytes]:
+    root = Scope(b"model", BLOCK, tenant_salt(asked)).root()
+    chain = TokenChain(root, BLOCK, tokens, identity(asked).extras(version))
     return chain.keys_to(len(tokens) // BLOCK)
 
 
@@ -88,6 +87,7 @@ described = st.tuples(
     images,
     st.sampled_from([None, "x", "x\x00", "\x00x"]),
     st.sampled_from([None, "x", "y"]),
+    st.sampled_from([b"", b"x", b"y"]),
 )
 
 
@@ -109,16 +109,17 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=500)
 @given(one=described, other=described)
 def test_keys_are_equal_exactly_where_the_input_is(adapters: Path, one: Any, other: Any) -> None:
-    """Two requests share a block's key exactly if all tokens, images, salts and adapters up to its end are equal."""
+    """Two requests share a block's key exactly if tenant, adapter, weights version, and all tokens and images up to its end are
+    equal."""
 
     def seen(given: Any, end: int) -> Any:
-        tokens, found, salt, adapter = given
+        tokens, found, *rest = given
         overlapping = [(i.offset, i.length, i.pixels, i.identifier) for i in found if i.offset < end]
-        return tokens[:end], sorted(overlapping), salt, adapter
+        return tokens[:end], sorted(overlapping), rest
 
     def keys_of(given: Any) -> list[bytes]:
         adapter = lora(1, adapters / given[3]) if given[3] else None
-        return keys(given[0], request(given[1], cache_salt=given[2], lora_request=adapter))
+        return keys(given[0], request(given[1], cache_salt=given[2], lora_request=adapter), given[4])
 
     for block, (mine, others) in enumerate(zip(keys_of(one), keys_of(other), strict=True)):
         end = (block + 1) * BLOCK
@@ -126,17 +127,11 @@ def test_keys_are_equal_exactly_where_the_input_is(adapters: Path, one: Any, oth
 
 
 def test_text_keeps_its_keys() -> None:
-    """Requests with text alone have the keys of chains without extras, so that named prefixes find them."""
+    """Requests with text alone have the keys of chains without extras, so that named prefixes find them. Every chain of
+    a tenant has the tenant's root, so that it can be erased."""
     tokens = list(range(12))
     assert keys(tokens, request()) == TokenChain(Scope(b"model", BLOCK).root(), BLOCK, tokens).keys_to(3)
-
-
-@given(st.lists(st.tuples(st.text(max_size=3), st.binary(max_size=3), st.binary(max_size=3)), min_size=2, unique=True))
-def test_salts_do_not_collide(parts: list[tuple[str, bytes, bytes]]) -> None:
-    """Different tenants, adapters and versions never have one salt, whatever bytes a client puts into its own."""
-    forged = [(chain_salt(*one)[5:].decode("latin-1"), b"", b"") for one in parts]
-    every = {*parts, *forged}
-    assert len({chain_salt(*one) for one in every}) == len(every)
+    assert tenant_salt(request(cache_salt="ann")) == b"vllm\x00ann"
 
 
 def test_an_identifier_for_two_images() -> None:
@@ -198,7 +193,7 @@ def test_sessions_that_get_images() -> None:
     asked.mm_features.append(Image(9, 3).feature())
     second = identity(asked)
     assert not first.describes(asked) and second.describes(asked)
-    assert second.extras[:2] == [*first.extras, b""] and second.extras[2]
+    assert second.inputs[:2] == [*first.inputs, b""] and second.inputs[2]
 
 
 def test_adapters(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """What a request's KV depends on besides its tokens: tenant, adapter, weights version, media and prompt embeddings.
 
-Parts that hold for the whole request go into the salt of the chain's root (`chain_salt`). Parts that hold for some positions go
-into the extras of their blocks. A request with a part that cannot be identified is never cached.
+The tenant is the salt of the chain's root, so that all chains of a tenant can be erased. Everything else goes into
+the extras of the blocks: what holds for the whole request into those of block 0, as each key covers the keys before
+it. A request with a part that cannot be identified is never cached.
 
 vLLM's own keys trust the names that clients give: an adapter's path, an image's uuid, the id in its EXIF data. A store outlives
 the server and is shared, so here the content counts: digests of adapter files and of processed media.
@@ -21,9 +22,9 @@ import torch
 
 from foreword.integrations.vllm.weights import Adapter, AdapterFiles
 
-_PLAIN_SALT = b"vllm\x00"
-_COMPOSED_SALT = b"vllm2\x00"
-_MEDIA, _EMBEDS = b"M", b"E"
+_SALT = b"vllm\x00"
+# Kinds of extras; each has a fixed length.
+_WEIGHTS, _MEDIA, _EMBEDS = b"W", b"M", b"E"
 _KNOWN_KEYS = frozenset({"lora", "mm", "cache_salt", "prompt_embeds"})
 # Identifiers whose content is remembered: far more than vLLM's encoder cache holds.
 _IDENTIFIERS = 1 << 16
@@ -35,36 +36,34 @@ class RequestIdentity:
 
     Attributes:
         adapter: the request's adapter. Workers check that it is what they compute with.
-        adapter_salt: digest of the adapter and of settings that change what it does; b"" without one. For `chain_salt`.
-        extras: by block, what changes its KV (`TokenChain`'s extras). Shorter than the request: the other blocks have none.
+        adapter_salt: digest of the adapter and of settings that change what it does; b"" without one.
+        inputs: by block, the media and embeddings in it. Shorter than the request: the other blocks have none.
         media: how many media items the request had. A session whose count has changed has another identity.
     """
 
     adapter: Adapter | None = None
     adapter_salt: bytes = b""
-    extras: Sequence[bytes] = ()
+    inputs: Sequence[bytes] = ()
     media: int = 0
 
     def describes(self, request: Any) -> bool:
         """Whether the request still has this identity. Only a session's changes: the next input may bring media."""
         return len(request.mm_features or ()) == self.media
 
+    def extras(self, version: bytes = b"") -> Sequence[bytes]:
+        """`TokenChain`'s extras. `version` is `WeightsVersion.salt`."""
+        if not self.adapter_salt and not version:
+            return self.inputs
+        weights = _WEIGHTS + sha256(b"foreword/request\x00" + framed(self.adapter_salt, version)).digest()
+        return [weights + (self.inputs[0] if self.inputs else b""), *self.inputs[1:]]
+
 
 _PLAIN = RequestIdentity()
 
 
-def chain_salt(cache_salt: str | None, adapter: bytes = b"", version: bytes = b"") -> bytes:
-    """The salt of a chain's root (`Scope.salt`): different arguments give different bytes.
-
-    Args:
-        cache_salt: the request's, which separates tenants.
-        adapter: `RequestIdentity.adapter_salt`.
-        version: `WeightsVersion.salt`.
-    """
-    tenant = (cache_salt or "").encode()
-    if not adapter and not version:
-        return _PLAIN_SALT + tenant if tenant else b""
-    return _COMPOSED_SALT + framed(tenant, adapter, version)
+def tenant_salt(request: Any) -> bytes:
+    """The salt of the root of a request's chain: its `cache_salt`."""
+    return _SALT + request.cache_salt.encode() if request.cache_salt else b""
 
 
 def framed(*parts: bytes) -> bytes:
