@@ -158,23 +158,39 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _word_views(tensors: Sequence[Tensor], arena: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each tensor as `[num_blocks, words]`, with its part of the arena, in the widest words that sizes and strides allow.
+    """The tensors as `[num_blocks, words]`, with their parts of the arena, in the widest words that sizes and strides allow.
 
-    The views share the tensors' memory. Raises ValueError for a tensor whose rows are not contiguous.
+    The views share the tensors' memory.
     """
     offset = HEADER_BYTES
-    for tensor in tensors:
-        if not tensor[0].is_contiguous():
-            raise ValueError(
-                f"the rows of a paged tensor are not contiguous: {tensor.shape}, strides {tensor.stride()}"
-            )
-        size, item = _row_bytes(tensor), tensor.element_size()
-        aligned = math.gcd(size, offset, tensor.stride(0) * item, tensor.storage_offset() * item, tensor.data_ptr())
+    for rows in _joined([_byte_rows(tensor) for tensor in tensors]):
+        size = rows.shape[1]
+        aligned = math.gcd(size, offset, rows.stride(0), rows.storage_offset(), rows.data_ptr())
         width, kind = next((w, k) for w, k in _WORDS if aligned % w == 0)
-        paged = tensor.view(len(tensor), -1).view(torch.uint8).view(kind)
-        staged = arena.view(kind)[:, offset // width : (offset + size) // width]
-        yield paged, staged
+        yield rows.view(kind), arena.view(kind)[:, offset // width : (offset + size) // width]
         offset += size
+
+
+def _byte_rows(tensor: Tensor) -> Tensor:
+    """A view `[num_blocks, bytes]`. Raises ValueError for a tensor whose rows are not contiguous."""
+    if not tensor[0].is_contiguous():
+        raise ValueError(f"the rows of a paged tensor are not contiguous: {tensor.shape}, strides {tensor.stride()}")
+    return tensor.view(len(tensor), -1).view(torch.uint8)
+
+
+def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Rows of bytes with those that follow each other in memory as one: interleaved layers are one copy, not one each."""
+    joined: list[Tensor] = []
+    for rows in tensors:
+        last = joined[-1] if joined else rows
+        length = last.shape[1] + rows.shape[1]
+        follows = joined and rows.data_ptr() == last.data_ptr() + last.shape[1] and len(rows) == len(last)
+        one_storage = rows.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+        if follows and one_storage and rows.stride(0) == last.stride(0) >= length:
+            joined[-1] = last.as_strided((len(last), length), last.stride())
+        else:
+            joined.append(rows)
+    return joined
 
 
 def _runs(blocks: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -1,9 +1,8 @@
 """The KV cache that vLLM registers, as tensors whose rows are blocks.
 
-vLLM 0.32 registers one tensor per layer, `[blocks, heads, states, content]`, in one allocation that all layers share. Its
-KV cache layout (LBHNC, BLNHC and so on) orders the memory, so that the bytes of a block may be in a row, interleaved with other
-layers' or apart by head. Earlier versions register lists of state tensors for recurrent layers, and `[2, blocks, ...]` (keys,
-then values) for some attention backends.
+Both model runners of vLLM register one tensor per layer, `[blocks, heads, states, content]`, in one allocation that all layers
+share. A recurrent layer's tensor is `[blocks, 1, 1, bytes]`. The KV cache layout (LBHNC, BLNHC and so on) orders the memory:
+the bytes of a block may be in a row, interleaved with other layers' pages, or apart by head.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def block_views(kv_caches: Mapping[str, Any], layer_names: Sequence[str], num_bl
     """The KV of one group's layers as tensors `[num_blocks, ...]`, without copies.
 
     The bytes of block `i` are the rows `i` of all tensors. Each row is contiguous, but rows may lie apart. Layers that share
-    their KV count once.
+    their KV count once. Padding of a page is not included.
 
     Args:
         kv_caches: what vLLM registered, by layer name.
@@ -33,34 +32,21 @@ def block_views(kv_caches: Mapping[str, Any], layer_names: Sequence[str], num_bl
     for name in layer_names:
         if name not in kv_caches:
             raise ModelUnsupported(f"vLLM registered no KV cache for the layer {name}")
-        for tensor in _tensors(name, kv_caches[name]):
-            view = _by_block(name, tensor, num_blocks)
-            found.setdefault((view.data_ptr(), view.shape, view.stride(), view.dtype), view)
+        view = _by_block(name, kv_caches[name], num_blocks)
+        found.setdefault((view.data_ptr(), view.shape, view.stride()), view)
     return [part for view in found.values() for part in _with_contiguous_rows(view)]
 
 
-def _tensors(name: str, cache: Any) -> Iterator[Tensor]:
-    """The tensors of a layer: one, or a list of states."""
-    for one in cache if isinstance(cache, list | tuple) else (cache,):
-        if not isinstance(one, Tensor):
-            raise ModelUnsupported(f"vLLM's KV cache of the layer {name} is a {type(one).__name__}, not a tensor")
-        yield one
-
-
-def _by_block(name: str, tensor: Tensor, num_blocks: int) -> Tensor:
-    """A view `[num_blocks, ...]`. Raises ModelUnsupported where it is not certain which dimension counts blocks."""
-    shape = tensor.shape
-    # Four dimensions are vLLM 0.32's `[blocks, ...]`. Five may be `[2, blocks, ...]` of an earlier version.
-    candidates = [dim for dim in (0, 1) if dim < len(shape) and shape[dim] and shape[dim] % num_blocks == 0]
-    if len(shape) != 5 or shape[0] != 2:
-        candidates = [dim for dim in candidates if dim == 0]
-    if len(candidates) != 1 or len(shape) < 2:
+def _by_block(name: str, cache: Any, num_blocks: int) -> Tensor:
+    """A view `[num_blocks, ...]` of a layer's tensor. Raises ModelUnsupported for another shape than vLLM documents."""
+    if not isinstance(cache, Tensor):
+        raise ModelUnsupported(f"vLLM's KV cache of the layer {name} is a {type(cache).__name__}, not a tensor")
+    if cache.dim() != 4 or not len(cache) or len(cache) % num_blocks:
         raise ModelUnsupported(
-            f"vLLM's KV cache of the layer {name} has the shape {list(shape)}; it is unclear which dimension counts the "
-            f"{num_blocks} blocks"
+            f"vLLM's KV cache of the layer {name} has the shape {list(cache.shape)}, not [blocks, heads, states, content] "
+            f"with {num_blocks} blocks"
         )
-    rows = tensor.movedim(candidates[0], 0)
-    return rows if len(rows) == num_blocks else rows.view(num_blocks, -1, *rows.shape[1:])
+    return cache if len(cache) == num_blocks else cache.view(num_blocks, -1, *cache.shape[1:])
 
 
 def _with_contiguous_rows(view: Tensor) -> Iterator[Tensor]:
