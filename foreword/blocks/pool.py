@@ -70,6 +70,10 @@ class BlockPool:
     def key(self, block: int) -> bytes | None:
         return self._keys[block]
 
+    def find(self, key: bytes) -> int | None:
+        """The block that lookups return for a key."""
+        return self._index.get(key)
+
     def lookup(self, keys: Sequence[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of a chain of keys. Changes nothing."""
         find = self._index.get

@@ -11,21 +11,32 @@ The life of a sequence:
     cache.advance(table, n)                allocates blocks for tokens [0, n) and publishes those that become full
     table.append(token); cache.advance(...)
     cache.release(table)                   the blocks stay cached until they are evicted
+
+A model's layers form KV groups (`resume.py`), each with its own blocks, all from one pool. A block holds the KV of `block_size`
+tokens in the layers of one group. The first group's blocks have the keys of their chain; those of group `g` have the same
+keys with the byte `g` behind them. All groups take and publish blocks at the same positions. A window group also releases
+them (`trim`) when their tokens have left the window, and needs only the last ones for a hit: before them its table has HOLEs.
 """
 
 from __future__ import annotations
 
+import bisect
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from foreword.blocks.common_prefixes import common_prefix_length
-from foreword.blocks.keys import Scope, TokenChain
+from foreword.blocks.keys import KEY_BYTES, Scope, TokenChain
 from foreword.blocks.pool import BlockPool
-from foreword.errors import IntegrityError
+from foreword.blocks.resume import GroupKind, KVGroup, longest_resumable
+from foreword.errors import ConfigError, IntegrityError
 
 MAX_PARTIAL_BLOCKS = 4096
+MAX_GROUPS = 256
+_SUFFIXES = [bytes([number]) for number in range(MAX_GROUPS)]
+# In a window group's table: a block before the window, which the sequence does not hold.
+HOLE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +44,18 @@ class Match:
     """The longest cached prefix of a sequence.
 
     Attributes:
-        blocks: cached full blocks, in order.
+        blocks: cached full blocks, in order; of a window group those that it needs, and HOLEs before them.
         partial_block: a block whose first `partial_tokens` tokens come next; it can be copied, not shared. -1 if none.
         cached_tokens: `len(blocks) * block_size + partial_tokens`.
+        others, partial_others: the same of each further group.
     """
 
     blocks: Sequence[int]
     partial_block: int
     partial_tokens: int
     cached_tokens: int
+    others: tuple[Sequence[int], ...] = ()
+    partial_others: tuple[int, ...] = ()
 
 
 NO_MATCH = Match((), -1, 0, 0)
@@ -49,11 +63,16 @@ NO_MATCH = Match((), -1, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy the first `tokens` slots of block `source` to block `target` before the next step is computed."""
+    """Copy the first `tokens` slots of block `source` to block `target` before the next step is computed.
+
+    `others` are source and target of each further group. All sources are read before a target is written: the target of one
+    group may be the source of another.
+    """
 
     source: int
     target: int
     tokens: int
+    others: tuple[tuple[int, int], ...] = ()
 
 
 class BlockTable:
@@ -62,17 +81,30 @@ class BlockTable:
     Attributes:
         chain: the tokens and their keys.
         blocks: block numbers; the KV of token `i` is in `blocks[i // block_size]`.
+        others: the same of each further group. All groups have equally many blocks, HOLEs included.
+        holes: number of leading HOLEs of each group.
         published: number of published blocks. They are full and have keys; their content never changes.
         next_block_at: token count at which the next block must be allocated or published; `advance` does nothing below it.
+        trimmed: number of full blocks at the last `trim`, which does nothing until there is another one.
     """
 
-    __slots__ = ("blocks", "chain", "next_block_at", "published")
+    __slots__ = ("blocks", "chain", "holes", "next_block_at", "others", "published", "trimmed")
 
-    def __init__(self, chain: TokenChain) -> None:
+    def __init__(self, chain: TokenChain, num_groups: int = 1) -> None:
         self.chain = chain
+        self.empty(num_groups)
+
+    def empty(self, num_groups: int) -> None:
+        """Forget the blocks."""
         self.blocks: list[int] = []
-        self.published = 0
-        self.next_block_at = 0
+        self.others: tuple[list[int], ...] = tuple([] for _ in range(num_groups - 1))
+        self.holes = [0] * num_groups
+        self.published = self.next_block_at = self.trimmed = 0
+
+    @property
+    def groups(self) -> tuple[list[int], ...]:
+        """The blocks of each group."""
+        return self.blocks, *self.others
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -88,6 +120,8 @@ class PrefixCache:
     Args:
         num_blocks: blocks in the pool.
         block_size: tokens per block.
+        groups: the model's KV groups, of full attention and of windows without sinks, with blocks of this size. One group of
+            full attention if there are none.
         model: fingerprint of the weights, part of every key.
         enabled: False disables caching: no block is published and no lookup hits.
         partial_reuse: `lookup` also offers partly filled blocks, to be copied.
@@ -102,6 +136,7 @@ class PrefixCache:
         num_blocks: int,
         block_size: int,
         *,
+        groups: Sequence[KVGroup] = (),
         model: bytes = b"",
         enabled: bool = True,
         partial_reuse: bool = True,
@@ -110,21 +145,27 @@ class PrefixCache:
         on_published: Callable[[BlockTable, int, int], None] | None = None,
         on_removed: Callable[[list[bytes]], None] | None = None,
     ) -> None:
+        self.groups = tuple(groups) or (KVGroup(GroupKind.FULL, block_size),)
+        _check_groups(self.groups, block_size)
+        if on_removed is not None and len(self.groups) > 1:
+            on_removed = _of_first_group(on_removed)
         self.pool = BlockPool(num_blocks, unfilled_first=unfilled_first, on_removed=on_removed)
         self.block_size = block_size
+        self.windows = tuple(number for number, group in enumerate(self.groups) if not group.whole)
+        self._simple = not self.windows and len(self.groups) == 1
         self.enabled = enabled
         self._model = model
         self._partial_reuse = partial_reuse and enabled
-        self._lookahead = lookahead_blocks
+        self._lookahead = lookahead_blocks * len(self.groups)
         self._on_published = on_published
         self._roots: dict[bytes, bytes] = {}
-        # Partly filled blocks: parent key -> (block, its tokens), least recently noted first.
-        self._partials: OrderedDict[bytes, tuple[int, array[int]]] = OrderedDict()
+        # Partly filled blocks: parent key -> (a block of each group, its tokens), least recently noted first.
+        self._partials: OrderedDict[bytes, tuple[tuple[int, ...], array[int]]] = OrderedDict()
         self._partial_parents: dict[int, bytes] = {}
 
     def open(self, tokens: Iterable[int], *, salt: bytes = b"", extras: Sequence[bytes] = ()) -> BlockTable:
         """A table for a new sequence. It has no blocks yet."""
-        return BlockTable(TokenChain(self.root(salt), self.block_size, tokens, extras))
+        return BlockTable(TokenChain(self.root(salt), self.block_size, tokens, extras), len(self.groups))
 
     def root(self, salt: bytes) -> bytes:
         """The root key of a tenant's chains."""
@@ -144,32 +185,97 @@ class PrefixCache:
         if not self.enabled:
             return NO_MATCH
         size = self.block_size
-        full = len(table) // size
-        blocks = self.pool.lookup(table.chain.keys_to(full))
-        partial_block, partial_tokens = self._find_partial(table, len(blocks)) if self._partials else (-1, 0)
-        return Match(blocks, partial_block, partial_tokens, len(blocks) * size + partial_tokens)
+        keys = table.chain.keys_to(len(table) // size)
+        groups = (self.pool.lookup(keys),) if self._simple else self._find_groups(keys)
+        blocks, *others = groups
+        sources, tokens = self._find_partial(table, len(blocks)) if self._partials else ((-1,), 0)
+        return Match(blocks, sources[0], tokens, len(blocks) * size + tokens, tuple(others), sources[1:])
 
-    def _find_partial(self, table: BlockTable, depth: int) -> tuple[int, int]:
-        """A partly filled block after the table's first `depth` blocks. The sequence's last token is always recomputed."""
+    def _find_groups(self, keys: Sequence[bytes]) -> tuple[list[int], ...]:
+        """The blocks of each group with which the longest prefix can be continued."""
+        find, size = self.pool.find, self.block_size
+        most = len(self.pool.lookup(keys)) if self.groups[0].whole else len(keys)
+        position = longest_resumable(
+            self.groups, most * size, lambda number, block: find(_group_key(number, keys[block])) is not None
+        )
+        depth = position // size
+        found = []
+        for number, group in enumerate(self.groups):
+            first = _first_needed(group, depth)
+            wanted = [_group_key(number, key) for key in keys[first:depth]]
+            found.append([HOLE] * first + self.pool.lookup(wanted))
+        return tuple(found)
+
+    def _find_partial(self, table: BlockTable, depth: int) -> tuple[tuple[int, ...], int]:
+        """Partly filled blocks after the table's first `depth` blocks. The sequence's last token is always recomputed."""
         known = self._partials.get(table.chain.key_before(depth))
         if known is None:
-            return -1, 0
-        block, held = known
+            return (-1,), 0
+        blocks, held = known
         start = depth * self.block_size
         wanted = table.chain.tokens[start : min(start + self.block_size, len(table) - 1)]
         same = common_prefix_length(wanted, held)
-        return (block, same) if same else (-1, 0)
+        return (blocks, same) if same else ((-1,), 0)
 
-    def new_blocks(self, table: BlockTable, match: Match, num_tokens: int) -> int:
-        """Free blocks needed to admit the table with this match and to advance it to `num_tokens`."""
-        return -(-num_tokens // self.block_size) - len(match.blocks) + self.pool.count_free(match.blocks)
+    def new_blocks(self, table: BlockTable, match: Match, num_tokens: int, step_tokens: int | None = None) -> int:
+        """Free blocks needed to admit the table with this match and to advance it to `num_tokens`.
+
+        With `step_tokens` it is advanced by at most so many tokens at a time, and trimmed in between.
+        """
+        more = -(-num_tokens // self.block_size) - len(match.blocks)
+        if self._simple:
+            return more + self.pool.count_free(match.blocks)
+        count = 0
+        for number, blocks in enumerate((match.blocks, *(match.others or [()] * (len(self.groups) - 1)))):
+            needed = more + self.pool.count_free([block for block in blocks if block != HOLE])
+            count += min(needed, self._most_held(number, step_tokens))
+        return count
+
+    def owed_blocks(self, table: BlockTable, num_tokens: int, step_tokens: int | None = None) -> int:
+        """Free blocks that an admitted table needs to advance to `num_tokens`, by at most `step_tokens` at a time."""
+        length = len(table.blocks)
+        more = -(-num_tokens // self.block_size) - length
+        if more <= 0 or self._simple:
+            return max(more, 0)
+        count = 0
+        for number, holes in enumerate(table.holes):
+            held = length - holes
+            count += max(min(held + more, self._most_held(number, step_tokens)) - held, 0)
+        return count
+
+    def _most_held(self, number: int, step_tokens: int | None) -> int:
+        """The most blocks that a table of any length holds in a group, if it is trimmed between steps of `step_tokens`."""
+        group, size = self.groups[number], self.block_size
+        if group.whole or step_tokens is None:
+            return self.pool.num_blocks
+        return -(-(group.span - 1) // size) - (-(step_tokens + size - 1) // size)
+
+    def longest(self, num_tokens: int, step_tokens: int) -> int:
+        """The longest sequence up to `num_tokens` that fits into the pool alone, in steps of at most `step_tokens` tokens."""
+        pool, most = self.pool.num_blocks, [self._most_held(g, step_tokens) for g in range(len(self.groups))]
+
+        def needed(length: int) -> int:
+            return sum(min(length, limit) if g in self.windows else length for g, limit in enumerate(most))
+
+        fitting = bisect.bisect_right(range(-(-num_tokens // self.block_size) + 1), pool, key=needed) - 1
+        return min(num_tokens, fitting * self.block_size)
 
     def admit(self, table: BlockTable, match: Match) -> None:
         """Give the cached blocks of `match` to a table without blocks."""
-        self.pool.share(match.blocks)
         table.blocks = list(match.blocks)
-        table.published = len(match.blocks)
+        table.published = table.trimmed = len(match.blocks)
+        if self._simple:
+            self.pool.share(match.blocks)
+        else:
+            self._admit_groups(table, match)
         self._set_next_block_at(table)
+
+    def _admit_groups(self, table: BlockTable, match: Match) -> None:
+        if match.others:
+            table.others = tuple(list(blocks) for blocks in match.others)
+        for number, blocks in enumerate(table.groups):
+            holes = table.holes[number] = blocks.count(HOLE)
+            self.pool.share(blocks[holes:])
 
     def advance(self, table: BlockTable, num_tokens: int) -> bool:
         """Allocate blocks for the KV of the table's first `num_tokens` tokens, and publish the blocks that become full.
@@ -184,7 +290,10 @@ class PrefixCache:
             blocks = self._allocate(missing)
             if blocks is None:
                 return False
-            table.blocks += blocks
+            if self._simple:
+                table.blocks += blocks
+            else:
+                _deal(table, blocks)
         full = num_tokens // self.block_size
         if full > table.published and self.enabled:
             self.publish(table, full)
@@ -192,14 +301,31 @@ class PrefixCache:
             self._set_next_block_at(table)
         return True
 
+    def trim(self, table: BlockTable, num_tokens: int) -> None:
+        """Release the blocks of window groups that a sequence needs no more when its first `num_tokens` tokens have KV.
+
+        The table can still be continued from its last full block. What it releases stays cached until it is evicted.
+        """
+        depth = num_tokens // self.block_size
+        if depth == table.trimmed:
+            return
+        table.trimmed = depth
+        for number in self.windows:
+            blocks, low = table.groups[number], table.holes[number]
+            first = _first_needed(self.groups[number], depth)
+            if first > low:
+                self.pool.release(blocks[low:first])
+                blocks[low:first] = [HOLE] * (first - low)
+                table.holes[number] = first
+
     def extend(self, table: BlockTable, num_blocks: int) -> list[int] | None:
         """Allocate blocks until the table has `num_blocks`, without publishing them: a load or a transfer will fill them.
 
-        Returns the new blocks, or None, with nothing changed, if too few are free.
+        Returns the new blocks, group after group, or None, with nothing changed, if too few are free.
         """
         fresh = self._allocate(num_blocks - len(table.blocks), ahead=False)
         if fresh is not None:
-            table.blocks += fresh
+            _deal(table, fresh)
             self._set_next_block_at(table)
         return fresh
 
@@ -210,6 +336,9 @@ class PrefixCache:
             return
         keys = table.chain.keys_to(num_blocks)[start:num_blocks]
         self.pool.publish(table.blocks[start:num_blocks], keys)
+        if not self._simple:
+            for number, blocks in enumerate(table.others, 1):
+                self.pool.publish(blocks[start:num_blocks], [_group_key(number, key) for key in keys])
         if self._on_published is not None:
             self._on_published(table, start, num_blocks)
         table.published = num_blocks
@@ -222,13 +351,16 @@ class PrefixCache:
             table.next_block_at = len(table.blocks) * self.block_size + 1
 
     def _allocate(self, count: int, *, ahead: bool = True) -> list[int] | None:
+        """`count` blocks for each group, or more. None if too few are free."""
+        if not self._simple:
+            count *= len(self.groups)
         blocks = self.pool.allocate(count + self._lookahead) if self._lookahead and ahead else None
         if blocks is None:
             blocks = self.pool.allocate(count)
         if blocks is not None and self._partial_parents:
             for block in blocks:
                 if block in self._partial_parents:
-                    self._forget_partial(block)
+                    self._forget_partial(self._partial_parents[block])
         return blocks
 
     def copy_partial(self, table: BlockTable, match: Match) -> Copy | None:
@@ -238,8 +370,13 @@ class PrefixCache:
         """
         if not match.partial_tokens:
             return None
-        target = table.blocks[len(match.blocks)]
-        return None if target == match.partial_block else Copy(match.partial_block, target, match.partial_tokens)
+        depth = len(match.blocks)
+        target = table.blocks[depth]
+        if self._simple:
+            return None if target == match.partial_block else Copy(match.partial_block, target, match.partial_tokens)
+        targets = [blocks[depth] for blocks in table.others]
+        others = tuple(zip(match.partial_others, targets, strict=True))
+        return Copy(match.partial_block, target, match.partial_tokens, others)
 
     def note_partial(self, table: BlockTable, num_tokens: int) -> None:
         """Offer the table's partly filled last block for copying until the block is allocated again.
@@ -249,41 +386,55 @@ class PrefixCache:
         depth, held = divmod(num_tokens, self.block_size)
         if not self._partial_reuse or not held or depth >= len(table.blocks):
             return
-        key, block = table.chain.key_before(depth), table.blocks[depth]
-        if depth < table.published and self.pool.key(block) is None:
+        key, blocks = table.chain.key_before(depth), tuple(group[depth] for group in table.groups)
+        if depth < table.published and any(self.pool.key(block) is None for block in blocks):
             return  # the block was shared from a sequence whose step failed: it was retracted and is empty
-        if block in self._partial_parents:
-            self._forget_partial(block)
+        for block in blocks:
+            if block in self._partial_parents:
+                self._forget_partial(self._partial_parents[block])
         if key in self._partials:
-            del self._partial_parents[self._partials.pop(key)[0]]
+            self._forget_partial(key)
         elif len(self._partials) >= MAX_PARTIAL_BLOCKS:
-            del self._partial_parents[self._partials.popitem(last=False)[1][0]]
+            self._forget_partial(next(iter(self._partials)))
         start = depth * self.block_size
-        self._partials[key] = (block, table.chain.tokens[start : start + held])
-        self._partial_parents[block] = key
+        self._partials[key] = (blocks, table.chain.tokens[start : start + held])
+        self._partial_parents.update(dict.fromkeys(blocks, key))
 
-    def _forget_partial(self, block: int) -> None:
-        del self._partials[self._partial_parents.pop(block)]
+    def _forget_partial(self, parent: bytes) -> None:
+        for block in self._partials.pop(parent)[0]:
+            del self._partial_parents[block]
 
     def retract(self, table: BlockTable, num_blocks: int) -> None:
         """Unpublish the table's blocks from number `num_blocks` on, because their KV was never computed."""
         if table.published > num_blocks:
-            self.pool.retract(table.blocks[num_blocks : table.published])
+            for blocks in table.groups:
+                self.pool.retract(blocks[num_blocks : table.published])
             table.published = num_blocks
             self._set_next_block_at(table)
 
     def release(self, table: BlockTable) -> None:
         """Free the table's blocks, last one first, when the sequence ends or is preempted. They stay cached until evicted."""
-        self.pool.release(table.blocks)
-        table.blocks = []
-        table.published = 0
-        table.next_block_at = 0
+        self.pool.release(table.blocks if self._simple else _held_blocks(table))
+        table.empty(len(self.groups))
 
     def pin(self, table: BlockTable, num_blocks: int) -> list[int]:
-        """Protect the published ones of the table's first `num_blocks` blocks from eviction until `unpin`."""
-        blocks = table.blocks[: min(num_blocks, table.published)]
-        self.pool.share(blocks)
-        return blocks
+        """Protect what continuing from the table's first `num_blocks` blocks, or as many as are published, needs from
+        eviction until `unpin`. Blocks that the table has trimmed are pinned while they are cached."""
+        depth = min(num_blocks, table.published)
+        pinned = []
+        keys = table.chain.keys_to(depth)
+        for number, (group, blocks) in enumerate(zip(self.groups, table.groups, strict=True)):
+            for i in range(_first_needed(group, depth), depth):
+                block = blocks[i] if blocks[i] != HOLE else self.pool.find(_group_key(number, keys[i]))
+                if block is not None:
+                    pinned.append(block)
+        self.pool.share(pinned)
+        return pinned
+
+    def pinned_blocks(self, num_tokens: int) -> int:
+        """How many blocks `pin` protects for `num_tokens` tokens."""
+        depth = num_tokens // self.block_size
+        return sum(depth - _first_needed(group, depth) for group in self.groups)
 
     def unpin(self, blocks: Sequence[int]) -> None:
         self.pool.release(blocks)
@@ -297,6 +448,51 @@ class PrefixCache:
     def check(self) -> None:
         """Verify the invariants of the pool and of the partial blocks. Raises IntegrityError."""
         self.pool.check()
-        blocks = {block: key for key, (block, _) in self._partials.items()}
+        blocks = {block: key for key, (group, _) in self._partials.items() for block in group}
         if blocks != self._partial_parents:
             raise IntegrityError("prefix cache: broken invariant: a noted partial block and its key know each other")
+
+
+def _check_groups(groups: Sequence[KVGroup], block_size: int) -> None:
+    for group in groups:
+        if group.block_size != block_size:
+            raise ConfigError(f"KV groups of one pool have blocks of {block_size} tokens, not {group.block_size}")
+        if group.kind not in (GroupKind.FULL, GroupKind.WINDOW) or group.sinks:
+            raise ConfigError(f"the prefix cache has groups of full attention and of windows, not {group}")
+    if len(groups) > MAX_GROUPS:
+        raise ConfigError(f"{len(groups)} KV groups are too many; {MAX_GROUPS} are possible")
+
+
+def _of_first_group(on_removed: Callable[[list[bytes]], None]) -> Callable[[list[bytes]], None]:
+    """Report the keys of the first group's blocks only."""
+
+    def report(keys: list[bytes]) -> None:
+        chain_keys = [key for key in keys if len(key) == KEY_BYTES]
+        if chain_keys:
+            on_removed(chain_keys)
+
+    return report
+
+
+def _group_key(number: int, key: bytes) -> bytes:
+    """The key of a group's block in the pool."""
+    return key + _SUFFIXES[number] if number else key
+
+
+def _first_needed(group: KVGroup, depth: int) -> int:
+    """The first of the blocks that a group needs to continue after `depth` blocks; it needs all that follow."""
+    return 0 if group.whole else min(group.needed(depth * group.block_size), default=depth)
+
+
+def _deal(table: BlockTable, blocks: Sequence[int]) -> None:
+    """Give each group of a table an equal part of the blocks: what is consecutive stays together."""
+    groups = table.groups
+    each = len(blocks) // len(groups)
+    for number, held in enumerate(groups):
+        held += blocks[number * each : (number + 1) * each]
+
+
+def _held_blocks(table: BlockTable) -> list[int]:
+    """The blocks of all groups, by position: releasing them leaves all groups' last blocks to be evicted first."""
+    groups = list(zip(table.groups, table.holes, strict=True))
+    return [blocks[i] for i in range(len(table.blocks)) for blocks, holes in groups if i >= holes]

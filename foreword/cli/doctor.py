@@ -172,11 +172,11 @@ def _model(config: Config) -> Finding:
     seconds = time.monotonic() - began
     info = engine.info
     engine.close()
-    pool = info.num_blocks * info.block_size
-    each = info.kv_bytes_per_block // info.block_size
     text = f"{info.name}: loaded in {seconds:.1f} s, {info.parameters} parameters, {info.dtype} on {info.device}, "
     return Finding(
-        "model", text + f"up to {info.max_model_len} tokens, KV memory for {pool} tokens at {each} bytes each"
+        "model",
+        text + f"up to {info.max_model_len} tokens, KV memory for {info.kv_tokens} tokens at "
+        f"{info.kv_bytes_per_token} bytes each",
     )
 
 

@@ -79,14 +79,11 @@ class DecoderForward(Patch):
         attention = current_attention()
         rotary = named.get("position_embeddings")
         unusual = arguments or any(named.get(name) is not None for name in ("attention_mask", "past_key_values"))
-        if (
-            not isinstance(attention, StepAttention)
-            or attention.cpu is None
-            or unusual
-            or not _is_rotary(rotary, hidden_states)
-        ):
+        cpu = attention.cpu(self._parts.number) if isinstance(attention, StepAttention) else None
+        if cpu is None or unusual or not _is_rotary(rotary, hidden_states):
             return type(self._layer).forward(self._layer, hidden_states, *arguments, **named)
-        out = self.compute(attention.cpu, hidden_states, rotary)
+        out = self.compute(cpu, hidden_states, rotary)
+        assert isinstance(attention, StepAttention)
         attention.notify_written(self._parts.number)
         return out
 
@@ -233,7 +230,9 @@ def _decoder_forwards(
     metadata, num_blocks = _trial_metadata()
     expected, found = (_zero_layers(recorder, num_blocks) for _ in range(2))
     with unpatched(model):
-        calls = _watch(model, candidates, StepAttention(metadata, expected), metadata, vocab_size)
+        calls = _watch(
+            model, candidates, StepAttention(dict.fromkeys(expected, metadata), expected), metadata, vocab_size
+        )
     cpu = CpuAttention(metadata, CpuLayers(kernels, found))
     forwards = {}
     for layer, parts in candidates.items():

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
@@ -19,7 +19,6 @@ import transformers
 from torch import Tensor, nn
 
 from foreword.blocks import PrefixCache
-from foreword.blocks.layout import LayerLayout
 from foreword.config import EngineConfig, parse_bytes
 from foreword.engine import decoder, linear
 from foreword.engine.attention import base as attention
@@ -27,6 +26,7 @@ from foreword.engine.attention.base import LayerRecorder
 from foreword.engine.kernels import native
 from foreword.engine.kernels.build import CannotBuild, is_compiled
 from foreword.engine.kernels.native import Kernels
+from foreword.engine.kv_groups import GroupedLayers, group_layers
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState
@@ -55,7 +55,7 @@ class LoadedModel:
 
     Attributes:
         fingerprint: SHA-256 over configuration and weights (not their path); part of every block's key.
-        layouts: what each layer keeps per token, in numbers of `kv_dtype`.
+        layers: by KV group, with what each keeps per token in numbers of `kv_dtype`.
         end_tokens: end-of-sequence tokens, from the generation configuration.
         kernels: the compiled kernels; None where PyTorch's operators are used.
     """
@@ -64,7 +64,7 @@ class LoadedModel:
     name: str
     source: str
     fingerprint: bytes
-    layouts: Mapping[int, LayerLayout]
+    layers: GroupedLayers
     kv_dtype: torch.dtype
     max_model_len: int
     vocab_size: int
@@ -102,14 +102,16 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
         _pack(model, config, kernels, progress)
     if kernels is not None:
         decoder.fuse(model, recorder, kernels, vocab_size)
+    max_model_len = _max_model_len(settings.get_text_config(), recorder, config)
+    windows = {layer: params.window for layer, params in recorder.params.items()}
     return LoadedModel(
         model=model,
         name=config.served_model_name or Path(source).name or source,
         source=source,
         fingerprint=fingerprint,
-        layouts=recorder.layouts,
+        layers=group_layers(recorder.layouts, windows, max_model_len),
         kv_dtype=recorder.dtype,
-        max_model_len=_max_model_len(settings.get_text_config(), recorder, config),
+        max_model_len=max_model_len,
         vocab_size=vocab_size,
         dtype=dtype,
         device=device,
@@ -321,27 +323,29 @@ def _end_tokens(model: Any) -> tuple[int, ...]:
 
 
 def kv_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Number of blocks in the pool, from `kv_memory` (bytes, tokens, or auto: a share of the free memory). Raises
-    ConfigError if that is less than two blocks."""
-    per_block = bytes_per_block(loaded.layouts.values(), loaded.kv_dtype, config.block_size)
+    """Number of blocks in the pool, from `kv_memory` (bytes, tokens in all layers, or auto: a share of the free memory).
+    Raises ConfigError if that is less than two blocks for each KV group."""
+    per_block = bytes_per_block(loaded.layers, loaded.kv_dtype, config.block_size)
+    groups = len(loaded.layers.groups)
     text = config.kv_memory.strip()
     forms = "write auto, a size such as 4GiB, or a number of tokens such as 65536 tokens"
     if text.endswith("tokens"):
         number = text.removesuffix("tokens").strip().replace("_", "").replace(",", "")
         if not number.isdigit():
             raise ConfigError(f"engine.kv_memory (--kv-memory) is {text!r}; {forms}")
-        blocks = -(-int(number) // config.block_size)
+        blocks = -(-int(number) // config.block_size) * groups
     elif text == "auto":
-        useful = config.max_num_seqs * -(-loaded.max_model_len // config.block_size)
+        useful = config.max_num_seqs * -(-loaded.max_model_len // config.block_size) * groups
         blocks = min(_free_bytes(loaded.device) // per_block, useful)
     else:
         try:
             blocks = parse_bytes(text) // per_block
         except ConfigError:
             raise ConfigError(f"engine.kv_memory (--kv-memory) is {text!r}; {forms}") from None
-    if blocks < 2:
+    if blocks < 2 * groups:
         raise ConfigError(
-            f"engine.kv_memory (--kv-memory) is {text!r}, which is less than two blocks of {per_block} bytes; {forms}"
+            f"engine.kv_memory (--kv-memory) is {text!r}, which is less than two blocks of {per_block * groups} bytes; "
+            f"{forms}"
         )
     return int(blocks)
 
@@ -400,9 +404,10 @@ def _own_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
 
 def _engine_logits(loaded: LoadedModel, tokens: list[int], block_size: int) -> list[tuple[int, Tensor]]:
     """(position, logits) of the same tokens through the paged engine: chunks, a decode step, and a prefix hit."""
-    blocks = 3 * (len(tokens) // block_size + 2)
-    runner = TorchRunner(loaded.model, loaded.layouts, loaded.kv_dtype, blocks, block_size, kernels=loaded.kernels)
-    cache = PrefixCache(blocks, block_size)
+    groups = loaded.layers.kv_groups(block_size)
+    blocks = 3 * (len(tokens) // block_size + 2) * len(groups)
+    runner = TorchRunner(loaded.model, loaded.layers, loaded.kv_dtype, blocks, block_size, kernels=loaded.kernels)
+    cache = PrefixCache(blocks, block_size, groups=groups)
     found: list[tuple[int, Tensor]] = []
     for chunk_size in (block_size + 1, len(tokens)):
         scheduler = Scheduler(cache, max_batch_tokens=chunk_size)

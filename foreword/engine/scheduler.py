@@ -134,8 +134,10 @@ class Scheduler:
                 for_prefill -= count if missing > 1 else 0
 
     def _take_blocks(self, draft: _StepDraft, sequence: SequenceState, num_tokens: int) -> bool:
-        """Take blocks for `num_tokens` tokens; preempt the sequences admitted last if memory is short. False if that
-        preempted the sequence itself."""
+        """Give back what left the windows and take blocks for `num_tokens` tokens; preempt the sequences admitted last if
+        memory is short. False if that preempted the sequence itself."""
+        if self.cache.windows:
+            self.cache.trim(sequence.table, sequence.computed)
         while not self.cache.advance(sequence.table, num_tokens):
             victim = self.running[-1]
             self._preempt(draft, victim)
@@ -190,16 +192,16 @@ class Scheduler:
     def _fits(self, sequence: SequenceState, match: Match, num_tokens: int) -> bool:
         """Whether the pool has room for the sequence's first `num_tokens` tokens, for what running prefills have yet to take,
         and for the reserve. An engine without other work needs no reserve."""
-        needed = self.cache.new_blocks(sequence.table, match, num_tokens)
+        needed = self.cache.new_blocks(sequence.table, match, num_tokens, self._max_batch_tokens)
         if self.num_admitted:
             needed += self._reserve + self._owed()
         return needed <= self.cache.pool.num_free
 
     def _owed(self) -> int:
         """Blocks that admitted prompts have yet to take."""
-        size = self.cache.block_size
+        owed, most = self.cache.owed_blocks, self._max_batch_tokens
         loading = [sequence for sequence, kv in self.waiting_for_kv.items() if kv.from_store]
-        return sum(max(-(-len(s.table) // size) - len(s.table.blocks), 0) for s in (*self.running, *loading))
+        return sum(owed(s.table, len(s.table), most) for s in (*self.running, *loading))
 
     def _admit(self, draft: _StepDraft, sequence: SequenceState, match: Match) -> None:
         cache, table = self.cache, sequence.table

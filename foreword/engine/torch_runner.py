@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foreword.blocks import Copy
-from foreword.blocks.layout import LayerLayout
 from foreword.engine.attention.base import LayerRecorder, StepAttention, forward_context
 from foreword.engine.attention.cpu_backend import CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
 from foreword.engine.kernels.native import Kernels
+from foreword.engine.kv_groups import GroupedLayers
 from foreword.engine.sampling import Draw, Sampled, sample
 from foreword.engine.sequence import SequenceState, Step
 
@@ -22,10 +22,12 @@ from foreword.engine.sequence import SequenceState, Step
 class TorchRunner:
     """Implements `Runner` for a Transformers causal language model with paged attention (attention/base.py).
 
+    A block has room for the layers of one KV group: layers of different groups share tensors, and never a block.
+
     Args:
         model: on its device, in evaluation mode, with `attn_implementation` set to `attention.base.NAME`.
-        layouts: what each layer keeps per token, in numbers of `dtype` (`record_layers`).
-        num_blocks, block_size: the pool; every layer gets tensors of that many blocks.
+        layers: the model's layers by KV group, each with what it keeps per token in numbers of `dtype`.
+        num_blocks, block_size: the pool.
         share_prefixes: read a prefix that decoding sequences share once per batch.
         kernels: the compiled kernels, if they are to be used.
 
@@ -35,7 +37,7 @@ class TorchRunner:
     def __init__(
         self,
         model: Any,
-        layouts: Mapping[int, LayerLayout],
+        layers: GroupedLayers,
         dtype: torch.dtype,
         num_blocks: int,
         block_size: int,
@@ -44,14 +46,16 @@ class TorchRunner:
         kernels: Kernels | None = None,
     ) -> None:
         self.num_blocks = num_blocks
-        self.bytes_per_block = bytes_per_block(layouts.values(), dtype, block_size)
+        self.bytes_per_block = bytes_per_block(layers, dtype, block_size)
         self._model = model
         self._device: torch.device = model.device
         self._block_size = block_size
         self._share = share_prefixes
         self.on_written: Callable[[int], None] | None = None
+        self._grouped = layers
+        self._columns = [PagedLayer(one, dtype, num_blocks, block_size, self._device) for one in layers.columns]
         self.layers = {
-            layer: PagedLayer(layout, dtype, num_blocks, block_size, self._device) for layer, layout in layouts.items()
+            layer: paged for group in layers.groups for layer, paged in zip(group, self._columns, strict=False)
         }
         self._cpu_layers = None if kernels is None else CpuLayers(kernels, self.layers)
 
@@ -86,13 +90,18 @@ class TorchRunner:
         """Logits of the given rows of the packed step, `[len(rows), vocab]`."""
         tokens: list[int] = []
         positions: list[int] = []
-        chunks: list[QueryChunk] = []
+        begins: list[int] = []
         for chunk in step.chunks:
             end, table = chunk.start + chunk.count, chunk.sequence.table
-            chunks.append(QueryChunk(len(tokens), chunk.start, chunk.count, table.blocks, chunk.write_from))
+            begins.append(len(tokens))
             tokens += table.chain.tokens[chunk.start : end]
             positions += range(chunk.start, end)
-        metadata = AttentionMetadata(chunks, self._block_size, share_prefixes=self._share)
+        metadata = {
+            layer: of_group
+            for group, layers in enumerate(self._grouped.groups)
+            for of_group in [self._group_metadata(step, begins, group)]
+            for layer in layers
+        }
         with forward_context(StepAttention(metadata, self.layers, on_written=self.on_written, cpu=self._cpu_layers)):
             output = self._model(
                 input_ids=torch.tensor([tokens], dtype=torch.long, device=self._device),
@@ -104,19 +113,39 @@ class TorchRunner:
         logits: Tensor = output.logits[0]
         return logits
 
+    def _group_metadata(self, step: Step, rows: Sequence[int], group: int) -> AttentionMetadata:
+        """What the layers of a group share in a step whose chunks begin at these rows."""
+        chunks = []
+        for row, chunk in zip(rows, step.chunks, strict=True):
+            table = chunk.sequence.table
+            blocks = table.others[group - 1] if group else table.blocks
+            chunks.append(QueryChunk(row, chunk.start, chunk.count, blocks, chunk.write_from))
+        window = self._grouped.windows[group]
+        return AttentionMetadata(chunks, self._block_size, share_prefixes=self._share, window=window)
+
     def _copy(self, copies: Sequence[Copy]) -> None:
         """Copy slots of blocks, in order: the target of one copy may be the source of an earlier one."""
         size = self._block_size
         for copy in copies:
+            if copy.others:
+                self._copy_groups(copy)
+                continue
             source, target, count = copy.source * size, copy.target * size, copy.tokens
-            for layer in self.layers.values():
-                layer.k[target : target + count] = layer.k[source : source + count]
-                layer.v[target : target + count] = layer.v[source : source + count]
+            for column in self._columns:
+                column.k[target : target + count] = column.k[source : source + count]
+                column.v[target : target + count] = column.v[source : source + count]
+
+    def _copy_groups(self, copy: Copy) -> None:
+        pairs = ((copy.source, copy.target), *copy.others)
+        sources, targets = (torch.tensor(blocks, device=self._device) for blocks in zip(*pairs, strict=True))
+        for column in self._columns:
+            column.k_blocks[targets, : copy.tokens] = column.k_blocks[sources, : copy.tokens]
+            column.v_blocks[targets, : copy.tokens] = column.v_blocks[sources, : copy.tokens]
 
 
-def bytes_per_block(layouts: Iterable[LayerLayout], dtype: torch.dtype, block_size: int) -> int:
-    """Bytes of one block of the pool, all layers."""
-    return block_size * dtype.itemsize * sum(layout.elements for layout in layouts)
+def bytes_per_block(layers: GroupedLayers, dtype: torch.dtype, block_size: int) -> int:
+    """Bytes of one block of the pool: the layers of one KV group."""
+    return block_size * dtype.itemsize * sum(layout.elements for layout in layers.columns)
 
 
 @torch.inference_mode()

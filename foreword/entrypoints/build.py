@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,7 +40,8 @@ _FEWEST_SLOTS = 16
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served. `fingerprint` is hexadecimal; `max_model_len` counts prompt and output."""
+    """What is served. `fingerprint` is hexadecimal; `max_model_len` counts prompt and output; a block of the pool has the
+    KV of one of the `kv_groups`."""
 
     name: str
     max_model_len: int
@@ -52,6 +53,17 @@ class ModelInfo:
     num_blocks: int
     kv_bytes_per_block: int
     parameters: int
+    kv_groups: int = 1
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the pool holds at least; window groups free what has left their windows, and leave room for more."""
+        return self.num_blocks * self.block_size // self.kv_groups
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that a token takes in all layers."""
+        return self.kv_bytes_per_block * self.kv_groups // self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +92,10 @@ class EngineParts:
 
     def prefix_service(self, unpin: Callable[[Sequence[int]], None]) -> PrefixService:
         """The engine's named prefixes. `unpin` releases device blocks, on the engine's thread."""
-        info, offload = self.info, self.offload
+        info, offload, cache = self.info, self.offload, self.core.cache
 
-        def size_of(tokens: Sequence[int]) -> int:  # a partial block is not pinned
-            return len(tokens) // info.block_size * info.kv_bytes_per_block
+        def size_of(tokens: Sequence[int]) -> int:
+            return cache.pinned_blocks(len(tokens)) * info.kv_bytes_per_block
 
         book = PrefixBook(self.prefix_budget, size_of, unpin)
         storage = None
@@ -129,6 +141,8 @@ def build_engine(
         torch.set_num_threads(config.threads)
     _keep_freed_memory()
     loaded = models.load_model(config, progress)
+    if stores.urls or readable:  # what stores keep and other instances read has all layers in a block
+        loaded = replace(loaded, layers=loaded.layers.merged())
     tokenizer = Tokenizer.load(loaded.source, loaded.end_tokens, trust_remote_code=config.trust_remote_code)
     if config.self_check:
         progress("checking the engine against the model's own forward pass")
@@ -136,11 +150,11 @@ def build_engine(
     runner = _take_kv_memory(config, loaded, progress)
     chains = ChainIndex() if readable else None
     watchers = tuple(observers) if chains is None else (*observers, chains)
-    cache = _prefix_cache(config, runner.num_blocks, loaded.fingerprint, watchers)
+    cache = _prefix_cache(config, loaded, runner.num_blocks, watchers)
     offload = None
     if stores.urls:
         offload = _open_stores(stores, runner, loaded.fingerprint, transfer or TransferConfig(), progress)
-    info = _model_info(config, loaded, runner)
+    info = _model_info(config, loaded, runner, cache)
     core = _engine_core(config, info, runner, cache, tokenizer, offload, watchers)
     if offload is not None:
         offload.describe({"model": info.name, "fingerprint": info.fingerprint})
@@ -153,7 +167,7 @@ def _take_kv_memory(config: EngineConfig, loaded: models.LoadedModel, progress: 
     progress(f"allocating {num_blocks} blocks of {config.block_size} tokens")
     return TorchRunner(
         loaded.model,
-        loaded.layouts,
+        loaded.layers,
         loaded.kv_dtype,
         num_blocks,
         config.block_size,
@@ -162,11 +176,11 @@ def _take_kv_memory(config: EngineConfig, loaded: models.LoadedModel, progress: 
     )
 
 
-def _model_info(config: EngineConfig, loaded: models.LoadedModel, runner: TorchRunner) -> ModelInfo:
+def _model_info(config: EngineConfig, loaded: models.LoadedModel, runner: TorchRunner, cache: PrefixCache) -> ModelInfo:
     return ModelInfo(
         name=loaded.name,
         # A sequence that fills the pool to its last block leaves no room for another, but it must fit alone.
-        max_model_len=min(loaded.max_model_len, runner.num_blocks * config.block_size),
+        max_model_len=cache.longest(loaded.max_model_len, config.max_batch_tokens),
         vocab_size=loaded.vocab_size,
         fingerprint=loaded.fingerprint.hex(),
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -175,6 +189,7 @@ def _model_info(config: EngineConfig, loaded: models.LoadedModel, runner: TorchR
         num_blocks=runner.num_blocks,
         kv_bytes_per_block=runner.bytes_per_block,
         parameters=loaded.parameters,
+        kv_groups=len(cache.groups),
     )
 
 
@@ -203,7 +218,7 @@ def _engine_core(
 
 
 def _prefix_cache(
-    config: EngineConfig, num_blocks: int, fingerprint: bytes, observers: Sequence[Observer]
+    config: EngineConfig, loaded: models.LoadedModel, num_blocks: int, observers: Sequence[Observer]
 ) -> PrefixCache:
     def published(table: BlockTable, start: int, end: int) -> None:
         chain, size = table.chain, config.block_size
@@ -220,7 +235,8 @@ def _prefix_cache(
     cache = PrefixCache(
         num_blocks,
         config.block_size,
-        model=fingerprint,
+        groups=loaded.layers.kv_groups(config.block_size),
+        model=loaded.fingerprint,
         enabled=config.enable_prefix_caching,
         partial_reuse=config.partial_reuse,
         lookahead_blocks=config.lookahead_blocks,

@@ -262,8 +262,7 @@ def load_engine(
 
 def _describe(engine: AsyncEngine) -> str:
     info = engine.info
-    pool, each = info.num_blocks * info.block_size, info.kv_bytes_per_block // info.block_size
-    memory = f"KV memory for {pool} tokens at {each} bytes each"
+    memory = f"KV memory for {info.kv_tokens} tokens at {info.kv_bytes_per_token} bytes each"
     return f"{info.name}, {info.dtype} on {info.device}, prompt and output up to {info.max_model_len} tokens, {memory}"
 
 

@@ -139,7 +139,7 @@ def measure(setup: CalibrationSetup, report: Callable[[str], None] = lambda _: N
         setup = replace(setup, longest=longest)
         report(f"{info.name}, {info.parameters / 1e6:.0f}M parameters, {info.dtype} on {info.device}")
         times = _steps(engine, setup, report)
-        bytes_per_token = info.kv_bytes_per_block // info.block_size
+        bytes_per_token = info.kv_bytes_per_token
         model = f"{info.name}, {info.parameters} parameters, {info.dtype} on {info.device}"
     costs, error, worst = fit(times)
     report(f"steps: fitted within {error:.1%} at the median, {worst:.1%} at worst")

@@ -132,7 +132,7 @@ class Case:
     def compute(self, paged: PagedLayer, *, share: bool | None = None, cpu: CpuLayers | None = None) -> Tensor:
         """The step's attention: by PyTorch's operators, or by the compiled kernels with `cpu`."""
         metadata = self.metadata(share=self.share if share is None else share)
-        step = StepAttention(metadata, {0: paged}, cpu=cpu)
+        step = StepAttention({0: metadata}, {0: paged}, cpu=cpu)
         return step.attend(0, *self.packed(), self.params)[0]
 
     def expected(self) -> Tensor:
@@ -394,7 +394,9 @@ def test_shared_blocks_are_not_written(compiled: bool) -> None:
         paged.k[slot], paged.v[slot] = case.keys[number][position], case.values[number][position]
     before = paged.k.clone()
     cpu = kernels({0: paged}) if compiled else None
-    found = StepAttention(AttentionMetadata(chunks, 4), {0: paged}, cpu=cpu).attend(0, *case.packed(), case.params)[0]
+    found = StepAttention({0: AttentionMetadata(chunks, 4)}, {0: paged}, cpu=cpu).attend(
+        0, *case.packed(), case.params
+    )[0]
     assert torch.allclose(found.double(), case.expected(), **EXACT)
     changed = (paged.k.nan_to_num(7.0) != before.nan_to_num(7.0)).any(dim=(1, 2)).nonzero().flatten().tolist()
     assert changed == [second[2] * 4 + offset for offset in range(3)]

@@ -121,9 +121,10 @@ def test_keys_are_cut_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         case = Case(chunks=chunks, block_size=16)
         paged = case.layer()
         layers = CpuLayers(native.load(), {0: paged})
-        step = StepAttention(case.metadata(), {0: paged}, cpu=layers)
-        assert step.cpu is not None
-        return int(step.cpu.tasks(None, layers.layer(0, 4)).num_tasks)
+        step = StepAttention({0: case.metadata()}, {0: paged}, cpu=layers)
+        cpu = step.cpu(0)
+        assert cpu is not None
+        return int(cpu.tasks(None, layers.layer(0, 4)).num_tasks)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert tasks([(5000, 1)]) >= 8

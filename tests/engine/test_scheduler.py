@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from memory import FakeMemory, expected
 
 from foreword.blocks import PrefixCache
+from foreword.blocks.prefix_cache import HOLE
+from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState, Step
@@ -31,7 +33,7 @@ class Plant:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.memory = FakeMemory(self.num_blocks, self.block_size)
+        self.memory = FakeMemory(self.num_blocks, self.block_size, self.cache_options.get("groups", ()))
         self.cache = PrefixCache(self.num_blocks, self.block_size, **self.cache_options)
         self.scheduler = Scheduler(self.cache, **({"reserve": 0.0} | self.options))
         self.finished: dict[str, list[int]] = {}
@@ -339,12 +341,39 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+FULL, WINDOW = GroupKind.FULL, GroupKind.WINDOW
+# Windows of 1 token and more, alone, several alike, and beside full attention. A group keeps one token more.
+groups = st.sampled_from(
+    [
+        (),
+        (),
+        ((WINDOW, 2),),
+        ((WINDOW, 5),),
+        ((FULL, 0), (WINDOW, 4)),
+        ((FULL, 0), (WINDOW, 9), (WINDOW, 9)),
+        ((FULL, 0), (FULL, 0), (WINDOW, 3)),
+        ((WINDOW, 8), (WINDOW, 3)),
+    ]
+)
+
+
+def check_windows(plant: Plant) -> None:
+    """A table holds no more than its windows, what the last step computed, and what was allocated ahead."""
+    size, ahead = plant.block_size, plant.cache_options["lookahead_blocks"]
+    for sequence in plant.scheduler.running:
+        for number in plant.cache.windows:
+            held = sum(block != HOLE for block in sequence.table.groups[number])
+            kept = plant.cache.groups[number].span - 1
+            assert held <= -(-kept // size) + -(-plant.options["max_batch_tokens"] // size) + 1 + ahead
+
+
+@settings(max_examples=600, deadline=None)
 @given(
     texts=st.lists(prompts, min_size=1, max_size=4),
     plan=st.lists(actions, min_size=1, max_size=30),
-    num_blocks=st.integers(12, 40),
+    num_blocks=st.integers(24, 60),
     block_size=st.integers(1, 5),
+    kinds=groups,
     cache_options=st.fixed_dictionaries(
         {
             "enabled": st.sampled_from([True, True, True, False]),
@@ -362,18 +391,25 @@ actions = st.one_of(
     ),
 )
 def test_everyone_reads_the_right_kv(
-    texts: list[tuple[int, ...]], plan: list[tuple[Any, ...]], options: dict[str, Any], **shape: Any
+    texts: list[tuple[int, ...]],
+    plan: list[tuple[Any, ...]],
+    kinds: tuple[tuple[GroupKind, int], ...],
+    options: dict[str, Any],
+    **shape: Any,
 ) -> None:
-    """With random arrivals, aborts, failures and preemptions, every token attends to its own prefix, all requests end,
-    and no block leaks."""
+    """With random arrivals, aborts, failures and preemptions, and with any KV groups, every token attends to its own prefix,
+    all requests end, no block leaks, and window groups hold little."""
+    groups = tuple(KVGroup(kind, shape["block_size"], span) for kind, span in kinds)
+    shape["cache_options"]["groups"] = groups
     plant = Plant(options=options, **shape)
+    longest = plant.cache.longest(1000, options["max_batch_tokens"])
     alive: list[SequenceState] = []
     known: dict[str, list[int]] = {}
     for action, *details in plan:
         if action.startswith("add"):
             which, count, salt = details
             tokens = texts[which % len(texts)]
-            count = min(count, shape["num_blocks"] * shape["block_size"] - len(tokens))
+            count = min(count, longest - len(tokens))
             if count >= 0:
                 alive.append(plant.add(tokens, count, salt))
                 known[alive[-1].request.id] = expected(salt, tokens, count)
@@ -391,6 +427,7 @@ def test_everyone_reads_the_right_kv(
                 step = plant.step()
                 assert step.num_tokens <= options["max_batch_tokens"]
                 assert len(plant.scheduler.running) <= options["max_num_seqs"]
+                check_windows(plant)
         plant.cache.check()
         left = {*plant.scheduler.running, *plant.scheduler.waiting}
         alive = [sequence for sequence in alive if sequence in left]

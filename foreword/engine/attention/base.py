@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -41,13 +40,14 @@ class AttentionBackend(Protocol):
 class StepAttention:
     """The attention of one step: made once, used by every layer.
 
-    `on_written` is called with each layer whose K and V are in the paged tensors. `cpu` are the layers as the compiled
-    kernels see them; without it, and for layers that the kernels do not support, PyTorch's operators compute.
+    `metadata` is that of each layer's KV group. `on_written` is called with each layer whose K and V are in the paged tensors.
+    `cpu` are the layers as the compiled kernels see them; without it, and for layers that the kernels do not support,
+    PyTorch's operators compute.
     """
 
     def __init__(
         self,
-        metadata: AttentionMetadata,
+        metadata: Mapping[int, AttentionMetadata],
         layers: Mapping[int, PagedLayer],
         *,
         on_written: Callable[[int], None] | None = None,
@@ -57,22 +57,37 @@ class StepAttention:
         self._layers = layers
         self._on_written = on_written
         self._cpu_layers = cpu
+        # By KV group.
+        self._cpu: dict[AttentionMetadata, CpuAttention] = {}
+        self._torch: dict[AttentionMetadata, TorchAttention] = {}
 
-    @cached_property
-    def cpu(self) -> CpuAttention | None:
-        """The backend of compiled kernels, where they are used."""
-        return None if self._cpu_layers is None else CpuAttention(self._metadata, self._cpu_layers)
+    def cpu(self, layer: int) -> CpuAttention | None:
+        """The layer's backend of compiled kernels, where they are used."""
+        if self._cpu_layers is None:
+            return None
+        metadata = self._metadata[layer]
+        backend = self._cpu.get(metadata)
+        if backend is None:
+            backend = self._cpu[metadata] = CpuAttention(metadata, self._cpu_layers)
+        return backend
 
-    @cached_property
-    def _torch(self) -> TorchAttention:
-        return TorchAttention(self._metadata, self._layers)
+    def _backend(self, layer: int, query: Tensor) -> AttentionBackend:
+        if self._cpu_layers is not None and self._cpu_layers.supports(layer, query):
+            backend = self.cpu(layer)
+            assert backend is not None
+            return backend
+        metadata = self._metadata[layer]
+        if metadata not in self._torch:
+            self._torch[metadata] = TorchAttention(metadata, self._layers)
+        return self._torch[metadata]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write K and V of the step's T packed tokens, `[1, kv_heads, T, dim]`, and attend with `query`
         `[1, heads, T, key_dim]`. Returns `[1, T, heads, value_dim]`."""
-        backend: AttentionBackend = self._torch
-        if self.cpu is not None and self.cpu.supports(layer, query):
-            backend = self.cpu
+        held = self._metadata[layer].window
+        if held is not None and (params.window is None or params.window > held):
+            raise RuntimeError(f"layer {layer} attends to more than the last {held} tokens, which is all that is kept")
+        backend = self._backend(layer, query)
         backend.write(layer, key, value)
         self.notify_written(layer)
         return backend.attend(layer, query, key, value, params)

@@ -150,10 +150,6 @@ class CpuAttention:
             self._table_at[chunk] = len(self._tables)
             self._tables.extend(chunk.block_table)
 
-    def supports(self, layer: int, query: Tensor) -> bool:
-        """Whether the kernels compute this layer."""
-        return self.layers.supports(layer, query)
-
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """The step's K and V into their slots."""
         key, value = (tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in (key, value))

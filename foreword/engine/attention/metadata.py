@@ -66,9 +66,18 @@ class AttentionMetadata:
         decodes: chunks of one token.
         slot_mapping: for each token of the step the slot of its K and V; -1 for a token that is in the cache.
         share_prefixes: read a prefix that decoding sequences have in common once for all of them.
+        window: the block tables have the blocks of the last `window` tokens; None if they have all.
     """
 
-    def __init__(self, chunks: Iterable[QueryChunk], block_size: int, *, share_prefixes: bool = True) -> None:
+    def __init__(
+        self,
+        chunks: Iterable[QueryChunk],
+        block_size: int,
+        *,
+        share_prefixes: bool = True,
+        window: int | None = None,
+    ) -> None:
+        self.window = window
         self.block_size = block_size
         self.share_prefixes = share_prefixes
         self.prefills: list[QueryChunk] = []
