@@ -1,6 +1,7 @@
 """The vLLM KV connector: `kv_connector_module_path` is `foreword.integrations.vllm`.
 
-vLLM is imported when `ForewordConnector` or `NamedPrefixes` (the middleware) is asked for, not before.
+`ForewordECConnector` keeps encoder outputs; `NamedPrefixes` is a middleware. vLLM is imported when one of these classes
+is asked for, not before.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foreword.integrations.vllm.connector import ForewordConnector
+    from foreword.integrations.vllm.encoder_cache import ForewordECConnector
     from foreword.integrations.vllm.middleware import NamedPrefixes
 
-__all__ = ["ForewordConnector", "NamedPrefixes"]
+__all__ = ["ForewordConnector", "ForewordECConnector", "NamedPrefixes"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,6 +21,8 @@ def __getattr__(name: str) -> Any:
 
     if name == "ForewordConnector":
         return import_module("foreword.integrations.vllm.connector").ForewordConnector
+    if name == "ForewordECConnector":
+        return import_module("foreword.integrations.vllm.encoder_cache").ForewordECConnector
     if name == "NamedPrefixes":
         return import_module("foreword.integrations.vllm.middleware").NamedPrefixes
     raise AttributeError(f"module 'foreword.integrations.vllm' has no attribute {name!r}")

@@ -102,7 +102,7 @@ class RequestIdentities:
         self._settings = settings
         self._files = AdapterFiles()
         self._extra_keys = extra_keys
-        self._media = _MediaDigests(settings)
+        self._media = MediaDigests(settings)
 
     def of(self, request: Any) -> RequestIdentity | None:
         """None for a request that must not be cached. Costs microseconds for text, and a hash of the data of new media."""
@@ -187,19 +187,20 @@ def _joined(one: list[bytes], other: list[bytes]) -> list[bytes]:
     return [first + second for first, second in pairs]
 
 
-class _MediaDigests:
+class MediaDigests:
     """Digests of media. An identifier that once stood for other content is not identified again.
 
     vLLM keeps processed media and encoder outputs by identifier. If a client gives one identifier to two images, either may
     have been computed.
     """
 
-    def __init__(self, settings: bytes) -> None:
+    def __init__(self, settings: bytes = b"") -> None:
         self._settings = settings
         self._hashed: dict[int, tuple[weakref.ref[Any], bytes]] = {}  # by id of the data
         self._by_identifier: OrderedDict[str, bytes] = OrderedDict()
 
     def item(self, feature: Any) -> MediaItem | None:
+        """None for a `MultiModalFeatureSpec` that cannot be identified."""
         data = self._data_digest(feature.data)
         if data is None or not self._is_unambiguous(feature.identifier, data):
             return None

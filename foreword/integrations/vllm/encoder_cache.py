@@ -1,0 +1,377 @@
+"""Encoder outputs (of images, audio, video) in Foreword's stores: an EC connector that vLLM loads by name.
+
+    vllm serve MODEL --ec-transfer-config '{"ec_connector": "ForewordECConnector",
+        "ec_connector_module_path": "foreword.integrations.vllm", "ec_role": "ec_both",
+        "ec_connector_extra_config": {"store": ["disk:///var/cache/foreword?size=200GiB"]}}'
+
+vLLM makes one connector in its scheduler and one in each worker. vLLM runs no encoder for what the scheduler side says
+to have, and has no way back if a load fails. So the scheduler side reads and verifies outputs before it says so, while
+the request waits, and sends them to the workers with the step. The first worker saves what its encoder computes.
+
+An output is found by weights, settings, tenant and the content of the processed media, not by the name that a client
+gives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+)
+
+from foreword.blocks.keys import Scope
+from foreword.blocks.layout import Layout
+from foreword.config import parse_bytes
+from foreword.errors import ConfigError, StoreError
+from foreword.integrations.vllm.config import ConnectorSettings, model_digest
+from foreword.integrations.vllm.identity import MediaDigests, framed, tenant_salt
+from foreword.integrations.vllm.weights import WeightsVersion, follow_engine
+from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
+from foreword.store.tiered import TieredStore
+from foreword.store.urls import open_store, parse
+
+_WRITE_TIMEOUT = 60.0
+# A request waits so long for a read that the stores have promised. Encoding takes less.
+_READ_SECONDS = 5.0
+# An output that was read and not used for so long is dropped.
+_UNUSED_SECONDS, _UNUSED_SECONDS_IF_FULL = 60.0, 1.0
+# A payload begins with the tensor's dtype and shape: 16 letters, then two uint32.
+_SHAPE = struct.Struct("<16sII")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputName:
+    """Where an encoder output is stored: the key of its frame, and the key before it, the root of its tenant."""
+
+    key: bytes
+    parent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderOutput:
+    """An encoder output, `[embeddings, width]`: dtype, shape, and its bytes."""
+
+    dtype: str
+    shape: tuple[int, int]
+    data: bytearray
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """The output on a device. On a CPU it shares the memory."""
+        flat = torch.frombuffer(self.data, dtype=torch.uint8)
+        return flat.view(getattr(torch, self.dtype)).reshape(self.shape).to(device)
+
+
+@dataclass(slots=True)
+class ForewordECMetadata(ECConnectorMetadata):  # type: ignore[misc]
+    """Instructions for one step, by vLLM's identifier of the media: outputs to use, and where to save computed ones."""
+
+    loads: dict[str, EncoderOutput] = field(default_factory=dict)
+    saves: dict[str, OutputName] = field(default_factory=dict)
+
+
+class EncoderStore:
+    """Encoder outputs in stores. Raises ConfigError, ModelUnsupported, StoreError."""
+
+    def __init__(self, vllm_config: Any, settings: ConnectorSettings) -> None:
+        for url in map(parse, settings.store.urls):
+            if url.codec != "raw" or not url.persistent:
+                raise ConfigError(f"{url.shown}: encoder outputs need stores that processes share, without a codec")
+        dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+        self._model = _encoder_digest(vllm_config, settings)
+        self._layout = Layout(self._model, 1, (), dtype, order="encoder").fingerprint
+        self._store: TieredStore = open_store(settings.store.urls)
+        self._settings = settings
+
+    def name(self, request: Any, version: bytes, content: bytes) -> OutputName:
+        root = Scope(self._model, 1, tenant_salt(request)).root()
+        return OutputName(sha256(root + framed(b"foreword/encoder", version, content)).digest(), root)
+
+    def read(self, name: OutputName, rows: int, size: int) -> EncoderOutput | None:
+        """The verified output with so many rows; None if there is none. `size`: bytes that it has at most."""
+        full, config = self._layout + name.key, self._settings.store
+        if not self._store.locate([full], deadline=time.monotonic() + config.lookup_timeout):
+            return None
+        buffer = memoryview(bytearray(HEADER_BYTES + _SHAPE.size + size))
+        found = self._store.fetch([full], [buffer], deadline=time.monotonic() + config.load_timeout)[0]
+        output = _unpacked(found.frame.payload) if found is not None else None
+        return output if output is not None and output.shape[0] == rows else None
+
+    def pack(self, name: OutputName, output: torch.Tensor) -> Frame:
+        """A frame with a copy of the output."""
+        data = memoryview(output.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        size = _SHAPE.size + data.nbytes
+        buffer = memoryview(bytearray(HEADER_BYTES + size))
+        dtype = str(output.dtype).removeprefix("torch.").encode()
+        _SHAPE.pack_into(buffer, HEADER_BYTES, dtype, *output.shape)
+        buffer[HEADER_BYTES + _SHAPE.size :] = data
+        return seal(Header(self._layout, name.key, name.parent, 0, 0, size, size), buffer)
+
+    def write(self, frame: Frame) -> None:
+        self._store.put([frame], deadline=time.monotonic() + _WRITE_TIMEOUT)
+
+    def describe(self, facts: Mapping[str, object]) -> None:
+        """Write the record that tells tools what these frames are."""
+        layout = {"model": self._model.hex(), "block_size": 1, "order": "encoder"}
+        data = json.dumps({**facts, "layout": layout}, sort_keys=True).encode()
+        with contextlib.suppress(StoreError):  # the tier counts the error; outputs are found without the record
+            self._store.put_record(f"layouts/{self._layout.hex()}", data, deadline=time.monotonic() + _WRITE_TIMEOUT)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _encoder_digest(vllm_config: Any, settings: ConnectorSettings) -> bytes:
+    """A digest of the weights and of every setting that changes what encoders compute. Raises ModelUnsupported."""
+    model = vllm_config.model_config
+    media = getattr(model, "multimodal_config", None)
+    version = ".".join(vllm.__version__.split("+")[0].split(".")[:2])
+    chosen = [version, model.dtype, getattr(model, "quantization", None)]
+    chosen += [getattr(media, name, None) for name in ("video_pruning_rate", "mm_encoder_attn_dtype")]
+    parts = (str(one).encode() for one in chosen)
+    return sha256(framed(b"foreword/encoder", model_digest(vllm_config, settings), *parts)).digest()
+
+
+def _unpacked(payload: memoryview) -> EncoderOutput | None:
+    dtype, rows, width = _SHAPE.unpack_from(payload)
+    kind = getattr(torch, dtype.rstrip(b"\x00").decode(), None)
+    data = payload[_SHAPE.size :]
+    if not isinstance(kind, torch.dtype) or len(data) != rows * width * kind.itemsize:
+        return None
+    return EncoderOutput(str(kind).removeprefix("torch."), (rows, width), bytearray(data))
+
+
+@dataclass(slots=True)
+class _Read:
+    """An output that is being read, or was read and waits to be used.
+
+    Attributes:
+        size: bytes of memory that it takes at most.
+    """
+
+    future: Future[EncoderOutput | None]
+    size: int
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def output(self) -> EncoderOutput | None:
+        return self.future.result() if self.future.done() else None
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.started
+
+
+class EncoderReader:
+    """The scheduler side: reads what requests need, and says what is to be saved. Called from the engine's thread only."""
+
+    def __init__(self, vllm_config: Any, settings: ConnectorSettings) -> None:
+        self._store = EncoderStore(vllm_config, settings)
+        self._config = vllm_config
+        self._patience = settings.store.lookup_timeout + min(settings.store.load_timeout, _READ_SECONDS)
+        self._budget = parse_bytes(settings.store.staging)
+        self._media = MediaDigests()
+        self._reads: dict[str, _Read] = {}
+        self._in_vllm: set[str] = set()
+        self._next = ForewordECMetadata()
+        self._pool = ThreadPoolExecutor(4, "foreword-encoder")
+        lora = getattr(vllm_config, "lora_config", None)
+        self._tower_adapters = bool(getattr(lora, "enable_tower_connector_lora", False))
+        self._reach = int(vllm_config.scheduler_config.max_num_batched_tokens)
+        self._version = WeightsVersion()
+        follow_engine(vllm_config, "set_weight_version", self._version.set)
+        follow_engine(vllm_config, "reset_encoder_cache", self.reset)
+        self._pool.submit(self._store.describe, {"model": str(vllm_config.model_config.model)})
+
+    def ready(self, request: Any, computed: int) -> bool:
+        """Start to read what the request's next step may need. Whether all of it was read, or is known to be missing."""
+        features = request.mm_features
+        last = features[-1].mm_position
+        if last.offset + last.length <= computed:
+            return True
+        ready = True
+        for index, feature in enumerate(features):
+            place = feature.mm_position
+            if place.offset >= computed + self._reach:
+                break
+            if place.offset + place.length > computed and feature.identifier not in self._in_vllm:
+                ready = self._is_read(request, index) and ready
+        return ready
+
+    def _is_read(self, request: Any, index: int) -> bool:
+        identifier = request.mm_features[index].identifier
+        read = self._reads.get(identifier)
+        if read is None:
+            name, size = self._name(request, index), self._size(request, index)
+            if name is None or not size:
+                return True
+            if not self._has_memory(size):
+                return False
+            rows = request.get_num_encoder_embeds(index)
+            read = self._reads[identifier] = _Read(self._pool.submit(self._store.read, name, rows, size), size)
+        return read.future.done() or read.age > self._patience
+
+    def _has_memory(self, size: int) -> bool:
+        """Whether memory suffices for one more read. Outputs that were not used are dropped."""
+        for limit in (_UNUSED_SECONDS, _UNUSED_SECONDS_IF_FULL):
+            self._reads = {key: one for key, one in self._reads.items() if not one.future.done() or one.age < limit}
+            if not self._reads or sum(one.size for one in self._reads.values()) + size <= self._budget:
+                return True
+        return False
+
+    def _name(self, request: Any, index: int) -> OutputName | None:
+        """None for what cannot be identified, or is no encoder's output."""
+        feature = request.mm_features[index]
+        if feature.modality == "prompt_embeds" or (self._tower_adapters and request.lora_request is not None):
+            return None
+        item = self._media.item(feature)
+        return self._store.name(request, self._version.salt, item.content) if item is not None else None
+
+    def _size(self, request: Any, index: int) -> int:
+        """Bytes of an output; 0 if vLLM has not measured its width."""
+        widths = self._config.ec_transfer_config.mm_encoder_output_widths
+        width = widths.get(request.mm_features[index].modality, 0)
+        return int(request.get_num_encoder_embeds(index) * width * self._config.model_config.dtype.itemsize)
+
+    def has(self, identifier: str) -> bool:
+        read = self._reads.get(identifier)
+        return read is not None and read.output is not None
+
+    def allocated(self, request: Any, index: int, *, saves: bool) -> None:
+        """vLLM has allocated memory for an output: it will be loaded if it was read, else computed."""
+        identifier = request.mm_features[index].identifier
+        read = self._reads.pop(identifier, None)
+        self._in_vllm.add(identifier)
+        output = read.output if read is not None else None
+        if output is not None:
+            self._next.loads[identifier] = output
+            return
+        self._version.note_computed()
+        name = self._name(request, index) if saves else None
+        if name is not None:
+            self._next.saves[identifier] = name
+
+    def step(self, freed: list[str]) -> ForewordECMetadata:
+        """The instructions for the step. `freed`: what vLLM drops from its own cache."""
+        self._in_vllm.difference_update(freed)
+        found, self._next = self._next, ForewordECMetadata()
+        return found
+
+    def reset(self) -> None:
+        """The weights may have changed, and vLLM has dropped its own outputs."""
+        self._version.reset()
+        self._reads.clear()
+        self._in_vllm.clear()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._store.close()
+
+
+class EncoderWriter:
+    """The worker side: saves outputs in the background, as far as memory for the queue lasts."""
+
+    def __init__(self, vllm_config: Any, settings: ConnectorSettings) -> None:
+        self._store = EncoderStore(vllm_config, settings)
+        self._flush_seconds = settings.store.flush_seconds
+        self._budget = parse_bytes(settings.store.staging)
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(1, "foreword-encoder-save")
+        self._queue: list[Future[None]] = []
+
+    def save(self, name: OutputName, output: torch.Tensor) -> None:
+        size = output.numel() * output.itemsize
+        with self._lock:
+            if output.dim() != 2 or self._budget < size:
+                return
+            self._budget -= size
+        self._queue = [future for future in self._queue if not future.done()]
+        self._queue.append(self._pool.submit(self._write, self._store.pack(name, output), size))
+
+    def _write(self, frame: Frame, size: int) -> None:
+        self._store.write(frame)
+        with self._lock:
+            self._budget += size
+
+    def close(self) -> None:
+        """Write what is queued, within `flush_seconds`."""
+        wait(self._queue, self._flush_seconds)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._store.close()
+
+
+class ForewordECConnector(ECConnectorBase):  # type: ignore[misc]
+    """The connector. vLLM wants both roles in one class; each call goes to the scheduler side or to the worker side."""
+
+    def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        settings = ConnectorSettings.read(vllm_config.ec_transfer_config.ec_connector_extra_config or {})
+        parallel = vllm_config.parallel_config
+        first = parallel.rank % parallel.tensor_parallel_size == 0  # all ranks have the same output
+        writes = role == ECConnectorRole.WORKER and first and self.is_producer
+        self._reader = EncoderReader(vllm_config, settings) if role == ECConnectorRole.SCHEDULER else None
+        self._writer = EncoderWriter(vllm_config, settings) if writes else None
+
+    @property
+    def _scheduler(self) -> EncoderReader:
+        assert self._reader is not None
+        return self._reader
+
+    # Scheduler side
+
+    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+        return not self.is_consumer or self._scheduler.ready(request, num_computed_tokens)
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return self._scheduler.has(identifier)
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        self._scheduler.allocated(request, index, saves=self.is_producer)
+
+    def build_connector_meta(self, scheduler_output: Any) -> ForewordECMetadata:
+        return self._scheduler.step(scheduler_output.free_encoder_mm_hashes)
+
+    # Worker side
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **_: Any) -> None:
+        for identifier, output in self._step().loads.items():
+            encoder_cache[identifier] = output.tensor(_device())
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **_: Any) -> None:
+        name = self._step().saves.get(mm_hash)
+        if name is not None and self._writer is not None:
+            self._writer.save(name, encoder_cache[mm_hash])
+
+    def _step(self) -> ForewordECMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, ForewordECMetadata)
+        return metadata
+
+    # Both sides
+
+    def shutdown(self) -> None:
+        for side in (self._reader, self._writer):
+            if side is not None:
+                side.close()
+
+
+def _device() -> torch.device:
+    """The device that vLLM computes on."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda_alike():
+        return torch.device(current_platform.device_type, current_platform.current_device())
+    return torch.device(current_platform.device_type)
