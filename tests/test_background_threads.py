@@ -79,7 +79,7 @@ def test_the_deadline_of_a_search_follows_the_compute_time() -> None:
     layout = Layout(b"m" * 32, 16, (LayerLayout(1, 8, 8),), "float32")
     blocks = torch.zeros(8, layout.block_bytes, dtype=torch.uint8)
     store = TieredStore([MemoryStore(1 << 20)])
-    cache = OffloadManager(store, StagingArena([[blocks]], 8), layout, lookup_timeout=1.0)
+    cache = OffloadManager(store, StagingArena([[blocks]], 8), [layout], lookup_timeout=1.0)
     keys = [bytes([number]) * 32 for number in range(100)]
     try:
         now = time.monotonic()

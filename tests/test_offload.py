@@ -59,7 +59,7 @@ class Device:
         self.blocks = torch.randn(BLOCKS, LAYOUT.block_bytes // 4, generator=draw)
         self.computed = self.blocks.clone()
         self.offload = OffloadManager(
-            TieredStore(stores), StagingArena([[self.blocks]], slots), LAYOUT, lookup_timeout=PATIENCE
+            TieredStore(stores), StagingArena([[self.blocks]], slots), [LAYOUT], lookup_timeout=PATIENCE
         )
 
     def keys(self, chain: int, count: int) -> list[bytes]:

@@ -17,7 +17,7 @@ from foreword.errors import BadRequest
 LAYOUT_FORMAT = 1
 FINGERPRINT_BYTES = 16
 NAME_BYTES = FINGERPRINT_BYTES + KEY_BYTES
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class Layout:
         dtype: `float32`, `bfloat16` or `float16`.
         shard: `(rank, world size)` of tensor parallelism.
         loss: lossy codecs that a block may have passed, "" for none. It keeps lossy and exact blocks apart.
+        group: which of the model's KV groups the layers are, "" for all layers. It keeps groups apart.
+        opaque_bytes: bytes of a block that is not keys and values per token, such as a recurrent state. 0: as `layers` say.
     """
 
     model: bytes
@@ -55,6 +57,8 @@ class Layout:
     order: str = "tokens"
     shard: tuple[int, int] = (0, 1)
     loss: str = ""
+    group: str = ""
+    opaque_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -68,11 +72,13 @@ class Layout:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block's KV, all layers."""
-        return self.block_size * self.item_bytes * sum(layer.elements for layer in self.layers)
+        return self.opaque_bytes or self.block_size * self.item_bytes * sum(layer.elements for layer in self.layers)
 
     def describe(self) -> dict[str, object]:
         """The layout as a JSON object. `fingerprint` is a digest of its canonical form."""
-        described = asdict(self)
+        described = {
+            name: value for name, value in asdict(self).items() if value or name not in ("group", "opaque_bytes")
+        }
         described["model"] = self.model.hex()
         described["layers"] = [[layer.kv_heads, layer.key_dim, layer.value_dim] for layer in self.layers]
         described["format"] = LAYOUT_FORMAT

@@ -110,7 +110,7 @@ def _group_summary(
         "layout": fingerprint.hex(),
         "model": record.model_name if record else None,
         "model_fingerprint": record.model.hex() if record else None,
-        "block_size": record.block_size if record else None,
+        "block_size": record.group.block_size if record else None,
         "dtype": record.described["dtype"] if record else None,
         "loss": record.described["loss"] if record else None,
         "blocks": len(entries),

@@ -121,6 +121,17 @@ class StoreContract(ReadContract, BudgetContract):
             assert store.lookup(names, deadline=soon()) == gap
         assert store.lookup(names[2:], deadline=soon()) == 61
 
+    def test_present_answers_for_each_name(self, store: Store) -> None:
+        """present tells of each name by itself, behind gaps too, and of no name that was deleted."""
+        frames = make_frames(11, 90, 64)
+        names = names_of(frames)
+        chosen = random.Random(11).sample(range(90), 40)
+        store.put([frames[i] for i in sorted(chosen)], deadline=soon())
+        assert store.present(names, deadline=soon()) == [i in chosen for i in range(90)]
+        assert store.present([], deadline=soon()) == []
+        store.delete([names[chosen[0]]], deadline=soon())
+        assert store.present([names[chosen[0]], names[chosen[1]]], deadline=soon()) == [False, True]
+
     def test_layouts_are_kept_apart(self, store: Store) -> None:
         """The same key under two layouts names two blocks."""
         mine = make_frames(12, 3, 500)

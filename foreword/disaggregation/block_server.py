@@ -92,7 +92,7 @@ class BlockServer(FrameServer):
         staging: StagingArena,
         memory: Sequence[Store] = (),
     ) -> None:
-        super().__init__(layout, staging, memory, most=pool.num_blocks // _HELD_SHARE)
+        super().__init__([layout], staging, memory, most=pool.num_blocks // _HELD_SHARE)
         self._pool = pool
         self._chains = chains
         self._post = post
@@ -107,8 +107,8 @@ class BlockServer(FrameServer):
 
     # On the endpoint's threads
 
-    def _on_device(self, keys: Sequence[bytes]) -> int:
-        return len(self._pool.lookup(keys))
+    def _on_device(self, names: Sequence[Name]) -> int:
+        return len(self._pool.lookup([name[FINGERPRINT_BYTES:] for name in names]))
 
     def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> list[HeldBlock]:
         """Refer to the named blocks that are on the device; to none if the engine's thread does not do it in time."""
@@ -149,7 +149,7 @@ class BlockServer(FrameServer):
                 continue  # the engine is about to need what is free
             spare -= free
             pool.share(blocks)
-            held.append(HeldBlock(number, blocks[0], self._header(key, *place)))
+            held.append(HeldBlock(number, blocks[0], self._header(name, *place)))
         return held
 
     def _give_back(self, held: Sequence[HeldBlock]) -> None:

@@ -50,17 +50,22 @@ class FrameServer:
     """Answers `locate` and `get` of a transfer service (`transfer.service.TransferService`), on the endpoint's threads.
 
     Args:
-        layout: of the engine's blocks; blocks of another layout are missing.
+        layouts: of each KV group's blocks; blocks of another layout are missing.
         staging: slots for frames and copies out of the device, for this server only.
         memory: stores of this process's memory, the fastest first.
         most: blocks of the device that one batch may hold.
     """
 
     def __init__(
-        self, layout: Layout, staging: StagingArena, memory: Sequence[Store] = (), *, most: int = BATCH_BLOCKS
+        self,
+        layouts: Sequence[Layout],
+        staging: StagingArena,
+        memory: Sequence[Store] = (),
+        *,
+        most: int = BATCH_BLOCKS,
     ) -> None:
-        self.layout = layout
-        self._fingerprint = layout.fingerprint
+        self.layout = layouts[0]
+        self._groups = {layout.fingerprint: group for group, layout in enumerate(layouts)}
         self._staging = staging
         self._memory = tuple(memory)
         self._slots = StagingSlots(range(staging.slots))
@@ -71,7 +76,7 @@ class FrameServer:
 
     # The device, for subclasses
 
-    def _on_device(self, keys: Sequence[bytes]) -> int:
+    def _on_device(self, names: Sequence[Name]) -> int:
         """How many of these blocks, from the first on, can be read on the device. A hint."""
         return 0
 
@@ -89,16 +94,18 @@ class FrameServer:
 
     def locate(self, names: Sequence[Name], deadline: float) -> int:
         """How many of these blocks, from the first on, are on the device or in memory."""
-        mine = itertools.takewhile(lambda name: name.startswith(self._fingerprint), names)
-        keys = [name[FINGERPRINT_BYTES:] for name in mine]
+        mine = list(itertools.takewhile(self._has_layout, names))
         done = before = 0
-        while done < len(keys):
-            done += self._on_device(keys[done:])
-            done += found_in(self._memory, names[done : len(keys)], deadline)
+        while done < len(mine):
+            done += self._on_device(mine[done:])
+            done += found_in(self._memory, mine[done:], deadline)
             if done == before:
                 break
             before = done
         return done
+
+    def _has_layout(self, name: Name) -> bool:
+        return name[:FINGERPRINT_BYTES] in self._groups
 
     def get(self, names: Sequence[Name], longest: int, deadline: float) -> Iterator[Sequence[Buffer | None]]:
         """Sealed frames in the order of `names`, in batches. The next batch reuses the memory of the one before."""
@@ -123,10 +130,10 @@ class FrameServer:
             for i, length in zip(open_, self._read(store, names, buffers, open_, deadline), strict=True):
                 frames[i] = buffers[i][:length] if length else None
         from_memory = sum(frame is not None for frame in frames)
-        missing = [i for i, frame in enumerate(frames) if frame is None and names[i].startswith(self._fingerprint)]
-        from_device = self._from_device(names, missing, slots, deadline) if missing else []
-        for i in from_device:
-            frames[i] = buffers[i]
+        missing = [i for i, frame in enumerate(frames) if frame is None and self._has_layout(names[i])]
+        from_device = self._from_device(names, missing, slots, deadline) if missing else {}
+        for i, length in from_device.items():
+            frames[i] = buffers[i][:length]
         self._count(device=len(from_device), memory=from_memory, missing=len(names) - from_memory - len(from_device))
         return frames
 
@@ -143,28 +150,31 @@ class FrameServer:
 
     def _from_device(
         self, names: Sequence[Name], which: Sequence[int], slots: Sequence[int], deadline: float
-    ) -> list[int]:
-        """Copy the named blocks that are on the device into their slots; returns their positions."""
+    ) -> dict[int, int]:
+        """Copy the named blocks that are on the device into their slots; returns the lengths of their frames by position."""
         held = self._hold([(i, names[i]) for i in which], deadline)
         if not held:
-            return []
-        targets = [slots[one.number] for one in held]
+            return {}
         try:
             with self._copying:
-                self._staging.gather([one.block for one in held], targets)
+                for group, some in itertools.groupby(held, key=lambda one: self._groups[one.header.layout]):
+                    members = list(some)
+                    self._staging.gather([one.block for one in members], [slots[one.number] for one in members], group)
         finally:
             self._release_held(held)
-        for one, slot in zip(held, targets, strict=True):
-            seal(one.header, self._staging.buffer(slot))
-        return [one.number for one in held]
+        for one in held:
+            buffer = self._staging.buffer(slots[one.number])
+            seal(one.header, buffer[: HEADER_BYTES + one.header.length])
+        return {one.number: HEADER_BYTES + one.header.length for one in held}
 
     def _count(self, **more: int) -> None:
         with self._counting:
             self._counts.update(more)
 
-    def _header(self, key: bytes, parent: bytes, depth: int) -> Header:
-        size = self._staging.block_bytes[0]
-        return Header(self._fingerprint, key, parent, depth, RAW, size, size)
+    def _header(self, name: Name, parent: bytes, depth: int) -> Header:
+        layout, key = name[:FINGERPRINT_BYTES], name[FINGERPRINT_BYTES:]
+        size = self._staging.block_bytes[self._groups[layout]]
+        return Header(layout, key, parent, depth, RAW, size, size)
 
 
 def found_in(stores: Sequence[Store], names: Sequence[Name], deadline: float) -> int:
@@ -179,6 +189,6 @@ def found_in(stores: Sequence[Store], names: Sequence[Name], deadline: float) ->
     return done
 
 
-def num_frame_slots(layout: Layout) -> int:
-    """Slots of the staging arena through which peers read blocks."""
-    return max(ARENA_BYTES // (layout.block_bytes + HEADER_BYTES), 4)
+def num_frame_slots(block_bytes: int) -> int:
+    """Slots of the staging arena through which peers read blocks of up to so many bytes."""
+    return max(ARENA_BYTES // (block_bytes + HEADER_BYTES), 4)

@@ -107,11 +107,11 @@ class EngineParts:
         """Lets other instances read the blocks on the device and in this process's memory tiers."""
         assert self.chains is not None
         if self.offload is not None:
-            layout, tiers = self.offload.layout, zip(self.stores.urls, self.offload.store.tiers, strict=True)
+            layout, tiers = self.offload.layouts[0], zip(self.stores.urls, self.offload.store.tiers, strict=True)
             memory = [tier.store for url, tier in tiers if parse(url).scheme == "memory"]
         else:
             layout, memory = layout_of(self.runner.layers, bytes.fromhex(self.info.fingerprint)), []
-        slots = min(num_frame_slots(layout), max(2 * self.runner.num_blocks, _FEWEST_SLOTS))
+        slots = min(num_frame_slots(layout.block_bytes), max(2 * self.runner.num_blocks, _FEWEST_SLOTS))
         staging = StagingArena([tensors_of(self.runner.layers)], slots)
         return BlockServer(layout, self.core.cache.pool, self.chains, post, staging, memory)
 
@@ -261,7 +261,7 @@ def _open_stores(
     wanted = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
     staging = StagingArena([tensors_of(runner.layers)], max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))
     return OffloadManager(
-        tiers, staging, layout, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
+        tiers, staging, [layout], lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
     )
 
 

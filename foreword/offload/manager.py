@@ -15,9 +15,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -25,11 +27,12 @@ from typing import TYPE_CHECKING, Final
 from foreword.blocks.layout import Layout
 from foreword.errors import StoreError
 from foreword.offload.policy import PATIENCE, blocks_worth_loading, search_timeout
+from foreword.offload.search import Found, StoredGroup, find_resumable
 from foreword.offload.slots import StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBehind
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
-from foreword.store.frame import RAW, Header
+from foreword.store.frame import HEADER_BYTES, RAW, Header
 from foreword.store.tiered import FetchedBlock, Rate, TieredStore
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 _GROUP_BYTES: Final = 8 << 20
 _PROBE_BYTES: Final = 1 << 20  # the first group from a store of unknown speed
 _MIN_PATIENCE: Final = 0.05  # seconds
+_QUICK_SEARCH: Final = 0.0005  # seconds; the engine's thread waits a moment for searches that usually are this quick
+_SEARCH_WEIGHT: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +78,23 @@ class StoreLoad:
     The engine's thread owns it, a loading thread fills it.
 
     Attributes:
-        names: names of the chain's blocks.
+        names: names of the blocks that are searched, then loaded.
+        groups: the KV group of each block; empty if there is one group only.
         deadline: end of the search, then of the load.
         places: the tier of each block that the search found, in chain order; None while the search runs.
+        found: the result of a search for a position.
+        tokens: how many tokens the load saves, if that does not follow from the number of blocks.
         skip, requested: the load skips the first `skip` blocks and loads the next `requested` into the device blocks `blocks`.
         loaded: number of blocks that were loaded; `tiers` are the tiers that they came from.
         finished: the load has ended.
     """
 
-    names: list[Name]
+    names: Sequence[Name]
     deadline: float
     places: list[int] | None = None
+    groups: Sequence[int] = ()
+    found: Found | None = None
+    tokens: int = 0
     skip: int = 0
     requested: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -96,7 +107,7 @@ class StoreLoad:
     @property
     def answered(self) -> bool:
         """Whether the search has ended or its deadline has passed."""
-        return self.places is not None or time.monotonic() >= self.deadline
+        return self.places is not None or self.found is not None or time.monotonic() >= self.deadline
 
     @property
     def done(self) -> bool:
@@ -126,7 +137,7 @@ class OffloadManager:
     Args:
         store: the tiers.
         staging: at least four slots. Half of them are for saves, half for loads.
-        layout: layout of the engine's blocks.
+        layouts: layout of each KV group's blocks.
         lookup_timeout: seconds that a request may wait for a search; or a tenth of the time to compute the blocks, if that is
             longer.
         load_timeout: upper limit in seconds for a load.
@@ -137,7 +148,7 @@ class OffloadManager:
         self,
         store: TieredStore,
         staging: StagingArena,
-        layout: Layout,
+        layouts: Sequence[Layout],
         *,
         lookup_timeout: float = 0.25,
         load_timeout: float = 30.0,
@@ -145,10 +156,11 @@ class OffloadManager:
         loaders: int = 4,
     ) -> None:
         self.store = store
-        self.layout = layout
+        self.layouts = tuple(layouts)
         self.on_change = on_change
         self.prefill_rate = Rate()  # tokens per second
-        self._fingerprint = layout.fingerprint
+        self._fingerprints = [layout.fingerprint for layout in layouts]
+        self._block_size = layouts[0].block_size
         self._staging = staging
         half = staging.slots // 2
         self._saving_slots = StagingSlots(range(half))
@@ -165,34 +177,79 @@ class OffloadManager:
         self._counting = threading.Lock()  # several loading threads change the counts
         self._counts = dict.fromkeys(("loaded", "cut", "stopped", "declined"), 0)
         self._closed = False
+        self._search_seconds = 0.0
 
     # Loading
 
     def find(self, keys: Sequence[bytes]) -> StoreLoad:
-        """Start a search for a chain's blocks. `StoreLoad.places` has the result."""
-        compute = (self._seconds_per_token() or 0.0) * len(keys) * self.layout.block_size
-        deadline = time.monotonic() + search_timeout(self._lookup_timeout, compute)
-        store_load = StoreLoad([self._fingerprint + key for key in keys], deadline)
+        """Start a search for a chain's blocks, of a model with one KV group. `StoreLoad.places` has the result."""
+        names = [self._fingerprints[0] + key for key in keys]
+        store_load = StoreLoad(names, self._search_deadline(len(keys) * self._block_size))
 
         def search() -> None:
             store_load.places = self.store.locate(store_load.names, deadline=store_load.deadline)
+
+        self._search(search)
+        return store_load
+
+    def find_position(self, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, limit: int) -> StoreLoad:
+        """Start a search for the longest position up to `limit` tokens from which the model can continue.
+
+        Blocks of the first `held` tokens are on the device. `StoreLoad.found` has the result. A search that usually ends at
+        once has ended when this returns.
+        """
+        store_load = StoreLoad([], self._search_deadline(limit - held))
+
+        def search() -> None:
+            deadline = store_load.deadline
+            store_load.found = find_resumable(self.store, groups, keys, held, limit, deadline=deadline)
+
+        searching = self._search(search)
+        if self._search_seconds < _QUICK_SEARCH:
+            futures.wait([searching], 4 * _QUICK_SEARCH)
+        return store_load
+
+    def _search_deadline(self, tokens: int) -> float:
+        compute = (self._seconds_per_token() or 0.0) * tokens
+        return time.monotonic() + search_timeout(self._lookup_timeout, compute)
+
+    def _search(self, search: Callable[[], None]) -> Future[None]:
+        def timed() -> None:
+            started = time.monotonic()
+            search()
+            self._search_seconds += _SEARCH_WEIGHT * (time.monotonic() - started - self._search_seconds)
             self._notify()
 
-        self._finders.submit(search)
-        return store_load
+        return self._finders.submit(timed)
+
+    def seconds_saved(self, places: Mapping[tuple[int, int], int], tokens: int) -> float:
+        """How much faster it is to load these blocks than to compute `tokens` tokens; infinite while a speed is unknown."""
+        per_token = self._seconds_per_token()
+        if per_token is None:
+            return math.inf
+        rates = [tier.read_rate.value for tier in self.store.tiers]
+        sizes = [HEADER_BYTES + size for size in self._staging.block_bytes]
+        loading = sum(sizes[group] / rates[place] if rates[place] else 0.0 for (group, _), place in places.items())
+        saved = tokens * per_token - loading
+        if saved <= 0:
+            self._count(declined=1)
+        return saved
 
     def worth_loading(self, store_load: StoreLoad, skip: int, tokens: int) -> int:
         """How many blocks after the first `skip` to load because that is faster than computing them; 0 for none.
 
         `tokens` is the length of the prompt. While the prefill speed is unknown, all blocks found are worth loading.
         """
-        places = (store_load.places or [])[skip:]
+        return self.blocks_worth_loading((store_load.places or [])[skip:])
+
+    def blocks_worth_loading(self, places: Sequence[int]) -> int:
+        """How many of the blocks, in chain order, to load from these tiers because that is faster than computing them."""
         per_token = self._seconds_per_token()
         if not places or per_token is None:
             return len(places)
         rates = [tier.read_rate.value for tier in self.store.tiers]
         load_seconds = (self._staging.frame_bytes / rates[tier] if rates[tier] else 0.0 for tier in places)
-        best = blocks_worth_loading(load_seconds, per_token * self.layout.block_size)
+        best = blocks_worth_loading(load_seconds, per_token * self._block_size)
         if best == 0:
             self._count(declined=1)
         return best
@@ -210,7 +267,8 @@ class OffloadManager:
         store_load.skip, store_load.blocks, store_load.requested = skip, list(blocks), len(blocks)
         store_load.started = time.monotonic()
         per_token = self._seconds_per_token()
-        compute = len(blocks) * self.layout.block_size * per_token if per_token is not None else self._load_timeout
+        tokens = store_load.tokens or len(blocks) * self._block_size
+        compute = tokens * per_token if per_token is not None else self._load_timeout
         # Twice the compute time is a fallback: a slow load is cut off earlier, by its measured rate.
         limit = max(2 * compute, 2 * _MIN_PATIENCE)
         store_load.deadline = store_load.started + min(self._load_timeout, limit)
@@ -218,13 +276,13 @@ class OffloadManager:
 
     def _load(self, store_load: StoreLoad, compute: float) -> None:
         try:
-            self._load_groups(store_load, compute)
+            self._load_batches(store_load, compute)
         finally:
             store_load.close()
             self._count(loaded=store_load.loaded, cut=int(store_load.loaded < store_load.requested))
             self._notify()
 
-    def _load_groups(self, store_load: StoreLoad, compute: float) -> None:
+    def _load_batches(self, store_load: StoreLoad, compute: float) -> None:
         frame_bytes = self._staging.frame_bytes
         done = 0
         while done < store_load.requested and not store_load.finished:
@@ -236,7 +294,7 @@ class OffloadManager:
             slots = self._take_slots(self._loading_slots, count) or self._loading_slots.wait_for(count, deadline)
             if slots is None:
                 return
-            loaded = self._load_group(store_load, done, slots, deadline)
+            loaded = self._load_batch(store_load, done, slots, deadline)
             done += loaded
             if loaded < count:
                 return
@@ -249,7 +307,7 @@ class OffloadManager:
         assert store_load.places is not None
         return bool(self.store.tiers[store_load.places[store_load.skip]].read_rate.value)
 
-    def _load_group(self, store_load: StoreLoad, done: int, slots: list[int], deadline: float) -> int:
+    def _load_batch(self, store_load: StoreLoad, done: int, slots: list[int], deadline: float) -> int:
         """Load one block per slot, up to the first failure, and return how many were loaded.
 
         Blocks from a slower tier keep their slots until they are written into the faster tiers.
@@ -259,17 +317,26 @@ class OffloadManager:
         promoted = 0
         try:
             found = self.store.fetch(names, [self._staging.buffer(slot) for slot in slots], deadline=deadline)
-            usable = [one for one in itertools.takewhile(self._is_usable, found) if one is not None]
+            groups = store_load.groups[first : first + len(slots)] or [0] * len(slots)
+            pairs = itertools.takewhile(self._is_usable, zip(found, groups, strict=True))
+            usable = [one for one, _ in pairs if one is not None]
             count = len(usable)
-            targets = store_load.blocks[done : done + count]
             tiers = [one.tier for one in usable]
-            if not count or not store_load.fill(tiers, lambda: self._staging.scatter(slots[:count], targets)):
+            if not count or not store_load.fill(tiers, lambda: self._scatter(store_load, done, slots[:count], groups)):
                 return 0
             promoted = count
             self._promote(usable, slots[:count])
             return count
         finally:
             self._loading_slots.give(slots[promoted:])
+
+    def _scatter(self, store_load: StoreLoad, done: int, slots: Sequence[int], groups: Sequence[int]) -> None:
+        """Copy the payloads of `slots` into the device blocks from number `done` on."""
+        low = 0
+        for group, members in itertools.groupby(groups[: len(slots)]):
+            high = low + len(list(members))
+            self._staging.scatter(slots[low:high], store_load.blocks[done + low : done + high], group)
+            low = high
 
     def _promote(self, found: Sequence[FetchedBlock], slots: Sequence[int]) -> None:
         """Queue loaded blocks, with their slots, for the tiers that are faster than the one they came from."""
@@ -279,11 +346,12 @@ class OffloadManager:
             targets = self.store.promotion_targets(tier)
             self._writer.promote(headers, [slot for _, slot in pairs], self._loading_slots, targets)
 
-    def _is_usable(self, found: FetchedBlock | None) -> bool:
+    def _is_usable(self, fetched: tuple[FetchedBlock | None, int]) -> bool:
+        found, group = fetched
         if found is None:
             return False
         header = found.frame.header
-        return header.codec == RAW and header.length == self._staging.block_bytes[0]
+        return header.codec == RAW and header.length == self._staging.block_bytes[group]
 
     def _is_slower_than_computing(self, store_load: StoreLoad, done: int, compute: float) -> bool:
         """Whether the rest of a load, at its speed so far, would take longer than computing the rest."""
@@ -304,8 +372,8 @@ class OffloadManager:
 
     # Saving
 
-    def save(self, keys: Sequence[bytes], parent: bytes, depth: int, blocks: Sequence[int]) -> None:
-        """Queue full, computed blocks for writing. They follow `parent` at position `depth` of their chain.
+    def save(self, keys: Sequence[bytes], parent: bytes, depth: int, blocks: Sequence[int], group: int = 0) -> None:
+        """Queue full, computed blocks of a KV group for writing. They follow `parent` at position `depth` of their chain.
 
         The blocks are copied before the call returns. If the queue is full, its oldest blocks are dropped. Blocks are written
         even if they were written before: the engine computed them because no store had them.
@@ -314,14 +382,15 @@ class OffloadManager:
             return
         step = max(min(WRITE_BLOCKS, self._staging.slots // 4), 1)
         for low in range(0, len(keys), step):
-            group = keys[low : low + step]
-            slots = self._take_slots(self._saving_slots, len(group))
+            part = keys[low : low + step]
+            slots = self._take_slots(self._saving_slots, len(part))
             if slots is None:
                 self._dropped += len(keys) - low
                 return
-            self._staging.gather(blocks[low : low + len(group)], slots)
-            parents = [keys[low - 1] if low else parent, *group[:-1]]
-            headers = [self._header(*pair, depth + low + i) for i, pair in enumerate(zip(group, parents, strict=True))]
+            self._staging.gather(blocks[low : low + len(part)], slots, group)
+            parents = [keys[low - 1] if low else parent, *part[:-1]]
+            pairs = enumerate(zip(part, parents, strict=True), start=depth + low)
+            headers = [self._header(group, *pair, position) for position, pair in pairs]
             self._writer.add(headers, slots, self._saving_slots, self.store.writable)
 
     def _take_slots(self, pool: StagingSlots, count: int) -> list[int] | None:
@@ -333,15 +402,15 @@ class OffloadManager:
             slots = pool.take(count)
         return slots
 
-    def _header(self, key: bytes, parent: bytes, depth: int) -> Header:
-        size = self._staging.block_bytes[0]
-        return Header(self._fingerprint, key, parent, depth, RAW, size, size)
+    def _header(self, group: int, key: bytes, parent: bytes, depth: int) -> Header:
+        size = self._staging.block_bytes[group]
+        return Header(self._fingerprints[group], key, parent, depth, RAW, size, size)
 
     # Pins, records, status
 
     def pin(self, keys: Sequence[bytes], *, pinned: bool = True) -> Future[int]:
         """Pin or unpin blocks in every tier. Queued blocks are written first."""
-        names = [self._fingerprint + key for key in keys]
+        names = [self._fingerprints[0] + key for key in keys]
 
         def work() -> int:
             self._writer.flush(WRITE_TIMEOUT)
@@ -349,14 +418,16 @@ class OffloadManager:
 
         return self._control.submit(work)
 
-    def describe(self, facts: Mapping[str, object]) -> Future[None]:
-        """Write the record `layouts/<fingerprint>`, which tells tools what blocks of this layout are."""
-        record = json.dumps({**facts, "layout": self.layout.describe()}, sort_keys=True).encode()
-        key = f"layouts/{self._fingerprint.hex()}"
+    def describe(self, facts: Mapping[str, object], groups: Sequence[Mapping[str, object]] = ({},)) -> Future[None]:
+        """Write the records `layouts/<fingerprint>`, which tell tools what blocks of these layouts are. `groups`: further facts
+        about each KV group."""
 
         def work() -> None:
-            with contextlib.suppress(StoreError):  # the tier counts the error; blocks are found without the record
-                self.store.put_record(key, record, deadline=time.monotonic() + WRITE_TIMEOUT)
+            for layout, more in zip(self.layouts, groups, strict=True):
+                record = json.dumps({**facts, **more, "layout": layout.describe()}, sort_keys=True).encode()
+                key = f"layouts/{layout.fingerprint.hex()}"
+                with contextlib.suppress(StoreError):  # the tier counts the error; blocks are found without the record
+                    self.store.put_record(key, record, deadline=time.monotonic() + WRITE_TIMEOUT)
 
         return self._control.submit(work)
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from foreword.blocks.keys import Scope
 from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.errors import NotFound
 from foreword.prefixes.records import PrefixRecord, read_record, tenant_digest
 from foreword.store.base import Name, StoredBlock
@@ -30,12 +31,18 @@ _BATCH = 512
 
 @dataclass(frozen=True, slots=True)
 class LayoutRecord:
-    """The description of one layout in a store: the model and the form of its blocks."""
+    """The description of one layout in a store: the model and the form of its blocks.
+
+    Attributes:
+        group: the layers, and which blocks they need.
+        key_size: tokens per block key.
+    """
 
     fingerprint: bytes
     model: bytes
     model_name: str
-    block_size: int
+    group: KVGroup
+    key_size: int
     described: Mapping[str, object]
 
 
@@ -76,7 +83,9 @@ def _read_layout(key: str, data: bytes) -> LayoutRecord | None:
         read = json.loads(data)
         described = read["layout"]
         fingerprint, model = bytes.fromhex(key.removeprefix("layouts/")), bytes.fromhex(described["model"])
-        return LayoutRecord(fingerprint, model, str(read["model"]), int(described["block_size"]), described)
+        kind, size = GroupKind(read.get("kind", GroupKind.FULL)), int(described["block_size"])
+        group = KVGroup(kind, size, int(read.get("span", 0)), int(read.get("sinks", 0)))
+        return LayoutRecord(fingerprint, model, str(read["model"]), group, int(read.get("key_size", size)), described)
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -99,12 +108,12 @@ def _parse_records(store: TieredStore, prefix: str, parse: Callable[[str, bytes]
 def forget_tenant(store: TieredStore, salt: bytes) -> Receipt:
     """Erase all blocks and named prefixes of one tenant. Raises StoreError if a tier fails."""
     known = layouts(store)
-    roots = {Scope(record.model, record.block_size, salt).root() for record in known.values()}
+    roots = {Scope(record.model, record.key_size, salt).root() for record in known.values()}
     tenant = f"/{tenant_digest(salt)}/"
     keys = [key for key in store.records("prefixes/", deadline=_deadline()) if tenant in key]
 
     def select(chains: StoredChains) -> set[Name]:
-        return chains.descendants(block.name for block in chains.heads() if block.parent in roots)
+        return chains.of_all_groups(chains.descendants(block.name for block in chains.heads() if block.parent in roots))
 
     return _forget(store, f"tenant {tenant_digest(salt)}", select, keys, known)
 
@@ -148,7 +157,7 @@ def forget_prefix(store: TieredStore, name: str, salt: bytes | None = None) -> R
         chosen = chains.descendants(ends)
         for end in ends:
             chosen |= chains.unshared_ancestors(end, chosen)
-        return chosen
+        return chains.of_all_groups(chosen)
 
     return _forget(store, f"prefix {name}", select, keys, layouts(store))
 
@@ -176,6 +185,13 @@ class StoredChains:
                 found.add(name)
                 left += self._children.get(name, ())
         return found
+
+    def of_all_groups(self, chosen: set[Name]) -> set[Name]:
+        """These blocks, and those of other KV groups at the same positions or right behind them. Groups with windows or
+        recurrent states keep only some blocks of a chain, so their blocks have no path to its root."""
+        keys = {name[FINGERPRINT_BYTES:] for name in chosen}
+        near = {one.name for one in self.blocks.values() if one.name[FINGERPRINT_BYTES:] in keys or one.parent in keys}
+        return chosen | near
 
     def unshared_ancestors(self, name: Name, chosen: set[Name]) -> set[Name]:
         """The blocks before `name`, up to the first that has other children than chosen ones."""

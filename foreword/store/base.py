@@ -108,6 +108,10 @@ class Store(Protocol):
         """Count how many of `names` are present, from the first up to the first that is missing. Not a use for LRU."""
         ...
 
+    def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
+        """Tell which of `names` are present, each by itself. Not a use for LRU."""
+        return [self.lookup([name], deadline=deadline) == 1 for name in names]
+
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         """Read each frame into its buffer (writable, contiguous, at least as long as the frame).
 

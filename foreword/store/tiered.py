@@ -132,8 +132,14 @@ class StoreTier:
             self.counters.errors[kind] += 1
 
     def lookup(self, names: Sequence[Name], deadline: float) -> int:
+        return self._timed_lookup(lambda: self.store.lookup(names, deadline=deadline), 0)
+
+    def present(self, names: Sequence[Name], deadline: float) -> list[bool]:
+        return self._timed_lookup(lambda: self.store.present(names, deadline=deadline), [False] * len(names))
+
+    def _timed_lookup(self, call: Callable[[], Result], default: Result) -> Result:
         started = time.perf_counter()
-        found = self.attempt(lambda: self.store.lookup(names, deadline=deadline), 0)
+        found = self.attempt(call, default)
         with self._lock:
             self.counters.lookups += 1
             self.counters.lookup_seconds += time.perf_counter() - started
@@ -198,7 +204,8 @@ class StoreTier:
         """Those of `names` that the store has. Empty if the store fails: then nothing is reported as stored."""
         present: list[Name] = []
         with contextlib.suppress(StoreError):
-            present += [name for name in names if self.store.lookup([name], deadline=deadline)]
+            known = self.store.present(names, deadline=deadline)
+            present += [name for name, there in zip(names, known, strict=True) if there]
         return present
 
     def delete(self, names: Sequence[Name], deadline: float) -> int:
@@ -278,6 +285,22 @@ class TieredStore(Store):
             if len(places) == before or len(self.tiers) == 1 or time.monotonic() >= deadline:
                 break
         return places
+
+    def find(self, names: Sequence[Name], *, deadline: float) -> list[int]:
+        """The tier of each of `names`, each by itself; -1 for one that is missing everywhere. A hint: only `fetch` verifies."""
+        places = [-1] * len(names)
+        for index, tier in enumerate(self.tiers):
+            missing = [i for i, place in enumerate(places) if place < 0]
+            if not missing or (index and time.monotonic() >= deadline):
+                break
+            known = tier.present([names[i] for i in missing], deadline)
+            for i, there in zip(missing, known, strict=True):
+                if there:
+                    places[i] = index
+        return places
+
+    def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
+        return [place >= 0 for place in self.find(names, deadline=deadline)]
 
     def tokens_by_tier(self, places: Iterable[int], block_size: int) -> dict[str, int]:
         """Count tokens by the label of their tier, given the result of `locate`."""

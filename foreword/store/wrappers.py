@@ -31,6 +31,10 @@ class StoreWrapper(Store):
         self.before_call(deadline)
         return self.inner.lookup(names, deadline=deadline)
 
+    def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
+        self.before_call(deadline)
+        return self.inner.present(names, deadline=deadline)
+
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         self.before_call(deadline)
         return self.inner.get(names, buffers, deadline=deadline)

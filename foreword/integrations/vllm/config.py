@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 import torch
 import vllm
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from foreword.blocks.keys import Scope
-from foreword.blocks.layout import LayerLayout, Layout
+from foreword.blocks.layout import Layout
+from foreword.blocks.resume import alignment
 from foreword.config import StoreConfig, TransferConfig, build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
+from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups
 from foreword.integrations.vllm.weights import fingerprint_folder, model_folder
 from foreword.store.urls import loss_of
 from foreword.transfer.sockets import parse_address
@@ -103,34 +103,23 @@ class KVCacheInfo:
     Raises ModelUnsupported for a model or configuration whose KV cannot be cached correctly.
 
     Attributes:
-        windowed: some layers have a sliding window, behind which blocks are `NULL_BLOCK`. A load that fails is then dropped
-            as a whole: recomputing from its middle would lack the blocks before.
+        groups: vLLM's KV cache groups.
+        key_size: tokens per block key, a divisor of every group's block size.
+        step: positions from which a request can continue are multiples of this many tokens.
+        chunk: the most tokens that one step computes.
+        whole: every group has full attention, so a request can continue behind any block, and at the end of its prompt.
         events: whether vLLM publishes KV events.
         separate: whether the scheduler is in another process than the workers.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
-        groups = kv_cache_config.kv_cache_groups
-        if len(groups) != 1:
-            raise ModelUnsupported(
-                f"this model has {len(groups)} KV cache groups; Foreword's connector supports one "
-                "(--disable-hybrid-kv-cache-manager merges full and sliding-window attention into one)"
-            )
-        spec = groups[0].kv_cache_spec
-        self.layer_names: list[str] = list(groups[0].layer_names)
-        each = getattr(spec, "kv_cache_specs", None)
-        self._specs = [each[name] for name in self.layer_names] if each else [spec] * len(self.layer_names)
-        for one in self._specs:
-            if not isinstance(one, FullAttentionSpec | SlidingWindowSpec):
-                raise ModelUnsupported(
-                    f"layers of this model have a {type(one).__name__}; Foreword's connector supports full and sliding-window "
-                    "attention"
-                )
-            if getattr(one, "non_causal", False):
-                raise ModelUnsupported("keys and values of this model depend on later tokens")
-        self.windowed = any(isinstance(one, SlidingWindowSpec) for one in self._specs)
-        self.block_size: int = int(spec.block_size)
+        self.groups = read_groups(kv_cache_config)
+        self.num_blocks = int(kv_cache_config.num_blocks)
+        self.key_size = key_block_size(self.groups)
+        self.step = alignment([one.group for one in self.groups])
+        self.whole = all(one.group.whole for one in self.groups)
         self.config = vllm_config
+        self.chunk = int(vllm_config.scheduler_config.max_num_batched_tokens)
         parallel = vllm_config.parallel_config
         self.ranks: int = int(parallel.tensor_parallel_size)
         self.separate = self.ranks > 1 or parallel.distributed_executor_backend != "uni"
@@ -144,39 +133,58 @@ class KVCacheInfo:
         events = getattr(vllm_config, "kv_events_config", None)
         self.events = bool(events is not None and events.enable_kv_cache_events)
 
-    def layout(self, rank: int) -> Layout:
-        """The layout of one rank's blocks. The scheduler, which has no tensors, gets the same as the workers."""
-        first = self._specs[0]
-        layers = tuple(
-            LayerLayout(one.num_kv_heads, one.head_size, getattr(one, "head_size_v", one.head_size))
-            for one in self._specs
-        )
+    @property
+    def divisible(self) -> bool:
+        """Whether a part of a load is of use: vLLM takes failed blocks, not only failed requests, if there is one group."""
+        return self.whole and len(self.groups) == 1
+
+    @property
+    def speculative(self) -> bool:
+        """Whether a step may compute tokens that are rejected afterwards."""
+        return getattr(self.config, "speculative_config", None) is not None
+
+    def limit(self, num_tokens: int) -> int:
+        """How many of a prompt's tokens may be loaded. vLLM computes the last token of a prompt again, which would enter a
+        recurrent state twice and may need a block that has left a window."""
+        return num_tokens if self.whole else num_tokens - 1
+
+    def layouts(self, rank: int) -> tuple[Layout, ...]:
+        """The layout of one rank's blocks, by group. The scheduler, which has no tensors, gets the same as the workers."""
+        return tuple(self._layout(one, rank) for one in self.groups)
+
+    def _layout(self, one: ConnectorGroup, rank: int) -> Layout:
+        layers = one.layers
         return Layout(
             self.model,
-            self.block_size,
+            one.block_size,
             layers,
-            str(first.dtype).removeprefix("torch."),
-            order=self._order(),
+            one.dtype if layers else "uint8",
+            order=self._order(one),
             shard=(rank, self.ranks),
             loss=self.loss,
+            group=one.describe(len(self.groups)),
+            opaque_bytes=0 if layers else one.block_bytes,
         )
 
-    def _order(self) -> str:
+    def _order(self, one: ConnectorGroup) -> str:
         """Everything else that determines what the bytes of a block mean."""
-        sizes = sorted({one.head_size for one in self._specs})
         return "/".join(
             (
                 "vllm",
                 ".".join(vllm.__version__.split("+")[0].split(".")[:2]),
                 str(self.config.cache_config.cache_dtype),
                 str(getattr(self.config.model_config, "quantization", None)),
-                *(_block_format(self.config, self._specs[0].dtype, self.block_size, size) for size in sizes),
+                *one.formats(lambda spec: _block_format(self.config, spec.dtype, one.block_size, spec.head_size)),
             )
         )
 
+    def fingerprints(self) -> list[list[bytes]]:
+        """Fingerprints of the layouts by rank, then by group."""
+        return [[layout.fingerprint for layout in self.layouts(rank)] for rank in range(self.ranks)]
+
     def root(self, salt: bytes) -> bytes:
         """The root key of a salt's chains."""
-        return Scope(self.model, self.block_size, salt).root()
+        return Scope(self.model, self.key_size, salt).root()
 
 
 def model_digest(vllm_config: Any, settings: ConnectorSettings) -> bytes:
@@ -203,16 +211,3 @@ def _block_format(config: Any, dtype: torch.dtype, block_size: int, head_size: i
     backend = getattr(config.attention_config, "backend", None)
     order = getattr(envs, "VLLM_KV_CACHE_LAYOUT", None)
     return f"{current_platform.get_device_name()}-{getattr(backend, 'name', backend)}-{order}"
-
-
-def block_tensors(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The KV cache as tensors whose first dimension is the block id. Raises ModelUnsupported for an unknown arrangement."""
-    found = []
-    for cache in caches:
-        if not isinstance(cache, torch.Tensor) or not cache.is_contiguous():
-            raise ModelUnsupported("vLLM's KV cache of a layer is not one contiguous tensor")
-        # FlashAttention: `[2, blocks, ...]`, all keys, then all values.
-        found += [cache[0], cache[1]] if cache.shape[0] == 2 and cache.dim() == 5 else [cache]
-    if len({len(tensor) for tensor in found}) != 1:
-        raise ModelUnsupported("vLLM's layers have different numbers of blocks")
-    return found

@@ -40,25 +40,25 @@ _ALL_INTERFACES = ("0.0.0.0", "::")
 class _MemoryService(TransferService):
     """Answers lookups in this worker's memory tiers."""
 
-    def __init__(self, layout: Layout, memory: Sequence[Store]) -> None:
+    def __init__(self, layouts: Sequence[Layout], memory: Sequence[Store]) -> None:
         super().__init__()
-        self._fingerprint = layout.fingerprint
+        self._layouts = {layout.fingerprint for layout in layouts}
         self._memory = tuple(memory)
 
     def locate(self, names: Sequence[Name], deadline: float) -> int:
-        own = bool(names) and names[0][:FINGERPRINT_BYTES] == self._fingerprint
+        own = bool(names) and names[0][:FINGERPRINT_BYTES] in self._layouts
         return found_in(self._memory, names, deadline) if own else 0
 
 
 class LookupEndpoint:
     """A Unix socket on which the scheduler asks what is in the worker's memory. Only this user may enter its folder."""
 
-    def __init__(self, layout: Layout, memory: Sequence[Store], engine: str, rank: int) -> None:
+    def __init__(self, layouts: Sequence[Layout], memory: Sequence[Store], engine: str) -> None:
         remove_stale_folders()
         word = "".join(letter for letter in engine if letter.isalnum())[:16]
-        self._folder = _private_folder(f"{_FOLDER_PREFIX}{word}-{rank}-")
+        self._folder = _private_folder(f"{_FOLDER_PREFIX}{word}-{layouts[0].shard[0]}-")
         config = TransferConfig(bind=f"unix:{self._folder}/socket", links=("tcp",), ring="64KiB", queue="64KiB")
-        self._endpoint = TransferEndpoint(config, _MemoryService(layout, memory))
+        self._endpoint = TransferEndpoint(config, _MemoryService(layouts, memory))
         self.address = self._endpoint.listen()
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class InstanceEndpoint:
 
     Args:
         config: of this rank (`rank_config`).
-        tensors: vLLM's KV cache, by block.
+        layouts, tensors: of each KV group: the layout of its blocks, and vLLM's KV cache by block.
         listens: whether other instances may connect; if not, this one only connects to them.
         producers: label of the tier that reads from producers.
 
@@ -114,19 +114,21 @@ class InstanceEndpoint:
     def __init__(
         self,
         config: TransferConfig,
-        layout: Layout,
-        tensors: Sequence[torch.Tensor],
+        layouts: Sequence[Layout],
+        tensors: Sequence[Sequence[torch.Tensor]],
         memory: Sequence[Store],
         *,
         listens: bool,
         producers: str,
+        num_blocks: int,
     ) -> None:
         self.leases: KVLeases | None = None
         if listens:
-            staging = StagingArena([tensors], min(num_frame_slots(layout), max(2 * len(tensors[0]), _MIN_FRAMES)))
-            self.leases = KVLeases(layout, staging, memory, config.lease_seconds)
-        self._endpoint = TransferEndpoint(config, _KVService(layout, self.leases))
-        self.producers = KVProducers(self._endpoint, layout.shard[0], producers)
+            slots = num_frame_slots(max(layout.block_bytes for layout in layouts))
+            staging = StagingArena(tensors, min(slots, max(2 * num_blocks, _MIN_FRAMES)))
+            self.leases = KVLeases(layouts, staging, memory, config.lease_seconds)
+        self._endpoint = TransferEndpoint(config, _KVService(layouts[0], self.leases))
+        self.producers = KVProducers(self._endpoint, layouts[0].shard[0], producers)
         self.address = ""
         if listens:
             self.address = self._endpoint.address = _reachable(self._endpoint.listen())
@@ -136,10 +138,10 @@ class InstanceEndpoint:
         self._endpoint.close()
 
 
-def rank_config(config: TransferConfig, layout: Layout) -> TransferConfig:
+def rank_config(config: TransferConfig, shard: tuple[int, int], block_bytes: int) -> TransferConfig:
     """The configuration of one rank: its own address, and rings that hold a few of its frames. Raises ConfigError."""
-    rank, ranks = layout.shard
-    frames = _MIN_FRAMES * (layout.block_bytes + HEADER_BYTES)
+    rank, ranks = shard
+    frames = _MIN_FRAMES * (block_bytes + HEADER_BYTES)
     ring = max(parse_bytes(config.ring), frames)
     advertise = config.advertise and rank_address(config.advertise, rank, ranks)
     return replace(config, bind=rank_address(config.bind, rank, ranks), advertise=advertise, ring=str(ring))

@@ -7,6 +7,7 @@ every rank has stored its part.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -37,18 +38,26 @@ _LOCAL_SCHEMES = ("memory", "disk", "unix")
 
 
 class TierWatch:
-    """Collects the changes in the tiers of one rank's store. Changes come on any thread."""
+    """Collects the changes in the tiers of one rank's store. Changes come on any thread.
 
-    def __init__(self, store: TieredStore, rank: int) -> None:
+    Args:
+        layouts: fingerprint of each KV group's layout.
+    """
+
+    def __init__(self, store: TieredStore, rank: int, layouts: Sequence[bytes]) -> None:
         self._rank = rank
+        self._groups = {layout: group for group, layout in enumerate(layouts)}
         self._lock = threading.Lock()
         self._changes: list[TierChange] = []
         store.subscribe(self._note)
 
     def _note(self, tier: int, stored: bool, names: Sequence[Name]) -> None:
-        keys = tuple(name[FINGERPRINT_BYTES:] for name in names)
-        with self._lock:
-            self._changes.append(TierChange(self._rank, tier, stored, keys))
+        for layout, some in itertools.groupby(names, key=lambda name: name[:FINGERPRINT_BYTES]):
+            keys = tuple(name[FINGERPRINT_BYTES:] for name in some)
+            group = self._groups.get(layout)
+            if group is not None:
+                with self._lock:
+                    self._changes.append(TierChange(self._rank, tier, group, stored, keys))
 
     @property
     def pending(self) -> bool:
@@ -61,6 +70,8 @@ class TierWatch:
 
 
 # Scheduler side
+
+_GroupKey = tuple[int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,32 +100,33 @@ class TierEvents:
 
     Args:
         tiers: scheme of the URL and label of each tier.
+        block_sizes: tokens per block of each KV group.
 
     Attributes:
         hash_size: tokens per block hash of vLLM, which may be a part of a block.
     """
 
-    def __init__(self, tiers: Sequence[tuple[str, str]], ranks: int, block_size: int) -> None:
+    def __init__(self, tiers: Sequence[tuple[str, str]], ranks: int, block_sizes: Sequence[int]) -> None:
         self._tiers = tiers
         self._all = (1 << ranks) - 1
-        self._block_size = block_size
-        self.hash_size = block_size
-        self._expected: OrderedDict[bytes, _BlockInfo] = OrderedDict()
-        self._stored_in: OrderedDict[bytes, _StoredIn] = OrderedDict()
+        self._block_sizes = block_sizes
+        self.hash_size = min(block_sizes)
+        self._expected: OrderedDict[_GroupKey, _BlockInfo] = OrderedDict()
+        self._stored_in: OrderedDict[_GroupKey, _StoredIn] = OrderedDict()
         self._events: list[KVCacheEvent] = []
 
-    def expect(self, request: Any, keys: Sequence[bytes], first: int) -> None:
-        """Blocks of a request, from index `first` on, that a tier may store soon. Without prefix caching vLLM has no hashes."""
-        hashes = resolve_block_hashes(request.block_hashes, self.hash_size, self._block_size)
-        size = self._block_size
-        for index, key in enumerate(keys, start=first):
+    def expect(self, request: Any, group: int, numbers: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Blocks of a request, by their index in it, that a tier may store soon. Without prefix caching vLLM has no hashes."""
+        size = self._block_sizes[group]
+        hashes = resolve_block_hashes(request.block_hashes, self.hash_size, size)
+        for index, key in zip(numbers, keys, strict=True):
             if index >= len(hashes):
-                return
+                break
             tokens = list(request.all_token_ids[index * size : (index + 1) * size])
             extra, _ = generate_block_hash_extra_keys(request, index * size, (index + 1) * size, 0)
             parent = maybe_convert_block_hash(hashes[index - 1]) if index else None
-            self._expected[key] = _BlockInfo(maybe_convert_block_hash(hashes[index]), parent, tokens, extra)
-            self._expected.move_to_end(key)
+            self._expected[group, key] = _BlockInfo(maybe_convert_block_hash(hashes[index]), parent, tokens, extra)
+            self._expected.move_to_end((group, key))
         while len(self._expected) > _MAX_EXPECTED:
             self._expected.popitem(last=False)
 
@@ -122,20 +134,21 @@ class TierEvents:
         """Publish the changes that complete a block in a tier, or make it incomplete."""
         for change in changes:
             note = self._note_stored if change.stored else self._note_removed
-            self._publish(change.tier, change.stored, [key for key in change.keys if note(change, key)])
+            keys = [(change.group, key) for key in change.keys]
+            self._publish(change.tier, change.group, change.stored, [key for key in keys if note(change, key)])
 
-    def missing(self, key: bytes) -> None:
+    def missing(self, group: int, key: bytes) -> None:
         """A lookup found this block in no tier: publish its removal if another process has evicted it."""
-        known = self._stored_in.pop(key, None)
+        known = self._stored_in.pop((group, key), None)
         if known is not None:
             complete = [tier for tier, ranks in known.ranks.items() if ranks == self._all]
-            self._events += [self._removed_event(tier, [known.hash]) for tier in complete]
+            self._events += [self._removed_event(tier, group, [known.hash]) for tier in complete]
 
     def take(self) -> list[KVCacheEvent]:
         events, self._events = self._events, []
         return events
 
-    def _note_stored(self, change: TierChange, key: bytes) -> bool:
+    def _note_stored(self, change: TierChange, key: _GroupKey) -> bool:
         """Whether all ranks have the block in this tier with this change."""
         known = self._stored_in.get(key)
         if known is None:
@@ -149,7 +162,7 @@ class TierEvents:
         known.ranks[change.tier] = before | 1 << change.rank
         return before != self._all and known.ranks[change.tier] == self._all
 
-    def _note_removed(self, change: TierChange, key: bytes) -> bool:
+    def _note_removed(self, change: TierChange, key: _GroupKey) -> bool:
         """Whether all ranks had the block in this tier until this change."""
         known = self._stored_in.get(key)
         if known is None:
@@ -158,11 +171,11 @@ class TierEvents:
         known.ranks[change.tier] = before & ~(1 << change.rank)
         return before == self._all
 
-    def _publish(self, tier: int, stored: bool, keys: Sequence[bytes]) -> None:
+    def _publish(self, tier: int, group: int, stored: bool, keys: Sequence[_GroupKey]) -> None:
         if not keys:
             return
         if not stored:
-            self._events.append(self._removed_event(tier, [self._stored_in[key].hash for key in keys]))
+            self._events.append(self._removed_event(tier, group, [self._stored_in[key].hash for key in keys]))
             return
         run: list[_BlockInfo] = []
         for key in keys:
@@ -170,32 +183,32 @@ class TierEvents:
             if block is None:  # promoted to this tier after it was forgotten here
                 continue
             if run and run[-1].hash != block.parent:
-                self._events.append(self._stored_event(tier, run))
+                self._events.append(self._stored_event(tier, group, run))
                 run = []
             run.append(block)
         if run:
-            self._events.append(self._stored_event(tier, run))
+            self._events.append(self._stored_event(tier, group, run))
 
-    def _stored_event(self, tier: int, run: Sequence[_BlockInfo]) -> KVCacheEvent:
+    def _stored_event(self, tier: int, group: int, run: Sequence[_BlockInfo]) -> KVCacheEvent:
         return BlockStored(
             block_hashes=[block.hash for block in run],
             parent_block_hash=run[0].parent,
             token_ids=[token for block in run for token in block.tokens],
-            block_size=self._block_size,
+            block_size=self._block_sizes[group],
             lora_id=None,
             lora_name=None,
             extra_keys=to_event_extra_keys([block.extra for block in run]),
-            **self._tier_fields(tier),
+            **self._tier_fields(tier, group),
         )
 
-    def _removed_event(self, tier: int, hashes: list[Any]) -> KVCacheEvent:
-        return BlockRemoved(block_hashes=hashes, **self._tier_fields(tier))
+    def _removed_event(self, tier: int, group: int, hashes: list[Any]) -> KVCacheEvent:
+        return BlockRemoved(block_hashes=hashes, **self._tier_fields(tier, group))
 
-    def _tier_fields(self, tier: int) -> dict[str, Any]:
+    def _tier_fields(self, tier: int, group: int) -> dict[str, Any]:
         scheme, label = self._tiers[tier]
         return {
             "medium": MEDIUM_CPU if scheme == "memory" else MEDIUM_STORAGE,
-            "group_idx": 0,
+            "group_idx": group,
             "locality": LOCAL if scheme in _LOCAL_SCHEMES else REMOTE,
             "ownership": label,
         }

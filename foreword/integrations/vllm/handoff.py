@@ -27,7 +27,14 @@ from vllm.v1.request import RequestStatus
 from foreword.blocks.keys import TokenChain
 from foreword.errors import TransferRefused
 from foreword.integrations.vllm.config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
-from foreword.integrations.vllm.step_messages import BlockLease, ForewordConnectorMetadata, KVProducer, LeaseRevocation
+from foreword.integrations.vllm.request_state import BlockIds, RequestState
+from foreword.integrations.vllm.step_messages import (
+    BlockLease,
+    BlockSave,
+    ForewordConnectorMetadata,
+    KVProducer,
+    LeaseRevocation,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +48,9 @@ class KVHandoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     Attributes:
         lease: id of the lease at the producer.
         addresses: of each rank.
-        tokens: how many tokens of the prompt have KV there, a multiple of the block size.
-        layouts: fingerprint of each rank's layout.
+        tokens: position from which a request can continue with what is kept there.
+        block_size: tokens per block key.
+        layouts: fingerprints of each rank's layouts.
         last: key of the last block, which identifies the prompt.
     """
 
@@ -111,30 +119,35 @@ class HandoffTerms:
 
 
 @dataclass(slots=True)
-class _LeasedBlocks:
-    """Blocks of a request that other instances may read: block `first` of its chain and those after it."""
+class _Leased:
+    """What a request leases to other instances.
+
+    Attributes:
+        position: from which they can continue.
+        copied: by group, the blocks that are copied already.
+        held: by group, the ids of the blocks that stay where they are, from the start of the prompt.
+        announced: the workers have the lease.
+    """
 
     lease: bytes
-    first: int
-    blocks: list[int] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.blocks)
+    position: int
+    copied: set[tuple[int, int]] = field(default_factory=set)
+    held: dict[int, list[int]] = field(default_factory=dict)
+    announced: bool = False
 
 
 class HandoffScheduler:
     """The scheduler side of hand-offs, in both directions. Called from the engine's thread only."""
 
     def __init__(self, info: KVCacheInfo, settings: ConnectorSettings) -> None:
-        layouts = tuple(info.layout(rank).fingerprint for rank in range(info.ranks))
+        self._info = info
+        layouts = tuple(b"".join(rank) for rank in info.fingerprints())
         secret = (settings.transfer.secret if settings.transfer is not None else None) or ""
-        self._terms = HandoffTerms(info.block_size, layouts, secret)
-        self._size = info.block_size
+        self._terms = HandoffTerms(info.key_size, layouts, secret)
         self._settings = settings
         self._addresses: tuple[str, ...] = ()
         # As producer: requests that run with leased blocks, and requests that have ended and whose blocks are kept.
-        self._leased: dict[str, _LeasedBlocks] = {}
+        self._leased: dict[str, _Leased] = {}
         self._kept: set[str] = set()
         # As consumer: what each request brought along, until it is used.
         self._received: dict[str, KVHandoff | None] = {}
@@ -156,13 +169,13 @@ class HandoffScheduler:
 
     # As consumer (decode)
 
-    def blocks(self, request: Any, chain: TokenChain | None) -> int:
-        """How many leading blocks of the request's prompt another instance keeps for it."""
+    def tokens(self, request: Any, chain: TokenChain | None) -> int:
+        """The position up to which another instance keeps what this request needs."""
         if request.request_id not in self._received:
             params = request.kv_transfer_params or {}
             self._received[request.request_id] = self._read(params, chain) if params.get("do_remote_prefill") else None
         handoff = self._received[request.request_id]
-        return max(handoff.tokens, 0) // self._size if handoff is not None else 0
+        return max(handoff.tokens, 0) // self._info.step * self._info.step if handoff is not None else 0
 
     def _read(self, params: dict[str, Any], chain: TokenChain | None) -> KVHandoff | None:
         try:
@@ -179,8 +192,8 @@ class HandoffScheduler:
         return handoff
 
     def _check_prompt(self, handoff: KVHandoff, chain: TokenChain | None) -> None:
-        count = handoff.tokens // self._size
-        if chain is None or not 0 < count <= len(chain) // self._size:
+        count = handoff.tokens // self._info.key_size
+        if chain is None or not 0 < count <= len(chain) // self._info.key_size:
             return
         if chain.keys_to(count)[-1].hex() != handoff.last:
             raise TransferRefused("the prefill instance computed another prompt (tokens, cache_salt), or was reset")
@@ -195,35 +208,66 @@ class HandoffScheduler:
 
     def release(self, request: Any) -> None:
         """The request needs no block of its producer."""
-        self.blocks(request, None)
+        self.tokens(request, None)
         producer = self.take(request.request_id)
         if producer is not None:
             self._released.append(producer)
 
     # As producer (prefill)
 
-    def computed(self, request: Any, chain: TokenChain, tokens: int, blocks: Sequence[int]) -> None:
-        """This step brings a request to `tokens` tokens with KV."""
-        params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or tokens < request.num_prompt_tokens:
+    def computed(self, state: RequestState, tokens: int, ids: BlockIds, states: Mapping[tuple[int, int], int]) -> None:
+        """This step brings a request to `tokens` tokens. `states`: block ids of the recurrent states that it computes."""
+        request = state.request
+        if not (request.kv_transfer_params or {}).get("do_remote_decode"):
             return
         if not self._settings.produces or not self._addresses:
-            logger.warning(
-                "Foreword: no blocks are kept for a decode instance: this one needs transfer in "
-                "kv_connector_extra_config, or the kv_role kv_producer"
-            )
+            if tokens >= request.num_prompt_tokens:
+                logger.warning(
+                    "Foreword: no blocks are kept for a decode instance: this one needs transfer in "
+                    "kv_connector_extra_config, or the kv_role kv_producer"
+                )
             return
         leased = self._leased.get(request.request_id)
         if leased is None:
-            first = next((i for i, block in enumerate(blocks) if block != NULL_BLOCK), len(blocks))
-            leased = _LeasedBlocks(os.urandom(_LEASE_BYTES), first)
-        start, full = leased.end, tokens // self._size
-        if start < full:
-            self._leased[request.request_id] = leased
-            leased.blocks += blocks[start:full]
-            keys, parent = tuple(chain.keys_to(full)[start:full]), chain.key_before(start)
-            new = BlockLease(keys, parent, start, tuple(blocks[start:full]), request.request_id, leased.lease)
-            self._leases.append(new)
+            position = self._info.limit(request.num_prompt_tokens) // self._info.step * self._info.step
+            leased = self._leased[request.request_id] = _Leased(os.urandom(_LEASE_BYTES), position)
+        if leased.announced or not leased.position:
+            return
+        copied = self._copied(leased, state, tokens, ids, states)
+        held: list[BlockSave] = []
+        if tokens >= request.num_prompt_tokens:
+            leased.announced = True
+            held = self._held(leased, state, ids)
+        if copied or held:
+            self._leases.append(BlockLease(request.request_id, leased.lease, tuple(held), tuple(copied)))
+
+    def _held(self, leased: _Leased, state: RequestState, ids: BlockIds) -> list[BlockSave]:
+        """The blocks of groups with full attention: vLLM keeps them as they are until the lease ends."""
+        saves: list[BlockSave] = []
+        for number, one in enumerate(self._info.groups):
+            if one.group.whole:
+                count = leased.position // one.block_size
+                leased.held[number] = list(ids[one.index][:count])
+                saves += state.runs(self._info, number, range(count), ids[one.index])
+        return saves
+
+    def _copied(
+        self, leased: _Leased, state: RequestState, tokens: int, ids: BlockIds, states: Mapping[tuple[int, int], int]
+    ) -> list[BlockSave]:
+        """The blocks of windows and recurrent states, which vLLM frees or overwrites as it goes on."""
+        saves: list[BlockSave] = []
+        for number, one in enumerate(self._info.groups):
+            table = ids[one.index]
+            for block in () if one.group.whole else sorted(one.group.needed(leased.position)):
+                if (number, block) in leased.copied or (block + 1) * one.block_size > tokens:
+                    continue
+                loaded = (block + 1) * one.block_size <= state.request.num_computed_tokens
+                in_table = block < len(table) and (one.positional or loaded)
+                block_id = states.get((number, block), table[block] if in_table else NULL_BLOCK)
+                if block_id != NULL_BLOCK:
+                    leased.copied.add((number, block))
+                    saves.append(state.save(self._info, number, [block], [block_id]))
+        return saves
 
     def revoke(self, request_ids: Iterable[str]) -> None:
         """Requests that lose their blocks, or whose blocks must not be read any more."""
@@ -231,29 +275,35 @@ class HandoffScheduler:
             if self._leased.pop(request_id, None) is not None:
                 self._revoked.append(LeaseRevocation(request_id))
 
-    def finished(self, request: Any, chain: TokenChain | None, blocks: Sequence[int]) -> dict[str, Any] | None:
+    def finished(self, request: Any, state: RequestState | None, ids: BlockIds) -> dict[str, Any] | None:
         """A request has ended. Returns `kv_transfer_params` for the decode instance; vLLM then keeps the blocks until the
         workers report them as sent. None: vLLM frees them."""
         request_id = request.request_id
         self.release(request)
         del self._received[request_id]
         leased = self._leased.get(request_id)
-        if leased is None or chain is None:
+        if leased is None:
             return None
-        present = blocks[: leased.end]
-        low = next((i for i, block in enumerate(present) if block != NULL_BLOCK), len(present))
         ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        unchanged = low < leased.end == len(present) and present[low:] == leased.blocks[max(low - leased.first, 0) :]
-        if not ended or not unchanged:
+        if state is None or not ended or not self._is_complete(leased, ids):
             self.revoke([request_id])
             return None
-        if low > leased.first:  # vLLM has taken back the blocks behind a sliding window
-            self._revoked.append(LeaseRevocation(request_id, low, ends=False))
         del self._leased[request_id]
         self._kept.add(request_id)
-        last = chain.keys_to(leased.end)[-1]
-        handoff = self._terms.write(leased.lease, self._addresses, leased.end * self._size, last)
+        last = state.key_at(self._info, leased.position)
+        handoff = self._terms.write(leased.lease, self._addresses, leased.position, last)
         return {"do_remote_prefill": True, "do_remote_decode": False, "foreword": handoff}
+
+    def _is_complete(self, leased: _Leased, ids: BlockIds) -> bool:
+        """Whether everything for the lease's position is held, as it was, or copied."""
+        for number, one in enumerate(self._info.groups):
+            if one.group.whole:
+                held = leased.held.get(number)
+                if not held or list(ids[one.index][: len(held)]) != held:
+                    return False
+            elif any((number, block) not in leased.copied for block in one.group.needed(leased.position)):
+                return False
+        return leased.announced
 
     def sent(self, request_ids: Iterable[str]) -> None:
         """Requests whose blocks vLLM has taken back."""

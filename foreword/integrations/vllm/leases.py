@@ -6,21 +6,30 @@ and no reader needs it any more (a reader says so, or its connection breaks), or
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
+from foreword.blocks.layout import Layout
 from foreword.disaggregation.frame_server import FrameServer, HeldBlock
-from foreword.integrations.vllm.step_messages import BlockLease, LeaseRevocation
+from foreword.errors import StoreError
+from foreword.integrations.vllm.step_messages import BlockLease, BlockSave, LeaseRevocation
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
+from foreword.store.frame import HEADER_BYTES, seal
+from foreword.store.memory.memory_store import MemoryStore
 from foreword.transfer.messages import Reason
 from foreword.transfer.transfers import KVSource
+
+# Memory for copies of windows and recurrent states: at least so many bytes and so many blocks.
+_COPIED_BYTES = 64 << 20
+_COPIED_BLOCKS = 32
+_COPY_SECONDS = 5.0
 
 
 @dataclass(eq=False, slots=True)
@@ -31,22 +40,24 @@ class _Lease:
         until: when it ends if no reader has opened it (`time.monotonic()`); counts once vLLM has finished the request.
         readers: open transfers. `read`: there has been one.
         copying: blocks that are being copied; until then vLLM must not have them back.
+        copied: blocks of windows or recurrent states were copied for it.
         computed: on accelerators, an event: its blocks are computed.
     """
 
     request_id: str
     id: bytes
     until: float
-    blocks: dict[bytes, HeldBlock] = field(default_factory=dict)
+    blocks: dict[Name, HeldBlock] = field(default_factory=dict)
     readers: set[KVSource] = field(default_factory=set)
     read: bool = False
     finished: bool = False
     copying: int = 0
+    copied: bool = False
     computed: Any = None
 
     def over(self, now: float) -> bool:
         unused = not self.readers and (self.read or now >= self.until)
-        return self.finished and (unused or not self.blocks)
+        return self.finished and (unused or not (self.blocks or self.copied))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +68,32 @@ class _LeasedBlock(HeldBlock):
 class KVLeases(FrameServer):
     """All leases of one worker. The worker's thread adds, revokes and ends them; the endpoint's threads read.
 
+    Blocks of windows and recurrent states are copied into a memory store of its own, where they stay until it is full.
+
     Args:
         seconds: how long a lease waits for its first reader.
     """
 
-    def __init__(self, layout: Layout, staging: StagingArena, memory: Sequence[Store], seconds: float) -> None:
-        super().__init__(layout, staging, memory)
+    def __init__(
+        self, layouts: Sequence[Layout], staging: StagingArena, memory: Sequence[Store], seconds: float
+    ) -> None:
+        self._copies = MemoryStore(max(_COPIED_BYTES, _COPIED_BLOCKS * staging.frame_bytes), label="leases")
+        super().__init__(layouts, staging, [self._copies, *memory])
+        self._fingerprints = [layout.fingerprint for layout in layouts]
         self._device = staging.device
         self._seconds = seconds
         self._changed = threading.Condition()
         self._leases: dict[str, _Lease] = {}
         self._by_id: dict[bytes, _Lease] = {}
-        self._by_key: dict[bytes, list[_Lease]] = {}
+        self._by_name: dict[Name, list[_Lease]] = {}
         self.counts = {"leases": 0, "leases_unread": 0}
 
     # On the worker's thread
 
     def add(self, new: BlockLease) -> None:
         """Keep blocks that were just computed."""
+        for save in new.copied:
+            self._copy(save)
         computed = _record_event(self._device)
         with self._changed:
             lease = self._leases.get(new.request_id)
@@ -83,10 +102,33 @@ class KVLeases(FrameServer):
                 self._leases[new.request_id] = self._by_id[new.lease] = lease
                 self.counts["leases"] += 1
             lease.computed = computed
-            parents = (new.parent, *new.keys[:-1])
-            for i, (key, parent, block) in enumerate(zip(new.keys, parents, new.blocks, strict=True)):
-                lease.blocks[key] = HeldBlock(0, block, self._header(key, parent, new.depth + i))
-                self._by_key.setdefault(key, []).append(lease)
+            lease.copied |= bool(new.copied)
+            for save in new.held:
+                for name, parent, depth, block in self._named(save):
+                    lease.blocks[name] = HeldBlock(0, block, self._header(name, parent, depth))
+                    self._by_name.setdefault(name, []).append(lease)
+
+    def _named(self, save: BlockSave) -> Iterator[tuple[Name, bytes, int, int]]:
+        """Name, parent, depth and block id of each block."""
+        parents, layout = (save.parent, *save.keys[:-1]), self._fingerprints[save.group]
+        for i, (key, parent, block) in enumerate(zip(save.keys, parents, save.blocks, strict=True)):
+            yield layout + key, parent, save.depth + i, block
+
+    def _copy(self, save: BlockSave) -> None:
+        """Copy blocks that vLLM may change soon. A block for which there is no room is missing for the readers."""
+        for name, parent, depth, block in self._named(save):
+            header = self._header(name, parent, depth)
+            deadline = time.monotonic() + _COPY_SECONDS
+            slots = self._slots.wait_for(1, deadline)
+            if slots is None:
+                return
+            try:
+                with self._copying, contextlib.suppress(StoreError):
+                    self._staging.gather([block], slots, save.group)
+                    buffer = self._staging.buffer(slots[0])[: HEADER_BYTES + header.length]
+                    self._copies.put([seal(header, buffer)], deadline=deadline)
+            finally:
+                self._slots.give(slots)
 
     def revoke(self, revoked: LeaseRevocation) -> None:
         """vLLM is about to reuse blocks. Once this returns, no reader reads them."""
@@ -94,8 +136,8 @@ class KVLeases(FrameServer):
             lease = self._leases.get(revoked.request_id)
             if lease is None:
                 return
-            end = revoked.blocks
-            self._drop(lease, [key for key, one in lease.blocks.items() if end is None or one.header.depth < end])
+            lease.copied = False
+            self._drop(lease, list(lease.blocks))
             self._changed.wait_for(lambda: not lease.copying)
             if revoked.ends:
                 self._remove(lease)
@@ -126,12 +168,12 @@ class KVLeases(FrameServer):
             reader.keep_alive()
         return {lease.request_id for lease in ended}
 
-    def _drop(self, lease: _Lease, keys: Collection[bytes]) -> None:
-        for key in keys:
-            del lease.blocks[key]
-            others = [one for one in self._by_key.pop(key) if one is not lease]
+    def _drop(self, lease: _Lease, names: Collection[Name]) -> None:
+        for name in names:
+            del lease.blocks[name]
+            others = [one for one in self._by_name.pop(name) if one is not lease]
             if others:
-                self._by_key[key] = others
+                self._by_name[name] = others
 
     def _remove(self, lease: _Lease) -> None:
         del self._leases[lease.request_id], self._by_id[lease.id]
@@ -158,16 +200,16 @@ class KVLeases(FrameServer):
             with self._changed:
                 lease.readers.discard(source)
 
-    def _on_device(self, keys: Sequence[bytes]) -> int:
-        return next((i for i, key in enumerate(keys) if key not in self._by_key), len(keys))
+    def _on_device(self, names: Sequence[Name]) -> int:
+        return next((i for i, name in enumerate(names) if name not in self._by_name), len(names))
 
     def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> Sequence[HeldBlock]:
         held: list[_LeasedBlock] = []
         with self._changed:
             for number, name in wanted:
-                leases = self._by_key.get(name[FINGERPRINT_BYTES:])
+                leases = self._by_name.get(name)
                 if leases:
-                    one = leases[0].blocks[name[FINGERPRINT_BYTES:]]
+                    one = leases[0].blocks[name]
                     leases[0].copying += 1
                     held.append(_LeasedBlock(number, one.block, one.header, leases[0]))
         for event in {id(one.lease.computed): one.lease.computed for one in held}.values():

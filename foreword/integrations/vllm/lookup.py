@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
+from foreword.blocks.layout import Layout
 from foreword.config import TransferConfig
 from foreword.integrations.vllm.config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.rank_stores import RankStores, lookup_peer_opener, open_tiers, worker_memory
 from foreword.offload.manager import StoreLoad
 from foreword.offload.policy import search_timeout
+from foreword.offload.search import StoredGroup, find_resumable
 from foreword.store.base import Store
 from foreword.store.tiered import Rate
 from foreword.store.urls import StoreUrl
@@ -24,16 +26,15 @@ class StoreLookup:
     """
 
     def __init__(self, info: KVCacheInfo, settings: ConnectorSettings) -> None:
-        layouts = [info.layout(rank) for rank in range(info.ranks)]
-        self._fingerprints = [layout.fingerprint for layout in layouts]
+        self._layouts = info.fingerprints()
         self._memory: RankStores | None = None
+        layouts = [info.layouts(rank) for rank in range(info.ranks)]
         openers = {
             "memory": self._open_memory,
             "peer": lookup_peer_opener(settings.transfer or TransferConfig(), layouts),
         }
         self.store = open_tiers(settings.store.urls, None, openers)
         self._timeout = settings.store.lookup_timeout
-        self._block_size = info.block_size
         self.prefill_rate = Rate()
         self._pool = ThreadPoolExecutor(4, "foreword-lookup")
 
@@ -47,33 +48,28 @@ class StoreLookup:
         """Where the workers listen, by rank; "" for one that does not."""
         if self._memory is not None:
             label = self._memory.label
-            self._memory.set_ranks(
-                {self._fingerprints[rank]: worker_memory(where, label) for rank, where in addresses.items() if where}
-            )
+            workers = {rank: worker_memory(where, label) for rank, where in addresses.items() if where}
+            self._memory.set_ranks({one: store for rank, store in workers.items() for one in self._layouts[rank]})
 
-    def find(self, keys: Sequence[bytes]) -> StoreLoad:
-        """Start a lookup."""
-        names = [self._fingerprints[0] + key for key in keys]
-        load = StoreLoad(names, time.monotonic() + self._lookup_timeout(len(keys)))
+    def find_position(self, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, limit: int) -> StoreLoad:
+        """Start a search."""
+        rate = self.prefill_rate.value
+        seconds = search_timeout(self._timeout, (limit - held) / rate if rate else 0.0)
+        load = StoreLoad([], time.monotonic() + seconds)
 
-        def look_up() -> None:
-            found: list[list[int]] = []
-            for fingerprint in self._fingerprints:
-                names = [fingerprint + name[FINGERPRINT_BYTES:] for name in load.names]
-                found.append(self.store.locate(names, deadline=load.deadline))
-            load.places = min(found, key=len)
+        def search() -> None:
+            load.found = find_resumable(self.store, groups, keys, held, limit, deadline=load.deadline)
 
-        self._pool.submit(look_up)
+        self._pool.submit(search)
         return load
 
-    def _lookup_timeout(self, blocks: int) -> float:
-        """Seconds that a lookup may take, as in `OffloadManager`."""
-        rate = self.prefill_rate.value
-        return search_timeout(self._timeout, blocks * self._block_size / rate if rate else 0.0)
+    def blocks_worth_loading(self, places: Sequence[int]) -> int:
+        """All blocks: only the workers know how fast the tiers are."""
+        return len(places)
 
-    def worth_loading(self, load: StoreLoad, skip: int, tokens: int) -> int:
-        """All blocks that were found: only the workers know how fast the tiers are."""
-        return max(len(load.places or ()) - skip, 0)
+    def seconds_saved(self, places: Mapping[tuple[int, int], int], tokens: int) -> float:
+        """Infinite: only the workers know how fast the tiers are."""
+        return math.inf
 
     def tokens_by_tier(self, places: Iterable[int], block_size: int) -> dict[str, int]:
         return self.store.tokens_by_tier(places, block_size)

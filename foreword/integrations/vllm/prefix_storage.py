@@ -14,6 +14,7 @@ from typing import Any
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import ITEM_BYTES
+from foreword.blocks.resume import KVGroup, alignment
 from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
 from foreword.integrations.vllm.config import ConnectorSettings, model_digest
 from foreword.prefixes.erasure import LayoutRecord, layouts
@@ -57,10 +58,17 @@ class PinnedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _BlockLayout:
+class _GroupLayout:
+    """The blocks of one KV group on one rank."""
+
     fingerprint: bytes
-    block_size: int
+    group: KVGroup
+    key_size: int
     block_bytes: int
+
+    def needed(self, position: int) -> list[int]:
+        """Indexes of the blocks with which a request continues from `position`."""
+        return sorted(self.group.needed(position))
 
 
 class ConnectorStorage(PrefixStorage):
@@ -83,7 +91,7 @@ class ConnectorStorage(PrefixStorage):
         self._store = open_store(urls or ["memory://?size=1MiB"])
         self._limits = [_pin_limit(tier, url) for tier, url in zip(self._store.tiers, urls, strict=False)]
         self.budget_bytes = min((limit for limit in self._limits if limit is not None), default=None)
-        self._layouts: list[_BlockLayout] = []
+        self._layouts: list[_GroupLayout] = []
         self._wait = _LAYOUT_WITHIN
         if len(urls) < len(settings.store.urls):
             logger.warning(
@@ -106,12 +114,12 @@ class ConnectorStorage(PrefixStorage):
             time.sleep(0.05)  # the engine's process writes the record
         return bool(self._layouts)
 
-    def _own(self, known: Iterable[LayoutRecord]) -> list[_BlockLayout]:
-        """This server's layouts: one per rank. Servers of other versions or dtypes may share the stores. Where that cannot be
-        told apart theirs are taken too, which pins more than needed."""
+    def _own(self, known: Iterable[LayoutRecord]) -> list[_GroupLayout]:
+        """This server's layouts: one per rank and KV group. Servers of other versions or dtypes may share the stores. Where
+        that cannot be told apart theirs are taken too, which pins more than needed."""
         same_model = [record for record in known if record.model == self._model]
         own = [record for record in same_model if self._matches(record)] or same_model
-        return [_BlockLayout(record.fingerprint, record.block_size, _block_bytes(record)) for record in own]
+        return [_GroupLayout(record.fingerprint, record.group, record.key_size, _block_bytes(record)) for record in own]
 
     def _matches(self, record: LayoutRecord) -> bool:
         import vllm
@@ -124,26 +132,33 @@ class ConnectorStorage(PrefixStorage):
             and record.described.get("dtype") == self._dtype
         )
 
-    @property
-    def _block_size(self) -> int:
-        return self._layouts[0].block_size if self._layouts else 0
+    def _position(self, num_tokens: int) -> int:
+        """The last position in a prefix from which requests can continue."""
+        step = alignment([layout.group for layout in self._layouts]) if self._layouts else 1
+        return num_tokens - num_tokens % step
 
     def size_of(self, num_tokens: int) -> int:
-        """Bytes that the full blocks of so many tokens take, all ranks together."""
-        return sum(num_tokens // layout.block_size * layout.block_bytes for layout in self._layouts)
+        """Bytes of the blocks with which a request continues after so many tokens, all ranks together."""
+        position = self._position(num_tokens)
+        return sum(len(layout.needed(position)) * layout.block_bytes for layout in self._layouts)
 
     def keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        """Named prefixes of vLLM have no salt, and their blocks may differ in size."""
-        return self._chain_keys(tokens, self._block_size) if self._layouts else []
+        """Named prefixes of vLLM have no salt."""
+        return self._chain_keys(tokens) if self._layouts else []
 
-    def _chain_keys(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
-        return chain_keys(Scope(self._model, block_size).root(), tokens, block_size)
+    @property
+    def _key_size(self) -> int:
+        """Tokens per block key."""
+        return self._layouts[0].key_size if self._layouts else 0
+
+    def _chain_keys(self, tokens: Sequence[int]) -> list[bytes]:
+        return chain_keys(Scope(self._model, self._key_size).root(), tokens, self._key_size)
 
     # Records
 
     @property
     def records(self) -> PrefixRecords:
-        return PrefixRecords(self._store, self._model.hex(), self._name, self._block_size)
+        return PrefixRecords(self._store, self._model.hex(), self._name, self._key_size)
 
     def all(self, salt: bytes) -> list[PrefixRecord] | None:
         """Raises NotReady while the connector has not said how its blocks are laid out."""
@@ -178,9 +193,9 @@ class ConnectorStorage(PrefixStorage):
         return PinnedBlocks(max(sizes), min(sizes) >= self.size_of(len(tokens)))
 
     def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
-        shared = common_length(tokens, needed)
         for layout in self._layouts:
-            names = self._names(tokens, layout)[shared // layout.block_size :]
+            others = {name for other in needed for name in self._names(other, layout)}
+            names = [name for name in self._names(tokens, layout) if name not in others]
             for tier in self._store.tiers:
                 self._pin_in(tier, names, pinned=False)
 
@@ -191,8 +206,10 @@ class ConnectorStorage(PrefixStorage):
         count: int = tier.attempt(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), 0)
         return count
 
-    def _names(self, tokens: Sequence[int], layout: _BlockLayout) -> list[Name]:
-        return [layout.fingerprint + key for key in self._chain_keys(tokens, layout.block_size)]
+    def _names(self, tokens: Sequence[int], layout: _GroupLayout) -> list[Name]:
+        keys, stride = self._chain_keys(tokens), layout.group.block_size // self._key_size
+        blocks = layout.needed(self._position(len(tokens)))
+        return [layout.fingerprint + keys[(block + 1) * stride - 1] for block in blocks]
 
     def close(self) -> None:
         self._store.close()
@@ -210,7 +227,8 @@ def _block_bytes(record: LayoutRecord) -> int:
     described: Any = record.described
     try:
         numbers = sum(heads * (key + value) for heads, key, value in described["layers"])
-        return int(record.block_size * ITEM_BYTES[described["dtype"]] * numbers)
+        opaque = int(described.get("opaque_bytes", 0))
+        return opaque or int(record.group.block_size * ITEM_BYTES[described["dtype"]] * numbers)
     except (KeyError, TypeError, ValueError):
         raise ModelUnsupported(
             f"the store's record of layout {record.fingerprint.hex()} is of another version"

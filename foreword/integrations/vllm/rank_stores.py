@@ -21,22 +21,29 @@ _LOOKUPS_ONLY = TransferConfig(links=("tcp",), ring="64KiB", queue="64KiB")
 
 
 class RankStores(ReadOnlyStore):
-    """One store per rank, for lookups. The layout fingerprint in a block's name says which rank it belongs to."""
+    """One store per rank, for lookups. The layout fingerprint in a block's name says which rank it belongs to.
+
+    The names of one call have the same fingerprint.
+    """
 
     def __init__(self, label: str) -> None:
         super().__init__(label)
         self._ranks: dict[bytes, Store] = {}
 
     def set_ranks(self, ranks: Mapping[bytes, Store]) -> None:
-        """The store of each rank, by the fingerprint of its layout. Before this call every lookup misses."""
+        """The store of each rank, by the fingerprints of its layouts. Before this call every lookup misses."""
         self._ranks = dict(ranks)
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         store = self._ranks.get(names[0][:FINGERPRINT_BYTES]) if names else None
         return 0 if store is None else store.lookup(names, deadline=deadline)
 
+    def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
+        store = self._ranks.get(names[0][:FINGERPRINT_BYTES]) if names else None
+        return [False] * len(names) if store is None else store.present(names, deadline=deadline)
+
     def close(self) -> None:
-        for store in self._ranks.values():
+        for store in set(self._ranks.values()):
             store.close()
 
 
@@ -60,14 +67,15 @@ def rank_peer_opener(config: TransferConfig, rank: int, ranks: int) -> Opener:
     return open_rank
 
 
-def lookup_peer_opener(config: TransferConfig, layouts: Sequence[Layout]) -> Opener:
+def lookup_peer_opener(config: TransferConfig, layouts: Sequence[Sequence[Layout]]) -> Opener:
     """Opens `peer://` for a scheduler that is in another process than its workers. It looks up the blocks of every rank."""
     lookups = replace(config, ring=_LOOKUPS_ONLY.ring, queue=_LOOKUPS_ONLY.queue, links=_LOOKUPS_ONLY.links)
 
     def open_all(place: StoreUrl, _: Layout | None) -> Store:
         stores = RankStores(place.label)
-        openers = [(layout, rank_peer_opener(lookups, rank, len(layouts))) for rank, layout in enumerate(layouts)]
-        stores.set_ranks({layout.fingerprint: open_rank(place, layout) for layout, open_rank in openers})
+        openers = [(one, rank_peer_opener(lookups, rank, len(layouts))) for rank, one in enumerate(layouts)]
+        opened = [(one, open_rank(place, one[0])) for one, open_rank in openers]
+        stores.set_ranks({layout.fingerprint: store for one, store in opened for layout in one})
         return stores
 
     return open_all

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from vllm.v1.request import RequestStatus
 
 from foreword.blocks.keys import TokenChain
 from foreword.integrations.vllm.config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.events import TierEvents
+from foreword.integrations.vllm.groups import stored_groups
 from foreword.integrations.vllm.handoff import HandoffScheduler
 from foreword.integrations.vllm.lookup import StoreLookup
+from foreword.integrations.vllm.request_state import BlockIds, RequestState
 from foreword.integrations.vllm.step_messages import (
     BlockLoad,
     BlockSave,
     ForewordConnectorMetadata,
     ForewordWorkerMetadata,
+    GroupBlocks,
     WorkerHandshake,
 )
 from foreword.integrations.vllm.worker import (
@@ -28,36 +32,14 @@ from foreword.integrations.vllm.worker import (
     ForewordConnectorWorker,
     worker_of,
 )
-from foreword.offload.manager import StoreLoad
+from foreword.offload.search import Found
 from foreword.store.urls import parse
 
 _SALT = b"vllm\x00"
 # How long vLLM is kept stepping after a save, for KV events, where the write queue is in another process.
 _EVENT_SECONDS = 1.0
-
-
-@dataclass(slots=True)
-class _RequestState:
-    """One request, as the scheduler side knows it.
-
-    Attributes:
-        held: blocks that vLLM had itself when it last asked.
-        saved: leading blocks that need not be saved; infinite for a request of which nothing more must be saved.
-        lookup_from: index of the first block that `lookup` is about.
-        places: tiers of the blocks that were found, and of those that a producer keeps beyond them; None before that.
-        no_more_loads: a load of this request has failed, and another would fail again.
-        tiers: tokens loaded, by the label of the tier.
-    """
-
-    request: Any
-    chain: TokenChain
-    lookup: StoreLoad | None = None
-    lookup_from: int = 0
-    places: list[int] | None = None
-    held: int = 0
-    saved: float = 0
-    no_more_loads: bool = False
-    tiers: dict[str, int] = field(default_factory=dict)
+_ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+_MAX_PROVEN = 1 << 16
 
 
 class ForewordConnectorScheduler:
@@ -65,9 +47,14 @@ class ForewordConnectorScheduler:
 
     def __init__(self, info: KVCacheInfo, settings: ConnectorSettings, engine: str) -> None:
         self._info = info
-        self._requests: dict[str, _RequestState] = {}
+        self._groups = stored_groups(info.groups, info.fingerprints())
+        self._requests: dict[str, RequestState] = {}
         self._to_load: list[BlockLoad] = []
         self._loading: dict[str, BlockLoad] = {}
+        self._last_saves: list[BlockSave] = []
+        self._finished: list[str] = []
+        # Positions from which requests continued, whose windows and states were saved for that.
+        self._proven: OrderedDict[bytes, None] = OrderedDict()
         self._epoch = b""
         self._events_until = 0.0
         self._step = (0, 0.0)  # tokens of the last step, and when it was scheduled
@@ -82,7 +69,8 @@ class ForewordConnectorScheduler:
         self._producers_tier = len(schemes)  # after the stores
         self._handoff = HandoffScheduler(info, settings)
         tiers = [(scheme, label) for label, scheme in self._schemes.items()]
-        self.events = TierEvents(tiers, info.ranks, info.block_size) if info.events else None
+        sizes = [one.block_size for one in info.groups]
+        self.events = TierEvents(tiers, info.ranks, sizes) if info.events else None
 
     # Lookup
 
@@ -91,40 +79,65 @@ class ForewordConnectorScheduler:
         state = self._state_of(request)
         if state is None:
             return 0, False
-        size = self._info.block_size
-        full, held = request.num_tokens // size, num_computed_tokens // size
-        state.held = state.saved = held
-        if held >= full or state.no_more_loads or getattr(request, "skip_reading_prefix_cache", False):
+        state.start_over(self._info, num_computed_tokens)
+        limit = self._info.limit(request.num_tokens) // self._info.step * self._info.step
+        if num_computed_tokens >= limit or state.no_more_loads or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
-        if state.lookup is None or held < state.lookup_from:
-            state.lookup = self._stores.find(state.chain.keys_to(full)[held:full])
-            state.lookup_from, state.places = held, None
-        if state.places is None:
-            if not state.lookup.answered:
+        if state.search is None or num_computed_tokens < state.searched_from:
+            keys = state.chain.keys_to(limit // self._info.key_size)
+            state.search = self._stores.find_position(self._groups, keys, num_computed_tokens, limit)
+            state.searched_from, state.found = num_computed_tokens, None
+        if state.found is None:
+            if not state.search.answered:
                 return None, False
-            self._note_miss(state, full)
-            state.lookup, state.places = self._with_producer(state, full)
-        count = self._stores.worth_loading(state.lookup, held - state.lookup_from, request.num_tokens)
-        return count * size, count > 0
+            self._note_miss(state, limit)
+            state.found = self._with_producer(state, limit)
+        state.reach = state.found.reach
+        if state.reach > state.found.position and hasattr(request, "shared_prefix_boundary"):
+            # vLLM ends a chunk there, so that a recurrent state exists which the next request can continue from.
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, state.reach)
+        position = self._worth_loading(state)
+        return position - num_computed_tokens, position > num_computed_tokens
 
-    def _with_producer(self, state: _RequestState, full: int) -> tuple[StoreLoad, list[int]]:
-        """The result of the lookup, extended by the blocks that the request's producer keeps."""
-        assert state.lookup is not None
-        places = list(state.lookup.places or ())
-        produced = min(self._handoff.blocks(state.request, state.chain), full) - state.lookup_from
-        found = StoreLoad(state.lookup.names, state.lookup.deadline)
-        found.places = places + [self._producers_tier] * (produced - len(places))
-        return found, found.places
+    def _worth_loading(self, state: RequestState) -> int:
+        """The position up to which to load, because that is faster than computing."""
+        assert state.found is not None
+        held, found = state.held, state.found
+        if found.position <= held:
+            return held
+        wanted = {at: place for at, place in found.places.items() if self._end_of(at) > held}
+        if self._info.divisible:
+            return held + self._stores.blocks_worth_loading(list(wanted.values())) * self._info.step
+        return found.position if self._stores.seconds_saved(wanted, found.position - held) > 0 else held
 
-    def _note_miss(self, state: _RequestState, full: int) -> None:
+    def _end_of(self, at: tuple[int, int]) -> int:
+        group, block = at
+        return (block + 1) * self._info.groups[group].block_size
+
+    def _with_producer(self, state: RequestState, limit: int) -> Found:
+        """The result of the search, or what the request's producer keeps if that is more."""
+        assert state.search is not None
+        found = state.search.found or Found(state.searched_from, state.searched_from)
+        position = min(self._handoff.tokens(state.request, state.chain), limit)
+        if position <= found.position:
+            return found
+        places = {}
+        for number, one in enumerate(self._info.groups):
+            for block in sorted(one.group.needed(position)):
+                if block * one.block_size >= state.searched_from:
+                    places[number, block] = found.places.get((number, block), self._producers_tier)
+        return Found(position, max(position, found.reach), places)
+
+    def _note_miss(self, state: RequestState, limit: int) -> None:
         """The first block that no tier has: if an event said otherwise, publish that it was removed."""
-        if self.events is None or state.lookup is None or state.lookup.places is None:
+        if self.events is None or state.search is None or state.search.found is None:
             return
-        end = state.lookup_from + len(state.lookup.places)
-        if end < full:
-            self.events.missing(state.chain.keys_to(full)[end])
+        for number, one in enumerate(self._info.groups):
+            end = state.search.found.reach // one.block_size * one.block_size
+            if one.group.whole and end + one.block_size <= limit:
+                self.events.missing(number, state.key_at(self._info, end + one.block_size))
 
-    def _state_of(self, request: Any) -> _RequestState | None:
+    def _state_of(self, request: Any) -> RequestState | None:
         """None for a request whose KV depends on more than tokens and salt. A session stays one once it has got images."""
         if (
             request.lora_request is not None
@@ -136,8 +149,9 @@ class ForewordConnectorScheduler:
         state = self._requests.get(request.request_id)
         tokens = request.all_token_ids
         if state is None:
-            chain = TokenChain(self._root(request), self._info.block_size, tokens)
-            state = self._requests[request.request_id] = _RequestState(request, chain)
+            chain = TokenChain(self._root(request), self._info.key_size, tokens)
+            state = self._requests[request.request_id] = RequestState(request, chain)
+            state.start_over(self._info, 0)
             return state
         if getattr(request, "streaming_queue", None) is not None:
             self._follow_session(state, tokens)
@@ -149,86 +163,145 @@ class ForewordConnectorScheduler:
         salt = _SALT + request.cache_salt.encode() if request.cache_salt else b""
         return self._info.root(salt + self._epoch)
 
-    def _follow_session(self, state: _RequestState, tokens: Sequence[int]) -> None:
+    def _follow_session(self, state: RequestState, tokens: Sequence[int]) -> None:
         """A session's next input replaces the last sampled token, which was never computed."""
         known, now = state.chain.tokens, array("I", tokens)
         if now[: len(known)] == known:
             return
         same = next((i for i, (old, new) in enumerate(zip(known, now, strict=False)) if old != new), len(now))
         state.chain = state.chain.fork(min(same, len(known)))
-        state.saved = min(state.saved, same // self._info.block_size)
-        state.lookup = state.places = None
+        state.cut_to(self._info, same)
+        state.search = state.found = state.plan = None
 
     # Scheduling of loads and saves
 
-    def update_state_after_alloc(self, request: Any, blocks: Sequence[int], num_external_tokens: int) -> None:
-        """vLLM has allocated blocks for what is to be loaded. Blocks behind a sliding window are not loaded."""
+    def update_state_after_alloc(self, request: Any, ids: BlockIds, num_external_tokens: int) -> None:
+        """vLLM has allocated blocks for what is to be loaded. It has none where a window does not reach."""
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        found, state.lookup, state.places, state.tiers = state.places, None, None, {}
+        found, state.search, state.found, state.tiers = state.found, None, None, {}
         if not num_external_tokens or found is None:
             self._handoff.release(request)
             return
-        first, end = state.held, state.held + num_external_tokens // self._info.block_size
-        state.tiers = self._tokens_by_tier(found[first - state.lookup_from : end - state.lookup_from])
-        while first < end - 1 and blocks[first] == NULL_BLOCK:
-            first += 1
-        places = tuple(found[first - state.lookup_from : end - state.lookup_from])
-        keys = tuple(state.chain.keys_to(end)[first:end])
-        if self._producers_tier not in places:
+        position = state.held + num_external_tokens
+        parts = tuple(self._parts(state, found, position, ids))
+        state.tiers = self._tokens_by_tier(state, parts, num_external_tokens)
+        if not any(self._producers_tier in part.places for part in parts):
             self._handoff.release(request)
         producer = self._handoff.take(request.request_id)
-        load = BlockLoad(request.request_id, keys, places, tuple(blocks[first:end]), first, producer)
+        load = BlockLoad(request.request_id, state.held, position, parts, producer)
         self._to_load.append(load)
         self._loading[request.request_id] = load
-        state.saved = end
+        state.skip_to(self._info, position)
         if self.events is not None:
-            self.events.expect(request, keys, first)
+            for part in parts:
+                self.events.expect(request, part.group, part.numbers, part.keys)
 
-    def _tokens_by_tier(self, places: Sequence[int]) -> dict[str, int]:
-        size = self._info.block_size
-        stored = [place for place in places if place < self._producers_tier]
+    def _parts(self, state: RequestState, found: Found, position: int, ids: BlockIds) -> Iterator[GroupBlocks]:
+        """What each group needs to continue from `position`."""
+        for number, one in enumerate(self._info.groups):
+            table = ids[one.index]
+            blocks = [
+                block
+                for block in sorted(one.group.needed(position))
+                if block * one.block_size >= state.held and table[block] != NULL_BLOCK
+            ]
+            if blocks:
+                keys = tuple(state.key_at(self._info, (block + 1) * one.block_size) for block in blocks)
+                places = tuple(found.places[number, block] for block in blocks)
+                yield GroupBlocks(number, tuple(blocks), keys, places, tuple(table[block] for block in blocks))
+
+    def _tokens_by_tier(self, state: RequestState, parts: Sequence[GroupBlocks], tokens: int) -> dict[str, int]:
+        """Tokens by the label of the tier that has them: those of the group with the most blocks, as all are needed."""
+        if not parts:
+            return {}
+        largest = max(parts, key=lambda part: len(part.places))
+        size = self._info.groups[largest.group].block_size
+        stored = [place for place in largest.places if place < self._producers_tier]
         counts = self._stores.tokens_by_tier(stored, size)
-        if len(stored) < len(places):
-            counts[PRODUCERS_LABEL] = (len(places) - len(stored)) * size
+        if len(stored) < len(largest.places):
+            counts[PRODUCERS_LABEL] = (len(largest.places) - len(stored)) * size
+        label = max(counts, key=lambda label: counts[label])
+        counts[label] += tokens - sum(counts.values())  # what a window does not need was not loaded
         return counts
 
     def build_connector_meta(self, output: Any) -> ForewordConnectorMetadata:
         """The workers' instructions for the step that vLLM has scheduled."""
         loads, self._to_load = self._to_load, []
-        metadata = ForewordConnectorMetadata(loads, [], output.total_num_scheduled_tokens)
+        saves, self._last_saves = self._last_saves, []
+        finished, self._finished = self._finished, []
+        metadata = ForewordConnectorMetadata(loads, saves, output.total_num_scheduled_tokens, finished=finished)
         self._step = (metadata.tokens, time.monotonic())
         block_state = output.kv_connector_block_state
         self._handoff.revoke(output.preempted_req_ids or ())
         for request_id, count in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            blocks = block_state.get_block_ids(request_id) if block_state is not None and state is not None else None
-            save = self._filled_blocks(state, count, blocks[0]) if state is not None and blocks is not None else None
-            if save is not None:
-                metadata.saves.append(save)
+            ids = block_state.get_block_ids(request_id) if block_state is not None and state is not None else None
+            if state is not None and ids is not None and self._state_of(state.request) is not None and state.saves:
+                boundaries = getattr(block_state, "boundary_state_offloads", {}).get(request_id, ())
+                metadata.saves += self._computed(state, count, ids, boundaries)
         self._handoff.fill(metadata)
         if metadata.saves or metadata.loads:
             self._events_until = time.monotonic() + _EVENT_SECONDS
         return metadata
 
-    def _filled_blocks(self, state: _RequestState, scheduled: int, blocks: Sequence[int]) -> BlockSave | None:
-        request = state.request
-        if self._state_of(request) is None or math.isinf(state.saved):
-            return None
+    def _computed(
+        self, state: RequestState, scheduled: int, ids: BlockIds, boundaries: Sequence[tuple[int, int, int]]
+    ) -> list[BlockSave]:
+        """Saves of what this step computes. `boundaries`: the recurrent states that it computes, each with its group, block and
+        position."""
+        request, first = state.request, state.plan is None
         # A token that is not known yet (asynchronous scheduling, speculative decoding) fills no block.
         known = min(request.num_computed_tokens + scheduled, len(state.chain))
-        self._handoff.computed(request, state.chain, known, blocks)
-        first, full = int(state.saved), known // self._info.block_size
-        while first < full and blocks[first] == NULL_BLOCK:
-            first += 1
-        if full <= first:
-            return None
-        state.saved = full
-        keys = tuple(state.chain.keys_to(full)[first:full])
+        states = self._states(state, boundaries) if boundaries else {}
+        self._handoff.computed(state, known, ids, states)
+        saves = self._proven_position(state, ids) if first and not self._info.whole else []
+        saves += state.filled(self._info, known, ids)
+        plan = state.plan
+        for (number, block), block_id in states.items():
+            if plan is not None and plan.wanted(number, block):
+                saves.append(state.save(self._info, number, [block], [block_id]))
+        self._expect(request, saves)
+        return saves
+
+    def _states(self, state: RequestState, boundaries: Sequence[tuple[int, int, int]]) -> dict[tuple[int, int], int]:
+        """Recurrent states at positions from which a request can continue: their block ids by group and index."""
+        plan, request = state.planned(self._info), state.request
+        numbers = {one.index: number for number, one in enumerate(self._info.groups) if not one.positional}
+        found = {}
+        for index, block_id, position in boundaries:
+            number = numbers.get(index)
+            if number is None or position % self._info.step or position > len(state.chain):
+                continue
+            if position <= request.num_prompt_tokens:
+                plan.offer(position, position + self._info.chunk)
+            elif self._info.speculative:
+                continue  # the state may contain draft tokens that are rejected
+            else:
+                plan.add(position)  # each may be the end of the turn
+            found[number, position // self._info.groups[number].block_size - 1] = block_id
+        return found
+
+    def _proven_position(self, state: RequestState, ids: BlockIds) -> list[BlockSave]:
+        """A request continues from vLLM's own cache: others will from the stores. Saves the windows and states for that, which
+        the request that computed them may have left out."""
+        key = state.key_at(self._info, state.held)
+        if not state.held or state.request.num_computed_tokens != state.held or key in self._proven:
+            return []
+        self._proven[key] = None
+        if len(self._proven) > _MAX_PROVEN:
+            self._proven.popitem(last=False)
+        saves: list[BlockSave] = []
+        for number, one in enumerate(self._info.groups):
+            if not one.group.whole:
+                saves += state.runs(self._info, number, sorted(one.group.needed(state.held)), ids[one.index])
+        return saves
+
+    def _expect(self, request: Any, saves: Sequence[BlockSave]) -> None:
         if self.events is not None:
-            self.events.expect(request, keys, first)
-        return BlockSave(keys, state.chain.key_before(first), first, tuple(blocks[first:full]))
+            for save in saves:
+                self.events.expect(request, save.group, range(save.depth, save.depth + len(save.keys)), save.keys)
 
     # Results
 
@@ -240,12 +313,16 @@ class ForewordConnectorScheduler:
             self._lookup.prefill_rate.note(tokens, time.monotonic() - started)
         invalid, failed = output.invalid_block_ids or set(), getattr(output, "failed_recving", None) or set()
         for request_id, load in self._loading.items() if invalid or failed else ():
-            lost = [i for i, block in enumerate(load.blocks) if block in invalid]
             state = self._requests.get(request_id)
+            lost = [
+                number * self._info.step
+                for part in load.parts
+                for number, block in zip(part.numbers, part.blocks, strict=True)
+                if block in invalid
+            ]
             if state is not None and (lost or request_id in failed):
                 state.no_more_loads = True
-                if not math.isinf(state.saved):
-                    state.saved = min(state.saved, 0 if request_id in failed else load.first + lost[0])
+                state.cut_to(self._info, 0 if request_id in failed else lost[0])
         for request_id in output.finished_recving or ():
             self._loading.pop(request_id, None)
         self._handoff.sent(output.finished_sending or ())
@@ -262,10 +339,33 @@ class ForewordConnectorScheduler:
             return self._worker.has_changes
         return time.monotonic() < self._events_until
 
-    def request_finished(self, request: Any, blocks: Sequence[int]) -> dict[str, Any] | None:
-        """`kv_transfer_params` for a decode instance; vLLM then keeps the blocks until they are reported as sent."""
+    def request_finished(self, request: Any, ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM keeps the blocks until they are reported as sent, and `kv_transfer_params` for a decode instance."""
         state = self._requests.pop(request.request_id, None)
-        return self._handoff.finished(request, state.chain if state is not None else None, blocks)
+        last = self._end_of_turn(state, ids) if state is not None else []
+        params = self._handoff.finished(request, state, ids)
+        self._last_saves += last
+        if last and params is None:
+            self._finished.append(request.request_id)
+        return bool(last) or params is not None, params
+
+    def _end_of_turn(self, state: RequestState, ids: BlockIds) -> list[BlockSave]:
+        """The windows with which the next turn continues. (Recurrent states were saved when they were computed.)"""
+        request, info = state.request, self._info
+        if state.plan is None or not state.saves or request.status not in _ENDED:
+            return []
+        computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        position = min(computed, len(state.chain)) // info.step * info.step
+        saves: list[BlockSave] = []
+        for number, one in enumerate(info.groups):
+            if one.positional and not one.group.whole:
+                needed = sorted(one.group.needed(position))
+                fresh = [
+                    block for block in needed if not state.plan.wanted(number, block) and block < state.saved[number]
+                ]
+                saves += state.runs(info, number, fresh, ids[one.index])
+        self._expect(request, saves)
+        return saves
 
     def set_workers(self, workers: Mapping[int, WorkerHandshake]) -> None:
         """Where the workers listen, by rank."""
@@ -291,9 +391,10 @@ class ForewordConnectorScheduler:
         """
         self._epoch = b"\x00reset\x00" + os.urandom(16)
         self._handoff.reset()
+        self._proven.clear()
         for state in self._requests.values():
-            state.lookup, state.places, state.saved = None, None, math.inf
-            state.chain = TokenChain(self._root(state.request), self._info.block_size, state.chain.tokens)
+            state.search, state.found, state.saves = None, None, False
+            state.chain = TokenChain(self._root(state.request), self._info.key_size, state.chain.tokens)
 
     def close(self) -> None:
         if self._lookup is not None:

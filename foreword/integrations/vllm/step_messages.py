@@ -31,29 +31,45 @@ class KVProducer:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockLoad:
-    """Blocks of one request to be loaded.
+class GroupBlocks:
+    """Blocks of one KV group to be loaded.
 
     Attributes:
+        numbers: index of each block in the request's chain.
         keys: block keys, without the rank's layout fingerprint.
-        places: index of the tier that has each block; may be shorter than `keys`.
-        blocks: vLLM's block id for each key.
-        first: index of the first block in the request's chain.
+        places: index of the tier that has each block.
+        blocks: vLLM's block ids.
+    """
+
+    group: int
+    numbers: tuple[int, ...]
+    keys: tuple[bytes, ...]
+    places: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """What is to be loaded for one request.
+
+    Attributes:
+        held, position: tokens that the request has before the load, and after it.
         producer: who has what the stores do not have. Its lease ends with this load.
     """
 
     request_id: str
-    keys: tuple[bytes, ...]
-    places: tuple[int, ...]
-    blocks: tuple[int, ...]
-    first: int
+    held: int
+    position: int
+    parts: tuple[GroupBlocks, ...]
     producer: KVProducer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSave:
-    """Blocks that this step fills: their keys, the key before them, their depth in the chain, and vLLM's block ids."""
+    """Consecutive blocks of a KV group that are computed when this step ends: their keys, the key before them, the index of
+    the first in the chain, and vLLM's block ids."""
 
+    group: int
     keys: tuple[bytes, ...]
     parent: bytes
     depth: int
@@ -61,22 +77,21 @@ class BlockSave:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockLease(BlockSave):
-    """Blocks that this step fills and that are to be kept for another instance. Several of a request make up one lease."""
+class BlockLease:
+    """What this step computes of a request and is to be kept for another instance. `held` stay where they are; `copied`,
+    which vLLM may change before the lease ends, are copied."""
 
     request_id: str
     lease: bytes
+    held: tuple[BlockSave, ...]
+    copied: tuple[BlockSave, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRevocation:
-    """Blocks of a lease that vLLM takes back before the next step: the first `blocks` of the chain, or all (None).
-
-    `ends`: the lease ends; vLLM does not wait for its readers.
-    """
+    """Blocks of a lease that vLLM takes back before the next step. `ends`: vLLM does not wait for the lease's readers."""
 
     request_id: str
-    blocks: int | None = None
     ends: bool = True
 
 
@@ -88,6 +103,7 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
         tokens: how many tokens the step computes.
         leases, revoked: blocks to keep for other instances, and blocks not to keep any longer.
         released: producers whose blocks are not needed.
+        finished: requests that have ended and whose last blocks are among `saves`; vLLM gets their blocks back then.
     """
 
     loads: list[BlockLoad] = field(default_factory=list)
@@ -96,14 +112,16 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     leases: list[BlockLease] = field(default_factory=list)
     revoked: list[LeaseRevocation] = field(default_factory=list)
     released: list[KVProducer] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class TierChange:
-    """Blocks that a tier of one rank's store has got or lost."""
+    """Blocks of a KV group that a tier of one rank's store has got or lost."""
 
     rank: int
     tier: int
+    group: int
     stored: bool
     keys: tuple[bytes, ...]
 

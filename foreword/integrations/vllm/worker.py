@@ -9,9 +9,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,9 +20,10 @@ from foreword import __version__
 from foreword.blocks.layout import Layout
 from foreword.config import TransferConfig, parse_bytes
 from foreword.errors import ModelUnsupported
-from foreword.integrations.vllm.config import ConnectorSettings, KVCacheInfo, block_tensors
+from foreword.integrations.vllm.config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.endpoints import InstanceEndpoint, LookupEndpoint, rank_config
 from foreword.integrations.vllm.events import TierWatch
+from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.leases import KVLeases
 from foreword.integrations.vllm.metrics import ForewordStats, StatsReader
 from foreword.integrations.vllm.producers import LeaseReader
@@ -84,6 +86,7 @@ class ForewordConnectorWorker:
         self._instances: InstanceEndpoint | None = None
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
+        self._saved_requests: set[str] = set()
         self._load_seconds: list[float] = []
         self._stats: StatsReader | None = None
         self._changes: TierWatch | None = None
@@ -91,64 +94,75 @@ class ForewordConnectorWorker:
         self._seen = 0
         self._waits = 0
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Open the stores for vLLM's KV cache. Raises ModelUnsupported for an unknown layout."""
-        if all(cache.device.type == "cpu" for cache in kv_caches.values()):
+        if _device_of(kv_caches) == "cpu":
             set_background_cores(_cores_of_parent())
         # Threads that are started on this thread inherit its cores.
         with ThreadPoolExecutor(1, "foreword-open", use_background_cores) as pool:
             pool.submit(self._open, kv_caches).result()
 
-    def _open(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def _open(self, kv_caches: Mapping[str, Any]) -> None:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-        rank = get_tensor_model_parallel_rank() if self._info.ranks > 1 else 0
-        tensors = block_tensors([kv_caches[name] for name in self._info.layer_names])
-        layout = self._info.layout(rank)
-        config = self._settings.store
-        blocks = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
-        staging = StagingArena([tensors], max(min(blocks, 2 * len(tensors[0])), _MIN_SLOTS))
-        if staging.block_bytes[0] != layout.block_bytes:
-            raise ModelUnsupported(
-                f"vLLM's blocks have {staging.block_bytes[0]} bytes, but its description of the layers says "
-                f"{layout.block_bytes}"
-            )
-        transfer = rank_config(self._settings.transfer or TransferConfig(), layout)
-        store = open_tiers(config.urls, layout, {"peer": rank_peer_opener(transfer, rank, self._info.ranks)})
-        if self._info.events:
-            self._changes = TierWatch(store, rank)
+        info, config = self._info, self._settings.store
+        rank = get_tensor_model_parallel_rank() if info.ranks > 1 else 0
+        tensors = [block_views(kv_caches, one.layer_names, info.num_blocks) for one in info.groups]
+        layouts = info.layouts(rank)
+        longest = max(layout.block_bytes for layout in layouts)
+        blocks = parse_bytes(config.staging) // (longest + HEADER_BYTES)
+        staging = StagingArena(tensors, max(min(blocks, 2 * info.num_blocks), _MIN_SLOTS))
+        for size, layout, one in zip(staging.block_bytes, layouts, info.groups, strict=True):
+            if size != layout.block_bytes:
+                raise ModelUnsupported(
+                    f"vLLM's blocks of {one.layer_names[0]} have {size} bytes, but its description of the layers says "
+                    f"{layout.block_bytes}"
+                )
+        transfer = rank_config(self._settings.transfer or TransferConfig(), layouts[0].shard, longest)
+        store = open_tiers(config.urls, layouts[0], {"peer": rank_peer_opener(transfer, rank, info.ranks)})
+        if info.events:
+            self._changes = TierWatch(store, rank, [layout.fingerprint for layout in layouts])
         self.offload = OffloadManager(
-            store, staging, layout, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
+            store, staging, layouts, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
         )
-        self._listen(transfer, layout, tensors, store)
+        self._listen(transfer, layouts, tensors, store)
         self._stats = StatsReader(self.offload, rank, self._instances.leases if self._instances is not None else None)
         if config.urls:
-            name = str(self._info.config.model_config.model)
-            self.offload.describe({"model": name, "fingerprint": self._info.model.hex()})
-        if self._info.ranks == 1:
+            name = str(info.config.model_config.model)
+            facts = {"model": name, "fingerprint": info.model.hex(), "key_size": info.key_size}
+            self.offload.describe(facts, [one.facts for one in info.groups])
+        if info.ranks == 1:
             with _workers_lock:
                 _workers[self._engine] = self
         startup_log.info(
-            "Foreword %s: tiers %s; %d bytes per block, layout %s",
+            "Foreword %s: tiers %s; %s",
             __version__,
             ", ".join(map(_tier_in_words, store.tiers)) or "none",
-            layout.block_bytes,
-            layout.fingerprint.hex()[:12],
+            "; ".join(
+                f"{one.group.kind} blocks of {layout.block_bytes} bytes, layout {layout.fingerprint.hex()[:12]}"
+                for one, layout in zip(info.groups, layouts, strict=True)
+            ),
         )
 
     def _listen(
-        self, transfer: TransferConfig, layout: Layout, tensors: Sequence[torch.Tensor], store: TieredStore
+        self,
+        transfer: TransferConfig,
+        layouts: Sequence[Layout],
+        tensors: Sequence[Sequence[torch.Tensor]],
+        store: TieredStore,
     ) -> None:
         """Listen for lookups of a scheduler in another process, if there is a memory tier, and for other instances."""
         tiers = zip(self._settings.store.urls, store.tiers, strict=True)
         memory: list[Store] = [tier.store for url, tier in tiers if parse(url).scheme == "memory"]
         if memory and self._info.separate:
-            self._lookups = LookupEndpoint(layout, memory, self._engine, layout.shard[0])
+            self._lookups = LookupEndpoint(layouts, memory, self._engine)
         if self._settings.transfer is None:
             return
         label = _unused_label(PRODUCERS_LABEL, store)
         listens = self._settings.listens
-        self._instances = InstanceEndpoint(transfer, layout, tensors, memory, listens=listens, producers=label)
+        self._instances = InstanceEndpoint(
+            transfer, layouts, tensors, memory, listens=listens, producers=label, num_blocks=self._info.num_blocks
+        )
         if self._settings.consumes:
             store.tiers.append(StoreTier(self._instances.producers, writable=False))
 
@@ -163,16 +177,24 @@ class ForewordConnectorWorker:
     def start_loads(self, loads: Iterable[BlockLoad]) -> None:
         assert self.offload is not None
         for load in loads:
-            fingerprint = self.offload.layout.fingerprint
-            store_load = StoreLoad([fingerprint + key for key in load.keys], math.inf)
-            store_load.places, store_load.started = list(load.places), time.monotonic()
+            store_load = self._store_load(load)
             self._loading[load.request_id] = store_load
-            start = partial(self.offload.load, store_load, 0, load.blocks)
+            blocks = [block for part in load.parts for block in part.blocks]
+            start = partial(self.offload.load, store_load, 0, blocks)
             if load.producer is None or self._instances is None:
                 start()
             else:
                 reader = self._instances.producers.open(load.producer, store_load.names, start)
                 self._lease_readers[load.request_id] = reader
+
+    def _store_load(self, load: BlockLoad) -> StoreLoad:
+        assert self.offload is not None
+        fingerprints = [layout.fingerprint for layout in self.offload.layouts]
+        found = StoreLoad([fingerprints[part.group] + key for part in load.parts for key in part.keys], math.inf)
+        found.places = [place for part in load.parts for place in part.places]
+        found.groups = [part.group for part in load.parts for _ in part.keys]
+        found.tokens, found.started = load.position - load.held, time.monotonic()
+        return found
 
     def stop_loads(self, request_ids: Iterable[str]) -> None:
         """Finished requests: nothing is written into their blocks any more. vLLM keeps the blocks until it hears of that."""
@@ -193,10 +215,10 @@ class ForewordConnectorWorker:
             self._load_seconds.append(time.monotonic() - load.started)
             if count == len(load.blocks):
                 continue
-            if self._info.windowed:
-                self._failed_requests.add(request_id)
-            else:
+            if self._info.divisible:
                 self._failed_blocks.update(load.blocks[count:])
+            else:
+                self._failed_requests.add(request_id)
         return set(ended)
 
     def take_failed_blocks(self) -> set[int]:
@@ -228,7 +250,8 @@ class ForewordConnectorWorker:
         if metadata.tokens >= MEASURED_TOKENS:
             self.offload.prefill_rate.note(metadata.tokens, time.monotonic() - self.step_started)
         for save in metadata.saves:
-            self.offload.save(save.keys, save.parent, save.depth, save.blocks)
+            self.offload.save(save.keys, save.parent, save.depth, save.blocks, save.group)
+        self._saved_requests.update(metadata.finished)
         if self._leases is not None:
             for lease in metadata.leases:
                 self._leases.add(lease)
@@ -249,11 +272,13 @@ class ForewordConnectorWorker:
                 self._instances.producers.release(producer)
 
     def take_sent(self, finished: Iterable[str]) -> set[str]:
-        """Requests whose leases have ended. `finished`: those that vLLM has finished since the last call."""
-        if self._leases is None:
-            return set()
-        self._leases.finished(finished)
-        return self._leases.take_ended()
+        """Requests whose leases have ended, or whose last blocks are saved. `finished`: those that vLLM has finished since the
+        last call."""
+        sent, self._saved_requests = self._saved_requests, set()
+        if self._leases is not None:
+            self._leases.finished(finished)
+            sent |= self._leases.take_ended()
+        return sent
 
     # Reports
 
@@ -283,6 +308,13 @@ class ForewordConnectorWorker:
             with _workers_lock:
                 _workers.pop(self._engine, None)
             self.offload.close(self._settings.store.flush_seconds)
+
+
+def _device_of(kv_caches: Mapping[str, Any]) -> str:
+    """The kind of device that the KV cache is on."""
+    first = next(iter(kv_caches.values()), None)
+    tensor = first[0] if isinstance(first, list | tuple) else first
+    return "none" if tensor is None else str(tensor.device.type)
 
 
 def _cores_of_parent() -> set[int]:

@@ -127,6 +127,13 @@ class DiskStore(Store):
             return next((n for n, name in enumerate(names) if self._files.size(name) < 0), len(names))
         return self._index.lookup(names, deadline)
 
+    def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
+        if not self._ready(deadline):
+            return [self._files.size(name) >= 0 for name in names]
+        ids = [block_id(name) for name in names]
+        found = self._index.present(ids, deadline)
+        return [one in found for one in ids]
+
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         indexed = self._ready(deadline)
         lengths = []

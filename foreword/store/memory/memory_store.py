@@ -64,6 +64,13 @@ class MemoryStore(LocalRecords):
                     return count
             return len(names)
 
+    def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
+        with self._lock:
+            self._open(deadline)
+            find, writing = self._slots.chains.index.get, self._slots.writing
+            slots = [find(name) for name in names]
+            return [slot is not None and slot not in writing for slot in slots]
+
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         with self._lock:
             arena = self._open(deadline)

@@ -95,6 +95,9 @@ class ObjectStore(Store):
         self._loop.check_open()
         return low
 
+    def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
+        return [size > 0 for size in self._each((self._size(name) for name in names), deadline, light=True)]
+
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         views = [buffer.cast("B") for buffer in buffers]
         calls = (self._read(name, len(view)) for name, view in zip(names, views, strict=True))

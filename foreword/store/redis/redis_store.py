@@ -74,12 +74,16 @@ class RedisStore(Store):
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         found, size = 0, _FIRST_BATCH
         while found < len(names):
-            present = self._exist(names[found : found + size], deadline)
+            present = self.present(names[found : found + size], deadline=deadline)
             if not all(present):
                 return found + present.index(False)
             found += len(present)
             size *= 8
         return found
+
+    def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
+        commands = [make_command(key, b"EXISTS", key) for key in map(self._key, names)]
+        return [expect(reply, int) > 0 for reply in self._run_checked(commands, deadline)]
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         commands = []
@@ -97,7 +101,7 @@ class RedisStore(Store):
         return lengths
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        present = self._exist([frame.name for frame in frames], deadline)
+        present = self.present([frame.name for frame in frames], deadline=deadline)
         absent = [frame for frame, known in zip(frames, present, strict=True) if not known]
         self._run_checked([self._set(frame) for frame in absent], deadline)
         return len(frames)
@@ -115,7 +119,7 @@ class RedisStore(Store):
 
         There is no budget for pins. Whether the server keeps pinned blocks depends on its policy (see the module).
         """
-        present = self._exist(names, deadline)
+        present = self.present(names, deadline=deadline)
         found = [name for name, known in zip(names, present, strict=True) if known]
         if found:
             verb = b"SADD" if pinned else b"SREM"
@@ -178,10 +182,6 @@ class RedisStore(Store):
         except StoreError:
             self._status = replace(self._status, notes={"unreachable": 1})
         self._status_at = time.monotonic()
-
-    def _exist(self, names: Sequence[Name], deadline: float) -> list[bool]:
-        commands = [make_command(key, b"EXISTS", key) for key in map(self._key, names)]
-        return [expect(reply, int) > 0 for reply in self._run_checked(commands, deadline)]
 
     def _set(self, frame: Frame) -> Command:
         """SET a key if it does not exist. The payload is sent without a copy."""

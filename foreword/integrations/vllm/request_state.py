@@ -1,0 +1,102 @@
+"""What the connector's scheduler side knows of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foreword.blocks.checkpoints import CheckpointPlan
+from foreword.blocks.keys import TokenChain
+from foreword.blocks.runs import consecutive_runs
+from foreword.integrations.vllm.config import NULL_BLOCK, KVCacheInfo
+from foreword.integrations.vllm.step_messages import BlockSave
+from foreword.offload.manager import StoreLoad
+from foreword.offload.search import Found
+
+BlockIds = Sequence[Sequence[int]]
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request.
+
+    Attributes:
+        held: tokens that vLLM had itself when it last asked.
+        search: a search in the stores for what follows the first `searched_from` tokens; `found` is its result.
+        saved: by group, how many leading blocks have been saved or need not be saved.
+        saves: False if nothing more of this request may be saved.
+        plan: which blocks of windows and recurrent states are saved; None before the request computes.
+        no_more_loads: a load of this request has failed, and another would fail again.
+        tiers: tokens loaded, by the label of the tier.
+    """
+
+    request: Any
+    chain: TokenChain
+    search: StoreLoad | None = None
+    searched_from: int = 0
+    found: Found | None = None
+    held: int = 0
+    reach: int = 0
+    saved: list[int] = field(default_factory=list)
+    saves: bool = True
+    plan: CheckpointPlan | None = None
+    no_more_loads: bool = False
+    tiers: dict[str, int] = field(default_factory=dict)
+
+    def start_over(self, info: KVCacheInfo, held: int) -> None:
+        """vLLM is about to schedule the request with the first `held` tokens from its own cache."""
+        self.held = self.reach = held
+        self.plan, self.saves = None, True
+        self.skip_to(info, held)
+
+    def skip_to(self, info: KVCacheInfo, tokens: int) -> None:
+        """The blocks of the first `tokens` tokens need not be saved."""
+        self.saved = [tokens // one.block_size for one in info.groups]
+
+    def cut_to(self, info: KVCacheInfo, tokens: int) -> None:
+        """The blocks behind the first `tokens` tokens will have other contents."""
+        self.saved = [min(done, tokens // one.block_size) for done, one in zip(self.saved, info.groups, strict=True)]
+
+    def planned(self, info: KVCacheInfo) -> CheckpointPlan:
+        """The plan, made when the request first computes."""
+        if self.plan is None:
+            request = self.request
+            resumed = min(request.num_computed_tokens, len(self.chain))
+            self.plan = CheckpointPlan(
+                [one.group for one in info.groups],
+                [one.block_bytes for one in info.groups],
+                request.num_tokens,
+                resumed=resumed,
+                cached=max(self.reach, getattr(request, "shared_prefix_boundary", 0) or 0),
+            )
+        return self.plan
+
+    def filled(self, info: KVCacheInfo, known: int, ids: BlockIds) -> Iterator[BlockSave]:
+        """Blocks to save that are full when the request has `known` tokens."""
+        plan = None if info.whole else self.planned(info)
+        for number, one in enumerate(info.groups):
+            first, full = self.saved[number], known // one.block_size
+            self.saved[number] = max(first, full)
+            if not one.positional:
+                continue
+            numbers: Iterable[int] = range(first, full)
+            if plan is not None and not one.group.whole:
+                numbers = (block for block in numbers if plan.wanted(number, block))
+            yield from self.runs(info, number, numbers, ids[one.index])
+
+    def runs(self, info: KVCacheInfo, group: int, numbers: Iterable[int], ids: Sequence[int]) -> Iterator[BlockSave]:
+        """Saves of those of a group's blocks that vLLM still has."""
+        chosen = [block for block in numbers if block < len(ids) and ids[block] != NULL_BLOCK]
+        for low, high in consecutive_runs(chosen):
+            yield self.save(info, group, chosen[low:high], ids[chosen[low] : chosen[high - 1] + 1])
+
+    def save(self, info: KVCacheInfo, group: int, numbers: Sequence[int], ids: Sequence[int]) -> BlockSave:
+        """A save of consecutive blocks."""
+        size = info.groups[group].block_size
+        keys = tuple(self.key_at(info, (block + 1) * size) for block in numbers)
+        return BlockSave(group, keys, self.key_at(info, numbers[0] * size), numbers[0], tuple(ids))
+
+    def key_at(self, info: KVCacheInfo, tokens: int) -> bytes:
+        """The key of the block that ends after `tokens` tokens; the root at 0."""
+        return self.chain.key_before(tokens // info.key_size)

@@ -1,0 +1,95 @@
+"""The search in the stores for the longest position from which a model with several KV groups can continue."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.resume import GroupKind, KVGroup, alignment
+from foreword.offload.search import Found, StoredGroup, find_resumable
+from foreword.store.base import Name
+from foreword.store.frame import RAW, Header, frame
+from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.tiered import TieredStore
+
+KEY_SIZE = 4
+TOKENS = 160
+KEYS = chain_keys(Scope(b"model", KEY_SIZE).root(), range(TOKENS), KEY_SIZE)
+
+
+def _put(store: MemoryStore, names: list[Name]) -> None:
+    frames = [frame(Header(name[:16], name[16:], bytes(32), 0, RAW, 8, 8), bytes(8)) for name in names]
+    assert store.put(frames, deadline=time.monotonic() + 10) == len(names)
+
+
+def _search(tiers: TieredStore, groups: list[StoredGroup], held: int, limit: int) -> Found:
+    return find_resumable(tiers, groups, KEYS, held, limit, deadline=time.monotonic() + 10)
+
+
+def _draw_groups(rng: random.Random, ranks: int) -> list[StoredGroup]:
+    found = []
+    for number in range(rng.randint(1, 3)):
+        size = KEY_SIZE * rng.choice((1, 1, 2))
+        group = KVGroup(rng.choice(list(GroupKind)), size, span=rng.randint(1, 5 * size))
+        layouts = tuple(bytes([number, rank]) * 8 for rank in range(ranks))
+        found.append(StoredGroup(group, layouts, size // KEY_SIZE))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_the_longest_position_of_all_ranks_and_tiers(seed: int) -> None:
+    """With random blocks in two tiers, for one or two ranks, the search finds the last position for which every group has on
+    every rank what it needs, and the tier of each block that is to be loaded."""
+    rng = random.Random(seed)
+    ranks = rng.choice((1, 2))
+    groups = _draw_groups(rng, ranks)
+    step = alignment([one.group for one in groups])
+    held = rng.randrange(0, TOKENS // 2) // step * step
+    share = rng.choice((0.6, 0.9, 1.0))
+    stores = [MemoryStore(1 << 20), MemoryStore(1 << 20)]
+    there: dict[Name, int] = {}
+    for one in groups:
+        for block in range(TOKENS // one.group.block_size):
+            for rank in range(ranks):
+                if rng.random() < share:
+                    there[one.name(KEYS, block, rank)] = rng.randrange(2)
+    for tier, store in enumerate(stores):
+        _put(store, [name for name, place in there.items() if place == tier])
+
+    def is_held(one: StoredGroup, block: int) -> bool:
+        names = [one.name(KEYS, block, rank) for rank in range(ranks)]
+        return block * one.group.block_size < held or all(name in there for name in names)
+
+    limit = rng.randint(held, TOKENS)
+    possible = [
+        position
+        for position in range(held, limit + 1, step)
+        if position == held or all(is_held(one, block) for one in groups for block in one.group.needed(position))
+    ]
+    tiers = TieredStore(stores)
+    found = _search(tiers, groups, held, limit)
+    assert found.position == max(possible) <= found.reach
+    wanted = {
+        (number, block)
+        for number, one in enumerate(groups)
+        for block in one.group.needed(found.position)
+        if found.position > held and block * one.group.block_size >= held
+    }
+    assert set(found.places) == wanted
+    for (number, block), place in found.places.items():
+        assert place in {there[groups[number].name(KEYS, block, rank)] for rank in range(ranks)}
+    tiers.close()
+
+
+def test_reach_says_where_prompts_diverged() -> None:
+    """If the blocks of full attention go on where a recurrent state is missing, `reach` is the end of the former."""
+    full = StoredGroup(KVGroup(GroupKind.FULL, KEY_SIZE), (b"f" * 16,))
+    state = StoredGroup(KVGroup(GroupKind.STATE, KEY_SIZE), (b"s" * 16,))
+    store = MemoryStore(1 << 20)
+    _put(store, [full.name(KEYS, block) for block in range(10)] + [state.name(KEYS, block) for block in (3, 20)])
+    found = _search(TieredStore([store]), [full, state], 0, TOKENS)
+    assert (found.position, found.reach) == (4 * KEY_SIZE, 10 * KEY_SIZE)
+    assert len(found.places) == 5
