@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,7 @@ from vllm.v1.worker.worker_base import get_current_attn_backends
 
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.offload.staging import StagingArena
+from foreword.store.frame import HEADER_BYTES
 
 BLOCKS = 53
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -428,6 +430,23 @@ def moved_wrongly(built: Registered) -> str:
     return ""
 
 
+def payloads(built: Registered) -> str:
+    """A digest of some blocks' payloads, of all groups, where each layer has a content that does not depend on the layout."""
+    digest = sha256()
+    names = [group.layer_names for group in built.config.kv_cache_groups]
+    arena = StagingArena([block_views(built.caches, one, BLOCKS) for one in names], 3)
+    for number, one in enumerate(names):
+        for name in one:
+            cache = built.caches[name].view(torch.uint8)
+            start = len(name) * int(name.split(".")[2])
+            cache.copy_(_all_noise()[start : start + cache.numel()].view(cache.shape))
+        arena.gather([5, 6, 2], [0, 1, 2], number)
+        for slot in range(3):
+            digest.update(arena.buffer(slot)[HEADER_BYTES : HEADER_BYTES + arena.block_bytes[number]])
+        digest.update(repr(one).encode())
+    return digest.hexdigest()
+
+
 def tried(runner: str, case: Case, layout: KVCacheLayout, config: Any) -> dict[str, Any]:
     try:
         built = Registered(runner, case, layout, config)
@@ -435,7 +454,8 @@ def tried(runner: str, case: Case, layout: KVCacheLayout, config: Any) -> dict[s
         return {"refused": str(refusal)[:200]}
     return {
         "wrong": moved_wrongly(built),
-        "groups": len(built.config.kv_cache_groups),
+        "payloads": payloads(built),
+        "groups": [group.layer_names for group in built.config.kv_cache_groups],
         "kernel_blocks": any(group.kernel_block_size is not None for group in built.groups),
         "kernel_blocks_apart": any(group.kernel_block_stride for group in built.groups),
         "padded": any(getattr(spec, "page_size_padded", None) for spec in _specs(built)),
