@@ -11,8 +11,7 @@ full attention are evicted as chains, leaf first, the others one by one, all by 
     prompt end      the last boundary of each prompt
     both ends       the last boundaries of each prompt and of each turn
     plan            `foreword/blocks/checkpoints.py`
-    plan, replaced  the same. When a request continues at the end of an earlier turn and saves a later checkpoint, the earlier
-                    one is deleted
+    plan, replaced  the same, and checkpoints that a later turn replaces are deleted; recurrent layers only
 
 All blocks are equally large: vLLM gives the pages of all groups one size. Sizes of stores are shares of the blocks that
 `every block` stores in all. `points`, `written` and `held` compare with `every block` in a store of the same size. `written`
@@ -33,7 +32,7 @@ from typing import Final
 
 from timing import machine, set_up, table
 
-from foreword.blocks.checkpoints import CheckpointPlan
+from foreword.blocks.checkpoints import CheckpointPlan, ReplacedCheckpoints
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.resume import GroupKind, KVGroup, longest_resumable
 from foreword.sim.trace import TraceRequest, read_trace
@@ -70,18 +69,18 @@ class Cache:
         self.lru = ChainLru(slots)
         self.result = Result()
         self.held = 0
-        self.turn_ends: set[bytes] = set()  # names of the last blocks of checkpoints from which no request continued
+        self.replaced = ReplacedCheckpoints()
 
     def serve(self, request: Request) -> None:
         blocks, now = request.blocks, self.lru.tick()
         resumed = longest_resumable(self.groups, request.prompt_tokens - 1, lambda g, i: self._has(blocks[i], g))
         cached = self._cached(request)
-        loaded = {name_of(blocks[i], g) for g, group in enumerate(self.groups) for i in group.needed(resumed)}
-        for name in loaded:
-            self.lru.touch(self.lru.index[name], now)
-        saved = self._save(request, resumed, self._wanted(request, resumed, cached), now)
+        for g, group in enumerate(self.groups):
+            for i in group.needed(resumed):
+                self.lru.touch(self.lru.index[name_of(blocks[i], g)], now)
+        self._save(request, resumed, self._wanted(request, resumed, cached), now)
         if self.policy == "plan, replaced":
-            self._replace(request, resumed, cached, loaded - saved)
+            self._replace(request, resumed, cached)
         self.result.hit_tokens += resumed
         self.result.held += self.held
 
@@ -123,36 +122,29 @@ class Cache:
         answer = request.prompt_tokens // self.size
         return lambda group, block: group.kind is not GroupKind.STATE or block >= answer or block in ends
 
-    def _save(self, request: Request, resumed: int, wanted: Wanted, now: int) -> set[bytes]:
-        """Returns the names of the blocks that the policy wants, without those of full attention."""
+    def _save(self, request: Request, resumed: int, wanted: Wanted, now: int) -> None:
         blocks, exists = request.blocks, self._exists(request, resumed)
-        saved: set[bytes] = set()
         for i, block in enumerate(blocks):
             self._put(name_of(block, 0), name_of(blocks[i - 1] if i else block, 0), i, now)
             for g, group in enumerate(self.groups[1:], start=1):
-                if not wanted(g, i):
-                    continue
-                name = name_of(block, g)
-                saved.add(name)
-                if i >= resumed // self.size and exists(group, i):
-                    self._put(name, name, 0, now)
-        return saved
+                if i >= resumed // self.size and wanted(g, i) and exists(group, i):
+                    self._put(name_of(block, g), name_of(block, g), 0, now)
 
-    def _replace(self, request: Request, resumed: int, cached: int, unneeded: set[bytes]) -> None:
-        """Delete the checkpoint from which the request continued if it was the end of a turn, and the request is the first one
-        behind it."""
-        group = len(self.groups) - 1
-        last = name_of(request.blocks[resumed // self.size - 1], group) if resumed else b""
-        ends = {request.prompt_tokens // self.size, request.tokens // self.size}
-        new = {name_of(request.blocks[end - 1], group) for end in ends if end * self.size > cached}
-        if new and last in self.turn_ends and cached == resumed:
-            for name in filter(is_sparse, unneeded):
-                slot = self.lru.index[name]
-                self.lru.remove(slot)
-                self.lru.free(slot)
-                self.held -= 1
-        self.turn_ends.discard(last)
-        self.turn_ends |= new
+    def _replace(self, request: Request, resumed: int, cached: int) -> None:
+        size, blocks = self.size, request.blocks
+        positions = {request.prompt_tokens // size, request.tokens // size} - {0}
+        saved = {p * size: name_of(blocks[p - 1], 1) for p in positions if self._has(blocks[p - 1], 1)}
+        first = name_of(blocks[resumed // size - 1], 1) if resumed and cached == resumed else b""
+        for name in self.replaced.ended(saved, resumed, first):
+            for group in range(1, len(self.groups)):
+                self._delete(bytes((group,)) + name[1:])
+
+    def _delete(self, name: bytes) -> None:
+        slot = self.lru.index.get(name)
+        if slot is not None:
+            self.lru.remove(slot)
+            self.lru.free(slot)
+            self.held -= 1
 
     def _put(self, name: bytes, parent: bytes, depth: int, now: int) -> None:
         slot = self.lru.index.get(name)
@@ -214,7 +206,7 @@ def rows(requests: Sequence[Request], groups: Sequence[KVGroup], share: float, c
     slots = max(int(everything * share), longest)
     total = sum(request.prompt_tokens for request in requests)
     base = replay(requests, groups, slots, POLICIES[0], chunk)
-    for policy in POLICIES:
+    for policy in POLICIES if groups[-1].kind is GroupKind.STATE else POLICIES[:-1]:
         result = replay(requests, groups, slots, policy, chunk) if policy != POLICIES[0] else base
         yield [
             f"{slots / everything:.0%}",

@@ -17,8 +17,10 @@ blocks of the first tokens. So such models save every block of a short prompt.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from foreword.blocks.resume import GroupKind, KVGroup, alignment
@@ -30,6 +32,8 @@ SHARE: Final = 1 / 8
 DENSE_TOKENS: Final = 1536
 # The first blocks leave room in the budget for the end of a turn with an answer of this many tokens.
 ANSWER_TOKENS: Final = 256
+# When a session deletes replaced checkpoints, it leaves no gap larger than this share of the position behind it.
+GAP: Final = 1 / 4
 
 
 class CheckpointPlan:
@@ -165,6 +169,61 @@ class CheckpointPlan:
             first = self._resumed // group.block_size
             total += self._bytes[group] * sum(i >= first and i not in blocks for i in group.needed(position))
         return total
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The last checkpoints of a request by position, and the last position before them at which the session keeps one."""
+
+    ends: dict[int, bytes]
+    kept: int
+
+
+class ReplacedCheckpoints:
+    """Finds checkpoints that a session no longer needs, so that they do not take the place of others in the store.
+
+    A request that continues where an earlier one ended replaces its checkpoints. Some are kept for requests that go back in
+    the session: the gaps between them grow with the position. Only for groups with recurrent state: the last blocks of a
+    window belong to several checkpoints.
+
+    Args:
+        capacity: number of checkpoints to remember. The others stay in the store until they are evicted.
+    """
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self._capacity = capacity
+        self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
+
+    def ended(self, ends: Mapping[int, bytes], resumed: int = 0, key: bytes = b"") -> list[bytes]:
+        """Note that a request ended. Returns the keys of checkpoints that can be deleted.
+
+        Args:
+            ends: position and key of its checkpoints at the ends of prompt and turn.
+            resumed, key: the position from which it continued, if no other request had gone on from there before, and the
+                key of the last block before it.
+        """
+        new = {position: ends[position] for position in sorted(ends) if position > resumed}
+        if not new or any(one in self._turns for one in new.values()):  # a repetition has the ends of the first request
+            return []
+        turn = self._turns.get(key)
+        replaced, kept = self._thin_out(turn, resumed, min(new)) if turn else ([], resumed)
+        for one in turn.ends.values() if turn else ():
+            self._turns.pop(one, None)
+        self._turns |= dict.fromkeys(new.values(), _Turn(new, kept))
+        while len(self._turns) > self._capacity:
+            self._turns.popitem(last=False)
+        return replaced
+
+    def _thin_out(self, turn: _Turn, resumed: int, following: int) -> tuple[list[bytes], int]:
+        """The checkpoints of a turn up to `resumed` that can be deleted, and the last position that is kept."""
+        replaced: list[bytes] = []
+        kept = turn.kept
+        for position, after in pairwise([*(p for p in turn.ends if p <= resumed), following]):
+            if after - kept <= GAP * after:
+                replaced.append(turn.ends[position])
+            else:
+                kept = position
+        return replaced, kept
 
 
 def _blocks_per_checkpoint(group: KVGroup, spacing: int) -> int:

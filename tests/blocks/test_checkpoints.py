@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from foreword.blocks.checkpoints import DENSE_TOKENS, SHARE, CheckpointPlan
+from foreword.blocks.checkpoints import DENSE_TOKENS, GAP, SHARE, CheckpointPlan, ReplacedCheckpoints
 from foreword.blocks.resume import GroupKind, KVGroup, alignment, longest_resumable
 
 
@@ -161,3 +161,51 @@ def test_states_at_the_ends_of_chunks() -> None:
     assert [a for a, b in pairwise(ends) if plan.offer(a * 512, b * 512)] == [2, 15]
     assert [plan.wanted(1, i - 1) for i in ends[1:]] == [True, False, False, True, False, True]
     assert not plan.offer(700, 30 * 512)
+
+
+def _key(position: int) -> bytes:
+    return position.to_bytes(8, "big")
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_session_keeps_checkpoints_to_go_back_to(seed: int) -> None:
+    """A long session deletes most of its checkpoints, never the last ones. Gaps are at most a share of the position behind."""
+    rng = random.Random(seed)
+    replaced = ReplacedCheckpoints()
+    made: list[int] = []
+    held: set[int] = set()
+    resumed = 0
+    for _ in range(200):
+        prompt = resumed + rng.randint(1, 40)
+        ends = {end: _key(end) for end in (prompt, prompt + rng.randint(0, 10))}
+        gone = {int.from_bytes(one, "big") for one in replaced.ended(ends, resumed, _key(resumed))}
+        assert gone <= held
+        held = held - gone | set(ends)
+        made += sorted(ends)
+        resumed = rng.choice(list(ends))
+        for before, after in pairwise([0, *sorted(held)]):
+            assert after - before <= max(GAP * after, *(b - a for a, b in pairwise([0, *made])))
+    assert len(held) < len(made) / 2
+
+
+def test_checkpoints_that_others_need_are_not_replaced() -> None:
+    """Repeated prompts, prompts that diverged and checkpoints with two successors delete nothing."""
+    replaced = ReplacedCheckpoints()
+    ends = {100: b"prompt", 101: b"turn"}
+    assert replaced.ended(ends) == []
+    assert replaced.ended({100: b"prompt"}, 100, b"prompt") == []
+    assert replaced.ended(ends, 100, b"prompt") == []
+    assert replaced.ended({102: b"diverged"}, 100) == []
+    assert replaced.ended({102: b"first"}, 101, b"turn") == [b"turn"]
+    assert replaced.ended({103: b"second"}, 101, b"turn") == []
+
+
+@pytest.mark.parametrize(("capacity", "expected"), [(2, []), (3, [b"second"])])
+def test_replaced_checkpoints_are_remembered_up_to_a_number(capacity: int, expected: list[bytes]) -> None:
+    """Checkpoints beyond the capacity are forgotten, the oldest first, and stay in the store."""
+    replaced = ReplacedCheckpoints(capacity)
+    assert replaced.ended({100: b"first"}) == []
+    assert replaced.ended({110: b"second"}, 100, b"first") == []
+    replaced.ended({100: b"other"})
+    replaced.ended({100: b"another"})
+    assert replaced.ended({120: b"third"}, 110, b"second") == expected
