@@ -22,8 +22,8 @@ TIGHT = {"kv_memory": "64 tokens", "reserve": 0.0, "lookahead_blocks": 0}
 Find = Callable[[str], Reference]
 Make = Callable[..., LLM]
 
-# Full attention in place and dense, windows, sinks: each way through the arithmetic once.
-KINDS = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"]
+# Full attention in place and dense, windows, sinks, several KV groups: each way through the arithmetic once.
+KINDS = ["llama", "mistral", "gemma2", "gemma3_5to1", "gpt_oss", "deepseek_v3"]
 OTHERS = [family for family in FAMILIES if family not in KINDS]
 
 every_family = pytest.mark.parametrize("family", FAMILIES)

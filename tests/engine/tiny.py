@@ -98,6 +98,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window_pattern=2,
         query_pre_attn_scalar=24,
     ),
+    # Five windows to one layer of full attention, as published: blocks of one layer, and six KV groups.
+    "gemma3_5to1": lambda: common(
+        transformers.Gemma3TextConfig,
+        num_hidden_layers=6,
+        sliding_window=8,
+        sliding_window_pattern=6,
+        query_pre_attn_scalar=24,
+    ),
     "gpt_neox": lambda: common(transformers.GPTNeoXConfig),
     "gpt2": _gpt2,
     "mixtral": lambda: common(transformers.MixtralConfig, **_MOE),
