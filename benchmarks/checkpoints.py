@@ -1,11 +1,15 @@
 """Which checkpoints to save for models with window or recurrent layers: hits against bytes, on recorded traffic.
 
     python benchmarks/checkpoints.py TRACE... [--block-size 512] [--models recurrent,window-128] [--sizes 1,0.1] [--chunk 2048]
+    python benchmarks/checkpoints.py --sessions 40 --sizes 1,0.15,0.1 --models recurrent
 
-All files are one trace. Requests come one after the other, in order of arrival. One store holds the blocks of all groups. A
-request continues at the last resumable position that the store has (`foreword/blocks/resume.py`). It saves the full blocks
-of its prompt and answer: all blocks of full attention, and the blocks of the other groups that the policy wants. Blocks of
-full attention are evicted as chains, leaf first, the others one by one, all by last use (`foreword/store/chain_lru.py`).
+All files are one trace. `--sessions` makes up sessions of agents instead: one system prompt, 25 turns on average, of 444
+tokens of answer and 2,500 of tool output, all three exponentially distributed.
+
+Requests come one after the other, in order of arrival. One store holds the blocks of all groups. A request continues at the
+last resumable position that the store has (`foreword/blocks/resume.py`). It saves the full blocks of its prompt and answer:
+all blocks of full attention, and the blocks of the other groups that the policy wants. Blocks of full attention are evicted
+as chains, leaf first, the others one by one, all by last use (`foreword/store/chain_lru.py`).
 
     every block     all blocks of all groups
     prompt end      the last boundary of each prompt
@@ -24,6 +28,8 @@ every boundary of the answer.
 from __future__ import annotations
 
 import argparse
+import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
@@ -185,6 +191,27 @@ def requests_of(trace: Sequence[TraceRequest], size: int) -> list[Request]:
     return found
 
 
+def growing_sessions(number: int, seed: int = 1) -> list[TraceRequest]:
+    """Sessions that grow up to 140,000 tokens. Each prompt repeats the one before, its answer, and the output of a tool."""
+    rng = random.Random(seed)
+    system, found = unique_tokens(rng, 4300), []
+    for session in range(number):
+        text = system + unique_tokens(rng, rng.randrange(300, 2500))
+        now = rng.uniform(0, 3000)
+        for _ in range(max(2, int(rng.expovariate(1 / 25)))):
+            answer = unique_tokens(rng, max(20, int(rng.expovariate(1 / 444))))
+            found.append(TraceRequest(now, text + answer, 1, len(text), len(answer), str(session)))
+            text = text + answer + unique_tokens(rng, max(30, int(rng.expovariate(1 / 2500))))
+            now += rng.expovariate(1 / 400)
+            if len(text) > 140_000:
+                break
+    return sorted(found, key=lambda one: one.arrival)
+
+
+def unique_tokens(rng: random.Random, number: int) -> array[int]:
+    return array("I", (rng.randrange(1 << 30) for _ in range(number)))
+
+
 def model(name: str, size: int) -> list[KVGroup]:
     """`recurrent`: three groups of recurrent layers and one of full attention. `window-N`: five groups with windows of N
     tokens, and one of full attention."""
@@ -220,17 +247,18 @@ def rows(requests: Sequence[Request], groups: Sequence[KVGroup], share: float, c
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("traces", nargs="*", type=Path)
+    parser.add_argument("--sessions", type=int, default=0, help="number of made-up sessions, without traces")
     parser.add_argument("--block-size", type=int, default=512)
     parser.add_argument("--models", default="recurrent,window-128,window-1024")
     parser.add_argument("--sizes", default="1,0.25,0.1,0.03", help="sizes of the store, as shares of all blocks")
     parser.add_argument("--chunk", type=int, default=0, help="tokens per chunk of prefill; 0: state at every boundary")
     parser.add_argument("--limit", type=int, help="only the first requests")
     args = parser.parse_args()
-    trace = read_trace(args.traces)[: args.limit]
+    trace = (read_trace(args.traces) if args.traces else growing_sessions(args.sessions))[: args.limit]
     requests = requests_of(trace, args.block_size)
     facts = machine() | {
-        "traces": ", ".join(path.name for path in args.traces),
+        "traces": ", ".join(path.name for path in args.traces) or f"{args.sessions} made-up sessions",
         "requests": f"{len(requests):,}, {sum(one.prompt_tokens for one in requests):,} prompt tokens",
         "block size": f"{args.block_size} tokens",
         "state": f"at the ends of chunks of {args.chunk} tokens" if args.chunk else "at every boundary",
