@@ -113,8 +113,18 @@ class Cache:
         if self.chunk:
             for start, stop in pairwise(self._chunk_ends(request, resumed)):
                 plan.offer(start, stop)
-        plan.end_turn(request.tokens)
+        if self.groups[-1].kind is not GroupKind.STATE:
+            plan.end_turn(request.tokens)
+        for end in self._answer(request):
+            plan.answered(end)
         return plan
+
+    def _answer(self, request: Request) -> range:
+        """The boundaries in the answer, if there is recurrent state: it must be saved while they are computed."""
+        if self.groups[-1].kind is not GroupKind.STATE:
+            return range(0)
+        first = request.prompt_tokens - request.prompt_tokens % self.size + self.size
+        return range(first, request.tokens + 1, self.size)
 
     def _chunk_ends(self, request: Request, resumed: int) -> list[int]:
         end = request.prompt_tokens - request.prompt_tokens % self.size
@@ -138,8 +148,8 @@ class Cache:
 
     def _replace(self, request: Request, resumed: int, cached: int) -> None:
         size, blocks = self.size, request.blocks
-        positions = {request.prompt_tokens // size, request.tokens // size} - {0}
-        saved = {p * size: name_of(blocks[p - 1], 1) for p in positions if self._has(blocks[p - 1], 1)}
+        positions = [request.prompt_tokens // size, *(end // size for end in self._answer(request))]
+        saved = {p * size: name_of(blocks[p - 1], 1) for p in positions if p and self._has(blocks[p - 1], 1)}
         first = name_of(blocks[resumed // size - 1], 1) if resumed and cached == resumed else b""
         for name in self.replaced.ended(saved, resumed, first):
             for group in range(1, len(self.groups)):

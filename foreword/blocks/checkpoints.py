@@ -32,7 +32,8 @@ SHARE: Final = 1 / 8
 DENSE_TOKENS: Final = 1536
 # The first blocks leave room in the budget for the end of a turn with an answer of this many tokens.
 ANSWER_TOKENS: Final = 256
-# When a session deletes replaced checkpoints, it leaves no gap larger than this share of the position behind it.
+# When a session deletes replaced checkpoints, it leaves no gap larger than this share of the position behind it. States of an
+# answer are as far from each other as this share of the answer.
 GAP: Final = 1 / 4
 
 
@@ -76,6 +77,11 @@ class CheckpointPlan:
         self._spend(self._budget(prompt_tokens), prompt_tokens)
 
     @property
+    def resumed(self) -> int:
+        """The position from which the request continues."""
+        return self._resumed
+
+    @property
     def positions(self) -> list[int]:
         """The checkpoints in order."""
         return sorted(self._positions)
@@ -96,12 +102,20 @@ class CheckpointPlan:
 
         If the whole prompt was cached, it is a repetition (a retry, another sample), and the next turn hardly ever follows it.
         A recurrent model saves the end of a session's first turn only if that saves two blocks or more.
+
+        Where a state exists only while its boundary is computed, call `answered` instead.
         """
         if self._repeated:
             return 0
         if self._has_states and not self._resumed and tokens - self._prompt_end < 2 * self._step:
             return 0
         return self.add(tokens)
+
+    def answered(self, position: int) -> bool:
+        """The answer has reached a boundary, which may be the last one of the turn: make a checkpoint unless one is near."""
+        if position - max(self._positions, default=0) < GAP * (position - self._prompt_end):
+            return False
+        return self.end_turn(position) == position
 
     def offer(self, position: int, following: int) -> bool:
         """Make a checkpoint at `position` if it is the last one possible before a planned one.

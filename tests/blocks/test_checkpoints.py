@@ -145,6 +145,18 @@ def test_end_of_turn() -> None:
     assert CheckpointPlan(groups, block_bytes, 3000, resumed=2944).end_turn(3100) == 0
 
 
+def test_states_of_a_long_answer() -> None:
+    """If states exist only while their boundary is computed, an answer saves ever fewer of them. The next turn recomputes at
+    most a quarter of the answer."""
+    groups, block_bytes = _recurrent_model(512)
+    plan = CheckpointPlan(groups, block_bytes, 10 * 512 + 1, resumed=9 * 512)
+    taken = [i for i in range(11, 43) if plan.answered(i * 512)]
+    assert taken == [11, 12, 13, 14, 16, 18, 21, 25, 30, 37]
+    assert plan.positions == [10 * 512, *(i * 512 for i in taken)]
+    repeated = CheckpointPlan(groups, block_bytes, 10 * 512 + 1, resumed=10 * 512)
+    assert not any(repeated.answered(i * 512) for i in range(11, 43))
+
+
 def test_prompt_that_ends_at_a_boundary() -> None:
     """The last token of a prompt is always computed: a checkpoint before it serves the same prompt again."""
     groups, block_bytes = _recurrent_model(512)
