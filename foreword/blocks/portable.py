@@ -30,8 +30,8 @@ HEAD_UNITS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class PortableUnits:
-    """The units of one rank's blocks. A block has `tokens_per_block x len(layouts)` units: all heads of the first tokens first.
+class BlockUnits:
+    """How the blocks of one rank divide into frames: `per_block x len(layouts)` units, all heads of the first tokens first.
 
     Attributes:
         layouts: layout of each head unit that the rank has, in order.
@@ -56,7 +56,7 @@ class PortableUnits:
         return self.per_block * len(self.layouts)
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Names of the rank's units, given the keys of a chain's units of tokens: all heads of the first tokens first."""
+        """Names of the rank's units, given the keys of a chain's units of tokens."""
         fingerprints = [layout.fingerprint for layout in self.layouts]
         return [fingerprint + key for key in keys for fingerprint in fingerprints]
 
@@ -66,9 +66,14 @@ class PortableUnits:
         return [unit for block in blocks for unit in range(block * size, (block + 1) * size)]
 
 
+def whole_blocks(layout: Layout) -> BlockUnits:
+    """Blocks that are not divided: each is one frame, in the layout of its instance."""
+    return BlockUnits((layout,), (layout,), 1, True)
+
+
 def portable_units(
     layout: Layout, *, unit_tokens: int = UNIT_TOKENS, head_units: int = HEAD_UNITS, replicas: int = 1
-) -> PortableUnits:
+) -> BlockUnits:
     """The units of a rank.
 
     Args:
@@ -101,4 +106,4 @@ def portable_units(
         for unit in range(units)
     )
     first = rank // replicas * own
-    return PortableUnits(every[first : first + own], every, layout.block_size // unit_tokens, rank % replicas == 0)
+    return BlockUnits(every[first : first + own], every, layout.block_size // unit_tokens, rank % replicas == 0)

@@ -107,7 +107,10 @@ class EngineParts:
         """Lets other instances read the blocks on the device and in this process's memory tiers."""
         assert self.chains is not None
         if self.offload is not None:
-            layout, tiers = self.offload.layouts[0], zip(self.stores.urls, self.offload.store.tiers, strict=True)
+            layout, tiers = (
+                self.offload.units[0].layouts[0],
+                zip(self.stores.urls, self.offload.store.tiers, strict=True),
+            )
             memory = [tier.store for url, tier in tiers if parse(url).scheme == "memory"]
         else:
             layout, memory = layout_of(self.runner.layers, bytes.fromhex(self.info.fingerprint)), []

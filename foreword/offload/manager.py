@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from foreword.blocks.layout import Layout
+from foreword.blocks.portable import BlockUnits, whole_blocks
 from foreword.errors import StoreError
 from foreword.offload.policy import PATIENCE, blocks_worth_loading, search_timeout
 from foreword.offload.search import Found, StoredGroup, find_resumable
@@ -137,7 +138,7 @@ class OffloadManager:
     Args:
         store: the tiers.
         staging: at least four slots. Half of them are for saves, half for loads.
-        layouts: layout of each KV group's blocks.
+        groups: how the blocks of each KV group divide into frames; a layout if a block is one frame.
         lookup_timeout: seconds that a request may wait for a search; or a tenth of the time to compute the blocks, if that is
             longer.
         load_timeout: upper limit in seconds for a load.
@@ -148,7 +149,7 @@ class OffloadManager:
         self,
         store: TieredStore,
         staging: StagingArena,
-        layouts: Sequence[Layout],
+        groups: Sequence[Layout | BlockUnits],
         *,
         lookup_timeout: float = 0.25,
         load_timeout: float = 30.0,
@@ -156,11 +157,14 @@ class OffloadManager:
         loaders: int = 4,
     ) -> None:
         self.store = store
-        self.layouts = tuple(layouts)
+        self.units = [whole_blocks(one) if isinstance(one, Layout) else one for one in groups]
         self.on_change = on_change
         self.prefill_rate = Rate()  # tokens per second
-        self._fingerprints = [layout.fingerprint for layout in layouts]
-        self._block_size = layouts[0].block_size
+        self._fingerprints = [[layout.fingerprint for layout in one.layouts] for one in self.units]
+        self._block_size = self.units[0].tokens * self.units[0].per_block
+        self._block_bytes = [
+            (HEADER_BYTES + size) * one.block_units for size, one in zip(staging.block_bytes, self.units, strict=True)
+        ]
         self._staging = staging
         half = staging.slots // 2
         self._saving_slots = StagingSlots(range(half))
@@ -183,8 +187,7 @@ class OffloadManager:
 
     def find(self, keys: Sequence[bytes]) -> StoreLoad:
         """Start a search for a chain's blocks, of a model with one KV group. `StoreLoad.places` has the result."""
-        names = [self._fingerprints[0] + key for key in keys]
-        store_load = StoreLoad(names, self._search_deadline(len(keys) * self._block_size))
+        store_load = StoreLoad(self.units[0].names(keys), self._search_deadline(len(keys) * self._block_size))
 
         def search() -> None:
             store_load.places = self.store.locate(store_load.names, deadline=store_load.deadline)
@@ -228,8 +231,9 @@ class OffloadManager:
         if per_token is None:
             return math.inf
         rates = [tier.read_rate.value for tier in self.store.tiers]
-        sizes = [HEADER_BYTES + size for size in self._staging.block_bytes]
-        loading = sum(sizes[group] / rates[place] if rates[place] else 0.0 for (group, _), place in places.items())
+        loading = sum(
+            self._block_bytes[group] / rates[place] if rates[place] else 0.0 for (group, _), place in places.items()
+        )
         saved = tokens * per_token - loading
         if saved <= 0:
             self._count(declined=1)
@@ -248,7 +252,7 @@ class OffloadManager:
         if not places or per_token is None:
             return len(places)
         rates = [tier.read_rate.value for tier in self.store.tiers]
-        load_seconds = (self._staging.frame_bytes / rates[tier] if rates[tier] else 0.0 for tier in places)
+        load_seconds = (max(self._block_bytes) / rates[tier] if rates[tier] else 0.0 for tier in places)
         best = blocks_worth_loading(load_seconds, per_token * self._block_size)
         if best == 0:
             self._count(declined=1)
@@ -376,22 +380,30 @@ class OffloadManager:
         """Queue full, computed blocks of a KV group for writing. They follow `parent` at position `depth` of their chain.
 
         The blocks are copied before the call returns. If the queue is full, its oldest blocks are dropped. Blocks are written
-        even if they were written before: the engine computed them because no store had them.
+        even if they were written before: the engine computed them because no store had them. Where blocks are divided, keys
+        and positions are those of their units of tokens.
         """
         if not self.store.writable:
             return
+        units = self.units[group].of_blocks(blocks)
+        headers = self._headers(keys, parent, depth, group)
         step = max(min(WRITE_BLOCKS, self._staging.slots // 4), 1)
-        for low in range(0, len(keys), step):
-            part = keys[low : low + step]
+        for low in range(0, len(units), step):
+            part = units[low : low + step]
             slots = self._take_slots(self._saving_slots, len(part))
             if slots is None:
-                self._dropped += len(keys) - low
+                self._dropped += len(units) - low
                 return
-            self._staging.gather(blocks[low : low + len(part)], slots, group)
-            parents = [keys[low - 1] if low else parent, *part[:-1]]
-            pairs = enumerate(zip(part, parents, strict=True), start=depth + low)
-            headers = [self._header(group, *pair, position) for position, pair in pairs]
-            self._writer.add(headers, slots, self._saving_slots, self.store.writable)
+            self._staging.gather(part, slots, group)
+            self._writer.add(headers[low : low + step], slots, self._saving_slots, self.store.writable)
+
+    def _headers(self, keys: Sequence[bytes], parent: bytes, depth: int, group: int) -> list[Header]:
+        size, fingerprints = self._staging.block_bytes[group], self._fingerprints[group]
+        return [
+            Header(fingerprint, key, before, position, RAW, size, size)
+            for position, (key, before) in enumerate(zip(keys, (parent, *keys[:-1]), strict=True), start=depth)
+            for fingerprint in fingerprints
+        ]
 
     def _take_slots(self, pool: StagingSlots, count: int) -> list[int] | None:
         """`count` slots of a pool. Drops blocks that wait to be written if necessary; None if that is not enough."""
@@ -402,15 +414,11 @@ class OffloadManager:
             slots = pool.take(count)
         return slots
 
-    def _header(self, group: int, key: bytes, parent: bytes, depth: int) -> Header:
-        size = self._staging.block_bytes[group]
-        return Header(self._fingerprints[group], key, parent, depth, RAW, size, size)
-
     # Pins, records, status
 
     def pin(self, keys: Sequence[bytes], *, pinned: bool = True) -> Future[int]:
         """Pin or unpin blocks in every tier. Queued blocks are written first."""
-        names = [self._fingerprints[0] + key for key in keys]
+        names = self.units[0].names(keys)
 
         def work() -> int:
             self._writer.flush(WRITE_TIMEOUT)
@@ -423,7 +431,8 @@ class OffloadManager:
         about each KV group."""
 
         def work() -> None:
-            for layout, more in zip(self.layouts, groups, strict=True):
+            pairs = zip(self.units, groups, strict=True)
+            for layout, more in ((layout, more) for one, more in pairs for layout in one.layouts):
                 record = json.dumps({**facts, **more, "layout": layout.describe()}, sort_keys=True).encode()
                 key = f"layouts/{layout.fingerprint.hex()}"
                 with contextlib.suppress(StoreError):  # the tier counts the error; blocks are found without the record

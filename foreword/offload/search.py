@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from foreword.blocks.resume import KVGroup, alignment, longest_resumable
-from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
 
 # Blocks of windows and recurrent states are looked up in batches of this size, from the end of the prompt.
@@ -18,20 +17,25 @@ class StoredGroup:
     """A KV group whose blocks are in the stores.
 
     Attributes:
-        layouts: fingerprint of each rank's layout. A block is present if every rank's part is.
+        layouts: fingerprint of each rank's layout, or of each head unit's. A block is present if all its parts are.
         keys_per_block: block keys are made of this many times fewer tokens than a block of this group has.
+        divided: every key of a block has a frame of its own, not only the last.
     """
 
     group: KVGroup
     layouts: tuple[bytes, ...]
     keys_per_block: int = 1
+    divided: bool = False
 
-    def key(self, keys: Sequence[bytes], block: int) -> bytes:
-        """The key of a block: that of the position at which it ends."""
-        return keys[(block + 1) * self.keys_per_block - 1]
+    @property
+    def frames(self) -> int:
+        """Frames of a block in each layout."""
+        return self.keys_per_block if self.divided else 1
 
-    def name(self, keys: Sequence[bytes], block: int, rank: int = 0) -> Name:
-        return self.layouts[rank] + self.key(keys, block)
+    def keys(self, chain: Sequence[bytes], blocks: Iterable[int]) -> list[bytes]:
+        """Keys of the frames of blocks, given the keys of the chain. A frame's key is that of the position at which it ends."""
+        ends = [(block + 1) * self.keys_per_block for block in blocks]
+        return [key for end in ends for key in chain[end - self.frames : end]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +96,16 @@ class _Lookup:
         one = self._groups[number]
         size = one.group.block_size
         blocks = range(self._held // size, limit // size)
+        keys = one.keys(self._keys, blocks)
         found: list[int] | None = None
-        for rank in range(len(one.layouts)):
-            names = [one.name(self._keys, block, rank) for block in blocks]
+        for layout in one.layouts:
+            names = [layout + key for key in keys]
             places = self._store.locate(names, deadline=self._deadline) if names else []
             found = places if found is None or len(places) < len(found) else found[: len(places)]
-        for block, place in zip(blocks, found or (), strict=False):
-            self.places[number, block] = place
-        return (blocks.start + len(found or ())) * size
+        count = len(found or ()) // one.frames
+        for at, block in enumerate(blocks[:count]):
+            self.places[number, block] = max((found or [])[at * one.frames : (at + 1) * one.frames])
+        return (blocks.start + count) * size
 
     def present(self, number: int, block: int) -> bool:
         one = self._groups[number]
@@ -117,9 +123,8 @@ class _Lookup:
         one = self._groups[number]
         first = max(last + 1 - _BATCH, self._held // one.group.block_size)
         blocks = [block for block in range(first, last + 1) if (number, block) not in self.places]
-        by_rank = []
-        for rank in range(len(one.layouts)):
-            names = [one.name(self._keys, block, rank) for block in blocks]
-            by_rank.append(self._store.find(names, deadline=self._deadline))
-        for block, places in zip(blocks, zip(*by_rank, strict=True), strict=True):
+        keys = one.keys(self._keys, blocks)
+        parts = [self._store.find([layout + key for key in keys], deadline=self._deadline) for layout in one.layouts]
+        for at, block in enumerate(blocks):
+            places = [place for part in parts for place in part[at * one.frames : (at + 1) * one.frames]]
             self.places[number, block] = -1 if -1 in places else max(places)

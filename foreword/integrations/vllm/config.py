@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -12,15 +12,42 @@ import vllm
 
 from foreword.blocks.keys import Scope
 from foreword.blocks.layout import Layout
+from foreword.blocks.portable import HEAD_UNITS, UNIT_TOKENS, BlockUnits, portable_units, whole_blocks
 from foreword.blocks.resume import alignment
 from foreword.config import StoreConfig, TransferConfig, build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
-from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups
+from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
 from foreword.integrations.vllm.weights import fingerprint_folder, model_folder
+from foreword.offload.search import StoredGroup
 from foreword.store.urls import loss_of
 from foreword.transfer.sockets import parse_address
 
 NULL_BLOCK = 0  # vLLM's block id in place of blocks behind a sliding window
+
+
+@dataclass(frozen=True, slots=True)
+class PortableSettings:
+    """The portable layout: how many tokens a unit has, and how many head units a model has at most. All instances that share
+    stores need the same."""
+
+    tokens: int = UNIT_TOKENS
+    heads: int = HEAD_UNITS
+
+    @classmethod
+    def take(cls, given: dict[str, Any]) -> PortableSettings | None:
+        """Take `layout`, `unit_tokens` and `head_units` out of settings. None for the native layout. Raises ConfigError."""
+        layout = given.pop("layout", "native")
+        if layout not in ("native", "portable"):
+            raise ConfigError(f'layout in kv_connector_extra_config is "native" or "portable", not {layout!r}')
+        units = {name: given.pop(name) for name in ("unit_tokens", "head_units") if name in given}
+        for name, count in units.items():
+            if layout == "native":
+                raise ConfigError(f'{name} in kv_connector_extra_config needs "layout": "portable"')
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ConfigError(f"{name} in kv_connector_extra_config is a number from 1 on, not {count!r}")
+        if layout == "native":
+            return None
+        return cls(units.get("unit_tokens", UNIT_TOKENS), units.get("head_units", HEAD_UNITS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +59,7 @@ class ConnectorSettings:
         transfer: how KV is transferred to and from other instances; None: not at all.
         listens: whether other instances may read this one's memory tiers and leases.
         produces, consumes: whether requests may have `do_remote_decode`, and `do_remote_prefill`.
+        units: tokens and head units of the portable layout; None for the native layout.
     """
 
     store: StoreConfig
@@ -40,6 +68,7 @@ class ConnectorSettings:
     listens: bool = False
     produces: bool = False
     consumes: bool = False
+    units: PortableSettings | None = None
 
     @classmethod
     def read(cls, extra: dict[str, Any], role: str = "kv_both") -> ConnectorSettings:
@@ -49,10 +78,14 @@ class ConnectorSettings:
         fingerprint = given.pop("fingerprint", None)
         listens = "transfer" in given
         transfer = _transfer(given.pop("transfer")) if listens else None if role == "kv_both" else TransferConfig()
+        units = PortableSettings.take(given)
+        if units is not None and transfer is not None:
+            raise ConfigError("KV is transferred between instances in the native layout; leave out layout or transfer")
         known = ("store", "fingerprint", "transfer", "staging", "lookup_timeout", "load_timeout", "flush_seconds")
         for key in given:
             if key not in known:
-                raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{did_you_mean(key, known)}")
+                suggestion = did_you_mean(key, (*known, "transfer", "layout", "unit_tokens", "head_units"))
+                raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{suggestion}")
         store = build(StoreConfig, "store", {"urls": [urls] if isinstance(urls, str) else list(urls), **given})
         if not store.urls and transfer is None:
             raise ConfigError('give stores in kv_connector_extra_config: {"store": ["disk:///var/cache/foreword"]}')
@@ -63,6 +96,7 @@ class ConnectorSettings:
             listens or role == "kv_producer",
             transfer is not None and role != "kv_consumer",
             transfer is not None and role != "kv_producer",
+            units,
         )
 
 
@@ -115,7 +149,8 @@ class KVCacheInfo:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
         self.groups = read_groups(kv_cache_config)
         self.num_blocks = int(kv_cache_config.num_blocks)
-        self.key_size = key_block_size(self.groups)
+        self._units = settings.units
+        self.key_size = key_block_size(self.groups) if settings.units is None else settings.units.tokens
         self.step = alignment([one.group for one in self.groups])
         self.whole = all(one.group.whole for one in self.groups)
         self.config = vllm_config
@@ -130,8 +165,14 @@ class KVCacheInfo:
                 raise ModelUnsupported("context parallelism is not supported by Foreword's connector")
         self.model = model_digest(vllm_config, settings)
         self.loss = loss_of(settings.store.urls)
+        self.units(0)
         events = getattr(vllm_config, "kv_events_config", None)
         self.events = bool(events is not None and events.enable_kv_cache_events)
+
+    @property
+    def portable(self) -> bool:
+        """Whether blocks are stored in the portable layout."""
+        return self._units is not None
 
     @property
     def divisible(self) -> bool:
@@ -177,6 +218,37 @@ class KVCacheInfo:
                 *one.formats(lambda spec: _block_format(self.config, spec.dtype, one.block_size, spec.head_size)),
             )
         )
+
+    def units(self, rank: int) -> tuple[BlockUnits, ...]:
+        """How one rank's blocks divide into frames, by group. Raises ConfigError, ModelUnsupported."""
+        if self._units is None:
+            return tuple(map(whole_blocks, self.layouts(rank)))
+        quantization = getattr(self.config.model_config, "quantization", None)
+        # What a native layout's `order` says of computed values besides their packing.
+        model = sha256(self.model + str(quantization).encode()).digest() if quantization else self.model
+        return tuple(
+            portable_units(
+                replace(layout, model=model),
+                unit_tokens=self._units.tokens,
+                head_units=self._units.heads,
+                replicas=one.replicas(self.config),
+            )
+            for one, layout in zip(self.groups, self.layouts(rank), strict=True)
+            if one.check_portable()
+        )
+
+    def stored_groups(self) -> tuple[StoredGroup, ...]:
+        """The groups as searches need them."""
+        if self._units is None:
+            return stored_groups(self.groups, self.fingerprints())
+        return tuple(
+            StoredGroup(one.group, tuple(layout.fingerprint for layout in units.every), units.per_block, divided=True)
+            for one, units in zip(self.groups, self.units(0), strict=True)
+        )
+
+    def keys_before(self, number: int) -> int:
+        """How many block keys before the end of a block of a group have frames of its own."""
+        return 1 if self._units is None else self.groups[number].block_size // self.key_size
 
     def fingerprints(self) -> list[list[bytes]]:
         """Fingerprints of the layouts by rank, then by group."""

@@ -53,10 +53,10 @@ class _MemoryService(TransferService):
 class LookupEndpoint:
     """A Unix socket on which the scheduler asks what is in the worker's memory. Only this user may enter its folder."""
 
-    def __init__(self, layouts: Sequence[Layout], memory: Sequence[Store], engine: str) -> None:
+    def __init__(self, layouts: Sequence[Layout], memory: Sequence[Store], engine: str, rank: int) -> None:
         remove_stale_folders()
         word = "".join(letter for letter in engine if letter.isalnum())[:16]
-        self._folder = _private_folder(f"{_FOLDER_PREFIX}{word}-{layouts[0].shard[0]}-")
+        self._folder = _private_folder(f"{_FOLDER_PREFIX}{word}-{rank}-")
         config = TransferConfig(bind=f"unix:{self._folder}/socket", links=("tcp",), ring="64KiB", queue="64KiB")
         self._endpoint = TransferEndpoint(config, _MemoryService(layouts, memory))
         self.address = self._endpoint.listen()

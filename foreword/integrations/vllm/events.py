@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.portable import BlockUnits
 from foreword.integrations.vllm.step_messages import TierChange
 from foreword.routing.kv_event_wire import LOCAL, REMOTE
 from foreword.store.base import Name
@@ -41,12 +42,13 @@ class TierWatch:
     """Collects the changes in the tiers of one rank's store. Changes come on any thread.
 
     Args:
-        layouts: fingerprint of each KV group's layout.
+        units: how this rank's blocks divide, by KV group.
     """
 
-    def __init__(self, store: TieredStore, rank: int, layouts: Sequence[bytes]) -> None:
-        self._rank = rank
-        self._groups = {layout: group for group, layout in enumerate(layouts)}
+    def __init__(self, store: TieredStore, units: Sequence[BlockUnits]) -> None:
+        self._parts = {
+            layout.fingerprint: (layout.shard[0], group) for group, one in enumerate(units) for layout in one.layouts
+        }
         self._lock = threading.Lock()
         self._changes: list[TierChange] = []
         store.subscribe(self._note)
@@ -54,10 +56,10 @@ class TierWatch:
     def _note(self, tier: int, stored: bool, names: Sequence[Name]) -> None:
         for layout, some in itertools.groupby(names, key=lambda name: name[:FINGERPRINT_BYTES]):
             keys = tuple(name[FINGERPRINT_BYTES:] for name in some)
-            group = self._groups.get(layout)
-            if group is not None:
+            if layout in self._parts:
+                part, group = self._parts[layout]
                 with self._lock:
-                    self._changes.append(TierChange(self._rank, tier, group, stored, keys))
+                    self._changes.append(TierChange(part, tier, group, stored, keys))
 
     @property
     def pending(self) -> bool:
@@ -100,15 +102,16 @@ class TierEvents:
 
     Args:
         tiers: scheme of the URL and label of each tier.
+        parts: of each KV group, how many layouts keep parts of a block: one per rank, or per head unit.
         block_sizes: tokens per block of each KV group.
 
     Attributes:
         hash_size: tokens per block hash of vLLM, which may be a part of a block.
     """
 
-    def __init__(self, tiers: Sequence[tuple[str, str]], ranks: int, block_sizes: Sequence[int]) -> None:
+    def __init__(self, tiers: Sequence[tuple[str, str]], parts: Sequence[int], block_sizes: Sequence[int]) -> None:
         self._tiers = tiers
-        self._all = (1 << ranks) - 1
+        self._all = [(1 << count) - 1 for count in parts]
         self._block_sizes = block_sizes
         self.hash_size = min(block_sizes)
         self._expected: OrderedDict[_GroupKey, _BlockInfo] = OrderedDict()
@@ -141,7 +144,7 @@ class TierEvents:
         """A lookup found this block in no tier: publish its removal if another process has evicted it."""
         known = self._stored_in.pop((group, key), None)
         if known is not None:
-            complete = [tier for tier, ranks in known.ranks.items() if ranks == self._all]
+            complete = [tier for tier, ranks in known.ranks.items() if ranks == self._all[group]]
             self._events += [self._removed_event(tier, group, [known.hash]) for tier in complete]
 
     def take(self) -> list[KVCacheEvent]:
@@ -160,7 +163,7 @@ class TierEvents:
                 self._stored_in.popitem(last=False)
         before = known.ranks.get(change.tier, 0)
         known.ranks[change.tier] = before | 1 << change.rank
-        return before != self._all and known.ranks[change.tier] == self._all
+        return before != self._all[change.group] and known.ranks[change.tier] == self._all[change.group]
 
     def _note_removed(self, change: TierChange, key: _GroupKey) -> bool:
         """Whether all ranks had the block in this tier until this change."""
@@ -169,7 +172,7 @@ class TierEvents:
             return False
         before = known.ranks.get(change.tier, 0)
         known.ranks[change.tier] = before & ~(1 << change.rank)
-        return before == self._all
+        return before == self._all[change.group]
 
     def _publish(self, tier: int, group: int, stored: bool, keys: Sequence[_GroupKey]) -> None:
         if not keys:

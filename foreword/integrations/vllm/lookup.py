@@ -26,7 +26,7 @@ class StoreLookup:
     """
 
     def __init__(self, info: KVCacheInfo, settings: ConnectorSettings) -> None:
-        self._layouts = info.fingerprints()
+        self._units = [info.units(rank) for rank in range(info.ranks)]
         self._memory: RankStores | None = None
         layouts = [info.layouts(rank) for rank in range(info.ranks)]
         openers = {
@@ -49,7 +49,13 @@ class StoreLookup:
         if self._memory is not None:
             label = self._memory.label
             workers = {rank: worker_memory(where, label) for rank, where in addresses.items() if where}
-            self._memory.set_ranks({one: store for rank, store in workers.items() for one in self._layouts[rank]})
+            layouts = (
+                (store, layout)
+                for rank, store in workers.items()
+                for one in self._units[rank]
+                for layout in one.layouts
+            )
+            self._memory.set_ranks({layout.fingerprint: store for store, layout in layouts})
 
     def find_position(self, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, limit: int) -> StoreLoad:
         """Start a search."""

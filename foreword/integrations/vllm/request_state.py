@@ -94,8 +94,14 @@ class RequestState:
     def save(self, info: KVCacheInfo, group: int, numbers: Sequence[int], ids: Sequence[int]) -> BlockSave:
         """A save of consecutive blocks."""
         size = info.groups[group].block_size
-        keys = tuple(self.key_at(info, (block + 1) * size) for block in numbers)
-        return BlockSave(group, keys, self.key_at(info, numbers[0] * size), numbers[0], tuple(ids))
+        keys, depth = self.frame_keys(info, group, numbers), numbers[0] * info.keys_before(group)
+        return BlockSave(group, keys, self.key_at(info, numbers[0] * size), depth, tuple(ids))
+
+    def frame_keys(self, info: KVCacheInfo, group: int, numbers: Iterable[int]) -> tuple[bytes, ...]:
+        """Keys of the frames of a group's blocks."""
+        size, count = info.groups[group].block_size, info.keys_before(group)
+        ends = ((block + 1) * size for block in numbers)
+        return tuple(self.key_at(info, end - back * info.key_size) for end in ends for back in range(count - 1, -1, -1))
 
     def key_at(self, info: KVCacheInfo, tokens: int) -> bytes:
         """The key of the block that ends after `tokens` tokens; the root at 0."""

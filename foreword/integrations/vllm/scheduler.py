@@ -14,7 +14,6 @@ from vllm.v1.request import RequestStatus
 from foreword.blocks.keys import TokenChain
 from foreword.integrations.vllm.config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.events import TierEvents
-from foreword.integrations.vllm.groups import stored_groups
 from foreword.integrations.vllm.handoff import HandoffScheduler
 from foreword.integrations.vllm.lookup import StoreLookup
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
@@ -47,7 +46,7 @@ class ForewordConnectorScheduler:
 
     def __init__(self, info: KVCacheInfo, settings: ConnectorSettings, engine: str) -> None:
         self._info = info
-        self._groups = stored_groups(info.groups, info.fingerprints())
+        self._groups = info.stored_groups()
         self._requests: dict[str, RequestState] = {}
         self._to_load: list[BlockLoad] = []
         self._loading: dict[str, BlockLoad] = {}
@@ -70,7 +69,9 @@ class ForewordConnectorScheduler:
         self._handoff = HandoffScheduler(info, settings)
         tiers = [(scheme, label) for label, scheme in self._schemes.items()]
         sizes = [one.block_size for one in info.groups]
-        self.events = TierEvents(tiers, info.ranks, sizes) if info.events else None
+        self.events = (
+            TierEvents(tiers, [len(one.layouts) for one in info.stored_groups()], sizes) if info.events else None
+        )
 
     # Lookup
 
@@ -196,7 +197,7 @@ class ForewordConnectorScheduler:
         state.skip_to(self._info, position)
         if self.events is not None:
             for part in parts:
-                self.events.expect(request, part.group, part.numbers, part.keys)
+                self.events.expect(request, part.group, part.numbers, self._last_keys(part.group, part.keys))
 
     def _parts(self, state: RequestState, found: Found, position: int, ids: BlockIds) -> Iterator[GroupBlocks]:
         """What each group needs to continue from `position`."""
@@ -208,7 +209,7 @@ class ForewordConnectorScheduler:
                 if block * one.block_size >= state.held and table[block] != NULL_BLOCK
             ]
             if blocks:
-                keys = tuple(state.key_at(self._info, (block + 1) * one.block_size) for block in blocks)
+                keys = state.frame_keys(self._info, number, blocks)
                 places = tuple(found.places[number, block] for block in blocks)
                 yield GroupBlocks(number, tuple(blocks), keys, places, tuple(table[block] for block in blocks))
 
@@ -301,7 +302,14 @@ class ForewordConnectorScheduler:
     def _expect(self, request: Any, saves: Sequence[BlockSave]) -> None:
         if self.events is not None:
             for save in saves:
-                self.events.expect(request, save.group, range(save.depth, save.depth + len(save.keys)), save.keys)
+                keys = self._last_keys(save.group, save.keys)
+                first = save.depth // self._info.keys_before(save.group)
+                self.events.expect(request, save.group, range(first, first + len(keys)), keys)
+
+    def _last_keys(self, group: int, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Of the keys of blocks' frames, those of the blocks."""
+        size = self._info.keys_before(group)
+        return keys[size - 1 :: size]
 
     # Results
 

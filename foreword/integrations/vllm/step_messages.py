@@ -36,7 +36,7 @@ class GroupBlocks:
 
     Attributes:
         numbers: index of each block in the request's chain.
-        keys: block keys, without the rank's layout fingerprint.
+        keys: keys of the blocks' frames, without the rank's layout fingerprint: one per block, or per unit of its tokens.
         places: index of the tier that has each block.
         blocks: vLLM's block ids.
     """
@@ -66,8 +66,8 @@ class BlockLoad:
 
 @dataclass(frozen=True, slots=True)
 class BlockSave:
-    """Consecutive blocks of a KV group that are computed when this step ends: their keys, the key before them, the index of
-    the first in the chain, and vLLM's block ids."""
+    """Consecutive blocks of a KV group that are computed when this step ends: the keys of their frames, the key before them,
+    the index of the first frame in the chain, and vLLM's block ids."""
 
     group: int
     keys: tuple[bytes, ...]

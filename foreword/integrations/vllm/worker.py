@@ -26,6 +26,7 @@ from foreword.integrations.vllm.events import TierWatch
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.leases import KVLeases
 from foreword.integrations.vllm.metrics import ForewordStats, StatsReader
+from foreword.integrations.vllm.portable import unit_group
 from foreword.integrations.vllm.producers import LeaseReader
 from foreword.integrations.vllm.rank_stores import open_tiers, rank_peer_opener
 from foreword.integrations.vllm.step_messages import (
@@ -35,7 +36,7 @@ from foreword.integrations.vllm.step_messages import (
     WorkerHandshake,
 )
 from foreword.offload.manager import OffloadManager, StoreLoad
-from foreword.offload.staging import StagingArena
+from foreword.offload.staging import StagedGroup, StagingArena
 from foreword.store.background import set_background_cores, use_background_cores
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
@@ -80,6 +81,8 @@ class ForewordConnectorWorker:
         self._settings = settings
         self._engine = engine
         self.offload: OffloadManager | None = None
+        self._memory_tiers: list[Store] = []
+        self._saves: list[bool] = []
         self._loading: dict[str, StoreLoad] = {}
         self._lease_readers: dict[str, LeaseReader] = {}
         self._lookups: LookupEndpoint | None = None
@@ -108,23 +111,32 @@ class ForewordConnectorWorker:
         info, config = self._info, self._settings.store
         rank = get_tensor_model_parallel_rank() if info.ranks > 1 else 0
         tensors = [block_views(kv_caches, one.layer_names, info.num_blocks) for one in info.groups]
-        layouts = info.layouts(rank)
-        longest = max(layout.block_bytes for layout in layouts)
-        blocks = parse_bytes(config.staging) // (longest + HEADER_BYTES)
-        staging = StagingArena(tensors, max(min(blocks, 2 * info.num_blocks), _MIN_SLOTS))
-        for size, layout, one in zip(staging.block_bytes, layouts, info.groups, strict=True):
-            if size != layout.block_bytes:
+        layouts, units = info.layouts(rank), info.units(rank)
+        longest = max(layout.block_bytes for one in units for layout in one.layouts)
+        frames = 2 * info.num_blocks * max(one.block_units for one in units)
+        slots = max(min(parse_bytes(config.staging) // (longest + HEADER_BYTES), frames), _MIN_SLOTS)
+        staged: Sequence[Sequence[torch.Tensor] | StagedGroup] = tensors
+        if info.portable:
+            staged = [unit_group(kv_caches, info.config, *one) for one in zip(info.groups, units, strict=True)]
+        staging = StagingArena(staged, slots)
+        for size, divided, one in zip(staging.block_bytes, units, info.groups, strict=True):
+            expected = divided.layouts[0].block_bytes
+            if size != expected:
                 raise ModelUnsupported(
                     f"vLLM's blocks of {one.layer_names[0]} have {size} bytes, but its description of the layers says "
-                    f"{layout.block_bytes}"
+                    f"{expected}"
                 )
         transfer = rank_config(self._settings.transfer or TransferConfig(), layouts[0].shard, longest)
         store = open_tiers(config.urls, layouts[0], {"peer": rank_peer_opener(transfer, rank, info.ranks)})
         if info.events:
-            self._changes = TierWatch(store, rank, [layout.fingerprint for layout in layouts])
+            self._changes = TierWatch(store, units)
         self.offload = OffloadManager(
-            store, staging, layouts, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
+            store, staging, units, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
         )
+        self._memory_tiers = [
+            tier.store for url, tier in zip(config.urls, store.tiers, strict=True) if parse(url).scheme == "memory"
+        ]
+        self._saves = [one.writes or bool(self._memory_tiers) for one in units]
         self._listen(transfer, layouts, tensors, store)
         self._stats = StatsReader(self.offload, rank, self._instances.leases if self._instances is not None else None)
         if config.urls:
@@ -139,8 +151,9 @@ class ForewordConnectorWorker:
             __version__,
             ", ".join(map(_tier_in_words, store.tiers)) or "none",
             "; ".join(
-                f"{one.group.kind} blocks of {layout.block_bytes} bytes, layout {layout.fingerprint.hex()[:12]}"
-                for one, layout in zip(info.groups, layouts, strict=True)
+                f"{one.group.kind} blocks of {layout.block_bytes} bytes, layout {divided.layouts[0].fingerprint.hex()[:12]}"
+                f"{f' ({divided.block_units} units)' if divided.block_units > 1 else ''}"
+                for one, layout, divided in zip(info.groups, layouts, units, strict=True)
             ),
         )
 
@@ -152,10 +165,11 @@ class ForewordConnectorWorker:
         store: TieredStore,
     ) -> None:
         """Listen for lookups of a scheduler in another process, if there is a memory tier, and for other instances."""
-        tiers = zip(self._settings.store.urls, store.tiers, strict=True)
-        memory: list[Store] = [tier.store for url, tier in tiers if parse(url).scheme == "memory"]
+        memory = self._memory_tiers
         if memory and self._info.separate:
-            self._lookups = LookupEndpoint(layouts, memory, self._engine)
+            assert self.offload is not None
+            found = [layout for one in self.offload.units for layout in one.layouts]
+            self._lookups = LookupEndpoint(found, memory, self._engine, layouts[0].shard[0])
         if self._settings.transfer is None:
             return
         label = _unused_label(PRODUCERS_LABEL, store)
@@ -179,8 +193,8 @@ class ForewordConnectorWorker:
         for load in loads:
             store_load = self._store_load(load)
             self._loading[load.request_id] = store_load
-            blocks = [block for part in load.parts for block in part.blocks]
-            start = partial(self.offload.load, store_load, 0, blocks)
+            numbers = [unit for part in load.parts for unit in self.offload.units[part.group].of_blocks(part.blocks)]
+            start = partial(self.offload.load, store_load, 0, numbers)
             if load.producer is None or self._instances is None:
                 start()
             else:
@@ -189,10 +203,11 @@ class ForewordConnectorWorker:
 
     def _store_load(self, load: BlockLoad) -> StoreLoad:
         assert self.offload is not None
-        fingerprints = [layout.fingerprint for layout in self.offload.layouts]
-        found = StoreLoad([fingerprints[part.group] + key for part in load.parts for key in part.keys], math.inf)
-        found.places = [place for part in load.parts for place in part.places]
-        found.groups = [part.group for part in load.parts for _ in part.keys]
+        units = self.offload.units
+        found = StoreLoad([name for part in load.parts for name in units[part.group].names(part.keys)], math.inf)
+        places = [(part, place) for part in load.parts for place in part.places]
+        found.places = [place for part, place in places for _ in range(units[part.group].block_units)]
+        found.groups = [part.group for part, _ in places for _ in range(units[part.group].block_units)]
         found.tokens, found.started = load.position - load.held, time.monotonic()
         return found
 
@@ -205,6 +220,7 @@ class ForewordConnectorWorker:
 
     def take_received(self) -> set[str]:
         """Requests whose loads have ended since the last call: nothing is written into their blocks any more."""
+        assert self.offload is not None
         ended = {request_id: load for request_id, load in self._loading.items() if load.done}
         for request_id, load in ended.items():
             del self._loading[request_id]
@@ -216,7 +232,8 @@ class ForewordConnectorWorker:
             if count == len(load.blocks):
                 continue
             if self._info.divisible:
-                self._failed_blocks.update(load.blocks[count:])
+                size = self.offload.units[0].block_units
+                self._failed_blocks.update(unit // size for unit in load.blocks[count:])
             else:
                 self._failed_requests.add(request_id)
         return set(ended)
@@ -250,7 +267,8 @@ class ForewordConnectorWorker:
         if metadata.tokens >= MEASURED_TOKENS:
             self.offload.prefill_rate.note(metadata.tokens, time.monotonic() - self.step_started)
         for save in metadata.saves:
-            self.offload.save(save.keys, save.parent, save.depth, save.blocks, save.group)
+            if self._saves[save.group]:
+                self.offload.save(save.keys, save.parent, save.depth, save.blocks, save.group)
         self._saved_requests.update(metadata.finished)
         if self._leases is not None:
             for lease in metadata.leases:
