@@ -2,9 +2,10 @@
 
     python benchmarks/portable_layout.py [--tokens 4096] [--rounds 15] [--stores memory disk] [--json FILE]
 
-The KV is that of an 88M-parameter Llama (12 layers, 4 KV heads of 64), in the packings of vLLM's CPU backend: `vec` (K transposed)
-and, for bfloat16 on processors with AMX, `amx` (tiles). Each round saves the prompt's blocks and waits until they are written, then
-finds and loads them into other blocks, first in the native layout, then in each portable one. A unit is written tokens x heads.
+The KV is that of an 88M-parameter Llama (12 layers, 4 KV heads of 64), in the packings of vLLM's CPU backend: `vec` (K
+transposed) and, for bfloat16 on processors with AMX, `amx` (tiles). Each round saves the prompt's blocks and waits until they
+are written, then finds and loads them into other blocks, in the native layout and then in each portable one. A unit is written
+tokens x heads.
 
 load         find all blocks and load them, median of the rounds: wall time, and processor time of all threads
 save         until the blocks are copied out of the KV cache, which a step of the engine waits for
