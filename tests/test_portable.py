@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,16 +15,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.portable import portable_units
+from foreword.blocks.resume import GroupKind, KVGroup
+from foreword.conformance import soon
 from foreword.engine.kernels.units import copy_compiled
 from foreword.errors import ConfigError, ModelUnsupported
 from foreword.integrations.vllm.packing import cpu_planes, plain_planes
+from foreword.offload.manager import OffloadManager
 from foreword.offload.portable import UnitCopyMaker, UnitGroup, copy_with_views
+from foreword.offload.search import StoredGroup, find_resumable
 from foreword.offload.staging import StagingArena
-from foreword.store.frame import HEADER_BYTES
+from foreword.store.base import Store
+from foreword.store.frame import HEADER_BYTES, Frame, read_header
+from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.tiered import TieredStore
 
 COPIES = [pytest.param(copy_with_views, id="views"), pytest.param(copy_compiled, id="compiled")]
+ROOT = bytes(32)
+DIM = 32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -203,3 +216,113 @@ def test_packings_that_are_not_known(packing: str, tokens: int, dims: int) -> No
             cpu_planes(wrong, "vec", dims)
         with pytest.raises(ModelUnsupported, match="KV cache of shape"):
             plain_planes(wrong, dims, dims)
+
+
+class Rank:
+    """One rank of an instance: K and V of two layers, packed like vLLM's `vec`, over a shared store."""
+
+    def __init__(
+        self, store: Store, kv: Sequence[Tensor], block_size: int, shard: tuple[int, int], replicas: int
+    ) -> None:
+        heads, blocks = kv[0].shape[1] * replicas // shard[1], len(kv[0]) // block_size
+        own = Layout(b"m" * 32, block_size, (LayerLayout(heads, DIM, DIM),) * 2, "float32", order="vec", shard=shard)
+        self.units = portable_units(own, unit_tokens=16, head_units=4, replicas=replicas)
+        first = shard[0] // replicas * heads
+        self.kv = [one[:, first : first + heads] for one in kv]
+        self.caches = [torch.zeros(2 * blocks, heads, block_size, 2 * DIM) for _ in range(2)]
+        planes = [plane for cache in self.caches for plane in cpu_planes(cache, "vec", DIM)]
+        group = UnitGroup(planes, 16, len(self.units.layouts))
+        self.offload = OffloadManager(
+            TieredStore([store]), StagingArena([group], 256), [self.units], lookup_timeout=60.0, load_timeout=60.0
+        )
+        self.blocks = list(range(1, 2 * blocks, 2))  # every other one
+        self.planes = planes
+
+    def tokens(self) -> list[Tensor]:
+        """K and V `[tokens, heads, dim]` of each layer, from the cache."""
+        heads = self.kv[0].shape[1]
+        return [plane[self.blocks].reshape(-1, heads, DIM) for plane in self.planes]
+
+    def compute(self) -> None:
+        for plane, values in zip(self.planes, self.kv, strict=True):
+            target = plane[self.blocks]
+            for number, block in enumerate(self.blocks):
+                plane[block] = values.view(len(self.blocks), *target.shape[1:3], *target.shape[3:])[number]
+
+    def save(self, keys: Sequence[bytes]) -> None:
+        if self.units.writes:
+            self.offload.save(keys, ROOT, 0, self.blocks)
+            assert self.offload.flush(60.0)
+
+    def load(self, keys: Sequence[bytes]) -> int:
+        """How many frames were loaded."""
+        found = self.offload.find(keys)
+        wait_for(lambda: found.places is not None)
+        self.offload.load(found, 0, self.units.of_blocks(self.blocks))
+        wait_for(lambda: found.finished)
+        return found.loaded
+
+
+def wait_for(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def instance(store: Store, kv: Sequence[Tensor], block_size: int, ranks: int) -> list[Rank]:
+    replicas = max(ranks // kv[0].shape[1], 1)
+    return [Rank(store, kv, block_size, (rank, ranks), replicas) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("heads", [4, 2, 1])
+@pytest.mark.parametrize(
+    ("writer", "reader"), [((32, 1), (64, 2)), ((64, 2), (32, 1)), ((16, 4), (128, 1)), ((128, 1), (16, 4))]
+)
+def test_unequal_instances_share_a_store(heads: int, writer: tuple[int, int], reader: tuple[int, int]) -> None:
+    """What an instance of one block size and number of ranks saved, one of another loads: all of it, in the right places. Heads
+    that several ranks have are written once."""
+    draw = torch.Generator().manual_seed(7)
+    kv = [torch.randn(256, heads, DIM, generator=draw) for _ in range(4)]
+    keys = chain_keys(ROOT, range(256), 16)
+    store = MemoryStore(1 << 22)
+    written = instance(store, kv, *writer)
+    for rank in written:
+        rank.compute()
+        rank.save(keys)
+    units = math.gcd(4, heads)
+    assert store.status().blocks == 256 // 16 * units
+    for rank in instance(store, kv, *reader):
+        assert rank.load(keys) == len(keys) * len(rank.units.layouts)
+        for loaded, expected in zip(rank.tokens(), rank.kv, strict=True):
+            assert torch.equal(loaded, expected)
+        assert not any(cache[::2].any() for cache in rank.caches)
+
+
+def test_units_of_others_are_misses() -> None:
+    """A search finds a position only if all head units of all its tokens are there. A unit of another head, or at another
+    position, under a wanted name is a miss."""
+    kv = [torch.randn(128, 4, DIM) for _ in range(4)]
+    keys = chain_keys(ROOT, range(128), 16)
+    store = MemoryStore(1 << 22)
+    [alone] = instance(store, kv, 32, 1)
+    alone.compute()
+    alone.save(keys)
+    layouts = tuple(layout.fingerprint for layout in alone.units.every)
+    group = StoredGroup(KVGroup(GroupKind.FULL, 32), layouts, 2, divided=True)
+
+    def position() -> int:
+        return find_resumable(TieredStore([store]), [group], keys, 0, 128, deadline=soon()).position
+
+    assert position() == 128
+    names = [layouts[3] + keys[5], layouts[0] + keys[2]]
+    for name, expected in zip(names, (64, 32), strict=True):
+        assert store.delete([name], deadline=soon()) == 1
+        assert position() == expected
+    wrong = memoryview(bytearray(HEADER_BYTES + alone.units.layouts[0].block_bytes))
+    for source, name in zip((layouts[2] + keys[5], layouts[0] + keys[3]), names, strict=True):
+        assert store.get([source], [wrong], deadline=soon()) == [len(wrong)]
+        header = replace(read_header(wrong), layout=name[:16], key=name[16:])
+        store.put([Frame(header, wrong)], deadline=soon())
+    assert position() == 128
+    assert alone.load(keys) == 2 * 4
