@@ -28,6 +28,8 @@ from foreword.offload.portable import UnitCopyMaker, UnitGroup, copy_with_views
 from foreword.offload.search import StoredGroup, find_resumable
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Store
+from foreword.store.codecs.base import codec_named
+from foreword.store.codecs.coded_store import CodedStore
 from foreword.store.frame import HEADER_BYTES, Frame, read_header
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
@@ -232,8 +234,9 @@ class Rank:
         self.caches = [torch.zeros(2 * blocks, heads, block_size, 2 * DIM) for _ in range(2)]
         planes = [plane for cache in self.caches for plane in cpu_planes(cache, "vec", DIM)]
         group = UnitGroup(planes, 16, len(self.units.layouts))
+        self.staging = StagingArena([group], 256)
         self.offload = OffloadManager(
-            TieredStore([store]), StagingArena([group], 256), [self.units], lookup_timeout=60.0, load_timeout=60.0
+            TieredStore([store]), self.staging, [self.units], lookup_timeout=60.0, load_timeout=60.0
         )
         self.blocks = list(range(1, 2 * blocks, 2))  # every other one
         self.planes = planes
@@ -326,3 +329,23 @@ def test_units_of_others_are_misses() -> None:
         store.put([Frame(header, wrong)], deadline=soon())
     assert position() == 128
     assert alone.load(keys) == 2 * 4
+
+
+def test_codecs_encode_all_head_units() -> None:
+    """A codec of a tier encodes the units of all heads, a lossy one too, and the units come back."""
+    kv = [torch.randn(64, 4, DIM) for _ in range(4)]
+    keys = chain_keys(ROOT, range(64), 16)
+    inner = MemoryStore(1 << 22)
+    plain = Rank(inner, kv, 32, (0, 1), 1)
+    lossy = [replace(layout, loss="int8") for layout in plain.units.every]
+    store = CodedStore(inner, codec_named("int8"), *lossy)
+    plain.units = replace(plain.units, layouts=tuple(lossy), every=tuple(lossy))
+    plain.offload = OffloadManager(TieredStore([store]), plain.staging, [plain.units], lookup_timeout=60.0)
+    plain.compute()
+    plain.save(keys)
+    assert store.status().notes["codec_encoded"] == store.status().blocks == 4 * 4
+    for plane in plain.planes:
+        plane.zero_()
+    assert plain.load(keys) == 4 * 4
+    for loaded, expected in zip(plain.tokens(), kv, strict=True):
+        assert torch.allclose(loaded, expected, atol=0.05)

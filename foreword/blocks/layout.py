@@ -44,7 +44,7 @@ class Layout:
     Attributes:
         model: fingerprint of the weights. Keys cover it too; here it tells tools which model a store's blocks belong to.
         dtype: `float32`, `bfloat16` or `float16`.
-        shard: `(rank, world size)` of tensor parallelism.
+        shard: `(rank, world size)` of tensor parallelism, or `(head unit, head units)` of the portable layout.
         loss: lossy codecs that a block may have passed, "" for none. It keeps lossy and exact blocks apart.
         group: which of the model's KV groups the layers are, "" for all layers. It keeps groups apart.
         opaque_bytes: bytes of a block that is not keys and values per token, such as a recurrent state. 0: as `layers` say.

@@ -99,12 +99,17 @@ def parse(url: str) -> StoreUrl:
 
 
 def open_store(
-    urls: Sequence[str], layout: Layout | None = None, openers: Mapping[str, Opener] | None = None
+    urls: Sequence[str],
+    layout: Layout | None = None,
+    openers: Mapping[str, Opener] | None = None,
+    *,
+    more_layouts: Sequence[Layout] = (),
 ) -> TieredStore:
     """Open a tiered store, fastest tier first.
 
     Args:
         layout: layout of the blocks. Without it (tools), encoded blocks stay encoded.
+        more_layouts: of further blocks, which codecs encode too.
         openers: functions that open URLs of further schemes, by scheme (`foreword.transfer.peer.opener`).
 
     Raises:
@@ -116,7 +121,8 @@ def open_store(
     opened: list[Store] = []
     try:
         for url in _with_distinct_labels(parsed):
-            opened.append(_with_codec(_open(url, layout, openers or {}), url.codec, layout))
+            store = _open(url, layout, openers or {})
+            opened.append(store if layout is None else _with_codec(store, url.codec, (layout, *more_layouts)))
     except BaseException:
         for store in opened:
             store.close()
@@ -145,13 +151,13 @@ def _with_distinct_labels(urls: Sequence[StoreUrl]) -> list[StoreUrl]:
     return named
 
 
-def _with_codec(store: Store, codec: str, layout: Layout | None) -> Store:
-    if codec == "raw" or layout is None:
+def _with_codec(store: Store, codec: str, layouts: Sequence[Layout]) -> Store:
+    if codec == "raw":
         return store
     from foreword.store.codecs.base import codec_named
     from foreword.store.codecs.coded_store import CodedStore
 
-    return CodedStore(store, codec_named(codec), layout)
+    return CodedStore(store, codec_named(codec), *layouts)
 
 
 def _open(url: StoreUrl, layout: Layout | None, openers: Mapping[str, Opener]) -> Store:

@@ -223,12 +223,11 @@ class KVCacheInfo:
         """How one rank's blocks divide into frames, by group. Raises ConfigError, ModelUnsupported."""
         if self._units is None:
             return tuple(map(whole_blocks, self.layouts(rank)))
-        quantization = getattr(self.config.model_config, "quantization", None)
-        # What a native layout's `order` says of computed values besides their packing.
-        model = sha256(self.model + str(quantization).encode()).digest() if quantization else self.model
+        # It changes computed values; a native layout's `order` has it.
+        quantization = getattr(self.config.model_config, "quantization", None) or ""
         return tuple(
             portable_units(
-                replace(layout, model=model),
+                replace(layout, group=f"{layout.group} {quantization}".strip()),
                 unit_tokens=self._units.tokens,
                 head_units=self._units.heads,
                 replicas=one.replicas(self.config),

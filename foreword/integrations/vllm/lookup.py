@@ -33,7 +33,7 @@ class StoreLookup:
             "memory": self._open_memory,
             "peer": lookup_peer_opener(settings.transfer or TransferConfig(), layouts),
         }
-        self.store = open_tiers(settings.store.urls, None, openers)
+        self.store = open_tiers(settings.store.urls, (), openers)
         self._timeout = settings.store.lookup_timeout
         self.prefill_rate = Rate()
         self._pool = ThreadPoolExecutor(4, "foreword-lookup")

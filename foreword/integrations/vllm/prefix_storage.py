@@ -83,6 +83,7 @@ class ConnectorStorage(PrefixStorage):
     def __init__(self, vllm_config: Any) -> None:
         settings = connector_settings(vllm_config)
         self._model = model_digest(vllm_config, settings)
+        self._units = settings.units
         self._name = str(vllm_config.model_config.model)
         self._dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
         self._ranks = int(vllm_config.parallel_config.tensor_parallel_size)
@@ -115,8 +116,8 @@ class ConnectorStorage(PrefixStorage):
         return bool(self._layouts)
 
     def _own(self, known: Iterable[LayoutRecord]) -> list[_GroupLayout]:
-        """This server's layouts: one per rank and KV group. Servers of other versions or dtypes may share the stores. Where
-        that cannot be told apart theirs are taken too, which pins more than needed."""
+        """This server's layouts: one per KV group and rank, or head unit. Servers of other versions or dtypes may share the
+        stores. Where that cannot be told apart theirs are taken too, which pins more than needed."""
         same_model = [record for record in known if record.model == self._model]
         own = [record for record in same_model if self._matches(record)] or same_model
         return [_GroupLayout(record.fingerprint, record.group, record.key_size, _block_bytes(record)) for record in own]
@@ -124,12 +125,15 @@ class ConnectorStorage(PrefixStorage):
     def _matches(self, record: LayoutRecord) -> bool:
         import vllm
 
+        if record.described.get("dtype") != self._dtype:
+            return False
+        if self._units is not None:
+            return record.described.get("order") == "tokens" and record.key_size == self._units.tokens
         version = ".".join(vllm.__version__.split("+")[0].split(".")[:2])
         shard = record.described.get("shard")
         return (
             str(record.described.get("order", "")).startswith(f"vllm/{version}/")
             and (shard[1] if isinstance(shard, list) and len(shard) == 2 else None) == self._ranks
-            and record.described.get("dtype") == self._dtype
         )
 
     def _position(self, num_tokens: int) -> int:

@@ -52,9 +52,11 @@ def worker_memory(address: str, label: str) -> Store:
     return PeerStore(address, config=_LOOKUPS_ONLY, label=label)
 
 
-def open_tiers(urls: Sequence[str], layout: Layout | None, openers: Mapping[str, Opener]) -> TieredStore:
-    """Like `open_store`, but without URLs there are no tiers: an instance may only hand prompts off."""
-    return open_store(urls, layout, openers) if urls else TieredStore([])
+def open_tiers(urls: Sequence[str], layouts: Sequence[Layout], openers: Mapping[str, Opener]) -> TieredStore:
+    """Like `open_store`, but without URLs there are no tiers: an instance may only hand prompts off. Codecs encode keys and
+    values of all layouts."""
+    coded = [layout for layout in layouts[1:] if layout.layers]
+    return open_store(urls, layouts[0] if layouts else None, openers, more_layouts=coded) if urls else TieredStore([])
 
 
 def rank_peer_opener(config: TransferConfig, rank: int, ranks: int) -> Opener:

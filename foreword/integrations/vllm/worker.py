@@ -127,7 +127,8 @@ class ForewordConnectorWorker:
                     f"{expected}"
                 )
         transfer = rank_config(self._settings.transfer or TransferConfig(), layouts[0].shard, longest)
-        store = open_tiers(config.urls, layouts[0], {"peer": rank_peer_opener(transfer, rank, info.ranks)})
+        frames_of = [layout for one in units for layout in one.layouts]
+        store = open_tiers(config.urls, frames_of, {"peer": rank_peer_opener(transfer, rank, info.ranks)})
         if info.events:
             self._changes = TierWatch(store, units)
         self.offload = OffloadManager(

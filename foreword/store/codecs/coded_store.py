@@ -34,27 +34,26 @@ class CodedStore(StoreWrapper):
     returned unverified, as by any store. `scan` lists the sizes of encoded frames.
 
     Args:
-        layout: layout of the blocks to encode.
+        layouts: layouts of the blocks to encode.
 
     Raises:
-        StoreConfigError: the codec is lossy and `layout.loss` does not name it (`named_loss`).
+        StoreConfigError: the codec is lossy and a layout's `loss` does not name it (`named_loss`).
     """
 
-    def __init__(self, store: Store, codec: Codec, layout: Layout) -> None:
-        if codec.lossy and codec.name not in layout.loss.split("+"):
-            raise StoreConfigError(
-                f"The codec {codec.name!r} is lossy, but the layout's loss is {layout.loss!r}: altered blocks would be stored "
-                f"under the names of exact ones. Create the layout with loss={named_loss(codec)!r}.",
-                param="codec",
-            )
-        if codec.lossy:
+    def __init__(self, store: Store, codec: Codec, *layouts: Layout) -> None:
+        for layout in layouts if codec.lossy else ():
+            if codec.name not in layout.loss.split("+"):
+                raise StoreConfigError(
+                    f"The codec {codec.name!r} is lossy, but the layout's loss is {layout.loss!r}: altered blocks would be "
+                    f"stored under the names of exact ones. Create the layout with loss={named_loss(codec)!r}.",
+                    param="codec",
+                )
             check_tokens(layout, codec.name)
         super().__init__(store)
         self.readers = max(store.readers, 2)  # decoding keeps a core busy
         self._codec = codec
-        self._layout = layout
-        self._fingerprint = layout.fingerprint
-        self._scratch = _Scratch(layout.block_bytes)
+        self._layouts = {layout.fingerprint: layout for layout in layouts}
+        self._scratch = _Scratch(max(layout.block_bytes for layout in layouts))
         self._lock = threading.Lock()
         self._notes = {
             "encoded": 0,
@@ -85,12 +84,13 @@ class CodedStore(StoreWrapper):
 
     def _encoded(self, frame: Frame, deadline: float) -> Frame:
         header = frame.header
-        size = self._layout.block_bytes
-        fits = header.layout == self._fingerprint and header.length == size == len(frame.payload)
-        if header.codec != RAW or self._codec.number == RAW or not fits:
+        layout = self._layouts.get(header.layout)
+        if header.codec != RAW or self._codec.number == RAW or layout is None:
+            return frame
+        if not header.length == layout.block_bytes == len(frame.payload):
             return frame
         time_left(deadline)
-        data = self._codec.encode(frame.payload, self._layout)
+        data = self._codec.encode(frame.payload, layout)
         if len(data) >= header.length:
             self._count(not_smaller=1)
             return frame
@@ -116,16 +116,17 @@ class CodedStore(StoreWrapper):
 
     def _decode(self, name: Name, buffer: memoryview, length: int) -> int:
         header = check(buffer[:length], name).header
-        size = self._layout.block_bytes
+        layout = self._layouts.get(header.layout)
+        size = header.raw_length if layout is None else layout.block_bytes
         if header.codec != self._codec.number:
             raise BadFrame("codec", f"codec {header.codec} is not {self._codec.name}, the codec of this store")
-        if header.layout != self._fingerprint or header.raw_length != size or HEADER_BYTES + size > len(buffer):
+        if layout is None or header.raw_length != size or HEADER_BYTES + size > len(buffer):
             raise BadFrame("layout", "an encoded block of another layout, or a buffer too short for it")
         if header.length > size:
             raise BadFrame("length", "an encoded block is longer than a raw one")
         encoded = self._scratch.memory[: header.length]  # a copy, since the raw payload overwrites it
         encoded[:] = buffer[HEADER_BYTES:length]
-        self._codec.decode(encoded, buffer[HEADER_BYTES : HEADER_BYTES + size], self._layout)
+        self._codec.decode(encoded, buffer[HEADER_BYTES : HEADER_BYTES + size], layout)
         seal(replace(header, codec=RAW, length=size), buffer)
         return HEADER_BYTES + size
 
