@@ -92,3 +92,26 @@ def test_damaged_outputs_are_encoded(model: Path, tmp_path: Path) -> None:
     assert second["encoded"] == 3 and tokens(second) == tokens(first)
     other = make_vision_model(tmp_path / "other", 1)
     assert ask(other, [asked], encoder_store=[disk(tmp_path)])[0]["encoded"] == 6
+
+
+def test_images_in_prompts(model: Path, tmp_path: Path) -> None:
+    """KV of prompts with images is found after a restart, images that are covered are not encoded, and prompts with other
+    images, or images elsewhere, miss. An identifier that a client gives to other pixels in another process does not hit."""
+    asked = [[1, None, 2, None], [2, None, 1, None], [None, 1, None], [None, None, None]]
+    others = [[3, None, 2, None], [2, None, 3, None], [None, 4, None], [None, None, 1]]
+    alone = ask(model, [asked, others])
+    both = {"store": [disk(tmp_path)], "encoder_store": [disk(tmp_path)]}
+    ask(model, [asked], **both)
+    second = ask(model, [asked, others], **both)
+    assert [tokens(one) for one in second] == [tokens(one) for one in alone]
+    cached = [[one["cached"] for one in found["answers"]] for found in second]
+    # Blocks of 32 tokens. An image takes 8 tokens, a null 20. The first blocks differ, except in the last prompts.
+    assert cached == [[64, 64, 64, 64], [0, 0, 0, 32]]
+    assert (second[0]["encoded"], second[1]["encoded"]) == (0, 2)
+
+    named = {"uuids": [[["logo"]]], "store": [disk(tmp_path)], "encoder_store": [disk(tmp_path)]}
+    right = ask(model, [[[5, None, None]], [[6, None, None]]])
+    assert tokens(ask(model, [[[5, None, None]]], **named)[0]) == tokens(right[0])
+    swapped = ask(model, [[[6, None, None]]], **named)[0]
+    assert tokens(swapped) == tokens(right[1])
+    assert swapped["answers"][0]["cached"] == 0 and swapped["encoded"] == 1

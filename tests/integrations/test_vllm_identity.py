@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import UserDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from vllm_process import PYTHON, answers, disk, make_model, prompts, run
 
 from foreword.blocks.keys import Scope, TokenChain
 from foreword.integrations.vllm.identity import RequestIdentities, RequestIdentity, tenant_salt
@@ -248,3 +250,90 @@ def test_versions_of_weights() -> None:
     assert version.salt not in (unnamed, other.salt, WeightsVersion("two").salt)
     version.reset()
     assert version.set("two") and version.salt == WeightsVersion("two").salt
+
+
+# With a real vLLM
+
+
+def make_adapter(folder: Path, model: Path, seed: int) -> Path:
+    """A random adapter of the attention layers of a model by `make_model`."""
+    config = json.loads((model / "config.json").read_text())
+    torch.manual_seed(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = 0.2 * torch.randn(8, config["hidden_size"])
+            tensors[f"{prefix}.lora_B.weight"] = 0.2 * torch.randn(config[heads] * config["head_dim"], 8)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder
+
+
+def asks(model: Path, store: list[str] | None, steps: list[dict[str, Any]], **llm: Any) -> list[Any]:
+    job = {"model": str(model), "store": store, "steps": steps, "connector": "ForewordConnector", "llm": llm}
+    found: list[Any] = run("vllm_identity_script.py", job)["answers"]
+    return [(answers(one), [each["cached"] for each in one]) for one in found]
+
+
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
+@pytest.mark.timeout(600)
+def test_adapters_under_vllm(tmp_path: Path) -> None:
+    """Requests with adapters hit after a restart, under another name, path and number too. Other files under the same path are
+    another adapter: while the server runs, after it has loaded them, and after a restart. Each answer is that of vLLM alone."""
+    model, asked = make_model(tmp_path / "model"), prompts(7, [100, 65])
+    a, b = (str(make_adapter(tmp_path / name, model, seed)) for name, seed in (("a", 1), ("b", 2)))
+    used, moved = str(tmp_path / "used"), str(tmp_path / "moved")
+    for folder in (used, moved):
+        shutil.copytree(a, folder)
+    ask, forget = {"ask": asked}, {"forget": False}
+    with_a, with_b = {**ask, "adapter": ["a", 1, a]}, {**ask, "adapter": ["b", 2, b]}
+    plain, right_a, right_b = (one[0] for one in asks(model, None, [ask, with_a, with_b], **LORA))
+    assert len({json.dumps(one) for one in (plain, right_a, right_b)}) == 3
+
+    store, full, nothing = [disk(tmp_path)], [96, 64], [0, 0]
+    first = asks(model, store, [ask, with_a, with_b, forget, with_b, with_a, ask], **LORA)
+    assert [one[0] for one in first] == [plain, right_a, right_b, right_b, right_a, plain]
+    assert [one[1] for one in first] == [nothing] * 3 + [full] * 3
+
+    here = {**ask, "adapter": ["other name", 5, used]}
+    again = {**ask, "adapter": ["other name", 5, used, "in place"]}
+    swap = {"copy": [b, used]}
+    fresh = {**ask, "adapter": ["new", 6, moved]}
+    swapped = asks(model, store, [here, forget, swap, here, forget, again, forget, again, fresh], **LORA)
+    # vLLM goes on with the old adapter until it loads the new one. The connector neither loads nor saves any of that.
+    assert [one[0] for one in swapped] == [right_a, right_a, right_b, right_b, right_a]
+    assert [one[1] for one in swapped] == [full, nothing, nothing, nothing, full]
+
+    third = asks(model, store, [{**ask, "adapter": ["other name", 1, used]}, {**ask, "adapter": ["a", 2, a]}], **LORA)
+    assert third == [(right_b, full), (right_a, full)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
+@pytest.mark.timeout(600)
+def test_versions_of_weights_under_vllm(tmp_path: Path) -> None:
+    """Weights that change in place: what was saved under a version is found when the version returns, in another process
+    too, and never under another. With a version that is set too late nothing old is found."""
+    model, asked = make_model(tmp_path / "model"), prompts(8, [100, 65])
+    ask, forget = {"ask": asked}, {"forget": True}
+    double, halve = {"weights": 2.0}, {"weights": 0.5}
+    one, two = {"version": "one"}, {"version": "two"}
+    right, other = (found[0] for found in asks(model, None, [ask, {"forget": False}, double, ask]))
+    assert right != other
+    steps = [ask, forget, one, ask, forget, double, two, ask, forget, halve, one, ask, forget, double, two, ask]
+    found = asks(model, [disk(tmp_path)], steps)
+    assert [answer[0] for answer in found] == [right, right, other, right, other]
+    full, nothing = [96, 64], [0, 0]
+    assert [answer[1] for answer in found] == [nothing, nothing, nothing, full, full]
+
+    late = [double, {"forget": True}, two, ask, {"forget": False}, halve, one, ask, {"forget": False}, ask]
+    found = asks(model, [disk(tmp_path)], late)
+    assert [answer[0] for answer in found] == [other, right, right]
+    assert [answer[1] for answer in found] == [full, nothing, full]

@@ -370,3 +370,22 @@ def test_forget(pair: Pair) -> None:
     assert (receipt["left"], len(receipt["records"])) == (0, 1) and receipt["blocks"] >= 300 // BLOCK
     for server in (pair.first, pair.second):
         wait_for(lambda server=server: server.ask("GET", "/v1/prefixes/manual").status_code == 404)  # type: ignore[misc]
+
+
+def test_weights_version(pair: Pair) -> None:
+    """Servers with the same weights version share blocks; under another version they are not found; when the version returns
+    they are. The API key is needed."""
+    path, prompt = "/v1/foreword/weights_version", text(9, 330)
+    full = 330 // BLOCK * BLOCK
+    assert pair.second.ask("POST", path, {"version": "one"}, key="another key").status_code == 401
+    for server in (pair.first, pair.second):
+        answer = server.ask("POST", path, {"version": "one"})
+        assert (answer.status_code, answer.json()) == (200, {"version": "one"})
+    was = pair.blocks()
+    first = pair.first.complete(prompt)
+    wait_for(lambda: pair.blocks() - was >= 330 // BLOCK)
+    for version, cached in (("one", full), ("two", 0), ("one", full)):
+        assert pair.second.ask("POST", path, {"version": version}).status_code == 200
+        found = pair.second.complete(prompt)
+        assert (found["tokens"], found["cached"]) == (first["tokens"], cached)
+    assert pair.second.ask("POST", path, {"versoin": "one"}).status_code == 400

@@ -17,7 +17,7 @@ from foreword.blocks.resume import alignment
 from foreword.config import StoreConfig, TransferConfig, build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
 from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
-from foreword.integrations.vllm.weights import fingerprint_folder, model_folder
+from foreword.integrations.vllm.weights import WeightsVersion, fingerprint_folder, model_folder
 from foreword.offload.search import StoredGroup
 from foreword.store.urls import loss_of
 from foreword.transfer.sockets import parse_address
@@ -56,6 +56,7 @@ class ConnectorSettings:
 
     Attributes:
         fingerprint: a digest of the weights, 32 or 64 hexadecimal digits, for weights that are not in safetensors files.
+        weights_version: name of the version of the weights at start, where they are updated in place.
         transfer: how KV is transferred to and from other instances; None: not at all.
         listens: whether other instances may read this one's memory tiers and leases.
         produces, consumes: whether requests may have `do_remote_decode`, and `do_remote_prefill`.
@@ -69,6 +70,7 @@ class ConnectorSettings:
     produces: bool = False
     consumes: bool = False
     units: PortableSettings | None = None
+    weights_version: str = ""
 
     @classmethod
     def read(cls, extra: dict[str, Any], role: str = "kv_both") -> ConnectorSettings:
@@ -76,6 +78,9 @@ class ConnectorSettings:
         given = dict(extra)
         urls = given.pop("store", ())
         fingerprint = given.pop("fingerprint", None)
+        version = given.pop("weights_version", "")
+        if not isinstance(version, str):
+            raise ConfigError(f"weights_version in kv_connector_extra_config is a name, not {version!r}")
         listens = "transfer" in given
         transfer = _transfer(given.pop("transfer")) if listens else None if role == "kv_both" else TransferConfig()
         units = PortableSettings.take(given)
@@ -84,7 +89,9 @@ class ConnectorSettings:
         known = ("store", "fingerprint", "transfer", "staging", "lookup_timeout", "load_timeout", "flush_seconds")
         for key in given:
             if key not in known:
-                suggestion = did_you_mean(key, (*known, "transfer", "layout", "unit_tokens", "head_units"))
+                suggestion = did_you_mean(
+                    key, (*known, "weights_version", "transfer", "layout", "unit_tokens", "head_units")
+                )
                 raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{suggestion}")
         store = build(StoreConfig, "store", {"urls": [urls] if isinstance(urls, str) else list(urls), **given})
         if not store.urls and transfer is None:
@@ -97,7 +104,16 @@ class ConnectorSettings:
             transfer is not None and role != "kv_consumer",
             transfer is not None and role != "kv_producer",
             units,
+            version,
         )
+
+    def version_of(self, vllm_config: Any) -> WeightsVersion:
+        """The version of the weights when vLLM starts. Dummy weights are random: without a name they have one of their own."""
+        version = WeightsVersion(self.weights_version)
+        dummy = str(getattr(vllm_config.load_config, "load_format", "")) == "dummy"
+        if dummy and not self.weights_version and self.fingerprint is None:
+            version.reset()
+        return version
 
 
 def _transfer(given: object) -> TransferConfig:

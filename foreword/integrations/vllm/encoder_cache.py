@@ -39,7 +39,7 @@ from foreword.config import parse_bytes
 from foreword.errors import ConfigError, StoreError
 from foreword.integrations.vllm.config import ConnectorSettings, model_digest
 from foreword.integrations.vllm.identity import MediaDigests, framed, tenant_salt
-from foreword.integrations.vllm.weights import WeightsVersion, follow_engine
+from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
@@ -191,7 +191,7 @@ class EncoderReader:
         lora = getattr(vllm_config, "lora_config", None)
         self._tower_adapters = bool(getattr(lora, "enable_tower_connector_lora", False))
         self._reach = int(vllm_config.scheduler_config.max_num_batched_tokens)
-        self._version = WeightsVersion()
+        self._version = settings.version_of(vllm_config)
         follow_engine(vllm_config, "set_weight_version", self._version.set)
         follow_engine(vllm_config, "reset_encoder_cache", self.reset)
         self._pool.submit(self._store.describe, {"model": str(vllm_config.model_config.model)})

@@ -199,7 +199,7 @@ class TierEvents:
             token_ids=[token for block in run for token in block.tokens],
             block_size=self._block_sizes[group],
             lora_id=None,
-            lora_name=None,
+            lora_name=next((key[1] for key in run[0].extra or () if key[0] == "lora"), None),
             extra_keys=to_event_extra_keys([block.extra for block in run]),
             **self._tier_fields(tier, group),
         )

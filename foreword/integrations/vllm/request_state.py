@@ -10,6 +10,7 @@ from foreword.blocks.checkpoints import CheckpointPlan
 from foreword.blocks.keys import TokenChain
 from foreword.blocks.runs import consecutive_runs
 from foreword.integrations.vllm.config import NULL_BLOCK, KVCacheInfo
+from foreword.integrations.vllm.identity import RequestIdentity
 from foreword.integrations.vllm.step_messages import BlockSave
 from foreword.offload.manager import StoreLoad
 from foreword.offload.search import Found
@@ -22,6 +23,7 @@ class RequestState:
     """One request.
 
     Attributes:
+        identity: what besides tokens its KV depends on.
         held: tokens that vLLM had itself when it last asked.
         search: a search in the stores for what follows the first `searched_from` tokens; `found` is its result.
         saved: by group, how many leading blocks have been saved or need not be saved.
@@ -33,6 +35,7 @@ class RequestState:
 
     request: Any
     chain: TokenChain
+    identity: RequestIdentity
     search: StoreLoad | None = None
     searched_from: int = 0
     found: Found | None = None
@@ -95,7 +98,8 @@ class RequestState:
         """A save of consecutive blocks."""
         size = info.groups[group].block_size
         keys, depth = self.frame_keys(info, group, numbers), numbers[0] * info.keys_before(group)
-        return BlockSave(group, keys, self.key_at(info, numbers[0] * size), depth, tuple(ids))
+        parent = self.key_at(info, numbers[0] * size)
+        return BlockSave(group, keys, parent, depth, tuple(ids), self.identity.adapter)
 
     def frame_keys(self, info: KVCacheInfo, group: int, numbers: Iterable[int]) -> tuple[bytes, ...]:
         """Keys of the frames of a group's blocks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import time
 from array import array
 from collections import OrderedDict
@@ -15,6 +15,7 @@ from foreword.blocks.keys import TokenChain
 from foreword.integrations.vllm.config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.events import TierEvents
 from foreword.integrations.vllm.handoff import HandoffScheduler
+from foreword.integrations.vllm.identity import RequestIdentity, request_identities, tenant_salt
 from foreword.integrations.vllm.lookup import StoreLookup
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
 from foreword.integrations.vllm.step_messages import (
@@ -25,6 +26,7 @@ from foreword.integrations.vllm.step_messages import (
     GroupBlocks,
     WorkerHandshake,
 )
+from foreword.integrations.vllm.weights import follow_engine
 from foreword.integrations.vllm.worker import (
     MEASURED_TOKENS,
     PRODUCERS_LABEL,
@@ -34,7 +36,7 @@ from foreword.integrations.vllm.worker import (
 from foreword.offload.search import Found
 from foreword.store.urls import parse
 
-_SALT = b"vllm\x00"
+logger = logging.getLogger(__name__)
 # How long vLLM is kept stepping after a save, for KV events, where the write queue is in another process.
 _EVENT_SECONDS = 1.0
 _ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -54,7 +56,9 @@ class ForewordConnectorScheduler:
         self._finished: list[str] = []
         # Positions from which requests continued, whose windows and states were saved for that.
         self._proven: OrderedDict[bytes, None] = OrderedDict()
-        self._epoch = b""
+        self._identities = request_identities(info.config, info.key_size)
+        self._version = settings.version_of(info.config)
+        follow_engine(info.config, "set_weight_version", self.set_weights_version)
         self._events_until = 0.0
         self._step = (0, 0.0)  # tokens of the last step, and when it was scheduled
         self._worker: ForewordConnectorWorker | None = worker_of(engine)
@@ -139,30 +143,31 @@ class ForewordConnectorScheduler:
                 self.events.missing(number, state.key_at(self._info, end + one.block_size))
 
     def _state_of(self, request: Any) -> RequestState | None:
-        """None for a request whose KV depends on more than tokens and salt. A session stays one once it has got images."""
-        if (
-            request.lora_request is not None
-            or request.mm_features
-            or getattr(request, "prompt_embeds", None) is not None
-        ):
-            self._requests.pop(request.request_id, None)
-            return None
+        """None for a request whose KV cannot be identified. A session may become one when its next input brings media."""
         state = self._requests.get(request.request_id)
         tokens = request.all_token_ids
+        identity = state.identity if state is not None else None
+        if identity is None or not identity.describes(request):
+            identity = self._identities.of(request)
+            if identity is None:
+                self._requests.pop(request.request_id, None)
+                return None
         if state is None:
-            chain = TokenChain(self._root(request), self._info.key_size, tokens)
-            state = self._requests[request.request_id] = RequestState(request, chain)
+            state = RequestState(request, self._chain(request, identity, tokens), identity)
+            self._requests[request.request_id] = state
             state.start_over(self._info, 0)
             return state
+        if state.identity is not identity:
+            state.identity, state.chain = identity, self._chain(request, identity, state.chain.tokens)
         if getattr(request, "streaming_queue", None) is not None:
             self._follow_session(state, tokens)
         if len(state.chain) < len(tokens):
             state.chain.tokens.extend(tokens[len(state.chain) :])
         return state
 
-    def _root(self, request: Any) -> bytes:
-        salt = _SALT + request.cache_salt.encode() if request.cache_salt else b""
-        return self._info.root(salt + self._epoch)
+    def _chain(self, request: Any, identity: RequestIdentity, tokens: Sequence[int]) -> TokenChain:
+        root = self._info.root(tenant_salt(request))
+        return TokenChain(root, self._info.key_size, tokens, identity.extras(self._version.salt))
 
     def _follow_session(self, state: RequestState, tokens: Sequence[int]) -> None:
         """A session's next input replaces the last sampled token, which was never computed."""
@@ -191,7 +196,7 @@ class ForewordConnectorScheduler:
         if not any(self._producers_tier in part.places for part in parts):
             self._handoff.release(request)
         producer = self._handoff.take(request.request_id)
-        load = BlockLoad(request.request_id, state.held, position, parts, producer)
+        load = BlockLoad(request.request_id, state.held, position, parts, producer, state.identity.adapter)
         self._to_load.append(load)
         self._loading[request.request_id] = load
         state.skip_to(self._info, position)
@@ -234,6 +239,8 @@ class ForewordConnectorScheduler:
         finished, self._finished = self._finished, []
         metadata = ForewordConnectorMetadata(loads, saves, output.total_num_scheduled_tokens, finished=finished)
         self._step = (metadata.tokens, time.monotonic())
+        if metadata.tokens:
+            self._version.note_computed()
         block_state = output.kv_connector_block_state
         self._handoff.revoke(output.preempted_req_ids or ())
         for request_id, count in output.num_scheduled_tokens.items():
@@ -393,16 +400,27 @@ class ForewordConnectorScheduler:
         return counts
 
     def reset(self) -> None:
-        """From now on nothing is found that was saved before: keys get a new root, which only this process knows.
+        """From now on nothing is found that was saved before, unless the weights get the name of a version."""
+        self._version.reset()
+        self._start_version()
 
-        Running requests were computed before, so what they fill is not saved; a request that starts again is.
-        """
-        self._epoch = b"\x00reset\x00" + os.urandom(16)
+    def set_weights_version(self, name: str) -> None:
+        """The weights are those of version `name`: what was saved under it is found again."""
+        if not self._version.set(name):
+            logger.warning(
+                "Foreword: KV was computed since vLLM's caches were last reset, so weights version %r is not trusted, and "
+                "nothing saved under it is used; pause vLLM, or reset its caches with the connector, before you set it",
+                name,
+            )
+        self._start_version()
+
+    def _start_version(self) -> None:
+        """Running requests were computed with other weights, so what they fill is not saved; a request that starts again is."""
         self._handoff.reset()
         self._proven.clear()
         for state in self._requests.values():
             state.search, state.found, state.saves = None, None, False
-            state.chain = TokenChain(self._root(state.request), self._info.key_size, state.chain.tokens)
+            state.chain = self._chain(state.request, state.identity, state.chain.tokens)
 
     def close(self) -> None:
         if self._lookup is not None:

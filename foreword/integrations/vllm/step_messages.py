@@ -13,6 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from foreword.integrations.vllm.weights import Adapter
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
@@ -55,6 +57,7 @@ class BlockLoad:
     Attributes:
         held, position: tokens that the request has before the load, and after it.
         producer: who has what the stores do not have. Its lease ends with this load.
+        adapter: the adapter that the blocks were computed with.
     """
 
     request_id: str
@@ -62,18 +65,20 @@ class BlockLoad:
     position: int
     parts: tuple[GroupBlocks, ...]
     producer: KVProducer | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSave:
     """Consecutive blocks of a KV group that are computed when this step ends: the keys of their frames, the key before them,
-    the index of the first frame in the chain, and vLLM's block ids."""
+    the index of the first frame in the chain, vLLM's block ids, and the adapter with which they are computed."""
 
     group: int
     keys: tuple[bytes, ...]
     parent: bytes
     depth: int
     blocks: tuple[int, ...]
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,12 @@ from foreword.integrations.vllm.producers import LeaseReader
 from foreword.integrations.vllm.rank_stores import open_tiers, rank_peer_opener
 from foreword.integrations.vllm.step_messages import (
     BlockLoad,
+    BlockSave,
     ForewordConnectorMetadata,
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
+from foreword.integrations.vllm.weights import LoadedAdapters, loaded_adapters
 from foreword.offload.manager import OffloadManager, StoreLoad
 from foreword.offload.staging import StagedGroup, StagingArena
 from foreword.store.background import set_background_cores, use_background_cores
@@ -90,6 +92,8 @@ class ForewordConnectorWorker:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._saved_requests: set[str] = set()
+        self._refused: list[BlockLoad] = []
+        self._adapters = loaded_adapters() if info.config.lora_config is not None else LoadedAdapters()
         self._load_seconds: list[float] = []
         self._stats: StatsReader | None = None
         self._changes: TierWatch | None = None
@@ -192,6 +196,9 @@ class ForewordConnectorWorker:
     def start_loads(self, loads: Iterable[BlockLoad]) -> None:
         assert self.offload is not None
         for load in loads:
+            if not self._adapters.may_load(load.adapter):
+                self._refused.append(load)
+                continue
             store_load = self._store_load(load)
             self._loading[load.request_id] = store_load
             numbers = [unit for part in load.parts for unit in self.offload.units[part.group].of_blocks(part.blocks)]
@@ -237,7 +244,17 @@ class ForewordConnectorWorker:
                 self._failed_blocks.update(unit // size for unit in load.blocks[count:])
             else:
                 self._failed_requests.add(request_id)
-        return set(ended)
+        return set(ended) | self._take_refused()
+
+    def _take_refused(self) -> set[str]:
+        """Requests for whose adapter nothing may be loaded: as if all their blocks were missing."""
+        refused, self._refused = self._refused, []
+        for load in refused:
+            if self._info.divisible:
+                self._failed_blocks.update(block for part in load.parts for block in part.blocks)
+            else:
+                self._failed_requests.add(load.request_id)
+        return {load.request_id for load in refused}
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that were not loaded."""
@@ -268,12 +285,16 @@ class ForewordConnectorWorker:
         if metadata.tokens >= MEASURED_TOKENS:
             self.offload.prefill_rate.note(metadata.tokens, time.monotonic() - self.step_started)
         for save in metadata.saves:
-            if self._saves[save.group]:
+            if self._saves[save.group] and self._may_save(save):
                 self.offload.save(save.keys, save.parent, save.depth, save.blocks, save.group)
         self._saved_requests.update(metadata.finished)
         if self._leases is not None:
             for lease in metadata.leases:
-                self._leases.add(lease)
+                if all(map(self._may_save, (*lease.held, *lease.copied))):
+                    self._leases.add(lease)
+
+    def _may_save(self, save: BlockSave) -> bool:
+        return self._adapters.may_save(save.adapter)
 
     # Hand-off
 
