@@ -21,6 +21,7 @@ them (`trim`) when their tokens have left the window, and needs only the last on
 from __future__ import annotations
 
 import bisect
+import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -287,7 +288,7 @@ class PrefixCache:
             return True
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
         if missing > 0:
-            blocks = self._allocate(missing)
+            blocks = self._allocate(missing if self._simple else missing * len(self.groups))
             if blocks is None:
                 return False
             if self._simple:
@@ -314,20 +315,34 @@ class PrefixCache:
             blocks, low = table.groups[number], table.holes[number]
             first = _first_needed(self.groups[number], depth)
             if first > low:
-                self.pool.release(blocks[low:first])
+                self.pool.release([block for block in blocks[low:first] if block != HOLE])
                 blocks[low:first] = [HOLE] * (first - low)
                 table.holes[number] = first
 
     def extend(self, table: BlockTable, num_blocks: int) -> list[int] | None:
-        """Allocate blocks until the table has `num_blocks`, without publishing them: a load or a transfer will fill them.
+        """Allocate blocks until the table has `num_blocks`, without publishing them: a load or a transfer will fill them. A
+        window group gets those that it needs to continue behind them, and keeps what it has until `trim` or `truncate`.
 
         Returns the new blocks, group after group, or None, with nothing changed, if too few are free.
         """
-        fresh = self._allocate(num_blocks - len(table.blocks), ahead=False)
+        length = len(table.blocks)
+        starts = [max(_first_needed(group, num_blocks), length) for group in self.groups]
+        fresh = self._allocate(sum(max(num_blocks - start, 0) for start in starts), ahead=False)
         if fresh is not None:
-            _deal(table, fresh)
+            rest = iter(fresh)
+            for blocks, start in zip(table.groups, starts, strict=True):
+                blocks += [HOLE] * (start - length)
+                blocks += itertools.islice(rest, max(num_blocks - start, 0))
             self._set_next_block_at(table)
         return fresh
+
+    def truncate(self, table: BlockTable, num_blocks: int) -> None:
+        """Release the table's blocks from number `num_blocks` on. They are not published."""
+        if len(table.blocks) > num_blocks:
+            for blocks in table.groups:
+                self.pool.release([block for block in blocks[num_blocks:] if block != HOLE])
+                del blocks[num_blocks:]
+            self._set_next_block_at(table)
 
     def publish(self, table: BlockTable, num_blocks: int) -> None:
         """Publish those of the table's first `num_blocks` blocks that are not published yet. All of them are full."""
@@ -335,14 +350,29 @@ class PrefixCache:
         if num_blocks <= start or not self.enabled:
             return
         keys = table.chain.keys_to(num_blocks)[start:num_blocks]
-        self.pool.publish(table.blocks[start:num_blocks], keys)
-        if not self._simple:
-            for number, blocks in enumerate(table.others, 1):
-                self.pool.publish(blocks[start:num_blocks], [_group_key(number, key) for key in keys])
+        if self._simple:
+            self.pool.publish(table.blocks[start:num_blocks], keys)
+        else:
+            self._publish_groups(table, start, keys)
         if self._on_published is not None:
             self._on_published(table, start, num_blocks)
         table.published = num_blocks
         self._set_next_block_at(table)
+
+    def _publish_groups(self, table: BlockTable, start: int, keys: Sequence[bytes]) -> None:
+        for number, blocks in enumerate(table.groups):
+            pairs = zip(blocks[start : start + len(keys)], keys, strict=True)
+            held = [(block, _group_key(number, key)) for block, key in pairs if block != HOLE]
+            self.pool.publish([block for block, _ in held], [key for _, key in held])
+
+    def whole_run(self, table: BlockTable) -> int:
+        """Tokens up to which the groups of full attention have every block cached; 0 if there is no such group."""
+        if not self.enabled or not self.groups[0].whole:
+            return 0
+        keys = table.chain.keys_to(len(table) // self.block_size)
+        whole = [number for number, group in enumerate(self.groups) if group.whole]
+        runs = (len(self.pool.lookup([_group_key(number, key) for key in keys])) for number in whole)
+        return min(runs) * self.block_size
 
     def _set_next_block_at(self, table: BlockTable) -> None:
         if self.enabled and len(table.blocks) > table.published:
@@ -351,9 +381,7 @@ class PrefixCache:
             table.next_block_at = len(table.blocks) * self.block_size + 1
 
     def _allocate(self, count: int, *, ahead: bool = True) -> list[int] | None:
-        """`count` blocks for each group, or more. None if too few are free."""
-        if not self._simple:
-            count *= len(self.groups)
+        """`count` blocks or, with `ahead`, more. None if too few are free."""
         blocks = self.pool.allocate(count + self._lookahead) if self._lookahead and ahead else None
         if blocks is None:
             blocks = self.pool.allocate(count)
@@ -494,5 +522,4 @@ def _deal(table: BlockTable, blocks: Sequence[int]) -> None:
 
 def _held_blocks(table: BlockTable) -> list[int]:
     """The blocks of all groups, by position: releasing them leaves all groups' last blocks to be evicted first."""
-    groups = list(zip(table.groups, table.holes, strict=True))
-    return [blocks[i] for i in range(len(table.blocks)) for blocks, holes in groups if i >= holes]
+    return [block for position in zip(*table.groups, strict=True) for block in position if block != HOLE]

@@ -5,11 +5,12 @@ A sequence takes blocks and waits while they are filled. They are published when
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from foreword.engine.request import TokenLogprob
+from foreword.offload.search import Found, StoredGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,38 @@ class BlockSearch(Protocol):
     def close(self) -> list[int]: ...
 
 
+class PositionSearch(BlockSearch, Protocol):
+    """A search for the longest position from which a model with windows can continue."""
+
+    found: Found | None
+
+
 class BlockStores(Protocol):
     """The stores that may hold blocks (`offload.manager.OffloadManager`). They get their own `BlockSearch` back."""
 
     def find(self, keys: Sequence[bytes], /) -> BlockSearch: ...
     def worth_loading(self, search: Any, skip: int, tokens: int, /) -> int: ...
     def load(self, search: Any, skip: int, blocks: Sequence[int], /) -> None: ...
+
+
+class PositionStores(Protocol):
+    """The stores of a model with windows (`offload.manager.OffloadManager`). They get their own `PositionSearch` back."""
+
+    def find_position(
+        self, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, limit: int, /
+    ) -> PositionSearch: ...
+    def seconds_saved(self, places: Mapping[tuple[int, int], int], tokens: int, /) -> float: ...
+    def load_position(
+        self, search: Any, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, blocks: Sequence[int], /
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedStores:
+    """The stores of a model with windows, and its KV groups there."""
+
+    stores: PositionStores
+    groups: Sequence[StoredGroup]
 
 
 class StoreKV:
@@ -129,3 +156,68 @@ class StoreKV:
         self._in_flight.difference_update(self._loading)
         tokens = (self._held + len(tiers)) * self._block_size
         return KVArrival(self._held * self._block_size, tokens, tokens, tiers)
+
+
+class StorePosition:
+    """As `StoreKV`, for a model with windows: what its KV groups need to continue from the longest position that the stores
+    have. It is loaded whole or not at all.
+
+    Args:
+        keys: of all full blocks.
+        first: blocks of the sequence that are on the device.
+    """
+
+    from_store = True
+
+    def __init__(
+        self, stored: GroupedStores, keys: Sequence[bytes], first: int, block_size: int, in_flight: set[bytes]
+    ) -> None:
+        self.first = first
+        self._stores = stored.stores
+        self._groups = stored.groups
+        self._keys = keys
+        self._block_size = block_size
+        self._in_flight = in_flight
+        limit = len(keys) * block_size
+        self._search = self._stores.find_position(self._groups, keys, first * block_size, limit)
+        self._held = self._wanted = 0
+        self._loading: Sequence[bytes] = ()
+
+    @property
+    def answered(self) -> bool:
+        """The search has ended, or has taken too long."""
+        return self._search.answered
+
+    @property
+    def reach(self) -> int:
+        """Tokens up to which the stores have every block of the groups with full attention."""
+        return 0 if self._search.found is None else self._search.found.reach
+
+    def worth_loading(self, held: int, tokens: int) -> int:
+        """How many blocks after the first `held` are loaded rather than computed."""
+        found, size = self._search.found, self._block_size
+        if found is None or found.position <= held * size:
+            return 0
+        places = {at: place for at, place in found.places.items() if at[1] >= held}
+        saved = self._stores.seconds_saved(places, found.position - held * size)
+        return found.position // size - held if saved > 0 else 0
+
+    @property
+    def done(self) -> bool:
+        return self._search.done
+
+    def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
+        self._held, self._wanted, self._loading = held, len(blocks), keys[held:]
+        self._in_flight.update(self._loading)
+        self._stores.load_position(self._search, self._groups, self._keys, held * self._block_size, blocks)
+
+    def close(self) -> KVArrival:
+        tiers = self._search.close()
+        self._in_flight.difference_update(self._loading)
+        start, count = self._held * self._block_size, len(self._loading)
+        if len(tiers) < self._wanted or not tiers:
+            return KVArrival(start, start, start)
+        tokens = start + count * self._block_size
+        # The first group's blocks come first; a window has fewer than the tokens that they stand for.
+        of_blocks = tiers[:count] if self._groups[0].group.whole else [tiers[-1]] * count
+        return KVArrival(start, tokens, tokens, of_blocks)

@@ -39,6 +39,17 @@ class GroupedLayers:
             for window in self.windows
         )
 
+    def names(self) -> list[str]:
+        """A name for each group that keeps its stored blocks apart from those of other groups; "" for the only one."""
+        if len(self.groups) == 1:
+            return [""]
+        count = len(self.groups)
+        kinds = ["full" if window is None else f"window {window}" for window in self.windows]
+        return [
+            f"{number}/{count} {kind}, layers {','.join(map(str, layers))}"
+            for number, (kind, layers) in enumerate(zip(kinds, self.groups, strict=True))
+        ]
+
     def column_of(self, layer: int) -> int:
         return next(group.index(layer) for group in self.groups if layer in group)
 

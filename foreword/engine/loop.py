@@ -8,12 +8,15 @@ from __future__ import annotations
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from foreword.blocks import PrefixCache
+from foreword.blocks.checkpoints import CheckpointPlan
 from foreword.blocks.miss_history import MissHistory
+from foreword.blocks.prefix_cache import HOLE
+from foreword.blocks.runs import consecutive_runs
 from foreword.engine.cache_report import CacheReports
 from foreword.engine.external_kv import RemoteKV
 from foreword.engine.request import Delta, FinishReason, MigratedTo, Request, SamplingParams, TokenLogprob
@@ -266,13 +269,47 @@ class EngineCore:
             offload.prefill_rate.note(step.num_tokens, seconds)
         for chunk in step.chunks:
             full = min((chunk.start + chunk.count) // self.cache.block_size, chunk.sequence.table.published)
+            if self.cache.windows and chunk.sequence.checkpoints is None:
+                chunk.sequence.checkpoints = self._plan_checkpoints(chunk, offload)
             self._save_blocks(chunk.sequence, chunk.published_before, full)
 
     def _save_blocks(self, sequence: SequenceState, first: int, full: int) -> None:
-        table = sequence.table
-        if full > first and self.offload is not None:
-            keys = table.chain.keys_to(full)[first:full]
-            self.offload.save(keys, table.chain.key_before(first), first, table.blocks[first:full])
+        if full <= first or self.offload is None:
+            return
+        plan = sequence.checkpoints
+        for number in range(len(self.cache.groups)):
+            wanted = [i for i in range(first, full) if plan is None or plan.wanted(number, i)]
+            self._save_group(sequence, number, wanted)
+
+    def _save_group(self, sequence: SequenceState, number: int, wanted: Sequence[int]) -> None:
+        """Save these blocks of one KV group, in order of their positions."""
+        assert self.offload is not None
+        chain, blocks = sequence.table.chain, sequence.table.groups[number]
+        for low, high in consecutive_runs(wanted):
+            first, stop = wanted[low], wanted[high - 1] + 1
+            keys = chain.keys_to(stop)[first:stop]
+            self.offload.save(keys, chain.key_before(first), first, blocks[first:stop], number)
+
+    def _plan_checkpoints(self, chunk: Chunk, offload: OffloadManager) -> CheckpointPlan:
+        """Which blocks of window groups a sequence saves whose first chunk was computed."""
+        sequence = chunk.sequence
+        sizes = [one.layouts[0].block_bytes for one in offload.units]
+        length = max(sequence.num_prompt, chunk.start + chunk.count)
+        return CheckpointPlan(self.cache.groups, sizes, length, resumed=chunk.start, cached=sequence.reach)
+
+    def _save_turn(self, sequence: SequenceState) -> None:
+        """Save what the next turn needs to continue from the end of this one."""
+        plan, table = sequence.checkpoints, sequence.table
+        if plan is None or self.offload is None:
+            return
+        full = min(sequence.computed // self.cache.block_size, table.published)
+        unsaved = {
+            number: [i for i in range(full) if table.groups[number][i] != HOLE and not plan.wanted(number, i)]
+            for number in self.cache.windows
+        }
+        if plan.end_turn(full * self.cache.block_size):
+            for number, blocks in unsaved.items():
+                self._save_group(sequence, number, [i for i in blocks if plan.wanted(number, i)])
 
     def fail_all(self, message: str) -> list[Delta]:
         """End everything with an error: the engine's thread has failed or is closing."""
@@ -372,6 +409,8 @@ class EngineCore:
         on_finish = self._texts.pop(sequence).on_finish
         if on_finish is not None and reason in ("stop", "length"):
             on_finish(sequence)
+        if reason in ("stop", "length"):
+            self._save_turn(sequence)
         if self.transfers is not None:
             self.transfers.sequence_ended(sequence, error)
         self.scheduler.finish(sequence)

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from foreword.blocks import Copy, Match, PrefixCache
-from foreword.engine.external_kv import BlockStores, ExternalKV, KVArrival, StoreKV
+from foreword.engine.external_kv import BlockStores, ExternalKV, GroupedStores, KVArrival, StoreKV, StorePosition
 from foreword.engine.sequence import Chunk, SequenceState, Step
 
 
@@ -40,6 +41,7 @@ class Scheduler:
         max_batch_tokens, max_num_seqs: bounds of a step.
         reserve: share of the pool that an admission leaves free while other sequences run, so that they can grow.
         offload: stores that may hold blocks which the device does not.
+        stored: the same stores, of a model with windows.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Scheduler:
         max_num_seqs: int = 64,
         reserve: float = 0.01,
         offload: BlockStores | None = None,
+        stored: GroupedStores | None = None,
     ) -> None:
         self.cache = cache
         self.waiting: deque[SequenceState] = deque()
@@ -61,6 +64,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._reserve = math.ceil(reserve * cache.pool.num_blocks)
         self._stores = offload
+        self._stored = stored
         self._in_flight: set[bytes] = set()  # keys of the blocks that stores are loading
 
     def add(self, sequence: SequenceState) -> None:
@@ -167,6 +171,7 @@ class Scheduler:
         self.cache.note_partial(victim.table, victim.computed)
         self.cache.release(victim.table)
         victim.computed = 0
+        victim.checkpoints = None
         victim.preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(victim)
@@ -183,6 +188,8 @@ class Scheduler:
             match = self.cache.lookup(sequence.table)
             if not self._is_searched(sequence, len(match.blocks)):
                 continue  # the sequences behind it need not wait for its search
+            if self._stored is not None:
+                self._note_reach(sequence)
             if not self._fits(sequence, match, len(sequence.table)):
                 break
             self.waiting.remove(sequence)
@@ -235,9 +242,18 @@ class Scheduler:
         if keys[held] in self._in_flight:
             return False  # it is being loaded for another sequence, and will be on the device then
         if sequence.store is None or held < sequence.store.first:
-            missing = keys[held:full]
-            sequence.store = StoreKV(self._stores, missing, held, self.cache.block_size, self._in_flight)
+            sequence.store = self._search(self._stores, keys[:full], held)
         return sequence.store.answered
+
+    def _search(self, stores: BlockStores, keys: Sequence[bytes], held: int) -> StoreKV | StorePosition:
+        size = self.cache.block_size
+        if self._stored is not None:
+            return StorePosition(self._stored, keys, held, size, self._in_flight)
+        return StoreKV(stores, keys[held:], held, size, self._in_flight)
+
+    def _note_reach(self, sequence: SequenceState) -> None:
+        stored = sequence.store.reach if isinstance(sequence.store, StorePosition) else 0
+        sequence.reach = max(stored, self.cache.whole_run(sequence.table))
 
     def _wait_for_kv(self, sequence: SequenceState, match: Match) -> bool:
         """Let a sequence wait for KV from the stores or from another instance. False if it is computed here."""
@@ -245,7 +261,10 @@ class Scheduler:
         count = 0 if store is None or held < store.first else store.worth_loading(held, len(sequence.table))
         if count and store is not None:
             self.cache.admit(sequence.table, match)
-            return self._begin(sequence, store, held + count)
+            begun = self._begin(sequence, store, held + count)
+            if not begun:  # a window group needs what it has until the load has ended, besides what is loaded
+                self.cache.release(sequence.table)
+            return begun
         if self._is_remote(sequence, match.cached_tokens):
             self.cache.admit(sequence.table, match)
             return self._begin_remote(sequence)
@@ -269,12 +288,14 @@ class Scheduler:
     def _begin(self, sequence: SequenceState, external: ExternalKV, num_blocks: int) -> bool:
         """Take blocks until the sequence has `num_blocks`; `external` fills those without KV. False if memory is short."""
         table, size = sequence.table, self.cache.block_size
-        if self.cache.extend(table, num_blocks) is None:
+        fresh = self.cache.extend(table, num_blocks)
+        if fresh is None:
             return False
         held, full = table.published, min(num_blocks, len(table) // size)
         sequence.computed = held * size
         self.waiting_for_kv[sequence] = external
-        external.begin(table.chain.keys_to(full)[:full], held, table.blocks[held:])
+        blocks = fresh if self.cache.windows else table.blocks[held:]
+        external.begin(table.chain.keys_to(full)[:full], held, blocks)
         return True
 
     def collect(self) -> list[SequenceState]:
@@ -288,7 +309,7 @@ class Scheduler:
 
     def collect_one(self, sequence: SequenceState) -> bool:
         """End a sequence's wait for KV. True if it runs now and was admitted for the first time."""
-        first = sequence.cached_tokens < 0
+        first, from_store = sequence.cached_tokens < 0, self.waiting_for_kv[sequence].from_store
         arrival = self._end_wait(sequence)
         if first and arrival.origin:
             sequence.transferred = arrival
@@ -296,7 +317,7 @@ class Scheduler:
             sequence.loaded = arrival
         if self._is_remote(sequence, arrival.tokens) and self._begin_remote(sequence):
             return False  # the stores did not have all of it
-        if not sequence.table.blocks:  # migrated here before it had any KV
+        if not sequence.table.blocks and not from_store:  # migrated here before it had any KV
             self.waiting.appendleft(sequence)
             return False
         self._run_with(sequence, arrival)
@@ -306,6 +327,8 @@ class Scheduler:
         """End a sequence's wait, and publish the blocks that came whole."""
         arrival = self.waiting_for_kv.pop(sequence).close()
         sequence.store = None
+        if self.cache.windows:
+            self.cache.truncate(sequence.table, arrival.tokens // self.cache.block_size)
         self.cache.publish(sequence.table, arrival.tokens // self.cache.block_size)
         return arrival
 

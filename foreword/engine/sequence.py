@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from foreword.blocks import BlockTable, Copy
-from foreword.engine.external_kv import KVArrival, RemoteKV, StoreKV
+from foreword.blocks.checkpoints import CheckpointPlan
+from foreword.engine.external_kv import KVArrival, RemoteKV, StoreKV, StorePosition
 from foreword.engine.request import CacheReport, Request
 
 
@@ -18,6 +19,9 @@ class SequenceState:
         arrived: seconds of the engine's clock.
         cached_tokens: prompt tokens found in the cache at the first admission (-1: not admitted yet).
         store: the search for its blocks in the stores, and their load.
+        reach: leading tokens whose KV the groups of full attention had cached when it was admitted. It may be more than can be
+            used, because a window is missing.
+        checkpoints: which blocks of window groups are saved; None before the first save.
         remote: where the prompt is computed, if not here. The `n` sequences of a request share it: the first one gets the
             KV, the others wait for it.
         loaded, transferred: what the stores and the other instance brought before the first admission.
@@ -35,7 +39,9 @@ class SequenceState:
     shared_tokens: int = 0
     preemptions: int = 0
     report: CacheReport | None = None
-    store: StoreKV | None = None
+    store: StoreKV | StorePosition | None = None
+    reach: int = 0
+    checkpoints: CheckpointPlan | None = None
     remote: RemoteKV | None = None
     loaded: KVArrival | None = None
     transferred: KVArrival | None = None

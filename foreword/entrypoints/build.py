@@ -14,10 +14,12 @@ from foreword.blocks import PrefixCache
 from foreword.blocks.layout import Layout
 from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable
+from foreword.blocks.resume import KVGroup
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig, parse_bytes
 from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.disaggregation.frame_server import num_frame_slots
 from foreword.engine import model as models
+from foreword.engine.external_kv import GroupedStores
 from foreword.engine.loop import EngineCore, Limits
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.tokenizer import Tokenizer
@@ -25,6 +27,7 @@ from foreword.engine.torch_runner import TorchRunner
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.manager import OffloadManager
+from foreword.offload.search import StoredGroup
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import PrefixBook
 from foreword.prefixes.service import PrefixService
@@ -100,7 +103,7 @@ class EngineParts:
         book = PrefixBook(self.prefix_budget, size_of, unpin)
         storage = None
         if offload is not None:
-            storage = StoredPrefixes(offload, info.fingerprint, info.name, info.block_size)
+            storage = StoredPrefixes(offload, info.fingerprint, info.name, info.block_size, cache.groups)
         return PrefixService(book, functools.partial(content_tokens, self.tokenizer), storage)
 
     def block_server(self, post: Post) -> BlockServer:
@@ -144,7 +147,8 @@ def build_engine(
         torch.set_num_threads(config.threads)
     _keep_freed_memory()
     loaded = models.load_model(config, progress)
-    if stores.urls or readable:  # what stores keep and other instances read has all layers in a block
+    if readable or any(parse(url).scheme == "peer" for url in stores.urls):
+        # What other instances read and write has all layers in a block.
         loaded = replace(loaded, layers=loaded.layers.merged())
     tokenizer = Tokenizer.load(loaded.source, loaded.end_tokens, trust_remote_code=config.trust_remote_code)
     if config.self_check:
@@ -156,11 +160,12 @@ def build_engine(
     cache = _prefix_cache(config, loaded, runner.num_blocks, watchers)
     offload = None
     if stores.urls:
-        offload = _open_stores(stores, runner, loaded.fingerprint, transfer or TransferConfig(), progress)
+        offload = _open_stores(stores, loaded, runner, transfer or TransferConfig(), progress)
     info = _model_info(config, loaded, runner, cache)
     core = _engine_core(config, info, runner, cache, tokenizer, offload, watchers)
     if offload is not None:
-        offload.describe({"model": info.name, "fingerprint": info.fingerprint})
+        facts = [_facts(group) for group in cache.groups]
+        offload.describe({"model": info.name, "fingerprint": info.fingerprint}, facts)
     budget = (prefixes or PrefixConfig()).budget_bytes(info.num_blocks * info.kv_bytes_per_block)
     return EngineParts(core, runner, info, tokenizer, budget, stores, offload, chains)
 
@@ -211,6 +216,7 @@ def _engine_core(
         max_num_seqs=config.max_num_seqs,
         reserve=config.reserve,
         offload=offload,
+        stored=_grouped_stores(cache, offload) if offload is not None and cache.windows else None,
     )
     ends, seed = tokenizer.eos_token_ids, config.seed
     limits = Limits(info.max_model_len, info.vocab_size, ends, seed, config.report_other_tenants)
@@ -251,21 +257,39 @@ def _prefix_cache(
 
 def _open_stores(
     config: StoreConfig,
+    loaded: models.LoadedModel,
     runner: TorchRunner,
-    fingerprint: bytes,
     transfer: TransferConfig,
     progress: Callable[[str], None],
 ) -> OffloadManager:
     """Open the stores for a runner's blocks. Raises StoreError."""
-    layout = layout_of(runner.layers, fingerprint, loss_of(config.urls))
+    loss, groups = loss_of(config.urls), [{n: runner.layers[n] for n in group} for group in loaded.layers.groups]
+    layouts = [
+        replace(layout_of(layers, loaded.fingerprint, loss), group=name)
+        for layers, name in zip(groups, loaded.layers.names(), strict=True)
+    ]
+    largest = max(layouts, key=lambda layout: layout.block_bytes)
     count = len(config.urls)
-    progress(f"opening {count} store{'s' if count > 1 else ''} for blocks of {layout.block_bytes} bytes")
-    tiers = open_store(config.urls, layout, {"peer": _peer_opener(transfer)})
-    wanted = parse_bytes(config.staging) // (layout.block_bytes + HEADER_BYTES)
-    staging = StagingArena([tensors_of(runner.layers)], max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS))
+    progress(f"opening {count} store{'s' if count > 1 else ''} for blocks of {largest.block_bytes} bytes")
+    smaller = [layout for layout in layouts if layout is not largest]
+    tiers = open_store(config.urls, largest, {"peer": _peer_opener(transfer)}, more_layouts=smaller)
+    wanted = parse_bytes(config.staging) // (largest.block_bytes + HEADER_BYTES)
+    slots = max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS)
+    staging = StagingArena([tensors_of(layers) for layers in groups], slots)
     return OffloadManager(
-        tiers, staging, [layout], lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
+        tiers, staging, layouts, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
     )
+
+
+def _grouped_stores(cache: PrefixCache, offload: OffloadManager) -> GroupedStores:
+    """The stores of a model with windows."""
+    pairs = zip(cache.groups, offload.units, strict=True)
+    return GroupedStores(offload, [StoredGroup(group, (one.layouts[0].fingerprint,)) for group, one in pairs])
+
+
+def _facts(group: KVGroup) -> dict[str, object]:
+    """What tools must know to find the blocks that a prompt needs."""
+    return {} if group.whole else {"kind": group.kind.value, "span": group.span}
 
 
 def _peer_opener(config: TransferConfig) -> Opener:

@@ -278,6 +278,35 @@ class OffloadManager:
         store_load.deadline = store_load.started + min(self._load_timeout, limit)
         self._loaders.submit(self._load, store_load, compute)
 
+    def load_position(
+        self,
+        store_load: StoreLoad,
+        groups: Sequence[StoredGroup],
+        keys: Sequence[bytes],
+        held: int,
+        blocks: Sequence[int],
+    ) -> None:
+        """Start to load what a search for a position has found and the device does not hold: of each group, in order, the
+        blocks behind the first `held` tokens that the position needs."""
+        found = store_load.found
+        assert found is not None
+        wanted = [
+            (number, block)
+            for number, one in enumerate(groups)
+            for block in sorted(one.group.needed(found.position))
+            if block * one.group.block_size >= held
+        ]
+        names, numbers, places, rows = [], [], [], []
+        for (number, block), device_block in zip(wanted, blocks, strict=True):
+            frames = self.units[number].names(groups[number].keys(keys, [block]))
+            names += frames
+            numbers += [number] * len(frames)
+            places += [found.places[number, block]] * len(frames)
+            rows += self.units[number].of_blocks([device_block])
+        store_load.names, store_load.groups, store_load.places = names, numbers, places
+        store_load.tokens = found.position - held
+        self.load(store_load, 0, rows)
+
     def _load(self, store_load: StoreLoad, compute: float) -> None:
         try:
             self._load_batches(store_load, compute)
@@ -416,9 +445,9 @@ class OffloadManager:
 
     # Pins, records, status
 
-    def pin(self, keys: Sequence[bytes], *, pinned: bool = True) -> Future[int]:
-        """Pin or unpin blocks in every tier. Queued blocks are written first."""
-        names = self.units[0].names(keys)
+    def pin(self, keys: Sequence[bytes], *, pinned: bool = True, group: int = 0) -> Future[int]:
+        """Pin or unpin blocks of a KV group in every tier. Queued blocks are written first."""
+        names = self.units[group].names(keys)
 
         def work() -> int:
             self._writer.flush(WRITE_TIMEOUT)

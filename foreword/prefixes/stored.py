@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.resume import KVGroup
 from foreword.prefixes.book import NamedPrefix
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
 
@@ -56,13 +57,17 @@ class StoredPrefixes(PrefixStorage):
 
     Args:
         fingerprint: of the model, hexadecimal. `model`: its name, for tools.
+        groups: KV groups of the stored blocks.
     """
 
-    def __init__(self, offload: OffloadManager, fingerprint: str, model: str, block_size: int) -> None:
+    def __init__(
+        self, offload: OffloadManager, fingerprint: str, model: str, block_size: int, groups: Sequence[KVGroup]
+    ) -> None:
         self._records = PrefixRecords(offload.store, fingerprint, model, block_size)
         self._offload = offload
         self._model = bytes.fromhex(fingerprint)
         self._block_size = block_size
+        self._groups = groups
 
     @property
     def records(self) -> PrefixRecords:
@@ -73,10 +78,20 @@ class StoredPrefixes(PrefixStorage):
 
     def put(self, prefix: NamedPrefix, salt: bytes) -> None:
         super().put(prefix, salt)
-        self._offload.pin(self.keys(prefix.tokens, salt))
+        for number, needed in enumerate(self._needed(prefix.tokens, salt)):
+            self._offload.pin(needed, group=number)
 
     def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
-        self._offload.pin(self.keys(tokens, salt)[common_length(tokens, needed) // self._block_size :], pinned=False)
+        others = [self._needed(other, salt) for other in needed]
+        for number, keys in enumerate(self._needed(tokens, salt)):
+            kept = {key for other in others for key in other[number]}
+            self._offload.pin([key for key in keys if key not in kept], pinned=False, group=number)
+
+    def _needed(self, tokens: Sequence[int], salt: bytes) -> list[list[bytes]]:
+        """Keys of the blocks with which a request continues after a prefix, by KV group."""
+        keys = self.keys(tokens, salt)
+        position = len(keys) * self._block_size
+        return [[keys[block] for block in sorted(group.needed(position))] for group in self._groups]
 
 
 def common_length(tokens: Sequence[int], others: Sequence[Sequence[int]]) -> int:

@@ -26,6 +26,10 @@ Make = Callable[..., LLM]
 Find = Callable[[str], Reference]
 
 MEMORY = "memory://?size=16MiB"
+# One KV group of full attention, one of windows, one of each, and one of full attention beside five of windows.
+# How many groups of full attention and of windows each has.
+GROUPS = {"llama": (1, 0), "mistral": (0, 1), "gpt_oss": (1, 1), "gemma3_5to1": (1, 5)}
+each_kind = pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "gemma3_5to1"])
 
 
 def disk(path: Path, size: str = "64MiB") -> str:
@@ -49,7 +53,9 @@ def fill(llm: LLM, tokens: list[int], count: int = 8) -> tuple[int, ...]:
     return output.outputs[0].tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "mixtral", "deepseek_v2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gpt_neox", "mixtral", "deepseek_v2", "gpt_oss", "mistral", "gemma3_5to1"]
+)
 def test_restart(family: str, engine: Make, reference: Find, tmp_path: Path) -> None:
     """Blocks that one process computed are loaded from disk by the next one, for every kind of layer, with the same
     output."""
@@ -65,22 +71,24 @@ def test_restart(family: str, engine: Make, reference: Find, tmp_path: Path) -> 
     truth.check(tokens, again.outputs[0], 8)
 
 
-def test_generated_tokens_are_kept(engine: Make, tmp_path: Path) -> None:
+@each_kind
+def test_generated_tokens_are_kept(family: str, engine: Make, tmp_path: Path) -> None:
     """The next turn of a conversation also finds the last output in the store, not only the prompt."""
     tokens = prompt(20, 2)
-    with engine("llama", store=disk(tmp_path)) as llm:
+    with engine(family, store=disk(tmp_path)) as llm:
         [first] = llm.generate(tokens, greedy(16))
     turn = [*tokens, *first.outputs[0].tokens, 7, 8, 9]
-    with engine("llama", store=disk(tmp_path)) as llm:
+    with engine(family, store=disk(tmp_path)) as llm:
         [second] = llm.generate(turn, greedy(4), cache_report=True)
     # The last generated token was never computed: 35 of 36 tokens, 32 in whole blocks.
     assert second.cached_tokens == 32
 
 
-def test_two_instances_share(engine: Make, tmp_path: Path) -> None:
+@each_kind
+def test_two_instances_share(family: str, engine: Make, tmp_path: Path) -> None:
     """Blocks that one engine computed are loaded by another one that runs beside it, on first use."""
     tokens = prompt(50, 3)
-    with engine("llama", store=disk(tmp_path)) as one, engine("llama", store=disk(tmp_path)) as other:
+    with engine(family, store=disk(tmp_path)) as one, engine(family, store=disk(tmp_path)) as other:
         [output] = one.generate(tokens, greedy(6))
         assert one.flush()
         [shared] = other.generate(tokens, greedy(6))
@@ -168,15 +176,16 @@ def test_another_model_finds_nothing(engine: Make, tmp_path: Path) -> None:
         assert llm.generate(tokens, greedy(2))[0].cached_tokens == 39
 
 
+@each_kind
 @pytest.mark.parametrize("fault", ["corrupt", "truncate", "swap"])
-def test_damaged_blocks(fault: Fault, engine: Make, reference: Find) -> None:
+def test_damaged_blocks(fault: Fault, family: str, engine: Make, reference: Find) -> None:
     """A block that is altered, cut short or another block is not used: it is counted, removed and recomputed."""
     tokens = prompt(40, 7)
-    with flaky(engine) as (llm, store):
+    with flaky(engine, family) as (llm, store):
         fill(llm, tokens)
         store.inject(fault)
         [output] = llm.generate(tokens, greedy(6))
-        reference("llama").check(tokens, output.outputs[0], 6)
+        reference(family).check(tokens, output.outputs[0], 6)
         [tier] = llm.offload.store.tiers
         # A swapped block can be sound where nothing was read before it.
         assert sum(tier.counters.bad.values()) >= 1 and output.cached_tokens <= 4
@@ -233,22 +242,86 @@ def test_a_load_that_breaks_off(engine: Make, reference: Find) -> None:
             llm.check()
 
 
-def test_eviction_in_a_small_store(engine: Make, reference: Find) -> None:
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "gemma3_5to1"])
+@pytest.mark.parametrize("trouble", ["missing", "damaged"])
+def test_a_window_that_breaks_off(family: str, trouble: str, engine: Make, reference: Find) -> None:
+    """Of a model with windows a load that breaks off brings nothing: the prompt is computed, and no block is kept."""
+    tokens = prompt(100, 12)
+    with flaky(engine, family, store=patient(MEMORY, load_timeout=8.0, flush_seconds=0.5)) as (llm, store):
+        fill(llm, tokens)
+        unhurried(llm)
+        read = store.inner.get
+
+        def spoil_last(names: Any, buffers: Any, **named: Any) -> Any:
+            sizes = read(names, buffers, **named)
+            if trouble == "missing":
+                return [*sizes[:-1], 0]
+            buffers[len(sizes) - 1][sizes[-1] - 1] ^= 1
+            return sizes
+
+        store.inner.get = spoil_last  # type: ignore[method-assign]
+        [output] = llm.generate(tokens, greedy(4))
+        reference(family).check(tokens, output.outputs[0], 4)
+        assert output.cached_tokens == 0
+        assert llm.offload.status().cut == 1
+        llm.check()
+        assert llm._core.cache.pool.num_free == llm.info.num_blocks
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "gemma3_5to1"])
+def test_a_longer_prefix_in_the_store(family: str, engine: Make, reference: Find) -> None:
+    """What the device has of a text is continued with what the store has: of windows, the last blocks only."""
+    tokens = prompt(120, 19)
+    with engine(family, store=MEMORY) as llm:
+        fill(llm, tokens, 4)
+        llm.generate(tokens[:47], greedy(1))
+        before = llm.offload.status().loaded
+        [output] = llm.generate([*tokens, 5], greedy(6), cache_report=True)
+        llm.check()
+        report = output.cache_report
+        assert report is not None
+        assert report.device_tokens + sum(report.loaded_tokens.values()) == 120
+        held, (full, windows) = report.device_tokens // 4, GROUPS[family]
+        assert llm.offload.status().loaded - before == (30 - held) * full + 2 * windows
+    reference(family).check([*tokens, 5], output.outputs[0], 6)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "gemma3_5to1"])
+def test_a_pinned_prefix_of_windows(family: str, engine: Make, reference: Find, tmp_path: Path) -> None:
+    """A named prefix of a model with windows survives in a small store: all that a request needs to continue is pinned."""
+    with engine(family, store=disk(tmp_path, "8MiB")) as llm:
+        made = llm.add_prefix("rules", "Be brief, and say so if you do not know. " * 2)
+        assert llm.flush()
+    whole, (full, windows) = len(made.tokens) // 4, GROUPS[family]
+    with engine(family, store=disk(tmp_path, "8MiB")) as llm:
+        [tier] = llm.offload.store.tiers
+        block = llm.info.kv_bytes_per_block
+        assert tier.store.status().pinned_bytes >= (whole * full + 2 * windows) * block
+        [output] = llm.generate([[*made.tokens, 9, 8]], greedy(3), cache_report=True)
+        assert output.cached_tokens == whole * 4
+        llm.remove_prefix("rules")
+    with engine(family, store=disk(tmp_path, "8MiB")) as llm:
+        assert llm.offload.store.tiers[0].store.status().pinned_bytes == 0
+
+
+@each_kind
+def test_eviction_in_a_small_store(family: str, engine: Make, reference: Find) -> None:
     """A small store that is read and written by more prompts than it holds gives right outputs."""
     draw = random.Random(13)
-    with engine("llama", store="memory://?size=96KiB", kv_memory="256 tokens") as llm:
+    with engine(family, store="memory://?size=96KiB", kv_memory="256 tokens") as llm:
         heads = [prompt(24, seed) for seed in range(6)]
         for round_ in range(6):
             prompts = [[*draw.choice(heads), *prompt(draw.randrange(1, 20), 100 + round_ * 10 + i)] for i in range(4)]
             for tokens, output in zip(prompts, llm.generate(prompts, greedy(4)), strict=True):
-                reference("llama").check(tokens, output.outputs[0], 4)
+                reference(family).check(tokens, output.outputs[0], 4)
             llm.check()
         assert llm.flush()
         status = llm.offload.store.tiers[0].store.status()
         assert status.evictions > 0 and status.bytes <= status.budget
 
 
-def test_like_no_store(engine: Make, tmp_path: Path) -> None:
+@each_kind
+def test_like_no_store(family: str, engine: Make, tmp_path: Path) -> None:
     """Random batches with common prefixes, a small device (so that blocks are evicted and reloaded, and requests
     preempted) and two tiers give the outputs of an engine without a store."""
     draw = random.Random(14)
@@ -260,10 +333,10 @@ def test_like_no_store(engine: Make, tmp_path: Path) -> None:
         ]
         for _ in range(5)
     ]
-    plain = engine("llama", kv_memory="160 tokens", max_batch_tokens=32)
+    plain = engine(family, kv_memory="160 tokens", max_batch_tokens=32)
     expected = [[o.outputs[0].tokens for o in plain.generate(batch, greedy(12))] for batch in batches]
     stores = ["memory://?size=128KiB", disk(tmp_path)]
-    with engine("llama", kv_memory="160 tokens", max_batch_tokens=32, store=stores) as llm:
+    with engine(family, kv_memory="160 tokens", max_batch_tokens=32, store=stores) as llm:
         for batch, tokens in zip(batches, expected, strict=True):
             assert [o.outputs[0].tokens for o in llm.generate(batch, greedy(12))] == tokens
             llm.check()
@@ -356,14 +429,16 @@ def test_others_continue_while_one_loads(llama: Path) -> None:
         engine.close()
 
 
-def test_a_prompt_that_another_request_loads(engine: Make) -> None:
+@each_kind
+def test_a_prompt_that_another_request_loads(family: str, engine: Make) -> None:
     """Concurrent requests with the same prefix load it once."""
     tokens = prompt(80, 16)
-    with engine("llama", store=MEMORY) as llm:
+    with engine(family, store=MEMORY) as llm:
         fill(llm, tokens)
         before = llm.offload.status().loaded
         outputs = llm.generate([[*tokens, seed] for seed in range(5)], greedy(2))
-        assert llm.offload.status().loaded - before == 20
+        full, windows = GROUPS[family]
+        assert llm.offload.status().loaded - before == 20 * full + 2 * windows
         assert all(output.cached_tokens == 80 for output in outputs)
         llm.check()
 
