@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from vllm_stub import stubbed_vllm
 
-from foreword.errors import TransferRefused
+from foreword.errors import ConfigError, TransferRefused
 
 SECRET = "a secret of the right length for tests"
 
@@ -49,6 +49,29 @@ def test_handoff_message(vllm: Callable[[str], Any]) -> None:
     ):
         with pytest.raises(TransferRefused, match=reason):
             reader.read(params)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"layout": "neutral"}, '"native" or "portable", not \'neutral\''),
+        ({"unit_tokens": 32}, 'unit_tokens in kv_connector_extra_config needs "layout": "portable"'),
+        ({"layout": "native", "head_units": 2}, "head_units in kv_connector_extra_config needs"),
+        ({"layout": "portable", "unit_tokens": 0}, "a number from 1 on, not 0"),
+        ({"layout": "portable", "head_units": "4"}, "a number from 1 on, not '4'"),
+        ({"layout": "portable", "head_units": True}, "a number from 1 on, not True"),
+        ({"layout": "portable", "transfer": {}}, "leave out layout or transfer"),
+        ({"layuot": "portable"}, "Did you mean 'layout'"),
+    ],
+)
+def test_settings_of_the_portable_layout(vllm: Callable[[str], Any], settings: dict[str, Any], reason: str) -> None:
+    """Settings of the portable layout that are wrong, or of no use, are errors that say what is wrong."""
+    read = vllm("config").ConnectorSettings.read
+    with pytest.raises(ConfigError, match=reason):
+        read({"store": "memory://", **settings})
+    units = read({"store": "memory://", "layout": "portable", "unit_tokens": 32}).units
+    assert (units.tokens, units.heads) == (32, 8)
+    assert read({"store": "memory://"}).units is None
 
 
 class MemoryStorage:
