@@ -4,7 +4,8 @@ step."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +17,11 @@ from memory import FakeMemory, expected
 from foreword.blocks import PrefixCache
 from foreword.blocks.prefix_cache import HOLE
 from foreword.blocks.resume import GroupKind, KVGroup
+from foreword.engine.external_kv import GroupedStores
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState, Step
+from foreword.offload.search import Found, StoredGroup, find_resumable
 
 SIZE = 4
 
@@ -434,3 +437,141 @@ def test_everyone_reads_the_right_kv(
     plant.run()
     for name, output in known.items():
         assert plant.finished[name] == output
+
+
+class Search:
+    """A search that has ended, and a load that takes some looks."""
+
+    answered = True
+
+    def __init__(self, found: Found | None) -> None:
+        self.found = found
+        self.tiers: list[int] = []
+        self.looks = 0
+
+    @property
+    def done(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def close(self) -> list[int]:
+        return self.tiers
+
+
+class Shelf:
+    """Stores that have lost some blocks, and break off some loads. They read and write the fake memory's slots."""
+
+    def __init__(self, memory: FakeMemory, size: int, draw: random.Random) -> None:
+        self._memory, self._size, self._draw = memory, size, draw
+        self._kept: dict[bytes, list[bytes]] = {}
+        self.loads = self.broken = 0
+
+    def save(self, name: bytes, block: int) -> None:
+        if self._draw.random() < 0.9:
+            slots = range(block * self._size, (block + 1) * self._size)
+            self._kept[name] = [self._memory._slots[slot] for slot in slots]
+
+    def locate(self, names: Sequence[bytes], *, deadline: float) -> list[int]:
+        return [0 for _ in itertools.takewhile(self._kept.__contains__, names)]
+
+    def find(self, names: Sequence[bytes], *, deadline: float = 0.0) -> Any:
+        return [0 if name in self._kept else -1 for name in names]
+
+    def find_position(self, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, limit: int) -> Search:
+        return Search(find_resumable(self, groups, keys, held, limit, deadline=0.0))  # type: ignore[arg-type]
+
+    def seconds_saved(self, places: object, tokens: int) -> float:
+        return self._draw.choice([1.0, 1.0, 1.0, -1.0])
+
+    def load_position(
+        self, search: Search, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, blocks: Sequence[int]
+    ) -> None:
+        assert search.found is not None
+        position, size = search.found.position, self._size
+        wanted = [
+            (g, i) for g, one in enumerate(groups) for i in sorted(one.group.needed(position)) if i * size >= held
+        ]
+        count = len(wanted) if self._draw.random() < 0.7 else self._draw.randrange(len(wanted))
+        for (number, i), block in itertools.islice(zip(wanted, blocks, strict=True), count):
+            content = self._kept[groups[number].layouts[0] + keys[i]]
+            self._memory._slots.update(zip(range(block * size, (block + 1) * size), content, strict=True))
+        search.tiers, search.looks = [0] * count, self._draw.randrange(3)
+        self.loads += 1
+        self.broken += count < len(wanted)
+
+    def worth_loading(self, search: object, skip: int, tokens: int) -> int:
+        raise AssertionError("a model with windows searches for positions")
+
+    load = worth_loading
+
+
+@pytest.mark.parametrize("kinds", [((WINDOW, 6),), ((FULL, 0), (WINDOW, 5)), ((FULL, 0), (WINDOW, 9), (WINDOW, 9))])
+def test_windows_over_stores(kinds: tuple[tuple[GroupKind, int], ...]) -> None:
+    """With stores that lose blocks and break off loads, in a small pool: every token attends to its own prefix in each KV
+    group, all requests end, and no block leaks."""
+    loads = broken = preempted = 0
+    for seed in range(60):
+        draw, size = random.Random(seed), 1 + seed % 4
+        groups = tuple(KVGroup(kind, size, span) for kind, span in kinds)
+        blocks = len(kinds) * (48 // size)
+        plant = Plant(blocks, size, {"groups": groups}, {"max_batch_tokens": draw.choice([3, 8, 40])})
+        shelf = Shelf(plant.memory, size, draw)
+        stored = [StoredGroup(group, (bytes([number]),)) for number, group in enumerate(groups)]
+        plant.scheduler = Scheduler(
+            plant.cache,
+            reserve=0.0,
+            offload=shelf,  # type: ignore[arg-type]
+            stored=GroupedStores(shelf, stored),  # type: ignore[arg-type]
+            **plant.options,
+        )
+        known: dict[str, list[int]] = {}
+        heads = [tuple(draw.randrange(3) for _ in range(30)) for _ in range(2)]
+        for _ in range(60):
+            action = draw.choice(["add", "step", "step", "step", "clear", "cancel"])
+            if action == "add":
+                tokens = (*draw.choice(heads)[: draw.randrange(1, 30)], draw.randrange(3))
+                one = plant.add(tokens, draw.randrange(1, 12))
+                known[one.request.id] = expected(b"", tokens, one.max_total - len(tokens))
+            elif action == "clear":
+                plant.cache.clear()
+            elif action == "cancel" and plant.scheduler.waiting_for_kv:
+                gone = next(iter(plant.scheduler.waiting_for_kv))
+                known.pop(gone.request.id)
+                plant.scheduler.finish(gone)
+            else:
+                step_and_save(plant, shelf, stored)
+            plant.cache.check()
+        for _ in range(2000):
+            if not plant.scheduler.has_work():
+                break
+            step_and_save(plant, shelf, stored)
+        assert {name: plant.finished[name] for name in known} == known
+        assert plant.cache.pool.num_free == blocks
+        loads, broken, preempted = (
+            loads + shelf.loads,
+            broken + shelf.broken,
+            preempted + plant.scheduler.num_preemptions,
+        )
+    assert loads > 100 and broken > 20
+    assert preempted or not groups[0].whole
+
+
+def step_and_save(plant: Plant, shelf: Shelf, stored: Sequence[StoredGroup]) -> None:
+    """A step, and what it filled goes to the stores."""
+    plant.scheduler.collect()
+    finish = plant.finish
+    ended: list[SequenceState] = []
+    plant.finish = ended.append  # type: ignore[method-assign]
+    try:
+        step = plant.step()
+    finally:
+        plant.finish = finish  # type: ignore[method-assign]
+    for chunk in step.chunks:
+        table, size = chunk.sequence.table, plant.block_size
+        full = min((chunk.start + chunk.count) // size, table.published)
+        keys = table.chain.keys_to(full)
+        for i in range(chunk.published_before, full):
+            for number, blocks in enumerate(table.groups):
+                shelf.save(stored[number].layouts[0] + keys[i], blocks[i])
+    for sequence in ended:
+        finish(sequence)
