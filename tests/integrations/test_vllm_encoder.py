@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(model: Path, rounds: Any, **job: Any) -> list[dict[str, Any]]:
-    given = {"model": str(model), "store": None, "rounds": rounds, "connector": "ForewordConnector", **job}
+    given = {"model": str(model), "store": None, "rounds": rounds, **job}
     found: list[dict[str, Any]] = run("vllm_encoder_script.py", given)["rounds"]
     return found
 

@@ -163,9 +163,10 @@ def test_media_without_content(data: Any) -> None:
 
 def test_unknown_keys_of_vllm() -> None:
     """A request for which vLLM's own block hashes have a part that is unknown here is not identified."""
-    known = identities(extra_keys=lambda *_: ((("lora", "a", "/a"), ("mm", "x", 0)), 0))
-    unknown = identities(extra_keys=lambda *_: ((("steering", "x"),), 0))
-    assert known.of(request()) is not None and unknown.of(request()) is None
+    asked = request([Image(0, 4), Image(9, 4)], cache_salt="x")
+    known = identities(extra_keys=lambda *_: ((("mm", "a", 0), ("mm", "a", 9), ("cache_salt", "x")), 0))
+    unknown = identities(extra_keys=lambda *_: ((("mm", "a", 0), ("mm", "a", 9), ("cache_salt", "x"), ("new", 1)), 0))
+    assert known.of(asked) is not None and unknown.of(asked) is None
 
 
 def test_prompt_embeddings() -> None:
@@ -273,7 +274,7 @@ def make_adapter(folder: Path, model: Path, seed: int) -> Path:
 
 
 def asks(model: Path, store: list[str] | None, steps: list[dict[str, Any]], **llm: Any) -> list[Any]:
-    job = {"model": str(model), "store": store, "steps": steps, "connector": "ForewordConnector", "llm": llm}
+    job = {"model": str(model), "store": store, "steps": steps, "llm": llm}
     found: list[Any] = run("vllm_identity_script.py", job)["answers"]
     return [(answers(one), [each["cached"] for each in one]) for one in found]
 

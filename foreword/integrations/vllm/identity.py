@@ -25,7 +25,6 @@ from foreword.integrations.vllm.weights import Adapter, AdapterFiles
 _SALT = b"vllm\x00"
 # Kinds of extras; each has a fixed length.
 _WEIGHTS, _MEDIA, _EMBEDS = b"W", b"M", b"E"
-_KNOWN_KEYS = frozenset({"lora", "mm", "cache_salt", "prompt_embeds"})
 # Identifiers whose content is remembered: far more than vLLM's encoder cache holds.
 _IDENTIFIERS = 1 << 16
 
@@ -133,13 +132,15 @@ class RequestIdentities:
         return sha256(b"foreword/lora\x00" + framed(self._settings, digest, fused)).digest()
 
     def _keys_are_known(self, request: Any) -> bool:
-        """Whether vLLM's own keys have no part that is unknown here."""
+        """Whether vLLM's own block hashes have as many parts as are known here."""
         if self._extra_keys is None:
             return True
-        # vLLM would hash the embeddings of the range.
-        end = request.num_prompt_tokens if getattr(request, "prompt_embeds", None) is None else 0
+        embeds = getattr(request, "prompt_embeds", None) is not None
+        end = 0 if embeds else request.num_prompt_tokens  # vLLM would hash the embeddings of the range
         keys, _ = self._extra_keys(request, 0, end, 0)
-        return all(isinstance(key, tuple) and key[0] in _KNOWN_KEYS for key in keys or ())
+        media = sum(feature.mm_position.offset < end for feature in request.mm_features or ())
+        known = media + embeds + bool(request.cache_salt) + (request.lora_request is not None)
+        return len(keys or ()) == int(known)
 
 
 @dataclass(frozen=True, slots=True)
