@@ -22,13 +22,15 @@ struct Copy {
     int64_t word;
 };
 
-// A register of words. Tiles of LANES x LANES words are transposed.
+// A register has two lanes of 16 bytes. Shuffles stay within lanes, so that two tiles are transposed at once.
 template <class W>
 struct Vector {
-    static constexpr int BYTES = sizeof(W) == 4 ? 32 : 16;
-    static constexpr int LANES = BYTES / sizeof(W);
-    typedef W Words __attribute__((vector_size(BYTES)));
+    static constexpr int LANE = 16 / sizeof(W);
+    typedef W Half __attribute__((vector_size(16)));
+    typedef W Words __attribute__((vector_size(32)));
 };
+
+typedef int64_t Quads __attribute__((vector_size(32)));
 
 template <class V>
 INLINE V load(const char* from) {
@@ -42,41 +44,39 @@ INLINE void store(char* to, V value) {
     __builtin_memcpy(to, &value, sizeof value);
 }
 
-// Two registers, interleaved word by word: the lower and the upper half of the result.
+// One lane from each address.
+template <class W>
+INLINE typename Vector<W>::Words load_lanes(const char* low, const char* high) {
+    const auto a = load<typename Vector<W>::Half>(low), b = load<typename Vector<W>::Half>(high);
+    if constexpr (sizeof(W) == 2)
+        return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    else
+        return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7);
+}
+
+// Two registers, interleaved word by word within each lane: the lower and the upper half of each lane's result.
 template <class W>
 INLINE void interleave(const typename Vector<W>::Words& a, const typename Vector<W>::Words& b,
                        typename Vector<W>::Words& low, typename Vector<W>::Words& high) {
-    if constexpr (sizeof(W) == 1) {
-        low = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-        high = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-    } else if constexpr (sizeof(W) == 2) {
-        low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-        high = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-    } else if constexpr (sizeof(W) == 4) {
-        low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-        high = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+    if constexpr (sizeof(W) == 2) {
+        low = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 8, 24, 9, 25, 10, 26, 11, 27);
+        high = __builtin_shufflevector(a, b, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29, 14, 30, 15, 31);
     } else {
-        low = __builtin_shufflevector(a, b, 0, 2);
-        high = __builtin_shufflevector(a, b, 1, 3);
+        low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13);
+        high = __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
     }
 }
 
-// The words at even and at odd places of two registers in a row.
+// The words at even and at odd places of 32 bytes and the 32 after them.
 template <class W>
-INLINE void separate(const typename Vector<W>::Words& a, const typename Vector<W>::Words& b,
-                     typename Vector<W>::Words& even, typename Vector<W>::Words& odd) {
-    if constexpr (sizeof(W) == 1) {
+INLINE void separate(const char* from, typename Vector<W>::Words& even, typename Vector<W>::Words& odd) {
+    const auto a = load<typename Vector<W>::Words>(from), b = load<typename Vector<W>::Words>(from + 32);
+    if constexpr (sizeof(W) == 2) {
         even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
         odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    } else if constexpr (sizeof(W) == 2) {
-        even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
-        odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-    } else if constexpr (sizeof(W) == 4) {
-        even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
-        odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
     } else {
-        even = __builtin_shufflevector(a, b, 0, 2);
-        odd = __builtin_shufflevector(a, b, 1, 3);
+        even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+        odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
     }
 }
 
@@ -88,27 +88,27 @@ INLINE void scalar(char* target, const char* source, const Axis& a, int64_t a_fr
             memcpy(target + i * a.target + j * b.target, source + i * a.source + j * b.source, sizeof(W));
 }
 
-// `a` is contiguous in the target, `b` in the source.
+// `a` is contiguous in the target, `b` in the source. Tiles of 2 LANE x LANE words.
 template <class W>
 INLINE void transpose(char* target, const char* source, const Axis& a, const Axis& b) {
-    constexpr int N = Vector<W>::LANES;
+    constexpr int N = Vector<W>::LANE;
     typedef typename Vector<W>::Words Words;
-    const int64_t a_end = a.size / N * N, b_end = b.size / N * N;
-    for (int64_t i = 0; i < a_end; i += N)
+    const int64_t a_end = a.size / (2 * N) * (2 * N), b_end = b.size / N * N;
+    for (int64_t i = 0; i < a_end; i += 2 * N)
         for (int64_t j = 0; j < b_end; j += N) {
             Words rows[N], mixed[N];
             const char* from = source + i * a.source + j * (int64_t)sizeof(W);
             char* to = target + i * (int64_t)sizeof(W) + j * b.target;
-#pragma GCC unroll 16
-            for (int k = 0; k < N; ++k) rows[k] = load<Words>(from + k * a.source);
-#pragma GCC unroll 4
-            for (int stage = 1; stage < N; stage *= 2) {
 #pragma GCC unroll 8
+            for (int k = 0; k < N; ++k) rows[k] = load_lanes<W>(from + k * a.source, from + (k + N) * a.source);
+#pragma GCC unroll 3
+            for (int stage = 1; stage < N; stage *= 2) {
+#pragma GCC unroll 4
                 for (int k = 0; k < N / 2; ++k) interleave<W>(rows[k], rows[k + N / 2], mixed[2 * k], mixed[2 * k + 1]);
-#pragma GCC unroll 16
+#pragma GCC unroll 8
                 for (int k = 0; k < N; ++k) rows[k] = mixed[k];
             }
-#pragma GCC unroll 16
+#pragma GCC unroll 8
             for (int k = 0; k < N; ++k) store(to + k * b.target, rows[k]);
         }
     scalar<W>(target, source, a, a_end, a.size, b, 0, b.size);
@@ -118,15 +118,17 @@ INLINE void transpose(char* target, const char* source, const Axis& a, const Axi
 // Pairs in the target: `a` has two words, which lie side by side; `b` is contiguous in the source.
 template <class W>
 INLINE void join_pairs(char* target, const char* source, const Axis& a, const Axis& b) {
-    constexpr int N = Vector<W>::LANES;
+    constexpr int N = Vector<W>::LANE;
     typedef typename Vector<W>::Words Words;
-    const int64_t end = b.size / N * N;
-    for (int64_t j = 0; j < end; j += N) {
-        Words low, high;
+    const int64_t end = b.size / (2 * N) * (2 * N);
+    for (int64_t j = 0; j < end; j += 2 * N) {
         const char* from = source + j * (int64_t)sizeof(W);
-        interleave<W>(load<Words>(from), load<Words>(from + a.source), low, high);
-        store(target + 2 * j * (int64_t)sizeof(W), low);
-        store(target + 2 * j * (int64_t)sizeof(W) + Vector<W>::BYTES, high);
+        char* to = target + 2 * j * (int64_t)sizeof(W);
+        const Words first = load<Words>(from), second = load<Words>(from + a.source);
+        Words low, high;
+        interleave<W>(first, second, low, high);
+        store(to, __builtin_shufflevector((Quads)low, (Quads)high, 0, 1, 4, 5));
+        store(to + 32, __builtin_shufflevector((Quads)low, (Quads)high, 2, 3, 6, 7));
     }
     scalar<W>(target, source, a, 0, 2, b, end, b.size);
 }
@@ -134,13 +136,11 @@ INLINE void join_pairs(char* target, const char* source, const Axis& a, const Ax
 // Pairs in the source: `b` has two words, which lie side by side; `a` is contiguous in the target.
 template <class W>
 INLINE void split_pairs(char* target, const char* source, const Axis& a, const Axis& b) {
-    constexpr int N = Vector<W>::LANES;
-    typedef typename Vector<W>::Words Words;
+    constexpr int N = 2 * Vector<W>::LANE;
     const int64_t end = a.size / N * N;
     for (int64_t i = 0; i < end; i += N) {
-        Words even, odd;
-        const char* from = source + 2 * i * (int64_t)sizeof(W);
-        separate<W>(load<Words>(from), load<Words>(from + Vector<W>::BYTES), even, odd);
+        typename Vector<W>::Words even, odd;
+        separate<W>(source + 2 * i * (int64_t)sizeof(W), even, odd);
         store(target + i * (int64_t)sizeof(W), even);
         store(target + i * (int64_t)sizeof(W) + b.target, odd);
     }
@@ -193,6 +193,19 @@ void widen(Copy& copy) {
     }
 }
 
+// `a` is the innermost axis of the target, `b` that of the source; the other axes come before.
+template <class W>
+void shuffle_words(const Copy& copy, char* target, const char* source, const Axis a, const Axis b) {
+    constexpr int64_t word = sizeof(W);
+    const auto all = [&](const auto& inner) { for_all(copy.axes, copy.count - 2, target, source, inner); };
+    if (a.size == 2 && b.target == 2 * word)
+        all([=](char* to, const char* from) { join_pairs<W>(to, from, a, b); });
+    else if (b.size == 2 && a.source == 2 * word)
+        all([=](char* to, const char* from) { split_pairs<W>(to, from, a, b); });
+    else
+        all([=](char* to, const char* from) { transpose<W>(to, from, a, b); });
+}
+
 template <class W>
 void copy_words(Copy& copy, char* target, const char* source) {
     const int64_t word = sizeof(W);
@@ -210,13 +223,12 @@ void copy_words(Copy& copy, char* target, const char* source) {
         return for_all(copy.axes, copy.count, target, source, [](char* to, const char* from) { memcpy(to, from, sizeof(W)); });
     const Axis b = copy.axes[other];
     for (int k = other; k < copy.count - 2; ++k) copy.axes[k] = copy.axes[k + 1];
-    const auto all = [&](const auto& inner) { for_all(copy.axes, copy.count - 2, target, source, inner); };
-    if (a.size == 2 && b.target == 2 * word)
-        all([=](char* to, const char* from) { join_pairs<W>(to, from, a, b); });
-    else if (b.size == 2 && a.source == 2 * word)
-        all([=](char* to, const char* from) { split_pairs<W>(to, from, a, b); });
+    if constexpr (sizeof(W) != 2 && sizeof(W) != 4)
+        return for_all(copy.axes, copy.count - 2, target, source, [=](char* to, const char* from) {
+            scalar<W>(to, from, a, 0, a.size, b, 0, b.size);
+        });
     else
-        all([=](char* to, const char* from) { transpose<W>(to, from, a, b); });
+        shuffle_words<W>(copy, target, source, a, b);
 }
 
 void add(Copy& copy, int64_t size, int64_t paged, int64_t staged, int into_frames) {
