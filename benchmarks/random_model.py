@@ -1,6 +1,9 @@
-"""Makes a Llama with random weights, as a Hugging Face folder, for measuring speed.
+"""Makes a model with random weights, as a Hugging Face folder, for measuring speed.
 
-    python benchmarks/random_model.py 88m OUTDIR
+    python benchmarks/random_model.py 88m OUTDIR [--kind llama|windows|recurrent]
+
+Kinds: a Llama; a Gemma 3 with five layers of 512-token windows to one with full attention; a Qwen3-Next with three layers of
+gated delta net to one with full attention.
 
 Speed does not depend on what the weights say, so nothing has to be downloaded or trained. The weights are seeded and
 stored in bfloat16; the tokenizer is that of the model that ships with Foreword, or a byte-level one if there is none.
@@ -49,15 +52,15 @@ SIZES = {
 }
 
 
-def make(size: Size, folder: Path, seed: int = 0) -> int:
+def make(size: Size, folder: Path, seed: int = 0, kind: str = "llama") -> int:
     """Writes configuration, weights and tokenizer into the folder; returns the number of parameters."""
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     copy_tokenizer(size, folder)
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(llama_config(size)).bfloat16()
+    model = AutoModelForCausalLM.from_config(KINDS[kind](size)).bfloat16()
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -81,6 +84,55 @@ def llama_config(size: Size) -> Any:
         eos_token_id=0,
         pad_token_id=None,
     )
+
+
+def windows_config(size: Size) -> Any:
+    """The same shape with sliding windows in five of six layers."""
+    from transformers import Gemma3TextConfig
+
+    kinds = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(size.layers)]
+    shape = llama_config(size).to_dict()
+    return Gemma3TextConfig(
+        **{name: shape[name] for name in _SHAPE}, sliding_window=512, layer_types=kinds, query_pre_attn_scalar=HEAD_SIZE
+    )
+
+
+def recurrent_config(size: Size) -> Any:
+    """The same shape with a gated delta net in three of four layers, and four experts of a quarter of the size."""
+    from transformers import Qwen3NextConfig
+
+    kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(size.layers)]
+    shape = llama_config(size).to_dict()
+    return Qwen3NextConfig(
+        **{name: shape[name] for name in _SHAPE},
+        layer_types=kinds,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=size.feed_forward // 4,
+        shared_expert_intermediate_size=size.feed_forward // 4,
+        linear_key_head_dim=HEAD_SIZE,
+        linear_value_head_dim=HEAD_SIZE,
+        linear_num_key_heads=size.kv_heads,
+        linear_num_value_heads=size.heads,
+    )
+
+
+_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+KINDS = {"llama": llama_config, "windows": windows_config, "recurrent": recurrent_config}
 
 
 def copy_tokenizer(size: Size, folder: Path) -> None:
@@ -120,14 +172,16 @@ def make_byte_tokenizer(folder: Path) -> None:
 
 def main() -> None:
     """Makes one model and says what it is."""
-    parser = argparse.ArgumentParser(description="Make a Llama with random weights.")
+    parser = argparse.ArgumentParser(description="Make a model with random weights.")
     parser.add_argument("size", choices=sorted(SIZES))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=sorted(KINDS), default="llama")
     arguments = parser.parse_args()
     size = SIZES[arguments.size]
-    made = make(size, arguments.folder, arguments.seed)
-    print(f"{size.name}: {made:,} parameters, {size.kv_bytes_per_token():,} bytes of KV a token, in {arguments.folder}")
+    made = make(size, arguments.folder, arguments.seed, arguments.kind)
+    kept = f", {size.kv_bytes_per_token():,} bytes of KV a token" if arguments.kind == "llama" else ""
+    print(f"{size.name}: {made:,} parameters{kept}, in {arguments.folder}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ documents    six long documents asked three times in turn
 chat         eight conversations that take turns, each turn with all that was said
 agents       the sessions in --traces, taking turns (see vllm_workloads.py for what is left out)
 restart      the documents once; vLLM ends, starts again, and is asked about all of them again
+shared       groups of prompts with a common start, three times with other ends; vLLM restarts before the third time
+bytes        new prompts of --tokens tokens: bytes in the store for each token, against all blocks of all KV groups
 saving       new prompts, many at once, answered and saved, alternating with vLLM alone
 identity     200 prompts around every block boundary, loaded, against the answers of vLLM alone
 faults       bytes flipped in the store while vLLM runs; other weights under the model's path
@@ -48,10 +50,12 @@ from timing import machine, set_up
 from vllm_bench import BLOCK, Bench
 from vllm_checks import faults, identity
 from vllm_contenders import Places, contenders
-from vllm_times import first_token, replay, restart, saving
+from vllm_times import first_token, replay, restart, saving, shared, stored_bytes
 
 NAMES = ("alone", "foreword-memory", "foreword-tmpfs", "foreword-disk", "lmcache", "mooncake", "example")
-WORKLOADS = ("first-token", "documents", "chat", "agents", "restart", "saving", "identity", "faults")
+WORKLOADS = (
+    "first-token", "documents", "chat", "agents", "restart", "shared", "bytes", "saving", "identity", "faults",
+)  # fmt: skip
 
 
 def places_of(arguments: argparse.Namespace, folder: Path) -> Places:
@@ -165,6 +169,8 @@ def run(bench: Bench) -> None:
             {
                 "first-token": first_token,
                 "restart": restart,
+                "shared": shared,
+                "bytes": stored_bytes,
                 "saving": saving,
                 "identity": identity,
                 "faults": faults,

@@ -181,6 +181,10 @@ class Worker:
         found: float = self.tell({"settle": seconds})["seconds"]
         return found
 
+    def stored(self) -> Answer:
+        """Bytes in Foreword's last tier, and the bytes per token of all blocks."""
+        return self.tell({"stored": True})
+
     def forget(self) -> None:
         """vLLM drops its own prefix cache. Raises Failed if it does not."""
         if not self.tell({"forget": True})["done"]:

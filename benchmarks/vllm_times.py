@@ -135,6 +135,58 @@ def restart(bench: Bench) -> None:
     print_table(f"restart: {about}", _REPLAYED, found, _replayed_row)
 
 
+def shared(bench: Bench) -> None:
+    """64 prompts of 8 groups, each group with 1,500 tokens in common; the same starts again, and after a restart."""
+    draw = random.Random(bench.arguments.seed)
+    starts = [workloads.tokens(draw, 1500) for _ in range(8)]
+    rounds = [workloads.shared(draw, starts, 64) for _ in range(3)]
+    job = bench.job(2304, 3 * 64 * 2304)
+
+    def measure(contender: Contender) -> Record:
+        with bench.running(contender) as running:
+            with running.worker(**job) as vllm:
+                found = [[vllm.ask(prompt, 1) for prompt in asked] for asked in rounds[:2]]
+                vllm.settle()
+            with running.worker(**job) as vllm:
+                found.append([vllm.ask(prompt, 1) for prompt in rounds[2]])
+        hits = [sum(one["cached"] > 0 for one in answers) for answers in found]
+        cached = [sum(one["cached"] for one in answers) for answers in found]
+        seconds = [round(sum(one["ttft"] for one in answers) / len(answers), 3) for answers in found]
+        return {"hits": hits, "cached": cached, "ttft": seconds, "peak": running.memory.peak}
+
+    found = bench.each("shared", measure, bench.taking_part)
+    print_table(
+        "shared: 64 prompts of 8 groups with 1,500 common tokens and 700 of their own; again with other ends; after a restart",
+        ["contender", "prompts with a hit", "cached tokens", "mean TTFT, s"],
+        found,
+        lambda one: [" / ".join(map(str, one[name])) for name in ("hits", "cached", "ttft")],
+    )
+
+
+def stored_bytes(bench: Bench) -> None:
+    """Bytes in the store for each token of new prompts."""
+    draw, tokens = random.Random(bench.arguments.seed), bench.arguments.tokens
+    asked = [workloads.tokens(draw, tokens) for _ in range(bench.arguments.rounds)]
+    job = bench.job(tokens + 16, 2 * tokens)
+
+    def measure(contender: Contender) -> Record:
+        with bench.running(contender) as running, running.worker(**job) as vllm:
+            for prompt in asked:
+                vllm.ask(prompt, 1)
+            vllm.settle()
+            stored = vllm.stored()
+        per_token = stored["bytes"] / (tokens * len(asked))
+        return {"per_token": round(per_token), "complete": round(stored["complete"]), "peak": running.memory.peak}
+
+    found = bench.each("bytes", measure, [one for one in bench.taking_part if one.name.startswith("foreword")])
+    print_table(
+        f"bytes: {len(asked)} new prompts of {tokens} tokens",
+        ["contender", "bytes stored per token", "all blocks of all groups", "share"],
+        found,
+        lambda one: [str(one["per_token"]), str(one["complete"]), percent(one["per_token"] / one["complete"])],
+    )
+
+
 def saving(bench: Bench) -> None:
     """Throughput with nothing to reuse, in turn with vLLM alone; both are up all the time, only one works."""
     arguments = bench.arguments

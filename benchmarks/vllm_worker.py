@@ -6,8 +6,8 @@ Lines of JSON come on standard input, one answer each goes to standard output. T
      "block_size": 32}
 
 The others are `{"ask": [[token, ...], ...], "new_tokens": 8}` (in turn, or `"together": true`), `{"settle": seconds}` (what is
-written behind gets its time), `{"forget": true}` (vLLM drops its own prefix cache) and `{"end": true}`. Times are seconds; the
-first token's counts from the request's arrival. A warm-up of 40 tokens does not count.
+written behind gets its time), `{"stored": true}`, `{"forget": true}` (vLLM drops its own prefix cache) and `{"end": true}`.
+Times are seconds; the first token's counts from the request's arrival. A warm-up of 40 tokens does not count.
 """
 
 import json
@@ -82,6 +82,16 @@ class Engine:
         worker = module.worker_of(str(self._llm.llm_engine.vllm_config.kv_transfer_config.engine_id))
         return None if worker is None else worker.offload
 
+    def stored(self) -> dict[str, Any]:
+        """Bytes in Foreword's last tier, and the bytes per token of all blocks of all KV groups."""
+        cache = self._foreword()
+        if cache is None:
+            return {"bytes": 0, "complete": 0.0}
+        complete = sum(
+            one.layouts[0].block_bytes * one.block_units / (one.tokens * one.per_block) for one in cache.units
+        )
+        return {"bytes": cache.store.tiers[-1].store.status().bytes, "complete": complete}
+
     def forget(self) -> dict[str, Any]:
         """Drops vLLM's own cache. Requests whose blocks a connector still reads stand in its way for some steps."""
         deadline = time.monotonic() + 20
@@ -147,6 +157,8 @@ def main() -> None:
             send(engine.settle(line["settle"]))
         elif "forget" in line:
             send(engine.forget())
+        elif "stored" in line:
+            send(engine.stored())
         else:
             break
     send(engine.settle(1.0))

@@ -20,6 +20,11 @@ def documents(draw: random.Random, scale: float) -> list[Prompt]:
     return [[*text, *tokens(draw, 30)] for _ in range(3) for text in texts]
 
 
+def shared(draw: random.Random, starts: list[Prompt], count: int) -> list[Prompt]:
+    """`count` prompts in turn over the starts, each with 700 tokens of its own."""
+    return [[*starts[number % len(starts)], *tokens(draw, 700)] for number in range(count)]
+
+
 def chat(draw: random.Random, scale: float) -> list[Prompt]:
     """Eight conversations of six turns that take turns, with a system prompt of 600 tokens (times `scale`) in common; each
     turn has all that was said before."""

@@ -443,7 +443,16 @@ class OffloadManager:
             slots = pool.take(count)
         return slots
 
-    # Pins, records, status
+    # Pins, deletion, records, status
+
+    def delete(self, names: Sequence[Name]) -> Future[None]:
+        """Delete blocks that are not needed, from every tier. A tier that fails keeps them until it evicts them."""
+
+        def work() -> None:
+            with contextlib.suppress(StoreError):
+                self.store.delete(names, deadline=time.monotonic() + WRITE_TIMEOUT)
+
+        return self._control.submit(work)
 
     def pin(self, keys: Sequence[bytes], *, pinned: bool = True, group: int = 0) -> Future[int]:
         """Pin or unpin blocks of a KV group in every tier. Queued blocks are written first."""

@@ -120,8 +120,8 @@ def test_more_than_tokens(found: dict[str, Any]) -> None:
 
 
 def test_unsupported_caches(found: dict[str, Any]) -> None:
-    """Several KV cache groups, non-causal attention and unknown kinds of layers are refused with an explanation."""
+    """Layers without prefix caching, non-causal attention and unknown kinds of layers are refused with an explanation."""
     case = found["refused"]
-    assert "2 KV cache groups" in case["groups"] and "--disable-hybrid-kv-cache-manager" in case["groups"]
+    assert "caches no prefixes" in case["uncached"]
     assert "later tokens" in case["non_causal"]
     assert "have a object" in case["other"]

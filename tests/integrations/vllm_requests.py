@@ -191,7 +191,7 @@ def _names(engine: Engine, prompt: list[int]) -> list[bytes]:
 
     worker = worker_of(engine.llm)
     root = scheduler_of(engine.llm).connector._scheduler._info.root(b"")
-    return [worker.offload.layout.fingerprint + key for key in chain_keys(root, prompt, 32)]
+    return [worker.offload.units[0].layouts[0].fingerprint + key for key in chain_keys(root, prompt, 32)]
 
 
 def _soon() -> float:
@@ -283,7 +283,7 @@ def refused(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     [group] = known.kv_cache_groups
     spec = group.kv_cache_spec
     kinds = {
-        "groups": [group, group],
+        "uncached": [dataclasses.replace(group, kv_cache_spec=_Uncached())],
         "non_causal": [dataclasses.replace(group, kv_cache_spec=dataclasses.replace(spec, non_causal=True))],
         "other": [dataclasses.replace(group, kv_cache_spec=object())],
     }
@@ -294,6 +294,13 @@ def refused(engine: Engine, prompts: Prompts) -> dict[str, Any]:
         except ModelUnsupported as error:
             found[kind] = str(error)
     return found
+
+
+class _Uncached:
+    """Describes layers like vLLM's circular buffers."""
+
+    prefix_cacheable = False
+    block_size = 32
 
 
 CASES: dict[str, Callable[[Engine, Prompts], dict[str, Any]]] = {

@@ -165,6 +165,7 @@ class KVCacheInfo:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
         self.groups = read_groups(kv_cache_config)
         self.num_blocks = int(kv_cache_config.num_blocks)
+        self._memory_order = str(getattr(kv_cache_config, "kv_cache_layout", None))
         self._units = settings.units
         self.key_size = key_block_size(self.groups) if settings.units is None else settings.units.tokens
         self.step = alignment([one.group for one in self.groups])
@@ -175,7 +176,10 @@ class KVCacheInfo:
         self.ranks: int = int(parallel.tensor_parallel_size)
         self.separate = self.ranks > 1 or parallel.distributed_executor_backend != "uni"
         if parallel.pipeline_parallel_size != 1:
-            raise ModelUnsupported("pipeline parallelism is not supported by Foreword's connector")
+            raise ModelUnsupported(
+                "pipeline parallelism is not supported by Foreword's connector: vLLM's scheduler does not know the layers of "
+                "later stages"
+            )
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) != 1:
                 raise ModelUnsupported("context parallelism is not supported by Foreword's connector")
@@ -231,6 +235,7 @@ class KVCacheInfo:
                 ".".join(vllm.__version__.split("+")[0].split(".")[:2]),
                 str(self.config.cache_config.cache_dtype),
                 str(getattr(self.config.model_config, "quantization", None)),
+                self._memory_order,
                 *one.formats(lambda spec: _block_format(self.config, spec.dtype, one.block_size, spec.head_size)),
             )
         )
@@ -293,8 +298,5 @@ def _block_format(config: Any, dtype: torch.dtype, block_size: int, head_size: i
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         return f"cpu-{_get_attn_isa(dtype, block_size, head_size)}"
-    import vllm.envs as envs
-
     backend = getattr(config.attention_config, "backend", None)
-    order = getattr(envs, "VLLM_KV_CACHE_LAYOUT", None)
-    return f"{current_platform.get_device_name()}-{getattr(backend, 'name', backend)}-{order}"
+    return f"{current_platform.get_device_name()}-{getattr(backend, 'name', backend)}"

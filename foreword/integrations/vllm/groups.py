@@ -31,7 +31,9 @@ class ConnectorGroup:
     Attributes:
         index: its number in vLLM.
         group: what it needs to continue.
-        specs: vLLM's description of each layer.
+        specs: vLLM's description of each layer. Where the layers differ, it is the first layer's: vLLM tells the scheduler of
+            no other, and both sides must give blocks the same names.
+        uneven: the layers differ, as far as this side knows.
         positional: block `i` of a request's table holds the group's block `i`. False for recurrent states, which vLLM moves.
     """
 
@@ -40,6 +42,7 @@ class ConnectorGroup:
     layer_names: tuple[str, ...]
     specs: tuple[Any, ...]
     positional: bool
+    uneven: bool = False
 
     @property
     def block_size(self) -> int:
@@ -47,7 +50,7 @@ class ConnectorGroup:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of one rank, without vLLM's padding."""
+        """Bytes of one block of one rank, without vLLM's padding; about right if the layers differ."""
         return sum(int(spec.real_page_size_bytes) for spec in self.specs)
 
     @property
@@ -80,7 +83,7 @@ class ConnectorGroup:
 
     def check_portable(self) -> bool:
         """Raises ModelUnsupported for a group that the portable layout cannot describe."""
-        if not self.layers or self.dtype not in _PORTABLE:
+        if not self.layers or self.dtype not in _PORTABLE or self.uneven:
             raise ModelUnsupported(
                 f"the portable layout is for keys and values in {', '.join(_PORTABLE)}; {self.layer_names[0]} has others"
             )
@@ -122,19 +125,24 @@ def read_groups(kv_cache_config: Any) -> tuple[ConnectorGroup, ...]:
             )
         each = getattr(spec, "kv_cache_specs", None)
         names = tuple(one.layer_names)
-        specs = tuple(each[name] for name in names) if each else (spec,) * len(names)
-        kinds = {_kind(layer, int(spec.block_size)) for layer in specs}
+        layers = [each[name] for name in names] if each else [spec]
+        first = next(iter(each.values())) if each else spec
+        kinds = {_kind(layer, spec) for layer in layers}
         if len(kinds) != 1:
             raise ModelUnsupported(f"vLLM's KV cache group {index} mixes layers that continue at different positions")
-        positional = not any(isinstance(layer, MambaSpec) for layer in specs)
-        found.append(ConnectorGroup(index, kinds.pop(), names, specs, positional))
+        positional = not any(isinstance(layer, MambaSpec) and layer.mamba_cache_mode == "align" for layer in layers)
+        uneven = any(layer != first for layer in layers)
+        found.append(ConnectorGroup(index, kinds.pop(), names, (first,) * len(names), positional, uneven))
     if not found:
         raise ModelUnsupported("this model has no KV cache, so there is nothing to reuse")
     return tuple(found)
 
 
-def _kind(spec: Any, block_size: int) -> KVGroup:
-    """What a layer needs to continue. Raises ModelUnsupported for a kind of layer that is not known."""
+def _kind(spec: Any, group: Any) -> KVGroup:
+    """What a layer needs to continue; `group` has the block size. Raises ModelUnsupported for an unknown kind of layer."""
+    if not isinstance(spec, AttentionSpec | MambaSpec):
+        raise _unknown(spec)
+    block_size = int(group.block_size)
     if isinstance(spec, SlidingWindowSpec):
         return KVGroup(GroupKind.WINDOW, block_size, spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -147,7 +155,11 @@ def _kind(spec: Any, block_size: int) -> KVGroup:
         if getattr(spec, "non_causal", False):
             raise ModelUnsupported("keys and values of this model depend on later tokens")
         return KVGroup(GroupKind.FULL, block_size)
-    raise ModelUnsupported(
+    raise _unknown(spec)
+
+
+def _unknown(spec: Any) -> ModelUnsupported:
+    return ModelUnsupported(
         f"layers of this model have a {type(spec).__name__}, which Foreword's connector does not know"
     )
 

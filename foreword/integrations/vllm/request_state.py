@@ -29,6 +29,7 @@ class RequestState:
         saved: by group, how many leading blocks have been saved or need not be saved.
         saves: False if nothing more of this request may be saved.
         plan: which blocks of windows and recurrent states are saved; None before the request computes.
+        ends: position and key of the recurrent states that were saved at the ends of the prompt and of the turn.
         no_more_loads: a load of this request has failed, and another would fail again.
         tiers: tokens loaded, by the label of the tier.
     """
@@ -44,13 +45,14 @@ class RequestState:
     saved: list[int] = field(default_factory=list)
     saves: bool = True
     plan: CheckpointPlan | None = None
+    ends: dict[int, bytes] = field(default_factory=dict)
     no_more_loads: bool = False
     tiers: dict[str, int] = field(default_factory=dict)
 
     def start_over(self, info: KVCacheInfo, held: int) -> None:
         """vLLM is about to schedule the request with the first `held` tokens from its own cache."""
         self.held = self.reach = held
-        self.plan, self.saves = None, True
+        self.plan, self.saves, self.ends = None, True, {}
         self.skip_to(info, held)
 
     def skip_to(self, info: KVCacheInfo, tokens: int) -> None:
@@ -60,6 +62,10 @@ class RequestState:
     def cut_to(self, info: KVCacheInfo, tokens: int) -> None:
         """The blocks behind the first `tokens` tokens will have other contents."""
         self.saved = [min(done, tokens // one.block_size) for done, one in zip(self.saved, info.groups, strict=True)]
+
+    def next_full(self, info: KVCacheInfo) -> int:
+        """Tokens at which the next block is full."""
+        return min((done + 1) * one.block_size for done, one in zip(self.saved, info.groups, strict=True))
 
     def planned(self, info: KVCacheInfo) -> CheckpointPlan:
         """The plan, made when the request first computes."""

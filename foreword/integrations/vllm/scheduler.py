@@ -11,7 +11,9 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from foreword.blocks.checkpoints import ReplacedCheckpoints
 from foreword.blocks.keys import TokenChain
+from foreword.blocks.resume import GroupKind
 from foreword.integrations.vllm.config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.events import TierEvents
 from foreword.integrations.vllm.handoff import HandoffScheduler
@@ -59,6 +61,8 @@ class ForewordConnectorScheduler:
         self._identities = request_identities(info.config, info.key_size)
         self._version = settings.version_of(info.config)
         follow_engine(info.config, "set_weight_version", self.set_weights_version)
+        self._replaced = ReplacedCheckpoints()
+        self._to_delete: list[tuple[int, bytes]] = []
         self._events_until = 0.0
         self._step = (0, 0.0)  # tokens of the last step, and when it was scheduled
         self._worker: ForewordConnectorWorker | None = worker_of(engine)
@@ -238,21 +242,31 @@ class ForewordConnectorScheduler:
         saves, self._last_saves = self._last_saves, []
         finished, self._finished = self._finished, []
         metadata = ForewordConnectorMetadata(loads, saves, output.total_num_scheduled_tokens, finished=finished)
+        metadata.deletes, self._to_delete = self._to_delete, []
         self._step = (metadata.tokens, time.monotonic())
         if metadata.tokens:
             self._version.note_computed()
         block_state = output.kv_connector_block_state
         self._handoff.revoke(output.preempted_req_ids or ())
+        states = getattr(block_state, "boundary_state_offloads", {})
         for request_id, count in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            ids = block_state.get_block_ids(request_id) if block_state is not None and state is not None else None
-            if state is not None and ids is not None and self._state_of(state.request) is not None and state.saves:
-                boundaries = getattr(block_state, "boundary_state_offloads", {}).get(request_id, ())
-                metadata.saves += self._computed(state, count, ids, boundaries)
+            if state is None or not state.saves or not (request_id in states or self._may_save(state, count)):
+                continue
+            ids = block_state.get_block_ids(request_id) if block_state is not None else None
+            if ids is not None and self._state_of(state.request) is not None:
+                metadata.saves += self._computed(state, count, ids, states.get(request_id, ()))
         self._handoff.fill(metadata)
         if metadata.saves or metadata.loads:
             self._events_until = time.monotonic() + _EVENT_SECONDS
         return metadata
+
+    def _may_save(self, state: RequestState, scheduled: int) -> bool:
+        """False for most steps of decoding, which fill no block. It must be cheap: it is called for every request of a step."""
+        request = state.request
+        started = self._info.whole or state.plan is not None
+        known = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        return not started or known >= state.next_full(self._info) or bool(request.kv_transfer_params)
 
     def _computed(
         self, state: RequestState, scheduled: int, ids: BlockIds, boundaries: Sequence[tuple[int, int, int]]
@@ -262,34 +276,56 @@ class ForewordConnectorScheduler:
         request, first = state.request, state.plan is None
         # A token that is not known yet (asynchronous scheduling, speculative decoding) fills no block.
         known = min(request.num_computed_tokens + scheduled, len(state.chain))
-        states = self._states(state, boundaries) if boundaries else {}
+        states = {} if self._info.whole else self._states(state, known, scheduled, ids, boundaries)
         self._handoff.computed(state, known, ids, states)
         saves = self._proven_position(state, ids) if first and not self._info.whole else []
         saves += state.filled(self._info, known, ids)
         plan = state.plan
         for (number, block), block_id in states.items():
             if plan is not None and plan.wanted(number, block):
-                saves.append(state.save(self._info, number, [block], [block_id]))
+                save = state.save(self._info, number, [block], [block_id])
+                saves.append(save)
+                position = (block + 1) * self._info.groups[number].block_size
+                if position >= request.num_prompt_tokens - self._info.step:
+                    state.ends[position] = save.keys[0]
         self._expect(request, saves)
         return saves
 
-    def _states(self, state: RequestState, boundaries: Sequence[tuple[int, int, int]]) -> dict[tuple[int, int], int]:
-        """Recurrent states at positions from which a request can continue: their block ids by group and index."""
-        plan, request = state.planned(self._info), state.request
-        numbers = {one.index: number for number, one in enumerate(self._info.groups) if not one.positional}
-        found = {}
-        for index, block_id, position in boundaries:
-            number = numbers.get(index)
-            if number is None or position % self._info.step or position > len(state.chain):
+    def _states(
+        self,
+        state: RequestState,
+        known: int,
+        scheduled: int,
+        ids: BlockIds,
+        boundaries: Sequence[tuple[int, int, int]],
+    ) -> dict[tuple[int, int], int]:
+        """Recurrent states that this step leaves at positions from which a request can continue: their block ids by group and
+        index. vLLM hands over those that its own cache keeps. Where a step ends at a block boundary, the running state is one
+        too: it is in the block of the last token."""
+        step, request = self._info.step, state.request
+        found: dict[tuple[int, int], int] = {}
+        for number, one in enumerate(self._info.groups):
+            if one.positional:
                 continue
-            if position <= request.num_prompt_tokens:
-                plan.offer(position, position + self._info.chunk)
-            elif self._info.speculative:
-                continue  # the state may contain draft tokens that are rejected
-            else:
-                plan.add(position)  # each may be the end of the turn
-            found[number, position // self._info.groups[number].block_size - 1] = block_id
+            places = {position: block_id for index, block_id, position in boundaries if index == one.index}
+            last = known // one.block_size - 1
+            ends_here = known % step == 0 and known == request.num_computed_tokens + scheduled
+            if ends_here and not self._info.speculative and last < len(ids[one.index]):
+                places.setdefault(known, ids[one.index][last])
+            for position, block_id in places.items():
+                if position % step == 0 and position <= len(state.chain) and block_id != NULL_BLOCK:
+                    found[number, position // one.block_size - 1] = block_id
+        for position in {(block + 1) * self._info.groups[number].block_size for number, block in found}:
+            self._consider(state, position)
         return found
+
+    def _consider(self, state: RequestState, position: int) -> None:
+        """Let the plan decide about a state. A state behind the prompt may contain draft tokens that are rejected."""
+        plan = state.planned(self._info)
+        if position <= state.request.num_prompt_tokens:
+            plan.offer(position, position + self._info.chunk)
+        elif not self._info.speculative:
+            plan.answered(position)  # it may be the last one of the turn
 
     def _proven_position(self, state: RequestState, ids: BlockIds) -> list[BlockSave]:
         """A request continues from vLLM's own cache: others will from the stores. Saves the windows and states for that, which
@@ -358,6 +394,8 @@ class ForewordConnectorScheduler:
         """Whether vLLM keeps the blocks until they are reported as sent, and `kv_transfer_params` for a decode instance."""
         state = self._requests.pop(request.request_id, None)
         last = self._end_of_turn(state, ids) if state is not None else []
+        if state is not None and state.ends:
+            self._replace_checkpoints(state)
         params = self._handoff.finished(request, state, ids)
         self._last_saves += last
         if last and params is None:
@@ -369,18 +407,30 @@ class ForewordConnectorScheduler:
         request, info = state.request, self._info
         if state.plan is None or not state.saves or request.status not in _ENDED:
             return []
-        computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
-        position = min(computed, len(state.chain)) // info.step * info.step
-        saves: list[BlockSave] = []
+        plan, computed = state.plan, request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        tokens = min(computed, len(state.chain))
+        missing = []
         for number, one in enumerate(info.groups):
             if one.positional and not one.group.whole:
-                needed = sorted(one.group.needed(position))
-                fresh = [
-                    block for block in needed if not state.plan.wanted(number, block) and block < state.saved[number]
-                ]
-                saves += state.runs(info, number, fresh, ids[one.index])
+                needed = sorted(one.group.needed(tokens // info.step * info.step))
+                blocks = [block for block in needed if block < state.saved[number] and not plan.wanted(number, block)]
+                missing.append((number, blocks, ids[one.index]))
+        saves: list[BlockSave] = []
+        if plan.end_turn(tokens):
+            for number, blocks, table in missing:
+                saves += state.runs(info, number, blocks, table)
         self._expect(request, saves)
         return saves
+
+    def _replace_checkpoints(self, state: RequestState) -> None:
+        """A session's next turn has new checkpoints of recurrent states: delete those that they replace."""
+        assert state.plan is not None
+        resumed = state.plan.resumed
+        diverged = state.reach > resumed  # another request has gone on from there before
+        key_before = b"" if diverged else state.key_at(self._info, resumed)
+        for key in self._replaced.ended(state.ends, resumed, key_before):
+            groups = (number for number, one in enumerate(self._info.groups) if one.group.kind is GroupKind.STATE)
+            self._to_delete += [(number, key) for number in groups]
 
     def set_workers(self, workers: Mapping[int, WorkerHandshake]) -> None:
         """Where the workers listen, by rank."""

@@ -108,6 +108,7 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
         tokens: how many tokens the step computes.
         leases, revoked: blocks to keep for other instances, and blocks not to keep any longer.
         released: producers whose blocks are not needed.
+        deletes: group and key of blocks that are not needed any more.
         finished: requests that have ended and whose last blocks are among `saves`; vLLM gets their blocks back then.
     """
 
@@ -117,6 +118,7 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     leases: list[BlockLease] = field(default_factory=list)
     revoked: list[LeaseRevocation] = field(default_factory=list)
     released: list[KVProducer] = field(default_factory=list)
+    deletes: list[tuple[int, bytes]] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
 
 

@@ -116,16 +116,17 @@ class ForewordConnectorWorker:
         rank = get_tensor_model_parallel_rank() if info.ranks > 1 else 0
         tensors = [block_views(kv_caches, one.layer_names, info.num_blocks) for one in info.groups]
         layouts, units = info.layouts(rank), info.units(rank)
-        longest = max(layout.block_bytes for one in units for layout in one.layouts)
+        longest = max(_block_bytes(views) for views in tensors)
         frames = 2 * info.num_blocks * max(one.block_units for one in units)
-        slots = max(min(parse_bytes(config.staging) // (longest + HEADER_BYTES), frames), _MIN_SLOTS)
+        frame = longest // min(one.block_units for one in units) + HEADER_BYTES
+        slots = max(min(parse_bytes(config.staging) // frame, frames), _MIN_SLOTS)
         staged: Sequence[Sequence[torch.Tensor] | StagedGroup] = tensors
         if info.portable:
             staged = [unit_group(kv_caches, info.config, *one) for one in zip(info.groups, units, strict=True)]
         staging = StagingArena(staged, slots)
         for size, divided, one in zip(staging.block_bytes, units, info.groups, strict=True):
             expected = divided.layouts[0].block_bytes
-            if size != expected:
+            if size != expected and not one.uneven:
                 raise ModelUnsupported(
                     f"vLLM's blocks of {one.layer_names[0]} have {size} bytes, but its description of the layers says "
                     f"{expected}"
@@ -288,6 +289,9 @@ class ForewordConnectorWorker:
             if self._saves[save.group] and self._may_save(save):
                 self.offload.save(save.keys, save.parent, save.depth, save.blocks, save.group)
         self._saved_requests.update(metadata.finished)
+        if metadata.deletes:
+            layouts = [one.layouts[0].fingerprint for one in self.offload.units]
+            self.offload.delete([layouts[group] + key for group, key in metadata.deletes])
         if self._leases is not None:
             for lease in metadata.leases:
                 if all(map(self._may_save, (*lease.held, *lease.copied))):
@@ -348,6 +352,10 @@ class ForewordConnectorWorker:
             with _workers_lock:
                 _workers.pop(self._engine, None)
             self.offload.close(self._settings.store.flush_seconds)
+
+
+def _block_bytes(views: Sequence[torch.Tensor]) -> int:
+    return sum(view[0].numel() * view.element_size() for view in views)
 
 
 def _device_of(kv_caches: Mapping[str, Any]) -> str:
