@@ -7,9 +7,11 @@ transposed) and, for bfloat16 on processors with AMX, `amx` (tiles). Each round 
 are written, then finds and loads them into other blocks, in the native layout and then in each portable one. A unit is written
 tokens x heads.
 
-load         find all blocks and load them, median of the rounds: wall time, and processor time of all threads
+load         find all blocks and load them: wall time, and processor time of all threads
 save         until the blocks are copied out of the KV cache, which a step of the engine waits for
-ratio        to the native layout of the same block size; of processor time, which other processes disturb less
+ratio        to the native layout of the same block size
+
+All times are the best of the rounds, as other processes only make them longer.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 
 import torch
-from timing import machine, median, ratio, set_up, table, version_of
+from timing import machine, ratio, set_up, table, version_of
 
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
@@ -125,7 +127,7 @@ def _divide(
 
 
 def measure(case: Case, tokens: int, rounds: int) -> Iterator[tuple[str, int, Times]]:
-    """Name, frames and median times of each layout; the layouts take turns."""
+    """Name, frames and best times of each layout; the layouts take turns."""
     with tempfile.TemporaryDirectory() as folder:
         devices = []
         for number, units in enumerate(LAYOUTS):
@@ -134,7 +136,7 @@ def measure(case: Case, tokens: int, rounds: int) -> Iterator[tuple[str, int, Ti
         found: list[list[Times]] = [[device.round() for device in devices] for _ in range(rounds + 1)][1:]
         for number, units in enumerate(LAYOUTS):
             each = [one[number] for one in found]
-            times = Times(*(median(getattr(one, name) for one in each) for name in ("load", "load_cpu", "save")))
+            times = Times(*(min(getattr(one, name) for one in each) for name in ("load", "load_cpu", "save")))
             frames = tokens // (case.block_size if units is None else units[0]) * (1 if units is None else units[1])
             yield "native" if units is None else f"units of {units[0]} x {HEADS // units[1]}", frames, times
         for device in devices:
