@@ -13,7 +13,7 @@ import vllm
 from foreword.blocks.keys import Scope
 from foreword.blocks.layout import Layout
 from foreword.blocks.portable import HEAD_UNITS, UNIT_TOKENS, BlockUnits, portable_units, whole_blocks
-from foreword.blocks.resume import alignment
+from foreword.blocks.resume import GroupKind, alignment
 from foreword.config import StoreConfig, TransferConfig, build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
 from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
@@ -205,9 +205,10 @@ class KVCacheInfo:
         return getattr(self.config, "speculative_config", None) is not None
 
     def limit(self, num_tokens: int) -> int:
-        """How many of a prompt's tokens may be loaded. vLLM computes the last token of a prompt again, which would enter a
-        recurrent state twice and may need a block that has left a window."""
-        return num_tokens if self.whole else num_tokens - 1
+        """How many of a prompt's tokens may be loaded. vLLM computes the last token of a prompt again. That would enter a
+        recurrent state twice; and the token's own window or chunk may begin in a block that is not needed behind it.
+        """
+        return num_tokens - 1 if any(map(_needs_last_token, self.groups)) else num_tokens
 
     def layouts(self, rank: int) -> tuple[Layout, ...]:
         """The layout of one rank's blocks, by group. The scheduler, which has no tensors, gets the same as the workers."""
@@ -277,6 +278,13 @@ class KVCacheInfo:
     def root(self, salt: bytes) -> bytes:
         """The root key of a salt's chains."""
         return Scope(self.model, self.key_size, salt).root()
+
+
+def _needs_last_token(one: ConnectorGroup) -> bool:
+    """Whether a group cannot compute the token before a position again with the blocks that it needs at the position."""
+    if one.group.kind is GroupKind.WINDOW:
+        return one.group.span % one.block_size == 1
+    return not one.group.whole
 
 
 def model_digest(vllm_config: Any, settings: ConnectorSettings) -> bytes:
