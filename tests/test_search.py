@@ -25,6 +25,11 @@ def _put(store: MemoryStore, names: list[Name]) -> None:
     assert store.put(frames, deadline=time.monotonic() + 10) == len(names)
 
 
+def _name(one: StoredGroup, block: int, rank: int = 0) -> Name:
+    [key] = one.keys(KEYS, [block])
+    return one.layouts[rank] + key
+
+
 def _search(tiers: TieredStore, groups: list[StoredGroup], held: int, limit: int) -> Found:
     return find_resumable(tiers, groups, KEYS, held, limit, deadline=time.monotonic() + 10)
 
@@ -55,12 +60,12 @@ def test_the_longest_position_of_all_ranks_and_tiers(seed: int) -> None:
         for block in range(TOKENS // one.group.block_size):
             for rank in range(ranks):
                 if rng.random() < share:
-                    there[one.name(KEYS, block, rank)] = rng.randrange(2)
+                    there[_name(one, block, rank)] = rng.randrange(2)
     for tier, store in enumerate(stores):
         _put(store, [name for name, place in there.items() if place == tier])
 
     def is_held(one: StoredGroup, block: int) -> bool:
-        names = [one.name(KEYS, block, rank) for rank in range(ranks)]
+        names = [_name(one, block, rank) for rank in range(ranks)]
         return block * one.group.block_size < held or all(name in there for name in names)
 
     limit = rng.randint(held, TOKENS)
@@ -80,7 +85,7 @@ def test_the_longest_position_of_all_ranks_and_tiers(seed: int) -> None:
     }
     assert set(found.places) == wanted
     for (number, block), place in found.places.items():
-        assert place in {there[groups[number].name(KEYS, block, rank)] for rank in range(ranks)}
+        assert place in {there[_name(groups[number], block, rank)] for rank in range(ranks)}
     tiers.close()
 
 
@@ -89,7 +94,7 @@ def test_reach_says_where_prompts_diverged() -> None:
     full = StoredGroup(KVGroup(GroupKind.FULL, KEY_SIZE), (b"f" * 16,))
     state = StoredGroup(KVGroup(GroupKind.STATE, KEY_SIZE), (b"s" * 16,))
     store = MemoryStore(1 << 20)
-    _put(store, [full.name(KEYS, block) for block in range(10)] + [state.name(KEYS, block) for block in (3, 20)])
+    _put(store, [_name(full, block) for block in range(10)] + [_name(state, block) for block in (3, 20)])
     found = _search(TieredStore([store]), [full, state], 0, TOKENS)
     assert (found.position, found.reach) == (4 * KEY_SIZE, 10 * KEY_SIZE)
     assert len(found.places) == 5
