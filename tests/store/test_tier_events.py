@@ -72,9 +72,9 @@ def test_a_partial_put() -> None:
 
 
 class FailingLookup(FlakyStore):
-    """A store whose lookup fails."""
+    """A store whose lookup of single blocks fails."""
 
-    def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
+    def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
         raise StoreUnavailable("lookup fails")
 
 
