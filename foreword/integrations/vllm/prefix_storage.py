@@ -17,6 +17,7 @@ from foreword.blocks.layout import ITEM_BYTES
 from foreword.blocks.resume import KVGroup, alignment
 from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
 from foreword.integrations.vllm.config import ConnectorSettings, model_digest
+from foreword.integrations.vllm.identity import RequestIdentity
 from foreword.prefixes.erasure import LayoutRecord, layouts
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
 from foreword.prefixes.stored import PrefixStorage, common_length
@@ -83,6 +84,7 @@ class ConnectorStorage(PrefixStorage):
     def __init__(self, vllm_config: Any) -> None:
         settings = connector_settings(vllm_config)
         self._model = model_digest(vllm_config, settings)
+        self._extras = RequestIdentity().extras(settings.version_of(vllm_config).salt)
         self._units = settings.units
         self._name = str(vllm_config.model_config.model)
         self._dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
@@ -156,7 +158,7 @@ class ConnectorStorage(PrefixStorage):
         return self._layouts[0].key_size if self._layouts else 0
 
     def _chain_keys(self, tokens: Sequence[int]) -> list[bytes]:
-        return chain_keys(Scope(self._model, self._key_size).root(), tokens, self._key_size)
+        return chain_keys(Scope(self._model, self._key_size).root(), tokens, self._key_size, self._extras)
 
     # Records
 
