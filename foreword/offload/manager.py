@@ -479,8 +479,12 @@ class OffloadManager:
         return self._control.submit(work)
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until all queued blocks are written. False if that takes longer than `timeout` seconds."""
-        return self._writer.flush(timeout)
+        """Wait until all queued blocks, pins and records are written. False if that takes longer than `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        written = self._writer.flush(timeout)
+        last = self._control.submit(lambda: None)  # runs after everything that was submitted before
+        futures.wait([last], max(deadline - time.monotonic(), 0.0))
+        return written and last.done()
 
     def _count(self, **more: int) -> None:
         with self._counting:
@@ -498,11 +502,11 @@ class OffloadManager:
         )
 
     def close(self, timeout: float = 30.0) -> None:
-        """Write queued blocks, for at most `timeout` seconds, and close the stores."""
+        """Write queued blocks and pins, for at most `timeout` seconds, and close the stores."""
         if self._closed:
             return
         self._closed = True
-        self._writer.flush(timeout)
+        self.flush(timeout)
         self._writer.close()
         for pool in (self._finders, self._loaders, self._control):
             pool.shutdown(wait=False, cancel_futures=True)
