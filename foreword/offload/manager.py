@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from foreword.blocks.layout import Layout
 from foreword.blocks.portable import BlockUnits, whole_blocks
@@ -38,6 +38,8 @@ from foreword.store.tiered import FetchedBlock, Rate, TieredStore
 
 if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena
+
+Result = TypeVar("Result")
 
 _GROUP_BYTES: Final = 8 << 20
 _PROBE_BYTES: Final = 1 << 20  # the first group from a store of unknown speed
@@ -175,6 +177,7 @@ class OffloadManager:
         self._finders = ThreadPoolExecutor(loaders, "foreword-find", use_background_cores)
         self._loaders = ThreadPoolExecutor(loaders, "foreword-load", use_background_cores)
         self._control = ThreadPoolExecutor(1, "foreword-control", use_background_cores)
+        self._tasks: list[Future[Any]] = []
         self._changed = threading.Condition()
         self.changes = 0
         self._dropped = 0
@@ -452,7 +455,7 @@ class OffloadManager:
             with contextlib.suppress(StoreError):
                 self.store.delete(names, deadline=time.monotonic() + WRITE_TIMEOUT)
 
-        return self._control.submit(work)
+        return self._later(work)
 
     def pin(self, keys: Sequence[bytes], *, pinned: bool = True, group: int = 0) -> Future[int]:
         """Pin or unpin blocks of a KV group in every tier. Queued blocks are written first."""
@@ -462,7 +465,7 @@ class OffloadManager:
             self._writer.flush(WRITE_TIMEOUT)
             return self.store.pin(names, pinned=pinned, deadline=time.monotonic() + WRITE_TIMEOUT)
 
-        return self._control.submit(work)
+        return self._later(work)
 
     def describe(self, facts: Mapping[str, object], groups: Sequence[Mapping[str, object]] = ({},)) -> Future[None]:
         """Write the records `layouts/<fingerprint>`, which tell tools what blocks of these layouts are. `groups`: further facts
@@ -476,15 +479,20 @@ class OffloadManager:
                 with contextlib.suppress(StoreError):  # the tier counts the error; blocks are found without the record
                     self.store.put_record(key, record, deadline=time.monotonic() + WRITE_TIMEOUT)
 
-        return self._control.submit(work)
+        return self._later(work)
+
+    def _later(self, work: Callable[[], Result]) -> Future[Result]:
+        """Do something after what was asked for before, on the thread for that."""
+        task = self._control.submit(work)
+        self._tasks = [*(one for one in self._tasks if not one.done()), task]
+        return task
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until all queued blocks, pins and records are written. False if that takes longer than `timeout` seconds."""
         deadline = time.monotonic() + timeout
         written = self._writer.flush(timeout)
-        last = self._control.submit(lambda: None)  # runs after everything that was submitted before
-        futures.wait([last], max(deadline - time.monotonic(), 0.0))
-        return written and last.done()
+        _, late = futures.wait(self._tasks, max(deadline - time.monotonic(), 0.0))
+        return written and not late
 
     def _count(self, **more: int) -> None:
         with self._counting:
