@@ -247,21 +247,17 @@ def session(engine: Engine, prompts: Prompts) -> dict[str, Any]:
 
 
 def not_cached(engine: Engine, prompts: Prompts) -> dict[str, Any]:
-    """Requests whose KV depends on more than tokens and salt, with a prompt that the store has."""
+    """A request with an adapter whose files are not there, with a prompt that the store has."""
     from vllm.lora.request import LoRARequest
 
     saved(engine, prompts)
     scheduler = scheduler_of(engine.llm)
     found = {}
-    for kind in ("plain", "lora", "image", "embeddings"):
+    for kind in ("plain", "lora"):
         name = engine.add(kind, prompts[0])
         [request] = [one for one in scheduler.requests.values() if one.request_id.startswith(name)]
         if kind == "lora":
             request.lora_request = LoRARequest("adapter", 1, "/nowhere")
-        elif kind == "image":
-            request.mm_features = [object()]
-        elif kind == "embeddings":
-            request.prompt_embeds = object()
         answer = scheduler.connector.get_num_new_matched_tokens(request, 0)
         while answer[0] is None:
             answer = scheduler.connector.get_num_new_matched_tokens(request, 0)
