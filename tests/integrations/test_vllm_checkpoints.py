@@ -96,3 +96,42 @@ def test_blocks_under_wrong_names(name: str, tmp_path: Path) -> None:
     again = vllm(folder, [disk(tmp_path)], [[prompt] for prompt in asked], llm=kind.arguments())
     assert [answers(one) for one in again["rounds"]] == [answers(one) for one in first["rounds"]]
     assert sum(again["bad"]["disk"].values()) >= 1
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Granite 4"])
+def test_positions_of_hits_on_the_device(name: str, tmp_path: Path) -> None:
+    """A request that continues from vLLM's own cache saves the windows and states at that position if the store has lost them.
+    Later requests continue from there in the store, with the answers of vLLM alone."""
+    kind = KINDS[name]
+    folder, [common, one, other] = kind.build(tmp_path / "model"), prompts(9, [600, 50, 60])
+    asked = [common, common + one, common + other]
+    alone = vllm(folder, None, [[prompt] for prompt in asked], llm=kind.arguments())["rounds"]
+    server = RemoteVllm(
+        tmp_path / "log", {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, folder, [disk(tmp_path)], llm=kind.arguments()
+    ).ready()
+    try:
+        found = [server.ask(asked[0])]
+        server.call("idle")
+        time.sleep(1)  # the write queue gathers blocks for a moment
+        assert lose_all_but_full_attention(tmp_path) > 0
+        found.append(server.ask(asked[1]))
+        server.call("idle")
+        assert server.call("forget")["forgotten"]
+        found.append(server.ask(asked[2]))
+    finally:
+        server.end()
+    assert [one["tokens"] for one in found] == [answers(one)[0] for one in alone]
+    assert found[2]["cached"] >= found[1]["cached"] > 500
+
+
+def lose_all_but_full_attention(folder: Path) -> int:
+    """Delete the blocks of windows and recurrent states from the store. Returns how many there were."""
+    store = open_store([disk(folder)])
+    try:
+        whole = {fingerprint for fingerprint, record in layouts(store).items() if record.group.whole}
+        names = [entry.name for entry in store.scan(deadline=time.monotonic() + 120)]
+        return store.delete(
+            [name for name in names if name[:FINGERPRINT_BYTES] not in whole], deadline=time.monotonic() + 120
+        )
+    finally:
+        store.close()

@@ -79,6 +79,9 @@ class KVLeases(FrameServer):
     ) -> None:
         self._copies = MemoryStore(max(_COPIED_BYTES, _COPIED_BLOCKS * staging.frame_bytes), label="leases")
         super().__init__(layouts, staging, [self._copies, *memory])
+        # Copies have a slot of their own: the engine's thread must not wait for a slow reader.
+        [self._copy_slot] = self._slots.take(1) or [0]
+        self._batch = max(min(self._batch, staging.slots - 1), 1)
         self._fingerprints = [layout.fingerprint for layout in layouts]
         self._device = staging.device
         self._seconds = seconds
@@ -118,17 +121,10 @@ class KVLeases(FrameServer):
         """Copy blocks that vLLM may change soon. A block for which there is no room is missing for the readers."""
         for name, parent, depth, block in self._named(save):
             header = self._header(name, parent, depth)
-            deadline = time.monotonic() + _COPY_SECONDS
-            slots = self._slots.wait_for(1, deadline)
-            if slots is None:
-                return
-            try:
-                with self._copying, contextlib.suppress(StoreError):
-                    self._staging.gather([block], slots, save.group)
-                    buffer = self._staging.buffer(slots[0])[: HEADER_BYTES + header.length]
-                    self._copies.put([seal(header, buffer)], deadline=deadline)
-            finally:
-                self._slots.give(slots)
+            buffer = self._staging.buffer(self._copy_slot)[: HEADER_BYTES + header.length]
+            with self._copying, contextlib.suppress(StoreError):
+                self._staging.gather([block], [self._copy_slot], save.group)
+                self._copies.put([seal(header, buffer)], deadline=time.monotonic() + _COPY_SECONDS)
 
     def revoke(self, revoked: LeaseRevocation) -> None:
         """vLLM is about to reuse blocks. Once this returns, no reader reads them."""

@@ -77,9 +77,7 @@ class ForewordConnectorScheduler:
         self._handoff = HandoffScheduler(info, settings)
         tiers = [(scheme, label) for label, scheme in self._schemes.items()]
         sizes = [one.block_size for one in info.groups]
-        self.events = (
-            TierEvents(tiers, [len(one.layouts) for one in info.stored_groups()], sizes) if info.events else None
-        )
+        self.events = TierEvents(tiers, [len(one.layouts) for one in self._groups], sizes) if info.events else None
 
     # Lookup
 
@@ -182,6 +180,7 @@ class ForewordConnectorScheduler:
         state.chain = state.chain.fork(min(same, len(known)))
         state.cut_to(self._info, same)
         state.search = state.found = state.plan = None
+        state.ends = {}
 
     # Scheduling of loads and saves
 
