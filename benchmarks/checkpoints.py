@@ -21,7 +21,7 @@ All blocks are equally large: vLLM gives the pages of all groups one size. Sizes
 `every block` stores in all. `points`, `written` and `held` compare with `every block` in a store of the same size. `written`
 and `held` count the blocks of window and recurrent groups only; `held` is the mean over the requests.
 
-With `--chunk`, recurrent state exists only where a chunk of so many tokens ends, at the last boundary of the prompt, and at
+With `--chunk`, recurrent state exists only where a chunk of that many tokens ends, at the last boundary of the prompt, and at
 every boundary of the answer.
 """
 

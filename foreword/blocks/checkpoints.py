@@ -9,7 +9,7 @@ position, see `blocks/resume.py`: a plan says which ones a request saves. A chec
     on request                    the end of a named prefix, cache control
     at a spacing                  shortened prompts, and the first prompt that diverges. The spacing is the smallest power of
                                   two times the alignment that keeps the budget
-    in the first blocks           short prefixes, as far as the budget goes
+    in the first blocks           short prefixes, within the budget
 
 The last two are limited by a budget: a share of the bytes of all blocks, and for models without recurrent state at least the
 blocks of the first tokens. So such models save every block of a short prompt.

@@ -221,7 +221,7 @@ class PrefixCache:
     def new_blocks(self, table: BlockTable, match: Match, num_tokens: int, step_tokens: int | None = None) -> int:
         """Free blocks needed to admit the table with this match and to advance it to `num_tokens`.
 
-        With `step_tokens` it is advanced by at most so many tokens at a time, and trimmed in between.
+        With `step_tokens` it is advanced by at most that many tokens at a time, and trimmed in between.
         """
         more = -(-num_tokens // self.block_size) - len(match.blocks)
         if self._simple:

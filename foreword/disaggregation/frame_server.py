@@ -190,5 +190,5 @@ def found_in(stores: Sequence[Store], names: Sequence[Name], deadline: float) ->
 
 
 def num_frame_slots(block_bytes: int) -> int:
-    """Slots of the staging arena through which peers read blocks of up to so many bytes."""
+    """Slots of the staging arena through which peers read blocks of up to `block_bytes` bytes."""
     return max(ARENA_BYTES // (block_bytes + HEADER_BYTES), 4)

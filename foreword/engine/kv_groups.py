@@ -88,7 +88,7 @@ def group_layers(layouts: Mapping[int, LayerLayout], windows: Mapping[int, int |
 
 
 def _layers_per_group(counts: Sequence[int]) -> int:
-    """Layers of a group, for kinds with so many layers, the kind that keeps most first: little waste, and few groups."""
+    """Layers of a group, for kinds with these numbers of layers, the kind that keeps most first: little waste, few groups."""
 
     def cost(size: int) -> int:
         groups = [-(-count // size) for count in counts]

@@ -101,7 +101,7 @@ class EncoderStore:
         return OutputName(sha256(root + framed(b"foreword/encoder", version, content)).digest(), root)
 
     def read(self, name: OutputName, rows: int, size: int) -> EncoderOutput | None:
-        """The verified output with so many rows; None if there is none. `size`: bytes that it has at most."""
+        """The verified output with `rows` rows; None if there is none. `size`: bytes that it has at most."""
         full, config = self._layout + name.key, self._settings.store
         if not self._store.locate([full], deadline=time.monotonic() + config.lookup_timeout):
             return None
@@ -282,7 +282,7 @@ class EncoderReader:
 
 
 class EncoderWriter:
-    """The worker side: saves outputs in the background, as far as memory for the queue lasts."""
+    """The worker side: saves outputs in the background, while the queue has memory."""
 
     def __init__(self, vllm_config: Any, settings: ConnectorSettings) -> None:
         self._store = EncoderStore(vllm_config, settings)

@@ -33,7 +33,7 @@ class ConnectorGroup:
         group: what it needs to continue.
         specs: vLLM's description of each layer. Where the layers differ, it is the first layer's: vLLM tells the scheduler of
             no other, and both sides must give blocks the same names.
-        uneven: the layers differ, as far as this side knows.
+        uneven: the layers differ. The scheduler side never knows it.
         positional: block `i` of a request's table holds the group's block `i`. False for recurrent states, which vLLM moves.
     """
 

@@ -254,7 +254,7 @@ class HandoffScheduler:
     def _copied(
         self, leased: _Leased, state: RequestState, tokens: int, ids: BlockIds, states: Mapping[tuple[int, int], int]
     ) -> list[BlockSave]:
-        """The blocks of windows and recurrent states, which vLLM frees or overwrites as it goes on."""
+        """The blocks of windows and recurrent states, which vLLM frees or overwrites in later steps."""
         saves: list[BlockSave] = []
         for number, one in enumerate(self._info.groups):
             table = ids[one.index]

@@ -71,7 +71,7 @@ def framed(*parts: bytes) -> bytes:
 
 
 def request_identities(vllm_config: Any, block_size: int) -> RequestIdentities:
-    """For vLLM's configuration: `RequestIdentities` with blocks of so many tokens."""
+    """For vLLM's configuration: `RequestIdentities` with blocks of `block_size` tokens."""
     from vllm.v1.core import kv_cache_utils
 
     lora, media = vllm_config.lora_config, getattr(vllm_config.model_config, "multimodal_config", None)

@@ -26,7 +26,7 @@ from foreword.store.memory.memory_store import MemoryStore
 from foreword.transfer.messages import Reason
 from foreword.transfer.transfers import KVSource
 
-# Memory for copies of windows and recurrent states: at least so many bytes and so many blocks.
+# Memory for copies of windows and recurrent states: at least this many bytes and this many blocks.
 _COPIED_BYTES = 64 << 20
 _COPIED_BLOCKS = 32
 _COPY_SECONDS = 5.0

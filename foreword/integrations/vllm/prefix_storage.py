@@ -144,7 +144,7 @@ class ConnectorStorage(PrefixStorage):
         return num_tokens - num_tokens % step
 
     def size_of(self, num_tokens: int) -> int:
-        """Bytes of the blocks with which a request continues after so many tokens, all ranks together."""
+        """Bytes of the blocks with which a request continues after `num_tokens` tokens, all ranks together."""
         position = self._position(num_tokens)
         return sum(len(layout.needed(position)) * layout.block_bytes for layout in self._layouts)
 
