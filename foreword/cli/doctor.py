@@ -21,7 +21,7 @@ from foreword.cli.flags import GroupedCommand, with_config
 from foreword.config import Config, EngineConfig
 from foreword.errors import ForewordError
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "starlette", "uvicorn", "pydantic", "prometheus_client")
+_PACKAGES = ("torch", "transformers", "tokenizers", "starlette", "uvicorn", "prometheus_client")
 # Instruction sets that determine how fast a model runs on a CPU.
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 _GIB = 2**30
@@ -141,6 +141,7 @@ def _port(host: str, port: int) -> Finding:
 
 def _store(url: str) -> Finding:
     """Open a store and ask it for a block that it does not have."""
+    from foreword.store.integrity import KeyRing
     from foreword.store.redact import redacted
     from foreword.store.urls import open_store, parse
 
@@ -149,7 +150,7 @@ def _store(url: str) -> Finding:
         if parse(url).scheme == "peer":
             return Finding("store", f"{shown}: not checked, as only a running server connects to another one")
         began = time.monotonic()
-        with closing(open_store([url])) as tiers:
+        with closing(open_store([url], keys=KeyRing.from_environment())) as tiers:
             store = tiers.tiers[0].store
             store.lookup([bytes(NAME_BYTES)], deadline=began + _STORE_SECONDS)
             status = store.status()

@@ -31,15 +31,31 @@ _ENGINE_SECTIONS = ("engine", "server", "prefixes", "store", "transfer")
 _ROUTER_SECTIONS = ("server", "router")
 # Keys of the server that a router does not have.
 _NOT_FOR_ROUTERS = {
-    ("server", key) for key in ("max_queue", "router_key", "kv_events", "kv_events_replay", "role", "drain_to", "peers")
+    ("server", key)
+    for key in (
+        "max_queue",
+        "router_key",
+        "kv_events",
+        "kv_events_replay",
+        "role",
+        "drain_to",
+        "peers",
+        "tool_parser",
+        "reasoning_parser",
+        "response_memory",
+        "response_ttl",
+    )
 }
 _POSITIONAL = ("engine", "model")
 _NAME_PREFIX = {"engine": "", "server": "", "prefixes": "prefix-", "router": ""}
 _NAMES = {
     ("store", "urls"): "store",
     ("server", "peers"): "peer",
+    ("server", "quotas"): "quota",
     ("router", "replicas"): "replica",
     ("router", "tenant_weights"): "tenant-weight",
+    ("router", "drop_lines"): "drop-lines",
+    ("router", "tenant_priorities"): "tenant-priority",
 }
 
 

@@ -20,7 +20,8 @@ from foreword.errors import BadFrame, ConfigError
 if TYPE_CHECKING:
     from foreword.prefixes.erasure import LayoutRecord, Receipt, StoredChains
     from foreword.store.base import StoredBlock
-    from foreword.store.tiered import StoreTier, TieredStore
+    from foreword.store.tier import StoreTier
+    from foreword.store.tiered import TieredStore
 
 Urls = Annotated[
     list[str], typer.Argument(metavar="URL...", help="URLs of stores, for example disk:///var/cache/foreword.")
@@ -40,11 +41,12 @@ def register(app: typer.Typer) -> None:
 
 
 def _opened(urls: list[str]) -> closing[TieredStore]:
+    from foreword.store.integrity import KeyRing
     from foreword.store.urls import open_store, parse
 
     if any(parse(url).scheme == "memory" for url in urls):
         raise ConfigError("a memory:// store is in the memory of its server; name a store that outlives a process")
-    return closing(open_store(urls))
+    return closing(open_store(urls, keys=KeyRing.from_environment()))
 
 
 # inspect
@@ -273,7 +275,8 @@ def forget(
 ) -> None:
     """Delete blocks from stores.
 
-    Deletes from all given stores and prints a receipt as JSON. Status 1 if blocks remain.
+    Deletes from all given stores and prints a receipt as JSON, signed if there is a tenant secret. Status 1 if blocks remain
+    or a store could not be reached. It can be repeated.
     """
     chosen = [name for name, given in _choices(tenant, everyone, prefix, model, server) if given]
     if len(chosen) != 1:
@@ -289,7 +292,7 @@ def forget(
         raise ConfigError("name the stores to delete from, for example disk:///var/cache/foreword")
     with _opened(urls) as store:
         receipt = _forget(store, tenant, tenant_secret, everyone, prefix, model)
-    _print_receipt(receipt.plain())
+    _print_receipt(receipt.plain(tenant_secret))
 
 
 def _choices(*given: object) -> Iterable[tuple[str, bool]]:
@@ -317,5 +320,5 @@ def _forget(
 
 def _print_receipt(receipt: dict[str, object]) -> None:
     print(json.dumps(receipt, indent=2))
-    if receipt.get("left"):
+    if receipt.get("left") or receipt.get("complete") is False:
         raise typer.Exit(1)

@@ -11,6 +11,9 @@ A new backend implements `foreword.store.base.Store`. Its tests subclass the sui
         @pytest.fixture
         def small(self): ...      # an empty store with room for exactly SMALL_BLOCKS frames of SMALL_PAYLOAD bytes
 
+        @pytest.fixture           # if the bytes can be changed behind the store's back
+        def damage(self): ...     # a function (store, frame, bytes) that replaces the stored bytes of the frame
+
     class MyMachine(StoreMachine):
         def make_store(self): ...
 
@@ -47,7 +50,7 @@ from foreword.conformance.frames import (
     whole,
 )
 from foreword.conformance.read_only_contract import ReadOnlyStoreContract
-from foreword.conformance.store_contract import StoreContract
+from foreword.conformance.store_contract import Damage, StoreContract
 from foreword.conformance.store_machine import StoreMachine
 
 __all__ = [
@@ -56,6 +59,7 @@ __all__ = [
     "SMALL_BLOCKS",
     "SMALL_BYTES",
     "SMALL_PAYLOAD",
+    "Damage",
     "Fault",
     "FlakyStore",
     "ReadOnlyStoreContract",

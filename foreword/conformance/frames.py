@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from hashlib import sha256
 
+from foreword.blocks.layout import ROOT_BYTES
 from foreword.errors import StoreFull
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, frame
@@ -37,7 +38,7 @@ def make_frames(
     frames = []
     for number in range(depth, depth + count):
         key = sha256(parent + f"{seed}/{payload_bytes}/{number}".encode()).digest()
-        header = Header(layout, key, parent, number, RAW, payload_bytes, payload_bytes)
+        header = Header(layout, root[:ROOT_BYTES], key, parent, number, RAW, payload_bytes, payload_bytes)
         frames.append(frame(header, draw.randbytes(payload_bytes)))
         parent = key
     return frames
@@ -57,7 +58,7 @@ def read(store: Store, frames: Sequence[Frame], *, deadline: float | None = None
     buffers = [memoryview(bytearray(len(one.data))) for one in frames]
     lengths = store.get(names_of(frames), buffers, deadline=soon() if deadline is None else deadline)
     assert len(lengths) == len(frames), "get returns a length for each name"
-    return [bytes(buffer[:length]) if length else None for buffer, length in zip(buffers, lengths, strict=True)]
+    return [bytes(buffer[:length]) if length > 0 else None for buffer, length in zip(buffers, lengths, strict=True)]
 
 
 def present(store: Store, frames: Sequence[Frame]) -> list[bool]:

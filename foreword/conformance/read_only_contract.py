@@ -10,7 +10,7 @@ import pytest
 from foreword.conformance.calls import call_from_threads, calls_of
 from foreword.conformance.frames import make_frames, names_of, read, soon, whole
 from foreword.errors import StoreTimeout, StoreUnavailable
-from foreword.store.base import Store
+from foreword.store.base import MISSING, Store
 from foreword.store.frame import Frame, check, frame
 
 Holding = Callable[[Sequence[Frame]], Store]
@@ -54,7 +54,7 @@ class ReadContract:
         arena = memoryview(bytearray(b"\xaa" * (size + 100)))
         large, short, tiny = (memoryview(bytearray(length)) for length in (size + 500, size - 1, 1))
         lengths = store.get(names_of(frames), [large, arena[50 : 50 + size], short, tiny], deadline=soon())
-        assert lengths == [size, size, 0, 0]
+        assert lengths[:2] == [size, size] and max(lengths[2:]) <= MISSING
         assert large[:size] == frames[0].data and arena[50 : 50 + size] == frames[1].data
         assert bytes(arena[:50]) + bytes(arena[50 + size :]) == b"\xaa" * 100
 

@@ -20,9 +20,7 @@ _CHAINS: tuple[tuple[Frame, ...], ...] = (
     tuple(make_frames(204, 3, SMALL_PAYLOAD, layout=b"another layout!!")),
 )
 _FRAMES = {one.name: one for chain in _CHAINS for one in chain}
-_PARENTS = {
-    one.name: parent for one in _FRAMES.values() if (parent := one.header.layout + one.header.parent) in _FRAMES
-}
+_PARENTS = {one.name: parent for one in _FRAMES.values() if (parent := one.header.parent_name) in _FRAMES}
 _parts = st.builds(
     lambda chain, first, length: _CHAINS[chain][first : first + length],
     st.integers(0, len(_CHAINS) - 1),
@@ -41,9 +39,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     bounded: ClassVar[bool] = False
     pins: ClassVar[bool] = True
+    spoils: ClassVar[bool] = False
 
     def make_store(self) -> Store:
         """Create an empty store; if `bounded`, like the fixture `small` of StoreContract."""
+        raise NotImplementedError
+
+    def spoil(self, names: Sequence[Name]) -> None:
+        """With `spoils`: make stored blocks unreadable. The store deletes them when it reads them, as a tiered store does."""
         raise NotImplementedError
 
     @initialize()
@@ -53,6 +56,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.pinned: set[Name] = set()
         self.stored_records: dict[str, bytes] = {}
         self.held: set[Name] = set()
+        self.spoiled: set[Name] = set()
 
     def teardown(self) -> None:
         store = getattr(self, "store", None)
@@ -69,7 +73,21 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(part=_parts)
     def get(self, part: Sequence[Frame]) -> None:
         for one, data in zip(part, read(self.store, part), strict=True):
-            assert data == self.blocks.get(one.name)
+            assert data == (None if one.name in self.spoiled else self.blocks.get(one.name))
+        self._forget(self.spoiled & set(names_of(part)))
+
+    @precondition(lambda self: self.spoils)
+    @rule(part=_parts)
+    def spoil_some(self, part: Sequence[Frame]) -> None:
+        names = [name for name in names_of(part) if name in self.blocks]
+        self.spoil(names)
+        self.spoiled.update(names)
+
+    def _forget(self, names: set[Name]) -> None:
+        for name in names:
+            self.blocks.pop(name, None)
+        self.pinned -= names
+        self.spoiled -= names
 
     @rule(part=_parts)
     def lookup(self, part: Sequence[Frame]) -> None:
@@ -81,9 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
     def delete(self, part: Sequence[Frame]) -> None:
         names = set(names_of(part))
         assert self.store.delete(names_of(part), deadline=soon()) == len(names & self.blocks.keys())
-        for name in names:
-            self.blocks.pop(name, None)
-        self.pinned -= names
+        self._forget(names)
 
     @precondition(lambda self: self.pins)
     @rule(part=_parts, pinned=st.booleans())

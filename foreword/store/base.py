@@ -2,9 +2,8 @@
 
 A store keeps two kinds of data:
 
-- *Frames* (`store/frame.py`): encoded KV blocks, stored under a *name* of 48 bytes (layout fingerprint and block key).
-A frame
-  is immutable: putting it again has no effect. Losing it is a cache miss.
+- *Frames* (`store/frame.py`): encoded KV blocks, stored under a *name* of 64 bytes: layout fingerprint, root of the chain,
+  block key (`blocks/layout.py`). A frame is immutable: putting it again has no effect. Losing it is a cache miss.
 - *Records*: small values such as named prefixes and layout descriptions, stored under a record key such as
 `prefixes/a/b`.
 
@@ -15,17 +14,25 @@ A frame
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout
 from foreword.store.frame import Frame, read_header
 
 Name = bytes
+
+# What `Store.get` returns for a block that it did not read, in place of a length.
+MISSING: Final = 0
+BAD: Final = -1  # something is stored under the name, but it cannot be a frame: empty, too long, unreadable
+FAILED: Final = -2  # the store could not tell in time: a node that does not answer, an error, the deadline
 RECORD_BYTES: Final = 8 << 20
+_LISTED: Final = 1024
 _RECORD_KEY: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 
 
@@ -53,17 +60,17 @@ class StoredBlock:
     def from_header(
         cls,
         name: Name,
-        header_bytes: bytes,
+        end: bytes,
         size: int,
         *,
         stored_at: float = 0.0,
         used_at: float = 0.0,
         pinned: bool = False,
     ) -> StoredBlock:
-        """Describe a block by the first bytes of its frame. Parent and depth stay unknown if these are not its header."""
+        """Describe a block by the last bytes of its frame. Parent and depth stay unknown if these are not its header."""
         parent, depth = b"", 0
         with contextlib.suppress(BadFrame):
-            header = read_header(header_bytes)
+            header = read_header(end)
             if header.name == name:
                 parent, depth = header.parent, header.depth
         return cls(name, parent, depth, size, stored_at, used_at, pinned=pinned)
@@ -95,27 +102,40 @@ class Store(Protocol):
 
     Attributes:
         label: name of the store in metrics and reports.
+        blocking: whether calls wait for a device or a network. If not, they are made on the caller's thread.
         readers: number of threads that read a large batch faster than one thread does.
         on_evicted: if set, called with the name of each block that the store itself evicts to make room. It may be
             called under the store's lock, so it must be quick, and it must not raise.
     """
 
     label: str
+    blocking: bool = True
     readers: int = 1
     on_evicted: Callable[[Name], None] | None = None
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
-        """Count how many of `names` are present, from the first up to the first that is missing. Not a use for LRU."""
+        """Count how many of `names` are present, from the first up to the first that is missing. Not a use for LRU.
+
+        At the deadline the call returns the prefix that it has proven until then. It raises only if it has proven nothing.
+        """
         ...
 
     def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
         """Tell which of `names` are present, each by itself. Not a use for LRU."""
         return [self.lookup([name], deadline=deadline) == 1 for name in names]
 
+    def note_chain(self, before: Sequence[Name], names: Sequence[Name]) -> None:
+        """Tell the store which blocks come before those of the next lookup in their chain.
+
+        A store that keeps several blocks of a chain together may need this to find them. It does no I/O and never raises.
+        """
+        return
+
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         """Read each frame into its buffer (writable, contiguous, at least as long as the frame).
 
-        Returns the length of each frame, 0 for one that is missing or does not fit. The bytes are not verified.
+        Returns, for each name, the length of the frame, or MISSING, BAD or FAILED. The bytes are not verified. At the
+        deadline the call returns what it has read until then. It raises only if it has read nothing and failed as a whole.
         """
         ...
 
@@ -142,6 +162,23 @@ class Store(Protocol):
         """List all blocks, in no order. Blocks that are added or removed during the scan may be missed."""
         ...
 
+    def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
+        """List the names of all blocks with this layout and this root (b"": any), in batches and in no order.
+
+        The listing does not rely on an index. A block may be listed twice, and blocks that are added meanwhile may be missed.
+        Deleting blocks of a batch does not hide blocks of the next one.
+        """
+        names = (block.name for block in self.scan(deadline=deadline) if has_prefix(block.name, layout, root))
+        while batch := list(itertools.islice(names, _LISTED)):
+            yield batch
+
+    def erase(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> int:
+        """Delete all blocks with this layout and this root (b"": any), pinned ones too. Returns how many were there.
+
+        It may be repeated after a failure and then continues. Blocks that are added meanwhile may stay.
+        """
+        return sum(self.delete(names, deadline=deadline) for names in self.list_names(layout, root, deadline=deadline))
+
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         """Store a record of up to 8 MiB, replacing the previous one. A key is parts of `[A-Za-z0-9._-]` joined by `/`."""
         ...
@@ -163,12 +200,25 @@ class Store(Protocol):
         ...
 
 
+def has_prefix(name: Name, layout: bytes, root: bytes) -> bool:
+    """Whether a block has this layout and root; b"" stands for any."""
+    return name.startswith(layout) and name.startswith(root, FINGERPRINT_BYTES)
+
+
 def time_left(deadline: float) -> float:
     """Seconds until the deadline, more than 0. Raises StoreTimeout."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise StoreTimeout("the deadline passed")
     return left
+
+
+def copy_error(error: StoreError) -> StoreError:
+    """An equal exception, to raise in place of one that was kept: an exception refers to all frames that it has passed.
+
+    If these refer to the exception, their buffers and streams live until the next garbage collection.
+    """
+    return type(error)(error.message)
 
 
 def check_record_key(key: str) -> str:

@@ -5,23 +5,45 @@ of equal last use the deepest. (A block behind a gap can never be found again, s
 When a leaf is evicted, its parent inherits its last use. A chain is therefore evicted as a whole, from its end, before
 a chain used later.
 
-A heap holds every leaf once, with the last use at the time it was pushed. An outdated entry is corrected when it
-reaches the top. So a use costs O(1) and an eviction O(log n).
+Each tenant has a heap that holds all of its leaves, with the last use at the time they were pushed. An outdated entry is
+corrected or dropped when it reaches the top. So a use costs O(1) and an eviction O(log n). `fair_share` chooses the
+tenant to evict from.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Iterator
-from heapq import heappop, heappush
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
 
 from foreword.errors import IntegrityError
 from foreword.store.base import Name
+from foreword.store.fair_share import Usage, choose, compared, share
 
 _SLOT_BITS = 40
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 _DEPTH_BITS = 24
+_MOST_OUTDATED = 1000
 _MAX_DEPTH = (1 << _DEPTH_BITS) - 1
+
+
+class _Tenant:
+    """The leaves of a tenant, and how much it uses."""
+
+    __slots__ = ("heap", "slots", "used_at")
+
+    def __init__(self) -> None:
+        self.heap: list[int] = []
+        self.slots = 0
+        self.used_at = time.monotonic()
+
+    def usage(self) -> Usage:
+        return Usage(self.slots, self.used_at)
+
+
+def _same_tenant(name: Name) -> bytes:
+    return b""
 
 
 class ChainLru:
@@ -29,6 +51,7 @@ class ChainLru:
 
     Args:
         slots: number of slots. Each takes about 60 bytes here, a block about 400 more.
+        tenant_of: the tenant of a block by its name; by default all blocks have one tenant.
 
     Attributes:
         evicted: name of the block that the last `allocate` evicted, None if it evicted none.
@@ -38,10 +61,11 @@ class ChainLru:
     __slots__ = (
         "_children",
         "_free",
-        "_heap",
         "_next_unused",
         "_orphans",
         "_queued",
+        "_tenant_of",
+        "_tenants",
         "_used",
         "clock",
         "depths",
@@ -54,8 +78,10 @@ class ChainLru:
         "slots",
     )
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, tenant_of: Callable[[Name], bytes] = _same_tenant) -> None:
         self.slots = slots
+        self._tenant_of = tenant_of
+        self._tenants: dict[bytes, _Tenant] = {}
         self.clock = 0
         self.evicted: Name | None = None
         self.index: dict[Name, int] = {}
@@ -68,7 +94,6 @@ class ChainLru:
         self._children = array("I", bytes(4 * slots))
         self._orphans: dict[Name, int] = {}  # number of children of each block that is not in the store
         self._queued = bytearray(slots)
-        self._heap: list[int] = []
         self._free: list[int] = []
         self._next_unused = 0  # slots from here on were never allocated
 
@@ -77,10 +102,10 @@ class ChainLru:
         self.clock += 1
         return self.clock
 
-    def allocate(self, before: int) -> int | None:
+    def allocate(self, before: int, name: Name = b"") -> int | None:
         """A free slot, preferably one used before, whose pages exist. If there is none, evict a block and return its slot.
 
-        None if no block last used before the time `before` can be evicted.
+        None if no block last used before the time `before` can be evicted. `name` is that of the block to add.
         """
         self.evicted = None
         if self._free:
@@ -88,7 +113,7 @@ class ChainLru:
         if self._next_unused < self.slots:
             self._next_unused += 1
             return self._next_unused - 1
-        return self._evict(before)
+        return self._evict(before, self._tenant_of(name))
 
     def free(self, slot: int) -> None:
         """Make a slot available to `allocate` again. Its block was removed before."""
@@ -102,6 +127,9 @@ class ChainLru:
         self._used[slot] = now
         self.pinned[slot] = 0
         self._children[slot] = self._orphans.pop(name, 0)
+        tenant = self._tenants.setdefault(self._tenant_of(name), _Tenant())
+        tenant.slots += 1
+        tenant.used_at = time.monotonic()
         self.parents[slot] = self._add_child(parent) if parent != name else None
         self._enqueue(slot)
 
@@ -118,6 +146,12 @@ class ChainLru:
         """Note a use."""
         self._used[slot] = now
 
+    def note_use(self, name: Name) -> None:
+        """Note that the tenant of this block uses the store."""
+        tenant = self._tenants.get(self._tenant_of(name))
+        if tenant is not None:
+            tenant.used_at = time.monotonic()
+
     def pin(self, slot: int, pinned: bool) -> None:
         self.pinned[slot] = pinned
         self._enqueue(slot)
@@ -130,6 +164,8 @@ class ChainLru:
         del self.index[name]
         self.names[slot] = None
         self.pinned[slot] = 0
+        self._queued[slot] = 0
+        self._leave(self._tenant_of(name))
         if self._children[slot]:
             self._orphans[name] = self._children[slot]
         parent = self.parents[slot]
@@ -145,39 +181,69 @@ class ChainLru:
         else:
             self._orphans[parent] -= 1
 
-    def _evict(self, before: int) -> int | None:
+    def _evict(self, before: int, tenant_to_add: bytes) -> int | None:
         """Remove the least recently used leaf that was last used before the time `before`. Returns its slot, or None.
 
         Skips pinned blocks and slots in use.
         """
-        heap, skipped = self._heap, []
-        victim = None
+        oldest: dict[bytes, int] = {}
+        for group in (compared(self._tenants), self._tenants):
+            for tenant in group:
+                entry = self._oldest(tenant, before)
+                if entry is not None:
+                    oldest[tenant] = entry
+            if oldest:
+                break
+        else:
+            return None
+        slot = oldest[self._choose(oldest, tenant_to_add)] & _SLOT_MASK
+        self.evicted = self.names[slot]
+        self.remove(slot)
+        return slot
+
+    def _choose(self, oldest: dict[bytes, int], tenant_to_add: bytes) -> bytes:
+        if len(self._tenants) == 1:
+            return next(iter(oldest))
+        now = time.monotonic()
+        usage = {name: tenant.usage() for name, tenant in self._tenants.items()}
+        if tenant_to_add in usage:
+            usage[tenant_to_add] = usage[tenant_to_add].plus(1)
+        return choose(oldest, usage, share(usage.values(), self.slots, now), now)
+
+    def _oldest(self, tenant: bytes, before: int) -> int | None:
+        """The entry of a tenant's least recently used leaf that can be evicted. It stays in the heap."""
+        heap, skipped = self._tenants[tenant].heap, []
+        found = None
         while heap:
             entry = heap[0]
             slot = entry & _SLOT_MASK
-            if self.names[slot] is None or self._children[slot] or self.pinned[slot]:
+            name = self.names[slot]
+            if name is None or self._tenant_of(name) != tenant:  # an entry of a block that was removed
+                heappop(heap)
+                continue
+            if self._children[slot] or self.pinned[slot]:
                 heappop(heap)
                 self._queued[slot] = 0
                 continue
             current = self._heap_entry(slot)
             if current != entry:
-                heappop(heap)
-                heappush(heap, current)
+                heapreplace(heap, current)
                 continue
             if self._used[slot] >= before:
                 break
-            heappop(heap)
-            if self.in_use[slot]:
-                skipped.append(entry)
-                continue
-            self._queued[slot] = 0
-            self.evicted = self.names[slot]
-            self.remove(slot)
-            victim = slot
-            break
+            if not self.in_use[slot]:
+                found = entry
+                break
+            skipped.append(heappop(heap))
         for entry in skipped:
             heappush(heap, entry)
-        return victim
+        return found
+
+    def _leave(self, tenant: bytes) -> None:
+        """Count one block less."""
+        self._tenants[tenant].slots -= 1
+        if not self._tenants[tenant].slots:
+            del self._tenants[tenant]
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, Name]]:
         """Slots and names of the blocks in a range of slots."""
@@ -190,8 +256,24 @@ class ChainLru:
         """Push a leaf that can be evicted on the heap, unless it is there already."""
         if self._children[slot] or self.pinned[slot] or self._queued[slot]:
             return
+        name = self.names[slot]
+        if name is None:
+            return
         self._queued[slot] = 1
-        heappush(self._heap, self._heap_entry(slot))
+        tenant = self._tenants[self._tenant_of(name)]
+        heappush(tenant.heap, self._heap_entry(slot))
+        if len(tenant.heap) > 2 * tenant.slots + _MOST_OUTDATED:
+            self._rebuild(tenant)
+
+    def _rebuild(self, tenant: _Tenant) -> None:
+        """Drop the entries of blocks that were removed."""
+        slots = {entry & _SLOT_MASK for entry in tenant.heap}
+        tenant.heap = [self._heap_entry(slot) for slot in slots if self._is_queued_of(slot, tenant)]
+        heapify(tenant.heap)
+
+    def _is_queued_of(self, slot: int, tenant: _Tenant) -> bool:
+        name = self.names[slot]
+        return name is not None and bool(self._queued[slot]) and self._tenants.get(self._tenant_of(name)) is tenant
 
     def _heap_entry(self, slot: int) -> int:
         """The sort key of a leaf: last use, then the deepest first, then the slot, packed into one integer."""

@@ -1,20 +1,29 @@
-"""The frame format of stored and sent blocks: a header of 128 bytes, then the payload (docs/reference/formats.md).
+"""The frame format of stored and sent blocks: a payload, then a header of 192 bytes (docs/reference/formats.md).
 
-Offset  Bytes  Field, integers little-endian
+The header stands behind the payload. So the payload begins at an aligned place of a file, a buffer or an object, and a
+small block does not pay for padding.
+
+Offset  Bytes  Field of the header, integers little-endian
 0       4      magic "FWKV"
-4       2      format version, 1
+4       2      format version, 2
 6       2      codec (store/codecs/base.py; 0 is raw)
 8       16     layout fingerprint
-24      32     key
-56      32     parent key
-88      4      depth: index of the block in its chain, from 0
-92      4      reserved, 0
-96      8      length of the payload once decoded
-104     8      length of the payload as stored
-112     16     XXH3-128 (canonical, big-endian) of bytes 0..111 and the payload
+24      16     root: the first 16 bytes of the chain's root key
+40      32     key
+72      32     parent key
+104     4      depth: index of the block in its chain, from 0
+108     2      index of the KV group in the model
+110     2      reserved, 0
+112     8      length of the payload once decoded
+120     8      length of the payload as stored
+128     4      key id; 0 for a frame that is not signed
+132     12     nonce of the signature, 0 without one
+144     16     reserved, 0
+160     16     XXH3-128 (canonical, big-endian) of the payload and bytes 0..159, in which key id and nonce count as 0
+176     16     signature (store/integrity.py) over the payload and bytes 0..175, 0 without one
 
-The checksum detects accidental damage: flipped bits, a truncated file, a block under the wrong name. It is not a
-signature: a party with write access to a store can write a block that passes.
+The checksum detects accidental damage: flipped bits, a truncated file, a block under the wrong name. A party with write
+access to a store can write a block that passes, unless frames are signed.
 """
 
 from __future__ import annotations
@@ -26,40 +35,76 @@ from typing import Final
 import xxhash
 
 from foreword.blocks.keys import KEY_BYTES
-from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.layout import FINGERPRINT_BYTES, ROOT_BYTES
 from foreword.errors import BadFrame
 
 MAGIC: Final = b"FWKV"
-VERSION: Final = 1
-HEADER_BYTES: Final = 128
+VERSION: Final = 2
+HEADER_BYTES: Final = 192
 RAW: Final = 0
-_HEAD = struct.Struct(f"<4sHH{FINGERPRINT_BYTES}s{KEY_BYTES}s{KEY_BYTES}sIIQQ")
+UNKEYED: Final = 0
+UNAUTHENTICATED: Final = (1 << 32) - 1  # the key id that a frame with a wrong signature gets; no key has it
+NONCE_BYTES: Final = 12
+TAG_BYTES: Final = 16
+_KEY: Final = struct.Struct(f"<I{NONCE_BYTES}s")
+_KEY_AT: Final = 128
+_HEAD = struct.Struct(f"<4sHH{FINGERPRINT_BYTES}s{ROOT_BYTES}s{KEY_BYTES}s{KEY_BYTES}sIHHQQI{NONCE_BYTES}s16s")
 _SUMMED = _HEAD.size
-_SUM_BYTES = 16
+_SUM_BYTES = 32
+_RESERVED = bytes(16)
 assert _SUMMED + _SUM_BYTES == HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a frame. `raw_length` and `length` are the bytes of the payload, decoded and as stored."""
+    """The header of a frame. `raw_length` and `length` are the bytes of the payload, decoded and as stored.
+
+    Attributes:
+        root: the first 16 bytes of the root key of the block's chain, which stand for a tenant.
+        group: index of the KV group in the model.
+        key_id, nonce: of the signature.
+    """
 
     layout: bytes
+    root: bytes
     key: bytes
     parent: bytes
     depth: int
     codec: int
     raw_length: int
     length: int
+    group: int = 0
+    key_id: int = UNKEYED
+    nonce: bytes = bytes(NONCE_BYTES)
 
     @property
     def name(self) -> bytes:
         """The name under which a store keeps the block."""
-        return self.layout + self.key
+        return self.layout + self.root + self.key
+
+    @property
+    def parent_name(self) -> bytes:
+        """The name of the previous block of the chain. For the first block it is a name that no block has."""
+        return self.layout + self.root + self.parent
 
     def pack(self) -> bytes:
-        """Encode the header without its checksum, 112 bytes."""
+        """Encode the header without its checksum, 160 bytes."""
         return _HEAD.pack(
-            MAGIC, VERSION, self.codec, self.layout, self.key, self.parent, self.depth, 0, self.raw_length, self.length
+            MAGIC,
+            VERSION,
+            self.codec,
+            self.layout,
+            self.root,
+            self.key,
+            self.parent,
+            self.depth,
+            self.group,
+            0,
+            self.raw_length,
+            self.length,
+            self.key_id,
+            self.nonce,
+            _RESERVED,
         )
 
 
@@ -76,37 +121,47 @@ class Frame:
 
     @property
     def payload(self) -> memoryview:
-        return self.data[HEADER_BYTES:]
+        return self.data[:-HEADER_BYTES]
 
 
 def seal(header: Header, buffer: memoryview) -> Frame:
-    """Write the header and checksum in front of a payload that is already in `buffer[128 : 128 + header.length]`."""
-    end = HEADER_BYTES + header.length
+    """Write header and checksum behind a payload that is already in `buffer[: header.length]`."""
+    end = header.length + HEADER_BYTES
     head = header.pack()
-    buffer[:_SUMMED] = head
-    buffer[_SUMMED:HEADER_BYTES] = _checksum(head, buffer[HEADER_BYTES:end])
+    buffer[header.length : header.length + _SUMMED] = head
+    buffer[header.length + _SUMMED : end] = _checksum(buffer[: header.length], head)
     return Frame(header, buffer[:end])
 
 
 def frame(header: Header, payload: bytes | memoryview) -> Frame:
     """Create a frame in new memory from a copy of the payload."""
-    buffer = memoryview(bytearray(HEADER_BYTES + len(payload)))
-    buffer[HEADER_BYTES:] = payload
+    buffer = memoryview(bytearray(len(payload) + HEADER_BYTES))
+    buffer[: len(payload)] = payload
     return seal(header, buffer)
 
 
 def read_header(data: bytes | memoryview) -> Header:
-    """Parse a header without verifying the checksum; the payload may be missing. Raises BadFrame."""
-    if len(data) < HEADER_BYTES:
+    """Parse the header at the end of `data` without verifying the checksum; the payload may be missing. Raises BadFrame."""
+    start = len(data) - HEADER_BYTES
+    if start < 0:
         raise BadFrame("truncated", f"{len(data)} bytes are less than a header")
-    magic, version, codec, layout, key, parent, depth, reserved, raw_length, length = _HEAD.unpack_from(data)
+    fields = _HEAD.unpack_from(data, start)
+    magic, version, codec, layout, root, key, parent, depth, group, reserved, raw_length, length = fields[:12]
+    key_id, nonce, more = fields[12:]
+    if magic != MAGIC and data[:6] == MAGIC + b"\x01\x00":
+        raise BadFrame("version", f"format version 1 is not {VERSION}, which this program reads")
     if magic != MAGIC:
-        raise BadFrame("magic", "this is not a Foreword block")
+        raise BadFrame("magic", "this is not a Foreword block, or not all of it")
     if version != VERSION:
         raise BadFrame("version", f"format version {version} is not {VERSION}, which this program reads")
-    if reserved:
+    if reserved or more != _RESERVED or (key_id == UNKEYED and any(nonce)):
         raise BadFrame("reserved", "reserved bytes are not zero")
-    return Header(layout, key, parent, depth, codec, raw_length, length)
+    return Header(layout, root, key, parent, depth, codec, raw_length, length, group, key_id, nonce)
+
+
+def set_key(data: memoryview, key_id: int, nonce: bytes) -> None:
+    """Change key id and nonce in the header at the end of a frame."""
+    _KEY.pack_into(data, len(data) - HEADER_BYTES + _KEY_AT, key_id, nonce)
 
 
 def check(data: memoryview, name: bytes | None = None) -> Frame:
@@ -117,14 +172,17 @@ def check(data: memoryview, name: bytes | None = None) -> Frame:
     header = read_header(data)
     if name is not None and header.name != name:
         raise BadFrame("name", "another block is stored under this name")
-    if len(data) != HEADER_BYTES + header.length:
-        raise BadFrame("length", f"the frame has {len(data)} bytes, its header says {HEADER_BYTES + header.length}")
-    if _checksum(data[:_SUMMED], data[HEADER_BYTES:]) != data[_SUMMED:HEADER_BYTES]:
+    if len(data) != header.length + HEADER_BYTES:
+        raise BadFrame("length", f"the frame has {len(data)} bytes, its header says {header.length + HEADER_BYTES}")
+    if header.key_id != UNKEYED:
+        raise BadFrame("unauthenticated", "the signature was not verified: no key, or not that of this deployment")
+    end = header.length + _SUMMED
+    if _checksum(data[: header.length], data[header.length : end]) != data[end:]:
         raise BadFrame("checksum", "the checksum does not match")
     return Frame(header, data)
 
 
-def _checksum(head: bytes | memoryview, payload: memoryview) -> bytes:
-    state = xxhash.xxh3_128(head)
-    state.update(payload)
-    return state.digest()
+def _checksum(payload: memoryview, head: bytes | memoryview) -> bytes:
+    state = xxhash.xxh3_128(payload)
+    state.update(head)
+    return state.digest() + bytes(_SUM_BYTES - state.digest_size)

@@ -3,227 +3,24 @@
 `TieredStore` counts every error and timeout of a tier and looks for the block in the next tier. A circuit breaker skips
 a tier that keeps failing. Every frame is verified (checksum, name, length) before a caller sees it; a frame that does
 not pass is counted and deleted from its tier.
+
+No tier delays another: each has its own threads, memory is read on the caller's thread, a tier that is not the last gets
+half of the time that is left, and a call that does not return is abandoned shortly after its deadline.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import logging
-import os
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any
 
-from foreword.errors import BadFrame, StoreError
-from foreword.store.base import Name, Store, StoredBlock, StoreStatus
-from foreword.store.circuit_breaker import CircuitBreaker
-from foreword.store.frame import Frame, check
-
-log = logging.getLogger("foreword.store")
-
-Result = TypeVar("Result")
-
-_DELETE_TIMEOUT: Final = 1.0
-_RATE_LIFETIME: Final = 60.0  # seconds until a measured rate expires; then one load is tried again
-_RATE_WEIGHT: Final = 0.3
-_CORES: Final = os.cpu_count() or 1
-_PART_BYTES: Final = 2 << 20  # a batch is divided among threads in parts of at least this size
-_readers = ThreadPoolExecutor(_CORES, "foreword-read")
-
-
-def _after_fork() -> None:
-    """Replace the pool: the threads of the parent do not exist in the child."""
-    global _readers
-    _readers = ThreadPoolExecutor(_CORES, "foreword-read")
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """Counters of one tier since the start. `errors` and `bad` (frames that failed verification) count by kind."""
-
-    hit_blocks: int = 0
-    missed_blocks: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    written_blocks: int = 0
-    written_bytes: int = 0
-    write_seconds: float = 0.0
-    lookups: int = 0
-    lookup_seconds: float = 0.0
-    skipped: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    bad: Counter[str] = field(default_factory=Counter)
-
-
-class Rate:
-    """Measured bytes per second as an exponential moving average. 0.0 if there is no recent measurement."""
-
-    __slots__ = ("_at", "_clock", "_value")
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._value = 0.0
-        self._at = 0.0
-
-    def note(self, amount: float, seconds: float) -> None:
-        """Add a measurement."""
-        value = amount / max(seconds, 1e-9)
-        known = self.value
-        self._value = value if not known else known + _RATE_WEIGHT * (value - known)
-        self._at = self._clock()
-
-    @property
-    def value(self) -> float:
-        return self._value if self._clock() - self._at < _RATE_LIFETIME else 0.0
-
-
-class StoreTier:
-    """One store of a tiered store, with its counters, circuit breaker and measured read rate.
-
-    Args:
-        writable: whether blocks are written to and deleted from the store.
-    """
-
-    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic, *, writable: bool = True) -> None:
-        self.store = store
-        self.label = store.label
-        self.writable = writable
-        self.counters = TierCounters()
-        self.breaker = CircuitBreaker(clock)
-        self.read_rate = Rate(clock)
-        self._lock = threading.Lock()
-        self._listener: Callable[[bool, Sequence[Name]], None] | None = None
-
-    def subscribe(self, listener: Callable[[bool, Sequence[Name]], None]) -> None:
-        """Call `listener(stored, names)` whenever blocks are stored in or removed from this tier by this process."""
-        self._listener = listener
-        self.store.on_evicted = lambda name: listener(False, [name])
-
-    def attempt(self, call: Callable[[], Result], default: Result) -> Result:
-        """Return the call's result, or `default` if it raises or the circuit breaker is open."""
-        if not self.breaker.allows():
-            with self._lock:
-                self.counters.skipped += 1
-            return default
-        try:
-            result = call()
-        except Exception as error:  # noqa: BLE001 - the only place where a store's failure becomes a miss
-            if self.breaker.failed():
-                reason = error.message if isinstance(error, StoreError) else type(error).__name__
-                log.warning("tier %s is not used for now, after repeated errors: %s", self.label, reason)
-            self.count_error(error)
-            return default
-        if self.breaker.succeeded():
-            log.info("tier %s works again", self.label)
-        return result
-
-    def count_error(self, error: Exception) -> None:
-        kind = error.code if isinstance(error, StoreError) else type(error).__name__
-        with self._lock:
-            self.counters.errors[kind] += 1
-
-    def lookup(self, names: Sequence[Name], deadline: float) -> int:
-        return self._timed_lookup(lambda: self.store.lookup(names, deadline=deadline), 0)
-
-    def present(self, names: Sequence[Name], deadline: float) -> list[bool]:
-        return self._timed_lookup(lambda: self.store.present(names, deadline=deadline), [False] * len(names))
-
-    def _timed_lookup(self, call: Callable[[], Result], default: Result) -> Result:
-        started = time.perf_counter()
-        found = self.attempt(call, default)
-        with self._lock:
-            self.counters.lookups += 1
-            self.counters.lookup_seconds += time.perf_counter() - started
-        return found
-
-    def get(self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float) -> list[Frame | None]:
-        """Read and verify frames. None for each one that is missing or bad."""
-        started = time.perf_counter()
-        parts = _parts(buffers, min(self.store.readers, _CORES))
-        later = [_readers.submit(self._get_part, names[part], buffers[part], deadline) for part in parts[1:]]
-        frames = self._get_part(names[parts[0]], buffers[parts[0]], deadline)
-        for one in later:
-            frames += one.result()
-        found = sum(frame is not None for frame in frames)
-        read = sum(len(frame.data) for frame in frames if frame is not None)
-        seconds = time.perf_counter() - started
-        with self._lock:
-            self.counters.hit_blocks += found
-            self.counters.missed_blocks += len(names) - found
-            self.counters.read_bytes += read
-            self.counters.read_seconds += seconds
-            if read:
-                self.read_rate.note(read, seconds)
-        return frames
-
-    def _get_part(self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float) -> list[Frame | None]:
-        nothing = [0] * len(names)
-        sizes = self.attempt(lambda: self.store.get(names, buffers, deadline=deadline), nothing)
-        return [self._checked(*item) for item in zip(names, buffers, sizes, strict=True)]
-
-    def _checked(self, name: Name, buffer: memoryview, size: int) -> Frame | None:
-        if not size:
-            return None
-        try:
-            return check(buffer[:size], name)
-        except BadFrame as error:
-            with self._lock:
-                self.counters.bad[error.reason] += 1
-            if self.writable:
-                self.attempt(lambda: self.delete([name], time.monotonic() + _DELETE_TIMEOUT), 0)
-            return None
-
-    def put(self, frames: Sequence[Frame], deadline: float) -> int:
-        """Store frames. Returns how many are present now, 0 if the store failed."""
-        started = time.perf_counter()
-        kept = self.attempt(lambda: self._put(frames, deadline), 0)
-        with self._lock:
-            self.counters.written_blocks += kept
-            if kept:
-                self.counters.written_bytes += sum(len(frame.data) for frame in frames) * kept // len(frames)
-            self.counters.write_seconds += time.perf_counter() - started
-        return kept
-
-    def _put(self, frames: Sequence[Frame], deadline: float) -> int:
-        kept = self.store.put(frames, deadline=deadline)
-        if self._listener is not None:
-            names = [frame.name for frame in frames]
-            self._notify(True, names if kept == len(names) else self._present(names, deadline))
-        return kept
-
-    def _present(self, names: Sequence[Name], deadline: float) -> list[Name]:
-        """Those of `names` that the store has. Empty if the store fails: then nothing is reported as stored."""
-        present: list[Name] = []
-        with contextlib.suppress(StoreError):
-            known = self.store.present(names, deadline=deadline)
-            present += [name for name, there in zip(names, known, strict=True) if there]
-        return present
-
-    def delete(self, names: Sequence[Name], deadline: float) -> int:
-        """Delete blocks, even if the circuit breaker is open. Returns how many were present. Raises StoreError."""
-        count = self.store.delete(names, deadline=deadline)
-        self._notify(False, names)
-        return count
-
-    def _notify(self, stored: bool, names: Sequence[Name]) -> None:
-        if self._listener is not None and names:
-            self._listener(stored, names)
-
-
-def _parts(buffers: Sequence[memoryview], readers: int) -> list[slice]:
-    """Divide a batch among reading threads: the copies in the kernel take one core each."""
-    count = min(readers, max(sum(len(buffer) for buffer in buffers) // _PART_BYTES, 1), max(len(buffers), 1))
-    bounds = [len(buffers) * number // count for number in range(count + 1)]
-    return [slice(low, high) for low, high in itertools.pairwise(bounds)]
+from foreword.errors import StoreError
+from foreword.store.base import MISSING, Name, Store, StoredBlock, StoreStatus
+from foreword.store.frame import Frame
+from foreword.store.tier import OnLate, StoreTier
+from foreword.store.tier_threads import TierCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,31 +70,55 @@ class TieredStore(Store):
 
     # Blocks
 
-    def locate(self, names: Sequence[Name], *, deadline: float) -> list[int]:
-        """The tier of each of `names`, up to the first that is missing everywhere. A hint: only `fetch` verifies."""
+    def locate(
+        self, names: Sequence[Name], *, deadline: float, inline: bool = False, before: Sequence[Name] = ()
+    ) -> list[int]:
+        """The tier of each of `names`, up to the first that is missing everywhere. A hint: only `fetch` verifies.
+
+        `before` are the blocks of the chain before the first name: some stores need them to find it.
+
+        At the deadline the call returns what it has found until then. With `inline`, only tiers that do not block are asked.
+        """
         places: list[int] = []
         while len(places) < len(names):
-            before = len(places)
-            for index, tier in enumerate(self.tiers):
-                # Do not start a lookup after the deadline: it would count as a failure of this tier, not of the slow one.
-                if len(places) < len(names) and (index == 0 or time.monotonic() < deadline):
-                    places += [index] * tier.lookup(names[len(places) :], deadline)
-            if len(places) == before or len(self.tiers) == 1 or time.monotonic() >= deadline:
+            found = len(places)
+            for index, until in self._turns(deadline, inline):
+                if len(places) < len(names):
+                    places += [index] * self.tiers[index].lookup(
+                        names[len(places) :], until, [*before, *names[: len(places)]]
+                    )
+            if len(places) == found or len(self.tiers) == 1:
                 break
         return places
 
-    def find(self, names: Sequence[Name], *, deadline: float) -> list[int]:
-        """The tier of each of `names`, each by itself; -1 for one that is missing everywhere. A hint: only `fetch` verifies."""
+    def find(
+        self, names: Sequence[Name], *, deadline: float, inline: bool = False, before: Sequence[Name] = ()
+    ) -> list[int]:
+        """The tier of each of `names`, each by itself; -1 for one that is missing everywhere. A hint: only `fetch` verifies.
+
+        `before` are the blocks of the chain before the first name.
+        """
         places = [-1] * len(names)
-        for index, tier in enumerate(self.tiers):
+        for index, until in self._turns(deadline, inline):
             missing = [i for i, place in enumerate(places) if place < 0]
-            if not missing or (index and time.monotonic() >= deadline):
+            if not missing:
                 break
-            known = tier.present([names[i] for i in missing], deadline)
+            first = missing[0]
+            known = self.tiers[index].present([names[i] for i in missing], until, [*before, *names[:first]])
             for i, there in zip(missing, known, strict=True):
                 if there:
                     places[i] = index
         return places
+
+    def _turns(self, deadline: float, inline: bool = False) -> Iterator[tuple[int, float]]:
+        """The index of each tier and the deadline of a call of it, until the deadline has passed."""
+        last = len(self.tiers) - 1
+        for index, tier in enumerate(self.tiers):
+            left = deadline - time.monotonic()
+            if left <= 0:  # the call would count as a failure of this tier, not of the slow one
+                return
+            if not (inline and tier.blocking):
+                yield index, deadline - left / 2 if tier.blocking and index < last else deadline
 
     def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
         return [place >= 0 for place in self.find(names, deadline=deadline)]
@@ -314,15 +135,31 @@ class TieredStore(Store):
         return len(self.locate(names, deadline=deadline))
 
     def fetch(
-        self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float
+        self,
+        names: Sequence[Name],
+        buffers: Sequence[memoryview],
+        *,
+        deadline: float,
+        on_late: OnLate | None = None,
     ) -> list[FetchedBlock | None]:
-        """Read and verify each block from the fastest tier that has a good copy."""
+        """Read and verify each block from the fastest tier that has a good copy.
+
+        A store that hangs may write into a buffer after this call has ended. `on_late` learns of such buffers, on this thread
+        and before the end of this call. Without it there are none, but blocks of stores that may block are copied once more.
+        """
         found: list[FetchedBlock | None] = [None] * len(names)
-        for index, tier in enumerate(self.tiers):
-            missing = [i for i, one in enumerate(found) if one is None]
-            if not missing or time.monotonic() >= deadline:
+        late: set[int] = set()
+        for index, until in self._turns(deadline):
+            missing = [i for i, one in enumerate(found) if one is None and i not in late]
+            if not missing:
                 break
-            frames = tier.get([names[i] for i in missing], [buffers[i] for i in missing], deadline)
+
+            def note(positions: Sequence[int], call: TierCall[Any], missing: Sequence[int] = missing) -> None:
+                late.update(missing[i] for i in positions)
+                on_late([missing[i] for i in positions], call)  # type: ignore[misc]
+
+            parts = [names[i] for i in missing], [buffers[i] for i in missing]
+            frames = self.tiers[index].get(*parts, until, note if on_late is not None else None)
             for i, frame in zip(missing, frames, strict=True):
                 if frame is not None:
                     found[i] = FetchedBlock(frame, index)
@@ -330,11 +167,11 @@ class TieredStore(Store):
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         found = self.fetch(names, buffers, deadline=deadline)
-        return [0 if one is None else len(one.frame.data) for one in found]
+        return [MISSING if one is None else len(one.frame.data) for one in found]
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         """Store frames in every writable tier. Returns the largest number that one tier kept."""
-        return max((self.tiers[index].put(frames, deadline) for index in self.writable), default=0)
+        return max((self.tiers[index].put(frames, deadline, wait=False) for index in self.writable), default=0)
 
     def promotion_targets(self, tier: int) -> tuple[int, ...]:
         """The faster, writable tiers to which a block found in this tier is copied."""
@@ -352,7 +189,7 @@ class TieredStore(Store):
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         def in_tier(tier: StoreTier) -> int:
-            return tier.attempt(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), 0)
+            return tier.attempt(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), 0, deadline)
 
         return max((in_tier(self.tiers[index]) for index in self.writable), default=0)
 
@@ -368,7 +205,7 @@ class TieredStore(Store):
         failures = []
         for tier in self._record_tiers:
             try:
-                tier.store.put_record(key, data, deadline=deadline)
+                tier.call(partial(tier.store.put_record, key, data, deadline=deadline), deadline)
             except StoreError as error:
                 tier.count_error(error)
                 failures.append(error)
@@ -377,28 +214,31 @@ class TieredStore(Store):
 
     def get_record(self, key: str, *, deadline: float) -> bytes | None:
         for tier in self._record_tiers:
-            found = tier.attempt(lambda tier=tier: tier.store.get_record(key, deadline=deadline), None)  # type: ignore[misc]
+            found = tier.attempt(partial(tier.store.get_record, key, deadline=deadline), None, deadline)
             if found is not None:
                 return bytes(found)
         return None
 
     def delete_record(self, key: str, *, deadline: float) -> bool:
         """Delete from every tier. Raises StoreError if one fails: the record would come back from there."""
-        gone = [tier.store.delete_record(key, deadline=deadline) for tier in self._record_tiers]
+        gone = [
+            tier.call(partial(tier.store.delete_record, key, deadline=deadline), deadline)
+            for tier in self._record_tiers
+        ]
         return any(gone)
 
     def records(self, prefix: str, *, deadline: float) -> list[str]:
         """Raises StoreError if a tier fails: an incomplete list would look as if records had been deleted."""
         keys: set[str] = set()
         for tier in self._record_tiers:
-            keys.update(tier.store.records(prefix, deadline=deadline))
+            keys.update(tier.call(partial(tier.store.records, prefix, deadline=deadline), deadline))
         return sorted(keys)
 
     # Status
 
     def status(self) -> StoreStatus:
         """Sums over the tiers; -1 blocks if one tier does not know."""
-        each = [tier.store.status() for tier in self.tiers]
+        each = [tier.status() for tier in self.tiers]
         blocks = -1 if any(one.blocks < 0 for one in each) else sum(one.blocks for one in each)
         return StoreStatus(
             blocks,
@@ -410,7 +250,4 @@ class TieredStore(Store):
 
     def close(self) -> None:
         for tier in self.tiers:
-            try:
-                tier.store.close()
-            except StoreError as error:
-                tier.count_error(error)
+            tier.close()

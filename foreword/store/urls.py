@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, unquote, urlencode, urlunsplit
 
 from foreword.blocks.layout import Layout
@@ -22,24 +22,27 @@ from foreword.store.base import Store
 from foreword.store.redact import redacted, split_url
 from foreword.store.tiered import TieredStore
 
+if TYPE_CHECKING:
+    from foreword.store.integrity import KeyRing
+
 Options = Mapping[str, Callable[[str], Any]]
 
 _MEMORY_SIZE: Final = 4 << 30
 _DISK_SIZE: Final = 64 << 30
-_REDIS: Final = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
+_REDIS: Final = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel")
 _OBJECTS: Final = ("s3", "gs", "az", "file")
 _SCHEMES: Final = ("memory", "disk", *_REDIS, *_OBJECTS, "peer")
 
 
-def _flag(text: str) -> bool:
+def parse_flag(text: str) -> bool:
     return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
 
 
 # The options of the stores and how their values are read. The names are those of the constructors' arguments.
 _MEMORY_OPTIONS: Final[Options] = {"size": parse_bytes, "pin_share": float}
-_DISK_OPTIONS: Final[Options] = {**_MEMORY_OPTIONS, "read_only": _flag, "journal": str}
+_DISK_OPTIONS: Final[Options] = {**_MEMORY_OPTIONS, "read_only": parse_flag, "journal": str}
 _REDIS_OPTIONS: Final[Options] = {"prefix": str, "ttl": lambda text: float(text) or None}
-_OBJECT_OPTIONS: Final[Options] = {"prefix": str, "parallel": int, "exact_lookup": _flag}
+_OBJECT_OPTIONS: Final[Options] = {"prefix": str, "chunk": int, "parallel": int}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +107,14 @@ def open_store(
     openers: Mapping[str, Opener] | None = None,
     *,
     more_layouts: Sequence[Layout] = (),
+    keys: KeyRing | None = None,
 ) -> TieredStore:
     """Open a tiered store, fastest tier first.
 
     Args:
         layout: layout of the blocks. Without it (tools), encoded blocks stay encoded.
         more_layouts: of further blocks, which codecs encode too.
+        keys: authenticate what is in stores that other processes can write to. Peers are authenticated by their connection.
         openers: functions that open URLs of further schemes, by scheme (`foreword.transfer.peer.opener`).
 
     Raises:
@@ -122,6 +127,10 @@ def open_store(
     try:
         for url in _with_distinct_labels(parsed):
             store = _open(url, layout, openers or {})
+            if keys is not None and url.scheme not in ("memory", "peer"):
+                from foreword.store.integrity import AuthenticatedStore
+
+                store = AuthenticatedStore(store, keys)
             opened.append(store if layout is None else _with_codec(store, url.codec, (layout, *more_layouts)))
     except BaseException:
         for store in opened:
@@ -174,6 +183,11 @@ def _open(url: StoreUrl, layout: Layout | None, openers: Mapping[str, Opener]) -
 
 def _open_memory(url: StoreUrl) -> Store:
     from foreword.store.memory.memory_store import MemoryStore
+
+    if url.codec != "raw":
+        raise StoreConfigError(
+            f"{url.shown}: a memory store has no codec, since its slots have one length; remove codec={url.codec}"
+        )
 
     return MemoryStore(label=url.label, **{"size": _MEMORY_SIZE, **read_options(url, _MEMORY_OPTIONS)})
 

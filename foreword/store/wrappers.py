@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
+from foreword.store.base import (
+    MISSING,
+    Name,
+    Store,
+    StoredBlock,
+    StoreStatus,
+    check_record,
+    check_record_key,
+    time_left,
+)
 from foreword.store.frame import Frame
 
 
@@ -14,6 +23,7 @@ class StoreWrapper(Store):
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self.label = inner.label
+        self.blocking = inner.blocking
         self.readers = inner.readers
 
     @property
@@ -26,6 +36,9 @@ class StoreWrapper(Store):
 
     def before_call(self, deadline: float) -> None:
         """Called first in every call that has a deadline. Does nothing here."""
+
+    def note_chain(self, before: Sequence[Name], names: Sequence[Name]) -> None:
+        self.inner.note_chain(before, names)
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         self.before_call(deadline)
@@ -54,6 +67,14 @@ class StoreWrapper(Store):
     def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
         self.before_call(deadline)
         return self.inner.scan(deadline=deadline)
+
+    def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
+        self.before_call(deadline)
+        return self.inner.list_names(layout, root, deadline=deadline)
+
+    def erase(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> int:
+        self.before_call(deadline)
+        return self.inner.erase(layout, root, deadline=deadline)
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         self.before_call(deadline)
@@ -113,7 +134,7 @@ class ReadOnlyStore(LocalRecords):
         return 0
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
-        return [0] * len(names)
+        return [MISSING] * len(names)
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         self.check_open(deadline)

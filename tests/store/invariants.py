@@ -28,10 +28,16 @@ def check_chains(chains: ChainLru) -> None:
         assert chains._children[slot] == counts.get(name, 0), "a block counts its children"
     orphans = {name: count for name, count in counts.items() if name not in chains.index}
     assert chains._orphans == orphans, "children of absent blocks are counted"
-    queued = [entry & _SLOT_MASK for entry in chains._heap]
-    assert len(set(queued)) == len(queued), "a slot is in the heap once"
-    assert set(queued) == {slot for slot in range(chains.slots) if chains._queued[slot]}, "slots in the heap are marked"
+    counted: dict[bytes, int] = {}
+    for name in present.values():
+        counted[chains._tenant_of(name)] = counted.get(chains._tenant_of(name), 0) + 1
+    assert counted == {tenant: one.slots for tenant, one in chains._tenants.items()}, "tenants are counted"
     leaves = {slot for slot in present if not chains._children[slot] and not chains.pinned[slot]}
-    assert leaves <= set(queued), "every leaf that is not pinned is in the heap"
-    for entry in chains._heap:
-        assert chains._used[entry & _SLOT_MASK] >= entry >> (_SLOT_BITS + _DEPTH_BITS), "heap times are never too late"
+    for slot in leaves:
+        assert chains._queued[slot], "leaves are marked"
+        heap = chains._tenants[chains._tenant_of(present[slot])].heap
+        assert any(entry & _SLOT_MASK == slot for entry in heap), (
+            "every leaf that is not pinned is in its tenant's heap"
+        )
+        found = min(entry for entry in heap if entry & _SLOT_MASK == slot)
+        assert chains._used[slot] >= found >> (_SLOT_BITS + _DEPTH_BITS), "heap times are never too late"

@@ -1,5 +1,6 @@
 """Real servers for tests of stores, started and stopped by the tests in temporary folders."""
 
+import http.client
 import shutil
 import signal
 import socket
@@ -110,11 +111,11 @@ class RedisServer:
 class RedisCluster:
     """Three nodes that share the slots."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *more: str) -> None:
         self.nodes = []
         try:
             for number in range(3):
-                options = ["--cluster-enabled", "yes", "--cluster-port", str(free_port())]
+                options = [*more, "--cluster-enabled", "yes", "--cluster-port", str(free_port())]
                 self.nodes.append(RedisServer(folder / str(number), *options))
             self._meet()
         except BaseException:
@@ -128,6 +129,11 @@ class RedisCluster:
     def kill(self) -> None:
         for node in self.nodes:
             node.kill()
+
+    def names_on(self, number: int, prefix: str) -> set[bytes]:
+        """The names of the blocks on one node."""
+        with self.nodes[number].client() as client:
+            return {bytes.fromhex(key.decode().rpartition(":")[2]) for key in client.keys(f"{prefix}:b:*")}
 
     def move(self, key: bytes) -> tuple[int, str, str]:
         """Start to migrate the slot of a key, and the key, to the next node. Its owner then replies ASK. Returns the
@@ -165,6 +171,28 @@ class RedisCluster:
     def _agrees(self, number: int) -> bool:
         state = self.command(number, "CLUSTER", "INFO")
         return b"cluster_state:ok" in state and len(self.command(number, "CLUSTER", "SLOTS")) == 3
+
+
+class Sentinel(RedisServer):
+    """A Sentinel that watches one primary called `main` and replaces it after a second."""
+
+    def __init__(self, folder: Path, primary: int) -> None:
+        folder.mkdir()
+        lines = [f"sentinel monitor main 127.0.0.1 {primary} 1", "sentinel down-after-milliseconds main 1000"]
+        (folder / "sentinel.conf").write_text("\n".join([*lines, "sentinel failover-timeout main 5000", ""]))
+        super().__init__(folder)
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas that it has found."""
+        with self.client() as client:
+            return int(client.sentinel_master("main")["num-slaves"])
+
+    def start(self) -> None:
+        command = [redis_binary(), str(self._folder / "sentinel.conf"), "--sentinel", "--port", str(self.port)]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder)
+        wait_until(self._answers, "Sentinel")
 
 
 class ScriptedServer:
@@ -257,11 +285,29 @@ class S3Server:
         return True
 
 
-class HttpServer:
+class QuietHandler(BaseHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class ThreadedServer:
+    """An HTTP server on a free port and threads of this process."""
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.port = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class HttpServer(ThreadedServer):
     """A web server that answers every request with a status and a body, which may depend on the request."""
 
     def __init__(self, status: int | Callable[[BaseHTTPRequestHandler], int], body: bytes = b"") -> None:
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def answer(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 self.send_response(status if isinstance(status, int) else status(self))
@@ -273,13 +319,37 @@ class HttpServer:
 
             do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer
 
-            def log_message(self, format: str, *args: object) -> None:
-                pass
+        super().__init__(Handler)
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.port = self._server.server_port
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+class CountingProxy(ThreadedServer):
+    """A proxy in front of an HTTP server that counts requests."""
+
+    def __init__(self, port: int) -> None:
+        self.requests = 0
+        proxy = self
+
+        class Handler(QuietHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def forward(self) -> None:
+                proxy.requests += 1
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                backend = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+                backend.request(self.command, self.path, body, dict(self.headers))
+                answer = backend.getresponse()
+                data = answer.read()
+                self.send_response(answer.status)
+                for name, value in answer.getheaders():
+                    if name.lower() not in ("connection", "transfer-encoding", "content-length", "server", "date"):
+                        self.send_header(name, value)
+                length = answer.getheader("Content-Length", "0") if self.command == "HEAD" else str(len(data))
+                self.send_header("Content-Length", length)
+                self.end_headers()
+                self.wfile.write(data)
+                backend.close()
+
+            do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = forward
+
+        super().__init__(Handler)

@@ -338,6 +338,7 @@ class DictStore:
     """A store in a dictionary, to inspect what a CodedStore writes."""
 
     label = "dict"
+    blocking = False
     readers = 1
 
     def __init__(self) -> None:
@@ -404,15 +405,15 @@ def block_frame(layout: Layout, number: int, payload: bytes | None = None) -> Fr
         numbers = np.random.default_rng(number).normal(size=layout.block_bytes // layout.item_bytes)
         payload = payload_of(numbers, layout.dtype)
     key, parent = bytes([number]) * 32, bytes([number - 1]) * 32
-    return frame(Header(layout.fingerprint, key, parent, number, 0, len(payload), len(payload)), payload)
+    return frame(Header(layout.fingerprint, bytes(16), key, parent, number, 0, len(payload), len(payload)), payload)
 
 
 def read_one(store: CodedStore, name: bytes, size: int) -> bytes:
-    """The bytes of a frame, empty if it is missing. Checks that nothing after the buffer's length was written."""
+    """The bytes of a frame, empty if it is missing or bad. Checks that nothing after the buffer's length was written."""
     room = bytearray(b"\xa5" * (size + 16))
     [length] = store.get([name], [memoryview(room)[:size]], deadline=soon())
     assert room[size:] == b"\xa5" * 16
-    return bytes(room[:length])
+    return bytes(room[: max(length, 0)])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -447,7 +448,7 @@ def test_frames_that_cannot_be_encoded_are_stored_unchanged():
     store = CodedStore(inner, codec_named("lossless"), SMALL)
     noise = block_frame(SMALL, 1, np.random.default_rng(5).bytes(SMALL.block_bytes))
     other = block_frame(replace(SMALL, block_size=8), 2)
-    done = frame(Header(SMALL.fingerprint, b"k" * 32, b"p" * 32, 0, 2, SMALL.block_bytes, 5), b"12345")
+    done = frame(Header(SMALL.fingerprint, bytes(16), b"k" * 32, b"p" * 32, 0, 2, SMALL.block_bytes, 5), b"12345")
     store.put([noise, other, done], deadline=soon())
     for each in (noise, other, done):
         assert inner.frames[each.name] == each.data
@@ -467,9 +468,10 @@ def test_a_damaged_frame_is_a_miss_that_is_counted(data: st.DataObject):
     lying = bytearray(inner.frames[good.name])
     how = data.draw(st.sampled_from(["flip", "cut", "extend", "swap"]))
     if how == "flip":
-        position = data.draw(st.integers(0, 127) | st.integers(0, len(lying) - 1))
+        head = len(lying) - HEADER_BYTES
+        position = data.draw(st.integers(head, len(lying) - 1) | st.integers(0, len(lying) - 1))
         # If the codec number becomes 0, it is a raw frame with a wrong checksum, which the caller detects.
-        lying[position] ^= 2 if position == 6 else 1 << data.draw(st.integers(0, 7))
+        lying[position] ^= 2 if position == head + 6 else 1 << data.draw(st.integers(0, 7))
     elif how == "cut":
         lying = lying[: data.draw(st.integers(HEADER_BYTES, len(lying) - 1))]
     elif how == "extend":
@@ -490,7 +492,7 @@ def test_frames_with_wrong_headers_are_misses():
     store.put([good], deadline=soon())
     whole = inner.frames[good.name]
     header = read_header(whole)
-    payload = whole[HEADER_BYTES:]
+    payload = whole[:-HEADER_BYTES]
     noise = np.random.default_rng(6).bytes(len(payload))
     liars = [
         (replace(header, codec=3), payload),
@@ -502,7 +504,7 @@ def test_frames_with_wrong_headers_are_misses():
         (replace(header, length=SMALL.block_bytes + 10), bytes(SMALL.block_bytes + 10)),
     ]
     for count, (lie, data) in enumerate(liars, 1):
-        buffer = memoryview(bytearray(HEADER_BYTES) + data)
+        buffer = memoryview(bytearray(data) + bytes(HEADER_BYTES))
         inner.frames[good.name] = bytes(seal(lie, buffer).data)
         assert read_one(store, good.name, len(good.data) + 50) == b""
         assert store.status().notes["codec_bad"] == count

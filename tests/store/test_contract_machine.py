@@ -31,6 +31,7 @@ from foreword.store.base import Store
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import HEADER_BYTES, Frame, check
 from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.tiered import TieredStore
 
 LARGE = 4 << 20
 quick = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
@@ -66,11 +67,23 @@ class SmallDiskMachine(DiskMachine):
     size = SMALL_BYTES
 
 
+class TieredMachine(StoreMachine):
+    spoils = True
+
+    def make_store(self) -> Store:
+        self.flaky = FlakyStore(MemoryStore(LARGE, pin_share=1.0))
+        return TieredStore([self.flaky])
+
+    def spoil(self, names: Sequence[bytes]) -> None:
+        self.flaky.spoil(names)
+
+
+TestTieredMachine = TieredMachine.TestCase
 TestMemoryMachine = MemoryMachine.TestCase
 TestSmallMemoryMachine = SmallMemoryMachine.TestCase
 TestDiskMachine = DiskMachine.TestCase
 TestSmallDiskMachine = SmallDiskMachine.TestCase
-TestMemoryMachine.settings = TestSmallMemoryMachine.settings = quick
+TestTieredMachine.settings = TestMemoryMachine.settings = TestSmallMemoryMachine.settings = quick
 TestDiskMachine.settings = TestSmallDiskMachine.settings = quick
 
 
@@ -78,7 +91,7 @@ class Model:
     """A simple reference implementation of LRU over chains, with linear searches."""
 
     def __init__(self, frames: list[Frame], room: int) -> None:
-        self.parent = {one.name: one.header.layout + one.header.parent for one in frames}
+        self.parent = {one.name: one.header.parent_name for one in frames}
         self.depth = {one.name: one.header.depth for one in frames}
         self.room = room
         self.now = 0

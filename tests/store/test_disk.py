@@ -18,10 +18,12 @@ from processes import in_child
 from foreword.conformance import (
     SMALL_BYTES,
     SMALL_PAYLOAD,
+    Damage,
     StoreContract,
     make_frames,
     names_of,
     present,
+    put_all,
     read,
     soon,
     whole,
@@ -53,19 +55,23 @@ class TestContract(StoreContract):
         yield store
         store.close()
 
+    @pytest.fixture
+    def damage(self, tmp_path: Path) -> Damage:
+        return lambda _, one, data: file_of(tmp_path / "store", one).write_bytes(data) and None
+
 
 def on_disk(folder: Path) -> dict[str, int]:
     """Block files, complete or not, and their lengths. Only while no process writes."""
-    return {str(path): path.stat().st_size for path in folder.glob("?" * 32 + "/??/*")}
+    return {str(path): path.stat().st_size for path in folder.glob("?" * 32 + "/" + "?" * 32 + "/??/*")}
 
 
 def file_of(folder: Path, one: Frame) -> Path:
     key = one.header.key.hex()
-    return folder / one.header.layout.hex() / key[:2] / key
+    return folder / one.header.layout.hex() / one.header.root.hex() / key[:2] / key
 
 
 def test_a_block_is_a_file(tmp_path: Path) -> None:
-    """A block is a file named by layout and key, and its content is the frame."""
+    """A block is a file named by layout, root and key, and its content is the frame."""
     frames = make_frames(1, 3, 3000)
     with closing(DiskStore(tmp_path, 1 << 20)) as store:
         store.put(frames, deadline=soon())
@@ -229,3 +235,16 @@ def test_invalid_records(tmp_path: Path) -> None:
             assert store.get_record(key, deadline=soon()) == key.encode()
         assert store.records("", deadline=soon()) == [".", "..", "../../a", "a/../b"]
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_tenant_that_floods(tmp_path: Path) -> None:
+    """A tenant that writes without end does not evict another one that keeps within its share."""
+    quiet, loud = b"quiet" * 7, b"loud" * 8
+    with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
+        chain = make_frames(90, 3, SMALL_PAYLOAD, root=quiet)
+        put_all(store, chain)
+        for seed in range(91, 111):
+            put_all(store, make_frames(seed, 4, SMALL_PAYLOAD, root=loud))
+        assert read(store, chain) == whole(chain)
+        put_all(store, make_frames(111, 8, SMALL_PAYLOAD, root=quiet))
+        assert sum(present(store, chain)) < 3, "beyond its share it is evicted like others"

@@ -8,9 +8,11 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -32,8 +34,10 @@ from foreword.conformance import (
     whole,
 )
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
-from foreword.store.disk import recovery
+from foreword.store.base import BAD
+from foreword.store.disk import opener, recovery
 from foreword.store.disk.disk_store import DiskStore
+from foreword.store.disk.files import read_block_header
 from foreword.store.frame import HEADER_BYTES, Frame, check
 
 PAYLOAD = 20_000
@@ -44,12 +48,12 @@ Journal = Literal["wal", "delete"]
 
 def on_disk(folder: Path) -> dict[str, int]:
     """Block files, complete or not, and their lengths. Only while no process writes."""
-    return {str(path): path.stat().st_size for path in folder.glob("?" * 32 + "/??/*")}
+    return {str(path): path.stat().st_size for path in folder.glob("?" * 32 + "/" + "?" * 32 + "/??/*")}
 
 
 def file_of(folder: Path, one: Frame) -> Path:
     key = one.header.key.hex()
-    return folder / one.header.layout.hex() / key[:2] / key
+    return folder / one.header.layout.hex() / one.header.root.hex() / key[:2] / key
 
 
 def branches(count: int, payload: int = PAYLOAD) -> list[list[Frame]]:
@@ -83,9 +87,18 @@ def intact(store: DiskStore, chains: Sequence[Sequence[Frame]]) -> set[bytes]:
     return found
 
 
+def settle(store: DiskStore) -> None:
+    """Wait until the index lists all blocks."""
+    limit = time.monotonic() + 60
+    while store.status().notes["scanning"]:
+        assert time.monotonic() < limit, "the index is not complete after a minute"
+        time.sleep(0.01)
+
+
 def assert_sound(store: DiskStore, folder: Path, chains: Sequence[Sequence[Frame]], size: int = BUDGET) -> int:
     """No incomplete file is left, the budget is kept, the index counts every byte, and every block is intact. Returns
     the number of blocks."""
+    settle(store)
     files = on_disk(folder)
     assert sum(files.values()) <= store.status().bytes <= size
     assert not [path for path in files if "." in Path(path).name], "no incomplete file is left"
@@ -267,10 +280,10 @@ def test_a_block_that_a_dead_process_was_writing(tmp_path: Path) -> None:
 
 
 @contextmanager
-def small_disk(size: int) -> Iterator[Path]:
-    """A file system of `size` bytes. Skips the test if it cannot be mounted."""
+def small_disk(options: str) -> Iterator[Path]:
+    """A small file system with these mount options. Skips the test if it cannot be mounted."""
     folder = Path(tempfile.mkdtemp())
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "foreword-test", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", f"{options},mode=0700", "foreword-test", str(folder)]
     try:
         if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
             pytest.skip("no small file system can be mounted here")
@@ -296,7 +309,7 @@ def test_a_full_disk() -> None:
     """On a full disk a put raises StoreFull and leaves nothing behind. Other blocks stay intact, and a delete makes
     room."""
     frames = make_frames(21, 60, 100_000)
-    with small_disk(2 << 20) as folder, closing(DiskStore(folder / "store", 1 << 30)) as store:
+    with small_disk("size=2m") as folder, closing(DiskStore(folder / "store", 1 << 30)) as store:
         count = fill(store, frames)
         assert 5 < count < 21
         assert_sound(store, folder / "store", [frames], 1 << 30)
@@ -400,7 +413,7 @@ def get_one(store: DiskStore, one: Frame, room: int = 100) -> memoryview:
     """The bytes that the store returns for a name, unverified."""
     buffer = memoryview(bytearray(len(one.data) + room))
     [length] = store.get([one.name], [buffer], deadline=soon())
-    return buffer[:length]
+    return buffer[: max(length, 0)]
 
 
 @pytest.mark.parametrize("what", ["bit", "truncated", "longer", "empty", "swapped", "zeros"])
@@ -477,6 +490,50 @@ def test_other_kinds_of_files(tmp_path: Path) -> None:
         assert get_one(store, frames[2], 10_000) == b""
 
 
+OBSTACLES: dict[str, Callable[[Path], object]] = {
+    "folder": lambda path: (path / "inside").mkdir(parents=True),
+    "pipe": os.mkfifo,
+    "link": lambda path: path.symlink_to("/etc/hostname"),
+    "loop": lambda path: path.symlink_to(path),
+    "socket": lambda path: _socket(path),
+    "empty": Path.touch,
+    "no permission": lambda path: path.touch(0),
+}
+
+
+def _socket(path: Path) -> None:
+    with closing(socket.socket(socket.AF_UNIX)) as server:
+        home = os.getcwd()
+        os.chdir(path.parent)  # the path of a socket is short
+        try:
+            server.bind(path.name)
+        finally:
+            os.chdir(home)
+
+
+@pytest.mark.parametrize("what", OBSTACLES)
+def test_a_bad_file_costs_only_its_block(tmp_path: Path, what: str) -> None:
+    """Whatever lies in the place of a block, other blocks are read in the same call. A put or a delete replaces it."""
+    frames = make_frames(40, 8, 1000)
+    with closing(DiskStore(tmp_path, 1 << 20)) as store:
+        for heal in (
+            lambda: store.put(frames, deadline=soon()),
+            lambda: store.delete(names_of(frames), deadline=soon()),
+        ):
+            store.put(frames, deadline=soon())
+            path = file_of(tmp_path, frames[3])
+            path.unlink()
+            OBSTACLES[what](path)
+            buffers = [memoryview(bytearray(len(one.data))) for one in frames]
+            lengths = store.get(names_of(frames), buffers, deadline=soon())
+            assert lengths.pop(3) == BAD
+            assert lengths == [len(one.data) for one in frames if one is not frames[3]]
+            assert heal() == 8
+            store.put(frames, deadline=soon())
+            assert read(store, frames) == whole(frames)
+        assert_sound(store, tmp_path, [frames], 1 << 20)
+
+
 # The index
 
 
@@ -543,7 +600,7 @@ def test_killed_during_a_rebuild(tmp_path: Path, number: int) -> None:
     (tmp_path / "index.sqlite").unlink()
 
     def child() -> None:
-        _die_at("readv", number, after=True)
+        _die_at("preadv", number, after=True)
         DiskStore(tmp_path, 1 << 20)
 
     assert in_child(child) == -signal.SIGKILL
@@ -578,6 +635,7 @@ def test_chains_of_a_rebuilt_index(tmp_path: Path) -> None:
             store.put([one], deadline=soon())
     (tmp_path / "index.sqlite").unlink()
     with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
+        settle(store)
         store.put(make_frames(34, 3, SMALL_PAYLOAD), deadline=soon())
         assert present(store, chain) == [True] * 5 + [False] * 3
 
@@ -613,6 +671,7 @@ def test_a_folder_removed_under_a_running_store(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "store")
         assert read(store, chain) == [None] * 3
         assert store.lookup(names_of(chain), deadline=soon()) == 0
+        settle(store)
         assert store.put(chain, deadline=soon()) == 3
         assert read(store, chain) == whole(chain)
 
@@ -637,6 +696,7 @@ def test_after_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.Monkey
     assert half.exists(), "without a reboot the files are not compared"
     monkeypatch.setattr(recovery, "boot_of_host", lambda: ("this host", "second"))
     with closing(DiskStore(tmp_path, 1 << 20)) as store:
+        settle(store)
         assert present(store, lost) == [True, True, False]
         assert [number for number, held in enumerate(present(store, frames)) if not held] == [7, 39]
         assert_sound(store, tmp_path, [frames, lost], 1 << 20)
@@ -653,6 +713,7 @@ def test_a_sound_index_is_trusted(tmp_path: Path) -> None:
         assert store.lookup(names_of(frames), deadline=soon()) == 3000
     (tmp_path / "index.sqlite").unlink()
     with closing(DiskStore(tmp_path, 1 << 24)) as store:
+        settle(store)
         assert store.status().blocks == 2970
         assert store.lookup(names_of(frames[1:]), deadline=soon()) == 99
 
@@ -690,3 +751,133 @@ def test_system_errors(tmp_path: Path) -> None:
         layout.unlink()
         assert read(store, frames) == [None] * 40
         assert store.put(new, deadline=soon()) == 2
+
+
+WRONG_VALUES = {
+    "a clock that is text": "UPDATE totals SET clock = 'x'",
+    "a clock at its end": "UPDATE totals SET clock = 9223372036854775807",
+    "negative bytes": "UPDATE totals SET bytes = -1000000000",
+    "too many bytes": "UPDATE totals SET bytes = 1000000000000000",
+    "no totals": "DELETE FROM totals",
+    "short names": "UPDATE blocks SET name = x'010203' WHERE children = 0",
+    "sizes that are text": "UPDATE blocks SET size = 'abc'",
+    "too many children": "UPDATE blocks SET children = 7",
+    "a writer that is not UTF-8": "INSERT INTO writers VALUES (99, CAST(x'c328' AS TEXT))",
+    "a host that is not UTF-8": "INSERT INTO hosts VALUES (CAST(x'c328' AS TEXT), 'a')",
+}
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["running", "closed"])
+@pytest.mark.parametrize("what", WRONG_VALUES)
+def test_a_wrong_value_in_the_index(tmp_path: Path, what: str, running: bool) -> None:
+    """A wrong value in a sound database is an error for few calls. Then the index is rebuilt, and the budget is kept."""
+    chains = [make_frames(seed, 10, 1000) for seed in range(41, 51)]
+    size = 80 * len(chains[0][0].data)
+    store = DiskStore(tmp_path, size)
+    for chain in chains[:7]:
+        store.put(chain, deadline=soon())
+    if not running:
+        store.close()
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as other:
+        other.executescript(WRONG_VALUES[what])
+    if not running:
+        store = DiskStore(tmp_path, size)
+    failures = 0
+    for chain in [*chains, *chains]:
+        failures += put_all_or_fail(store, chain)
+    settle(store)
+    assert failures <= 2
+    assert store.put(chains[0], deadline=soon()) == 10
+    assert read(store, chains[0]) == whole(chains[0])
+    assert_sound(store, tmp_path, chains, size)
+    store.close()
+    with closing(DiskStore(tmp_path, size)) as store:
+        assert_sound(store, tmp_path, chains, size)
+        assert store.put(chains[0], deadline=soon()) == 10
+
+
+def put_all_or_fail(store: DiskStore, chain: Sequence[Frame]) -> bool:
+    try:
+        put_all(store, chain)
+    except StoreUnavailable:
+        return True
+    return False
+
+
+def test_rebuilds_leave_no_descriptors(tmp_path: Path) -> None:
+    """A store whose index is lost again and again keeps as many open files as one that never lost it."""
+    chain = make_frames(52, 5, 1000)
+    with closing(DiskStore(tmp_path, 1 << 20)) as store:
+        counts = []
+        for _ in range(6):
+            store.put(chain, deadline=soon())
+            counts.append(len(os.listdir("/proc/self/fd")))
+            DAMAGES["gone"](tmp_path / "index.sqlite")
+            assert store.lookup(names_of(chain), deadline=soon()) == 5
+            settle(store)
+        assert max(counts[1:]) <= counts[0] + 1 and store.put(chain, deadline=soon()) == 5
+
+
+def test_reads_need_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the index of a large folder is rebuilt, a store opens, and its blocks are found and read by their names."""
+    frames = put_some(tmp_path)
+    names = names_of(frames)
+    (tmp_path / "index.sqlite").unlink()
+    go_on = threading.Event()
+    monkeypatch.setattr(opener, "_LARGE_INDEX", 0)
+    monkeypatch.setattr(recovery, "read_block_header", lambda file: go_on.wait(60) and read_block_header(file))
+    with closing(DiskStore(tmp_path, 1 << 20)) as store, closing(DiskStore(tmp_path, 1 << 20)) as other:
+        for one in (store, other):
+            assert one.status().notes["scanning"] == 1
+            assert one.lookup(names, deadline=soon(1)) == 40 and all(one.present(names, deadline=soon(1)))
+            assert read(one, frames) == whole(frames)
+            assert one.put(frames, deadline=soon(1)) == 40, "they are present"
+            assert len(list(one.scan(deadline=soon()))) == 40
+        assert store.delete(names[39:], deadline=soon()) == 1
+        assert other.lookup(names, deadline=soon()) == 39
+        go_on.set()
+        settle(store)
+        settle(other)
+        for one in (store, other):
+            assert one.lookup(names, deadline=soon()) == 39
+            assert_sound(one, tmp_path, [frames], 1 << 20)
+
+
+# A full file system
+
+
+@pytest.mark.parametrize("limit", ["size=3m", "size=64m,nr_inodes=60"])
+def test_a_file_system_smaller_than_the_budget(limit: str) -> None:
+    """If the file system is full before the budget is used, the oldest chains are evicted for new ones."""
+    chains = [make_frames(seed, 10, 9000) for seed in range(60, 100)]
+    with small_disk(limit) as folder:
+        with closing(DiskStore(folder / "store", 1 << 30)) as store:
+            for chain in [*chains, *chains]:
+                assert store.put(chain, deadline=soon()) == 10
+                assert read(store, chain) == whole(chain)
+            assert store.status().evictions > 200
+            assert_sound(store, folder / "store", chains, 1 << 30)
+        for name in itertools.count():
+            try:
+                (folder / f"other{name}").write_bytes(bytes(4096))
+            except OSError:
+                break
+        with closing(DiskStore(folder / "store", 1 << 30)) as store:
+            assert store.lookup(names_of(chains[-1]), deadline=soon()) > 0
+            settle(store)
+            assert store.put(chains[0], deadline=soon()) > 0
+
+
+def test_a_folder_that_cannot_be_made_yet() -> None:
+    """A store opens on a full file system although it cannot make its folder, and works when there is room."""
+    chain = make_frames(53, 3, 1000)
+    with small_disk("size=1m,nr_inodes=8") as folder:
+        for name in itertools.count():
+            try:
+                (folder / f"other{name}").touch()
+            except OSError:
+                break
+        with closing(DiskStore(folder / "store", 1 << 20)) as store:
+            assert store.lookup(names_of(chain), deadline=soon()) == 0
+            assert read(store, chain) == [None] * 3
+            assert store.put(chain, deadline=soon()) == 0

@@ -1,21 +1,27 @@
 """ObjectStore with an S3 server and with folders: the contract, and faults of the service."""
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+import boto3  # type: ignore[import-untyped, unused-ignore]
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import HttpServer, S3Server, ScriptedServer, free_port
+from servers import CountingProxy, HttpServer, S3Server, ScriptedServer, free_port
 
 from foreword.conformance import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
-from foreword.errors import StoreConfigError, StoreError, StoreReadOnly, StoreTimeout, StoreUnavailable
-from foreword.store.frame import HEADER_BYTES, frame
+from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreReadOnly, StoreTimeout, StoreUnavailable
+from foreword.store.base import BAD, MISSING
+from foreword.store.frame import check, frame
+from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.object.object_store import ObjectStore
+from foreword.store.tiered import TieredStore
 
 _numbers = itertools.count()
 _machine_folder = Path()
@@ -27,7 +33,9 @@ def fresh() -> str:
 
 
 def path_of(folder: Path, name: bytes) -> Path:
-    return folder / name[:16].hex() / name[16:].hex()
+    """The chunk that begins with a block."""
+    [path] = folder.glob(f"**/{name[32:].hex()[:16]}/*")
+    return path
 
 
 def at(port: int) -> str:
@@ -174,52 +182,165 @@ def test_a_service_that_rejects_conditional_put():
     conditional: list[bool] = []
 
     def status(request: BaseHTTPRequestHandler) -> int:
-        if request.command == "HEAD":
-            return 404
+        if request.command != "PUT":
+            return 200
         conditional.append("If-None-Match" in request.headers)
         return 501 if conditional[-1] else 200
 
-    server = HttpServer(status)
+    server = HttpServer(status, _NO_OBJECTS)
     store = ObjectStore(at(server.port), parallel=1)
     assert store.put(make_frames(16, 1, 1000), deadline=soon()) == 1
     seen = len(conditional)
     assert conditional[0] and not conditional[-1]
-    assert store.put(make_frames(17, 2, 1000), deadline=soon()) == 2
+    assert store.put(make_frames(17, 40, 100), deadline=soon()) == 40
     assert conditional[seen:] == [False, False]
     store.close()
     server.close()
 
 
-@settings(max_examples=25, deadline=None)
-@given(length=st.integers(0, 600), there=st.integers(0, 600), exact=st.booleans())
+_NO_OBJECTS = (
+    b'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>blocks</Name><KeyCount>0</KeyCount>'
+    b"<MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated></ListBucketResult>"
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(length=st.integers(0, 600), there=st.integers(0, 600), seed=st.integers(0, 1000))
 def test_lookup_finds_the_end_of_any_chain(
-    tmp_path_factory: pytest.TempPathFactory, length: int, there: int, exact: bool
+    tmp_path_factory: pytest.TempPathFactory, length: int, there: int, seed: int
 ):
-    """A lookup finds the first gap in a chain of any length, exact or not."""
+    """A store that has written nothing finds all blocks that several others have written, each a part of the chain."""
     folder = tmp_path_factory.mktemp("chain")
-    store = ObjectStore(f"file://{folder}", exact_lookup=exact)
+    draw = random.Random(seed)
+    writers = [ObjectStore(f"file://{folder}", chunk=chunk) for chunk in (1, 3, 32)]
+    at = 0
+    while at < min(there, 600):
+        batch = _CHAIN[at : min(at + draw.randint(1, 90), there)]
+        assert draw.choice(writers).put(batch, deadline=soon()) == len(batch)
+        at += len(batch)
+    reader = ObjectStore(f"file://{folder}")
     names = names_of(_CHAIN[:length])
-    for name in names[:there]:
-        path = path_of(folder, name)
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"frame")
-    assert store.lookup(names, deadline=soon()) == min(length, there)
-    store.close()
+    assert reader.lookup(names, deadline=soon()) == min(length, there)
+    assert read(reader, _CHAIN[:length]) == [*whole(_CHAIN[: min(length, there)]), *[None] * max(length - there, 0)]
+    for store in (*writers, reader):
+        store.close()
 
 
 _CHAIN = make_frames(5, 600, 1)
 
 
-def test_incomplete_objects(store: ObjectStore, folder: Path):
-    """A truncated object is returned with its length. An empty one and one that does not fit are misses. Others are
-    intact."""
-    frames = make_frames(6, 5, 5000)
+def test_blocks_behind_those_of_a_faster_tier_are_found(folder: Path):
+    """A store that has written nothing finds the rest of a chain whose first blocks are in memory or on the device."""
+    writer = ObjectStore(f"file://{folder}")
+    layouts = [make_frames(5, 200, 1, layout=bytes([number]) * 16) for number in range(2)]
+    for frames in layouts:
+        for at in range(0, 200, 30):
+            writer.put(frames[at : at + 30], deadline=soon())
+    writer.close()
+    names = [frame.name for pair in zip(*layouts, strict=True) for frame in pair]
+    for first in (2, 50, 130, 260, 398):
+        tiers = TieredStore([MemoryStore(1 << 20), ObjectStore(f"file://{folder}")])
+        tiers.tiers[0].put([frame for frames in layouts for frame in frames[: first // 2]], soon())
+        assert tiers.locate(names, deadline=soon()) == [0] * first + [1] * (400 - first)
+        tiers.close()
+        held = TieredStore([ObjectStore(f"file://{folder}")])
+        assert held.find(names[first:], deadline=soon(), before=names[:first]) == [0] * (400 - first)
+        held.close()
+
+
+def test_branches_share_the_blocks_of_their_common_prefix(store: ObjectStore, folder: Path):
+    """A chain that branches off within a chunk is stored from the branch on, and read from both chunks."""
+    trunk = make_frames(20, 20, 700)
+    branch = make_frames(21, 20, 700, after=trunk[9])
+    store.put(trunk, deadline=soon())
+    stored = sum(path.stat().st_size for path in folder.glob("**/*") if path.is_file())
+    store.put([*trunk[:10], *branch], deadline=soon())
+    added = sum(path.stat().st_size for path in folder.glob("**/*") if path.is_file()) - stored
+    assert added < 20 * (700 + 300)
+    other = ObjectStore(f"file://{folder}")
+    assert other.lookup(names_of([*trunk[:10], *branch]), deadline=soon()) == 30
+    assert read(other, [*trunk[:10], *branch]) == whole([*trunk[:10], *branch])
+    other.close()
+
+
+def test_a_section_with_more_chunks_than_a_listing_shows(folder: Path):
+    """Chunks are found although a thousand other chains branch off in the same section."""
+    [first] = make_frames(22, 1, 10)
+    writer = ObjectStore(f"file://{folder}")
+    writer.put([first], deadline=soon())
+    branches = [make_frames(100 + number, 1, 10, after=first)[0] for number in range(1100)]
+    for at in range(0, 1100, 100):
+        writer.put(branches[at : at + 100], deadline=soon())
+    reader = ObjectStore(f"file://{folder}")
+    assert all(reader.lookup([first.name, one.name], deadline=soon()) == 2 for one in branches[::50])
+    for store in (reader, writer):
+        store.close()
+
+
+def test_deleting_a_part_of_a_chunk(store: ObjectStore, folder: Path):
+    """The other blocks of a chunk stay, and nothing of the deleted ones is left in the folder."""
+    frames = make_frames(23, 20, 700)
     store.put(frames, deadline=soon())
-    path_of(folder, frames[0].name).write_bytes(frames[0].data[:2000])
-    path_of(folder, frames[1].name).write_bytes(b"")
-    path_of(folder, frames[2].name).write_bytes(bytes(frames[2].data) + b"x")
-    path_of(folder, frames[3].name).unlink()
-    assert read(store, frames) == [frames[0].data[:2000], None, None, None, frames[4].data]
+    assert store.delete(names_of(frames[5:9]), deadline=soon()) == 4
+    other = ObjectStore(f"file://{folder}")
+    assert read(other, frames[:9]) == [*whole(frames[:5]), *[None] * 4]
+    assert present(store, frames) == [number not in range(5, 9) for number in range(20)]
+    left = b"".join(path.read_bytes() for path in folder.glob("**/*") if path.is_file())
+    assert all((bytes(one.payload) in left) == (number not in range(5, 9)) for number, one in enumerate(frames))
+    other.close()
+
+
+def test_incomplete_objects(folder: Path):
+    """A damaged, empty or longer object is BAD, one that is gone is MISSING, others are intact. put heals all."""
+    store = ObjectStore(f"file://{folder}", chunk=1)
+    frames = make_frames(6, 6, 5000)
+    size = len(frames[0].data)
+    store.put(frames, deadline=soon())
+    paths = [path_of(folder, one.name) for one in frames]
+    data = paths[0].read_bytes()
+    paths[0].write_bytes(data[:2000])
+    paths[1].write_bytes(b"")
+    paths[2].write_bytes(paths[2].read_bytes() + b"x")
+    paths[3].unlink()
+    paths[4].write_bytes(data[:76] + bytes(8) + data[84:])
+    for reader in (store, ObjectStore(f"file://{folder}")):
+        buffers = [memoryview(bytearray(size)) for _ in frames]
+        lengths = reader.get(names_of(frames), buffers, deadline=soon())
+        assert lengths[1] == lengths[4] == BAD and lengths[3] == MISSING and lengths[5] == size
+        assert lengths[0] in (BAD, 2000 - 84) and lengths[2] in (BAD, size)
+        for buffer, one, length in zip(buffers, frames, lengths, strict=True):
+            with suppress(BadFrame):
+                assert length <= 0 or check(buffer[:length], one.name).data == one.data
+    store.delete(names_of(frames[4:5]), deadline=soon())
+    assert store.put(frames, deadline=soon()) == 6
+    assert read(store, frames) == whole(frames)
+    store.close()
+
+
+def test_an_object_that_becomes_empty(server: S3Server):
+    """An object that another program empties is BAD for a store that knows it as whole; put heals it."""
+    store = ObjectStore(server.url(), prefix=fresh(), chunk=1)
+    frames = make_frames(8, 3, 500)
+    store.put(frames, deadline=soon())
+    assert read(store, frames) == whole(frames)
+    client = boto3.client(
+        "s3",
+        endpoint_url=f"http://127.0.0.1:{server.port}",
+        region_name="us-east-1",
+        aws_access_key_id="tests",
+        aws_secret_access_key="tests",
+    )
+    key = next(
+        one["Key"]
+        for one in client.list_objects_v2(Bucket=server.bucket)["Contents"]
+        if frames[1].header.key.hex()[:16] in one["Key"].split("/")
+    )
+    client.put_object(Bucket=server.bucket, Key=key, Body=b"")
+    buffers = [memoryview(bytearray(len(one.data))) for one in frames]
+    assert store.get(names_of(frames), buffers, deadline=soon()) == [len(frames[0].data), BAD, len(frames[2].data)]
+    assert store.put(frames, deadline=soon()) == 3
+    assert read(store, frames) == whole(frames)
+    store.close()
 
 
 def test_scan_reads_positions_and_times(server: S3Server, folder: Path):
@@ -236,21 +357,20 @@ def test_scan_reads_positions_and_times(server: S3Server, folder: Path):
         store.close()
 
 
-def test_foreign_objects_are_ignored(store: ObjectStore, folder: Path):
-    """Other objects are neither scanned nor listed. An object with the name of a block but without its header has no
-    parent."""
+def test_foreign_objects_are_ignored(folder: Path):
+    """Other objects are neither scanned nor listed, and a chunk with the index of another one has no blocks."""
+    store = ObjectStore(f"file://{folder}", chunk=1)
     frames = make_frames(8, 3, 1000)
     store.put(frames, deadline=soon())
     path_of(folder, frames[1].name).write_bytes(b"rubbish" * 100)
-    path_of(folder, frames[2].name).write_bytes(frames[0].data)
+    path_of(folder, frames[2].name).write_bytes(path_of(folder, frames[0].name).read_bytes())
     store.put_record("a/b", b"data", deadline=soon())
     (folder / "readme").write_bytes(b"hello")
     (folder / "records" / "note.txt").write_bytes(b"hello")
-    (folder / frames[0].name[:16].hex() / "short").write_bytes(b"hello")
-    entries = {entry.name: entry for entry in store.scan(deadline=soon())}
-    assert set(entries) == set(names_of(frames))
-    assert [entries[one.name].parent for one in frames] == [frames[0].header.parent, b"", b""]
+    path_of(folder, frames[0].name).with_name("short").write_bytes(b"hello")
+    assert [entry.name for entry in store.scan(deadline=soon())] == names_of(frames[:1])
     assert store.records("", deadline=soon()) == ["a/b"]
+    store.close()
 
 
 def test_prefixes_are_kept_apart(server: S3Server):
@@ -410,15 +530,23 @@ def test_wrong_urls(tmp_path: Path):
     for prefix in ("a b", "../up", "a//b", "ä"):
         with pytest.raises(StoreConfigError):
             ObjectStore(f"file://{tmp_path}", prefix=prefix)
-    with pytest.raises(StoreConfigError):
-        ObjectStore(f"file://{tmp_path}", parallel=0)
+    for options in ({"parallel": 0}, {"chunk": 0}, {"chunk": 33}):
+        with pytest.raises(StoreConfigError):
+            ObjectStore(f"file://{tmp_path}", **options)
 
 
-def test_scan_reads_only_headers(store: ObjectStore, folder: Path):
-    """scan reads only the headers: a block truncated after its header is listed with parent and depth."""
-    frames = make_frames(15, 2, 5000)
-    store.put(frames, deadline=soon())
-    path_of(folder, frames[1].name).write_bytes(frames[1].data[:HEADER_BYTES])
-    by_name = {entry.name: entry for entry in store.scan(deadline=soon())}
-    assert by_name[frames[1].name].parent == frames[0].header.key
-    assert by_name[frames[1].name].size == HEADER_BYTES
+def test_requests_of_a_long_prompt(server: S3Server):
+    """The lookup and the load of 2,000 blocks take at most a request per 16 blocks, and so does storing them."""
+    proxy = CountingProxy(server.port)
+    frames = make_frames(30, 2000, 10)
+    writer, reader = (ObjectStore(at(proxy.port), prefix="long") for _ in range(2))
+    for start in range(0, 2000, 32):
+        writer.put(frames[start : start + 32], deadline=soon())
+    assert proxy.requests <= 2 * 2000 / 16
+    proxy.requests = 0
+    assert reader.lookup(names_of(frames), deadline=soon()) == 2000
+    assert read(reader, frames) == whole(frames)
+    assert proxy.requests <= 2000 / 16
+    for store in (writer, reader):
+        store.close()
+    proxy.close()

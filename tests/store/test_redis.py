@@ -9,7 +9,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,9 +18,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import RedisCluster, RedisServer, ScriptedServer, free_port, wait_until
+from servers import RedisCluster, RedisServer, ScriptedServer, Sentinel, free_port, wait_until
 
-from foreword.conformance import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
+from foreword.conformance import Damage, StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
 from foreword.errors import (
     BadFrame,
     StoreConfigError,
@@ -29,6 +30,7 @@ from foreword.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
+from foreword.store.base import BAD, FAILED
 from foreword.store.frame import Frame, check, frame
 from foreword.store.redis.redis_store import RedisStore
 
@@ -111,6 +113,11 @@ class TestContract(StoreContract):
         opened = RedisStore(f"unix://{server.socket}", prefix=prefix)
         yield opened
         opened.close()
+
+    @pytest.fixture
+    def damage(self, server: RedisServer, prefix: str) -> Iterator[Damage]:
+        with server.client() as client:
+            yield lambda _, one, data: client.set(key_of(prefix, one.name), data) and None
 
 
 class TestContractOverUnixSocketWithTtl(StoreContract):
@@ -233,49 +240,29 @@ def test_of_two_writers_the_first_wins(server: RedisServer):
 # Stored data
 
 
-def test_a_truncated_value_has_its_own_length(server: RedisServer):
-    """A truncated value is returned with its length, an empty one is a miss, and others are intact."""
+@pytest.mark.parametrize("ttl", [None, 600])
+def test_values_that_are_no_frames_are_bad_and_put_replaces_them(server: RedisServer, ttl: float | None):
+    """An empty, longer or other value is BAD, a truncated one has its own length, the rest is intact. put heals all."""
     prefix = fresh()
-    store = RedisStore(server.url, prefix=prefix)
-    frames = make_frames(6, 4, 50_000)
+    store = RedisStore(server.url, prefix=prefix, ttl=ttl)
+    frames = make_frames(6, 6, 50_000)
+    size = len(frames[0].data)
     store.put(frames, deadline=soon())
     with server.client() as client:
-        client.set(key_of(prefix, frames[0].name), bytes(frames[0].data[:40_000]))
-        client.set(key_of(prefix, frames[2].name), b"")
-    first, second, third, fourth = read(store, frames)
-    assert first == frames[0].data[:40_000] and third is None
+        keys = [key_of(prefix, one.name) for one in frames]
+        client.set(keys[0], bytes(frames[0].data[:40_000]))
+        client.set(keys[1], b"")
+        client.set(keys[2], bytes(size + 1))
+        client.set(keys[3], bytes(5 * MiB))
+        client.delete(keys[4])
+        client.rpush(keys[4], b"x")
+    assert {entry.size for entry in store.scan(deadline=soon())} == {40_000, size, size + 1, 5 * MiB}
+    buffers = [memoryview(bytearray(size)) for _ in frames]
+    assert store.get(names_of(frames), buffers, deadline=soon()) == [40_000, BAD, BAD, BAD, BAD, size]
     with pytest.raises(BadFrame):
-        check(memoryview(first), frames[0].name)
-    assert [second, fourth] == [frames[1].data, frames[3].data]
-    assert {entry.size for entry in store.scan(deadline=soon())} == {40_000, len(frames[1].data)}
-    store.close()
-
-
-def test_a_value_larger_than_the_buffer_is_a_miss(server: RedisServer):
-    """A value that does not fit is skipped, whatever its length, and later replies are assigned correctly."""
-    prefix = fresh()
-    store = RedisStore(server.url, prefix=prefix)
-    frames = make_frames(7, 4, 1000)
-    store.put(frames, deadline=soon())
-    with server.client() as client:
-        client.set(key_of(prefix, frames[0].name), bytes(len(frames[0].data) + 1))
-        client.set(key_of(prefix, frames[2].name), bytes(5 * MiB))
-    assert read(store, frames) == [None, frames[1].data, None, frames[3].data]
-    store.close()
-
-
-def test_a_key_of_another_type_is_a_miss_and_can_be_written(server: RedisServer):
-    """A key of another type is a miss, is not scanned, and does not prevent the block from being stored."""
-    prefix = fresh()
-    store = RedisStore(server.url, prefix=prefix)
-    frames = make_frames(8, 3, 1000)
-    store.put(frames[::2], deadline=soon())
-    with server.client() as client:
-        client.rpush(key_of(prefix, frames[1].name), b"x")
-        client.set(f"{prefix}:b:no-name", b"x")
-    assert {entry.name for entry in store.scan(deadline=soon())} == {frames[0].name, frames[2].name}
-    assert read(store, frames) == [frames[0].data, None, frames[2].data]
-    store.put(frames, deadline=soon())
+        check(buffers[0][:40_000], frames[0].name)
+    assert buffers[5] == frames[5].data
+    assert store.put(frames, deadline=soon()) == 6
     assert read(store, frames) == whole(frames)
     store.close()
 
@@ -329,6 +316,24 @@ def test_ttl_and_pins(server: RedisServer):
     while store.lookup([names[1]], deadline=soon()):
         time.sleep(0.01)
     assert present(store, frames) == [True, False, True]
+    store.close()
+
+
+def test_use_renews_the_time_to_live(server: RedisServer):
+    """get and put of a block renew its time to live. Pinned blocks still do not expire."""
+    prefix = fresh()
+    store = RedisStore(server.url, prefix=prefix, ttl=500)
+    frames = make_frames(35, 4, 100)
+    keys = [key_of(prefix, one.name) for one in frames]
+    store.put(frames, deadline=soon())
+    store.pin(names_of(frames[:1]), deadline=soon())
+    with server.client() as client:
+        for key in keys[1:]:
+            client.pexpire(key, 100_000)
+        assert read(store, frames[:2]) == whole(frames[:2])
+        assert store.put(frames[2:3], deadline=soon()) == 1
+        left = [client.pttl(key) for key in keys]
+    assert left[0] == -1 and min(left[1:3]) > 400_000 and left[3] <= 100_000
     store.close()
 
 
@@ -631,6 +636,22 @@ def test_invalid_replies(answer: bytes):
     liar.close()
 
 
+@pytest.mark.parametrize("announced", [1 << 29, 9 << 20])
+def test_an_announced_length_allocates_nothing(announced: int):
+    """A server that announces a long value and sends a few bytes makes the client allocate little."""
+    liar = ScriptedServer([b"$%d\r\n" % announced + bytes(1000)])
+    store = RedisStore(liar.url)
+    tracemalloc.start()
+    try:
+        with pytest.raises(StoreUnavailable):
+            store.get_record("key", deadline=soon())
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+        store.close()
+        liar.close()
+
+
 replies = st.recursive(
     st.one_of(
         st.integers(-2, 3000).map(lambda n: b":%d\r\n" % n),
@@ -669,6 +690,7 @@ def test_wrong_urls():
         "redis://localhost:port",
         "redis://localhost?no_such_option=1",
         "unix+cluster:///tmp/x",
+        "redis+sentinel://a,b",
         "",
     ):
         with pytest.raises(StoreConfigError):
@@ -754,23 +776,54 @@ def test_slots_that_migrate(cluster: RedisCluster):
 
 
 def test_a_cluster_that_loses_a_node(tmp_path: Path):
-    """If a node is down, reading its blocks raises StoreError before the deadline. Blocks of other nodes can be read."""
-    cluster = RedisCluster(tmp_path / "cluster")
+    """Blocks of a dead node are FAILED and all others can be read and written. The tier as a whole does not fail."""
+    cluster = RedisCluster(tmp_path / "cluster", "--cluster-require-full-coverage", "no")
     prefix = fresh()
     store = RedisStore(cluster.url, prefix=prefix)
-    frames = make_frames(42, 30, 1000)
+    frames = make_frames(42, 60, 1000)
     try:
         store.put(frames, deadline=soon())
-        with cluster.nodes[0].client() as client:
-            gone = {bytes.fromhex(key.decode().rpartition(":")[2]) for key in client.keys(f"{prefix}:b:*")}
-        assert 0 < len(gone) < 30
+        gone = cluster.names_on(0, prefix)
+        assert 0 < len(gone) < 40
         cluster.nodes[0].kill()
-        with pytest.raises((StoreUnavailable, StoreTimeout)):
-            read(store, frames, deadline=time.monotonic() + 2)
+        sizes = [FAILED if one.name in gone else len(one.data) for one in frames]
+        first = next(index for index, size in enumerate(sizes) if size == FAILED)
+        for _ in range(4):
+            assert lengths_of(store, frames, soon()) == sizes
+            assert store.lookup(names_of(frames), deadline=soon()) == first
+            assert store.put(frames, deadline=soon()) == 60 - len(gone)
+        assert store.lookup(names_of(frames[first : first + 1]), deadline=soon()) == 0
         assert store.status().notes["unreachable"] == 1
+        with pytest.raises(StoreUnavailable):
+            store.delete(names_of(frames), deadline=soon())
+        cluster.nodes[0].start()
+        wait_until(lambda: store.put(frames, deadline=soon()) == 60, "the node is used again")
+        assert read(store, frames) == whole(frames)
     finally:
         store.close()
         cluster.kill()
+
+
+def test_a_node_that_hangs_costs_one_deadline(cluster: RedisCluster):
+    """A node that hangs costs one call its deadline. Later calls skip it, until it replies again."""
+    prefix = fresh()
+    store = RedisStore(cluster.url, prefix=prefix)
+    frames = make_frames(44, 60, 1000)
+    store.put(frames, deadline=soon())
+    gone = cluster.names_on(1, prefix)
+    sizes = [FAILED if one.name in gone else len(one.data) for one in frames]
+    with cluster.nodes[1].stopped():
+        assert lengths_of(store, frames, soon(0.5)) == sizes
+        before = time.monotonic()
+        for _ in range(6):
+            assert lengths_of(store, frames, soon()) == sizes
+        assert time.monotonic() - before < 60, "a later call has waited for the node until its deadline"
+    wait_until(lambda: read(store, frames) == whole(frames), "the node is used again")
+    store.close()
+
+
+def lengths_of(store: RedisStore, frames: Sequence[Frame], deadline: float) -> list[int]:
+    return store.get(names_of(frames), [memoryview(bytearray(len(one.data))) for one in frames], deadline=deadline)
 
 
 def test_a_cluster_url_for_a_single_server(server: RedisServer):
@@ -779,3 +832,41 @@ def test_a_cluster_url_for_a_single_server(server: RedisServer):
     with pytest.raises(StoreConfigError):
         store.lookup(names_of(make_frames(43, 1, 10)), deadline=soon())
     store.close()
+
+
+# Sentinel
+
+
+@pytest.mark.slow
+def test_sentinel_replaces_the_primary(tmp_path: Path):
+    """A store follows Sentinel to the replica that replaces a dead primary, and finds the blocks there."""
+    primary = RedisServer(tmp_path / "primary", "--repl-diskless-sync-delay", "0")
+    replica = RedisServer(tmp_path / "replica", "--replicaof", "127.0.0.1", str(primary.port))
+    sentinel = Sentinel(tmp_path / "sentinel", primary.port)
+    store = RedisStore(f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}/main/2")
+    frames = make_frames(50, 8, 10_000)
+    try:
+        assert store.put(frames, deadline=soon()) == 8
+        with replica.client() as client:
+            wait_until(lambda: client.info("keyspace").get("db2", {}).get("keys") == 8, "the replica has the blocks")
+        wait_until(lambda: sentinel.replicas == 1, "Sentinel knows the replica")
+        primary.kill()
+
+        def found() -> bool:
+            with suppress(StoreUnavailable, StoreTimeout):
+                return (
+                    store.lookup(names_of(frames), deadline=soon(1)) == 8 and store.put(frames, deadline=soon(1)) == 8
+                )
+            return False
+
+        wait_until(found, "the replica is the primary")
+        assert read(store, frames) == whole(frames)
+        assert store.put(make_frames(51, 3, 10), deadline=soon()) == 3
+        unknown = RedisStore(f"redis+sentinel://127.0.0.1:{sentinel.port}/other")
+        with pytest.raises(StoreConfigError):
+            unknown.lookup(names_of(frames), deadline=soon())
+        unknown.close()
+    finally:
+        store.close()
+        sentinel.kill()
+        replica.kill()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from servers import RedisServer, ScriptedServer, free_port
 
-from foreword.config import StoreConfig, TransferConfig
+from foreword.config import SharedSecret, StoreConfig, TransferConfig
 from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
 from foreword.server.job import Caller
 from foreword.store.redact import redacted
@@ -160,8 +160,8 @@ def test_a_url_is_shown_without_secrets(show: Callable[[object], str]) -> None:
 @pytest.mark.parametrize(
     "holder",
     [
-        TransferConfig(secret=SECRET * 2),
-        Identity(b"i", SECRET, ("tcp",), None, "127.0.0.1:1", 1.0, 1),
+        TransferConfig(secret=SECRET * 2, previous_secrets=(SECRET * 3,), limited_secrets=(f"get={SECRET * 2}",)),
+        Identity(b"i", (SharedSecret(SECRET),), ("tcp",), None, "127.0.0.1:1", 1.0, 1),
         make_command(b"", b"AUTH", SECRET.encode()),
         Caller.of({"authorization": f"Bearer {SECRET}"}),
     ],

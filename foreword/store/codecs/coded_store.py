@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from foreword.blocks.layout import Layout
 from foreword.errors import BadFrame, StoreConfigError
-from foreword.store.base import Name, Store, StoreStatus, time_left
+from foreword.store.base import BAD, FAILED, Name, Store, StoreStatus, time_left
 from foreword.store.codecs.base import Codec, check_tokens
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, check, read_header, seal
 from foreword.store.wrappers import StoreWrapper
@@ -30,7 +31,7 @@ class CodedStore(StoreWrapper):
     """Encodes frames on `put` and decodes them on `get`. All other calls go to the inner store unchanged.
 
     A frame is stored as it is if the codec does not make it smaller, or if it has another layout or is already encoded.
-    An encoded frame is verified before it is decoded; a bad one counts as missing (`status().notes`). Raw frames are
+    An encoded frame is verified before it is decoded; a bad one is BAD. Raw frames are
     returned unverified, as by any store. `scan` lists the sizes of encoded frames.
 
     Args:
@@ -65,10 +66,10 @@ class CodedStore(StoreWrapper):
         }
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
-        """As `Store.get`. The content of a buffer is undefined where 0 is returned."""
+        """As `Store.get`. The content of a buffer is undefined where no length is returned."""
         lengths = self.inner.get(names, buffers, deadline=deadline)
         return [
-            self._decoded(name, buffer, length, deadline) if length else 0
+            self._decoded(name, buffer, length, deadline) if length > 0 else length
             for name, buffer, length in zip(names, buffers, lengths, strict=True)
         ]
 
@@ -94,23 +95,24 @@ class CodedStore(StoreWrapper):
         if len(data) >= header.length:
             self._count(not_smaller=1)
             return frame
-        buffer = memoryview(bytearray(HEADER_BYTES + len(data)))
-        buffer[HEADER_BYTES:] = data
+        buffer = memoryview(bytearray(len(data) + HEADER_BYTES))
+        buffer[: len(data)] = data
         self._count(encoded=1, encoded_bytes_in=header.length, encoded_bytes_out=len(data))
         return seal(replace(header, codec=self._codec.number, length=len(data)), buffer)
 
     def _decoded(self, name: Name, buffer: memoryview, length: int, deadline: float) -> int:
-        """Decode the frame in `buffer` in place. Returns the length of the raw frame, 0 if the encoded one is bad."""
+        """Decode the frame in `buffer` in place. Returns the length of the raw frame, or BAD, or FAILED at the deadline."""
         if length < HEADER_BYTES or length > len(buffer):
             return length
         try:
-            if read_header(buffer).codec == RAW:
+            if read_header(buffer[:length]).codec == RAW:
                 return length
-            time_left(deadline)
+            if time.monotonic() >= deadline:
+                return FAILED
             raw_length = self._decode(name, buffer, length)
         except BadFrame:
             self._count(bad=1)
-            return 0
+            return BAD
         self._count(decoded=1)
         return raw_length
 
@@ -125,8 +127,8 @@ class CodedStore(StoreWrapper):
         if header.length > size:
             raise BadFrame("length", "an encoded block is longer than a raw one")
         encoded = self._scratch.memory[: header.length]  # a copy, since the raw payload overwrites it
-        encoded[:] = buffer[HEADER_BYTES:length]
-        self._codec.decode(encoded, buffer[HEADER_BYTES : HEADER_BYTES + size], layout)
+        encoded[:] = buffer[: header.length]
+        self._codec.decode(encoded, buffer[:size], layout)
         seal(replace(header, codec=RAW, length=size), buffer)
         return HEADER_BYTES + size
 

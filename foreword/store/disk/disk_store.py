@@ -7,38 +7,52 @@ most the budget of the process that wrote last. A read is open, read, close; a f
 meantime stays readable.
 
 The budget does not include the index (about 250 bytes per block), folders, records, and the overhead of the file
-system.
+system. If the file system is full before the budget is used up, a put evicts too.
+
+Reads need no index. While it is opened, rebuilt or broken, blocks are found by the names of their files. While it is
+rebuilt nothing is written, since the bytes of the blocks are not known yet.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
+import math
 import os
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Literal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Final, Literal, TypeVar
 
-from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
-from foreword.store.base import Name, Store, StoredBlock, StoreStatus, time_left
+from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
+from foreword.store.base import FAILED, MISSING, Name, Store, StoredBlock, StoreStatus, time_left
 from foreword.store.disk.eviction import AdmittedBlocks, BlockBudget, in_groups
-from foreword.store.disk.files import BlockFiles, is_name, make_folder, read_block_header
+from foreword.store.disk.files import BlockFiles, DiskFull, is_name, make_folder, read_block_header
 from foreword.store.disk.index import DiskIndex
-from foreword.store.disk.index_rows import BrokenIndex, IndexTransaction, block_id
-from foreword.store.disk.locks import LivenessLock, folder_lock, is_alive
+from foreword.store.disk.index_rows import IndexTransaction, block_id
+from foreword.store.disk.locks import LivenessLock, is_alive
+from foreword.store.disk.opener import IndexOpener
 from foreword.store.disk.pending_updates import PendingUpdates
 from foreword.store.disk.records import RecordFiles
-from foreword.store.disk.recovery import open_index, quarantine_index
 from foreword.store.frame import Frame
 
 _FLUSH_SECONDS: Final = 5.0  # how often uses are written to the index
 _FLUSH_TIMEOUT: Final = 0.02
-_OPEN_TIMEOUT: Final = 120.0
+_OPEN_TIMEOUT: Final = 10.0
 _SETTLE_SECONDS: Final = 0.05  # allowed beyond the caller's deadline to settle a write in the index
 _CLOSE_TIMEOUT: Final = 1.0
 _SCAN_ROWS: Final = 1024
+_ROOM_ATTEMPTS: Final = 4
+_ROOM_SHARE: Final = 256  # on a full disk a put evicts at least this part of the blocks
+_LEAVES_FOR_INDEX: Final = 16
+
+log = logging.getLogger("foreword.store")
+
+Result = TypeVar("Result")
 
 _stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
 
@@ -56,7 +70,7 @@ class DiskStore(Store):
 
     Raises:
         StoreConfigError: an impossible size or share.
-        StoreUnavailable: the folder cannot be created or used.
+        StoreUnavailable: the folder cannot be created, or does not exist and cannot be written.
     """
 
     def __init__(
@@ -77,28 +91,37 @@ class DiskStore(Store):
         self.readers = 2
         self.path = os.path.abspath(path)
         if not read_only:
-            try:
-                os.makedirs(self.path, mode=0o700, exist_ok=True)
-            except OSError as error:
-                raise StoreUnavailable(f"the folder {self.path} cannot be created: {error}") from error
-        self.read_only = read_only or not os.access(self.path, os.W_OK | os.X_OK)
+            self._create_folder()
+        self.read_only = read_only or (os.path.isdir(self.path) and not os.access(self.path, os.W_OK | os.X_OK))
+        if self.read_only and not read_only:
+            log.warning("the folder %s cannot be written: its blocks are only read", self.path)
         self._pin_limit = int(size * pin_share)
         self._files = BlockFiles(self.path)
         self._records = RecordFiles(f"{self.path}/records")
         self._index = DiskIndex(f"{self.path}/index.sqlite", journal=journal, read_only=self.read_only)
         self._closed = False
-        self._notes: Counter[str] = Counter(missing=0, recovered=0, rebuilt=0)
+        self._notes: Counter[str] = Counter(missing=0, recovered=0, rebuilt=0, found=0, stuck=0)
+        self._opener = IndexOpener(self._index, self._files, self._notes, self._index_opened)
         self._budget = BlockBudget(self._files, size, self._notes)
         self._totals = (-1, 0, 0)  # blocks, bytes and pinned bytes when they were last known
         self._liveness: LivenessLock | None = None
         self._reset()
-        self._open(time.monotonic() + _OPEN_TIMEOUT)
         _stores.add(self)
+        if self.read_only:
+            self._open_read_only(time.monotonic() + _OPEN_TIMEOUT)
+        else:
+            self._opener.wait(self._opener.complete, math.inf)
+
+    def _create_folder(self) -> None:
+        try:
+            make_folder(self.path)
+        except DiskFull as error:
+            log.warning("the folder %s cannot be created yet: %s", self.path, error.message)
+        except StoreError as error:
+            raise StoreUnavailable(f"the folder {self.path} cannot be created: {error.message}") from error
 
     def _reset(self) -> None:
         """Set the state that belongs to one process."""
-        self._opener: threading.Thread | None = None
-        self._failure: StoreError | None = None
         self._lock = threading.Lock()
         self._writer = 0  # our id as a writer when we last wrote, 0 before; the index may have been rebuilt since
         self._updates = PendingUpdates()
@@ -115,6 +138,7 @@ class DiskStore(Store):
     def after_fork(self) -> None:
         """In the child: connections, liveness lock and running operations belong to the parent."""
         self._index.after_fork()
+        self._opener.after_fork()
         if self._liveness is not None:
             self._liveness.abandon()
             self._liveness = None
@@ -123,52 +147,78 @@ class DiskStore(Store):
     # Blocks
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
-        if not self._ready(deadline):
-            return next((n for n, name in enumerate(names) if self._files.size(name) < 0), len(names))
-        return self._index.lookup(names, deadline)
+        complete = self._ready(deadline)
+        known = 0
+        if self._index.usable():
+            with contextlib.suppress(StoreUnavailable):
+                known = self._index.lookup(names, deadline)
+                if complete:
+                    return known
+        for count in range(known, len(names)):
+            if self._files.size(names[count]) < 0 or time.monotonic() >= deadline:
+                return count
+        return len(names)
 
     def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
-        if not self._ready(deadline):
-            return [self._files.size(name) >= 0 for name in names]
-        ids = [block_id(name) for name in names]
-        found = self._index.present(ids, deadline)
-        return [one in found for one in ids]
+        if self._ready(deadline):
+            with contextlib.suppress(StoreUnavailable):
+                ids = [block_id(name) for name in names]
+                found = self._index.present(ids, deadline)
+                return [one in found for one in ids]
+        return [self._files.size(name) >= 0 for name in names]
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
-        indexed = self._ready(deadline)
-        lengths = []
-        missing = []
-        for name, buffer in zip(names, buffers, strict=True):
-            time_left(deadline)
-            length = self._files.read(name, buffer) if is_name(name) else 0
-            if length is None:
-                missing.append(name)
-            lengths.append(length or 0)
-        if indexed and not self.read_only:
-            self._updates.note_reads([name for name, length in zip(names, lengths, strict=True) if length])
+        self._ready(deadline)
+        lengths = self._read(names, buffers, deadline)
+        if not self.read_only and self._index.usable():
+            self._updates.note_reads([name for name, length in zip(names, lengths, strict=True) if length > 0])
+            missing = [name for name, length in zip(names, lengths, strict=True) if length == MISSING]
             if missing or time.monotonic() - self._flushed > _FLUSH_SECONDS:
                 self._flush(missing, min(deadline, time.monotonic() + _FLUSH_TIMEOUT))
         return lengths
 
+    def _read(self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float) -> list[int]:
+        """As `get`, by the names of the files."""
+        lengths: list[int] = []
+        for name, buffer in zip(names, buffers, strict=True):
+            if time.monotonic() >= deadline:
+                lengths += [FAILED] * (len(names) - len(lengths))
+                break
+            lengths.append(self._files.read(name, buffer) if is_name(name) else MISSING)
+        if FAILED in lengths and max(lengths) < MISSING:
+            time_left(deadline)
+            raise StoreUnavailable(f"no block in {self.path} can be read")
+        return lengths
+
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        """As in the contract. Blocks that another process or thread is writing at this moment are not counted."""
-        self._ready_to_write(deadline)
+        """As in the contract. Blocks that another process or thread is writing at this moment are not counted.
+
+        Nothing is written while the index is rebuilt.
+        """
+        if not self._ready_to_write(deadline):
+            return sum(self._files.size(one.name) == len(one.data) for one in frames)
         kept, full, now = 0, False, 0
         for part in in_groups(frames):
             if full:  # do not write the rest of the chain: it would lie behind a gap
                 present = self._index.present([block_id(one.name) for one in part], deadline)
                 kept += sum(block_id(one.name) in present for one in part)
                 continue
-            admitted, now = self._admit(part, now, deadline)
-            kept += admitted.present + self._write(admitted, deadline)
-            full = admitted.full
+            keep = {name for one in part for name in (one.name, one.header.parent_name)}
+            admitted, now = self._with_room(partial(self._admit, part, now, deadline), deadline, keep)
+            written = self._write(admitted, now, deadline)
+            kept += admitted.present + written
+            full = admitted.full or written < len(admitted.rows)
         if full and not kept:
-            raise StoreFull("all blocks that could be evicted are pinned or in use")
+            raise StoreFull("there is no room, and no block that could be evicted")
         return kept
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
-        self._ready_to_write(deadline)
         wanted = {block_id(name): name for name in names if is_name(name)}
+        if not self._ready_to_write(deadline):
+            return self._remove_files(list(wanted.values()))
+        return self._with_room(partial(self._delete, wanted, deadline), deadline)
+
+    def _delete(self, wanted: dict[int, Name], deadline: float) -> int:
         count = 0
         with self._transaction(deadline) as transaction:
             rows, pending = transaction.find(wanted), transaction.find_pending(wanted)
@@ -181,7 +231,8 @@ class DiskStore(Store):
         return count
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
-        self._ready_to_write(deadline)
+        if not self._ready_to_write(deadline):
+            raise StoreUnavailable("the index is being rebuilt")
         wanted = {block_id(name): name for name in names if is_name(name)}
         count = 0
         with self._transaction(deadline) as transaction:
@@ -213,10 +264,18 @@ class DiskStore(Store):
                 return
             yield from blocks
 
+    def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
+        """As in the contract. Lists the files, so a block that the index lacks is found."""
+        self._check_open(deadline)
+        names = (file.name for file in self._files.walk(layout, root) if file.token is None)
+        while batch := list(itertools.islice(names, _SCAN_ROWS)):
+            self._check_open(deadline)
+            yield batch
+
     # Records
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
-        self._ready_to_write(deadline)
+        self._check_writable(deadline)
         self._records.put(key, data, self._token())
 
     def get_record(self, key: str, *, deadline: float) -> bytes | None:
@@ -224,7 +283,7 @@ class DiskStore(Store):
         return self._records.get(key)
 
     def delete_record(self, key: str, *, deadline: float) -> bool:
-        self._ready_to_write(deadline)
+        self._check_writable(deadline)
         return self._records.delete(key)
 
     def records(self, prefix: str, *, deadline: float) -> list[str]:
@@ -235,19 +294,25 @@ class DiskStore(Store):
 
     def status(self) -> StoreStatus:
         """`notes`: missing (blocks whose file was missing), recovered (blocks that a dead process was writing), rebuilt (how
-        often the index was rebuilt). Evictions are those of this process."""
+        often the index was rebuilt), found (blocks that were not in the index), stuck (blocks that could not be evicted since
+        their file cannot be removed), scanning (1 while the index does not list all blocks yet), no_index (1 while it cannot
+        be opened), read_only. Evictions are those of this process."""
         with contextlib.suppress(StoreError):
             if not self._closed and self._index.usable():
                 self._totals = self._index.totals(time.monotonic() + _FLUSH_TIMEOUT)
         budget = self._budget
         blocks, size, pinned = self._totals
-        return StoreStatus(blocks, size, budget.size, pinned, budget.evictions, dict(self._notes))
+        scanning = not self.read_only and not self._closed and not self._opener.complete()
+        no_index = self._opener.failure is not None or (self.read_only and not self._index.usable())
+        notes = {**self._notes, "scanning": int(scanning), "no_index": int(no_index), "read_only": int(self.read_only)}
+        return StoreStatus(blocks, size, budget.size, pinned, budget.evictions, notes)
 
     def close(self) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+        self._opener.stop(_CLOSE_TIMEOUT)
         deadline = time.monotonic() + _CLOSE_TIMEOUT
         with contextlib.suppress(StoreError):  # other processes recover what stays unfinished
             if not self.read_only and self._index.usable():
@@ -272,70 +337,36 @@ class DiskStore(Store):
         time_left(deadline)
 
     def _ready(self, deadline: float) -> bool:
-        """Open the index again if necessary. Returns False only for a read-only folder without an index."""
+        """Whether the index lists all blocks. If not, calls look at the files."""
         self._check_open(deadline)
-        if self._index.usable():
-            return True
         if self.read_only:
-            self._open_read_only(deadline)
-        else:
-            self._reopen(deadline)
-        return self._index.usable()
+            return self._open_read_only(deadline)
+        return self._opener.complete()
 
-    def _ready_to_write(self, deadline: float) -> None:
+    def _check_writable(self, deadline: float) -> None:
         self._check_open(deadline)
         if self.read_only:
             raise StoreReadOnly(f"the store {self.label!r} is read-only")
-        self._ready(deadline)
 
-    # Opening
+    def _ready_to_write(self, deadline: float) -> bool:
+        """Whether the index can take changes. Waits a moment if it is being opened. Raises StoreError."""
+        self._check_writable(deadline)
+        return self._opener.wait(self._opener.writable, deadline)
 
-    def _open(self, deadline: float) -> None:
-        """Open the index. Called by the constructor and by one thread at a time (`_reopen`)."""
-        if self.read_only:
-            self._open_read_only(deadline)
-            return
-        make_folder(self.path)
-        with folder_lock(self.path, deadline):
-            if self._index.usable() or self._closed:
-                return
-            try:
-                self._notes["recovered"] += open_index(self._index, self._files, deadline)
-            except BrokenIndex:
-                self._notes["rebuilt"] += 1
-                quarantine_index(self._index.file)
-                self._notes["recovered"] += open_index(self._index, self._files, deadline)
-        if self._liveness is not None and not self._liveness.exists():
-            self._release_liveness()
-        self._records.remove_incomplete(lambda token: not is_alive(self.path, token))
-
-    def _reopen(self, deadline: float) -> None:
-        """Open the index after it was lost. A thread does it, since rebuilding may take longer than this call has."""
-        with self._lock:
-            opener = self._opener
-            if opener is None or not opener.is_alive():
-                opener = self._opener = threading.Thread(
-                    target=self._reopen_in_thread, name="foreword-index", daemon=True
-                )
-                opener.start()
-        opener.join(min(time_left(deadline), _OPEN_TIMEOUT))
-        if opener.is_alive():
-            raise StoreTimeout("the index is being rebuilt")
-        if self._failure is not None:
-            raise StoreUnavailable(f"the index cannot be opened again: {self._failure}")
-
-    def _reopen_in_thread(self) -> None:
-        try:
-            self._open(time.monotonic() + _OPEN_TIMEOUT)
-            self._failure = None
-        except StoreError as error:
-            self._failure = error
-
-    def _open_read_only(self, deadline: float) -> None:
+    def _open_read_only(self, deadline: float) -> bool:
+        """Open the index if there is one. Returns whether it lists all blocks."""
         if not os.path.isdir(self.path):
             raise StoreUnavailable(f"there is no folder {self.path}")
         with contextlib.suppress(StoreUnavailable):  # without an index, calls look at the files
-            self._index.open(deadline)
+            if not self._index.usable():
+                self._index.open(deadline)
+            return self._index.compared(deadline)
+        return False
+
+    def _index_opened(self) -> None:
+        if self._liveness is not None and not self._liveness.exists():
+            self._release_liveness()
+        self._records.remove_incomplete(lambda token: not is_alive(self.path, token))
 
     # Writing
 
@@ -346,9 +377,10 @@ class DiskStore(Store):
         try:
             with self._index.write(deadline) as transaction:
                 updates.apply(transaction, self._files, lambda: transaction.is_registered(self._writer, self._token()))
+                self._totals = (transaction.blocks, transaction.bytes, transaction.pinned_bytes)
                 yield transaction
         except BaseException:
-            self._updates.note_writes(updates.written, updates.dropped)
+            self._updates.put_back(updates)
             raise
         self._flushed = time.monotonic()
 
@@ -375,8 +407,8 @@ class DiskStore(Store):
         self._writer = writer
         return admitted, now
 
-    def _write(self, admitted: AdmittedBlocks, deadline: float) -> int:
-        """Write files and make the blocks visible. Returns how many."""
+    def _write(self, admitted: AdmittedBlocks, now: int, deadline: float) -> int:
+        """Write files and make the blocks visible. Returns how many: fewer if the disk is full."""
         if not admitted.rows:
             return 0
         token = self._token()
@@ -384,13 +416,70 @@ class DiskStore(Store):
         try:
             for row, one in zip(admitted.rows, admitted.frames.values(), strict=True):
                 time_left(deadline)
-                self._files.write(row.name, one.data, token)
+                if not self._write_file(row.name, one, token, now, deadline):
+                    break
                 written += 1
         finally:
             self._updates.note_writes(admitted.rows[:written], admitted.rows[written:])
-            with self._transaction(max(deadline, time.monotonic() + _SETTLE_SECONDS)):
-                pass
+            settled = max(deadline, time.monotonic() + _SETTLE_SECONDS)
+            try:
+                self._with_room(partial(self._settle, settled), settled, _names_of(admitted))
+            except DiskFull:  # not even for the index: keep nothing that it does not know
+                for row in admitted.rows[:written]:
+                    self._files.remove(row.name)
+                self._updates.give_up(admitted.rows[:written])
+                written = 0
+                with contextlib.suppress(DiskFull):
+                    self._settle(settled)
         return written
+
+    def _write_file(self, name: Name, one: Frame, token: str, now: int, deadline: float) -> bool:
+        """Write a file. On a full disk, evict blocks last used before `now` for it. False if that does not help."""
+        for attempt in range(_ROOM_ATTEMPTS):
+            try:
+                self._files.write(name, one.data, token)
+            except DiskFull:
+                need = max(len(one.data), self._totals[1] // _ROOM_SHARE) << attempt
+                keep = {one.name, one.header.parent_name}
+                if not self._with_room(partial(self._evict, need, now, deadline), deadline, keep):
+                    return False
+            except StoreFull:
+                return False
+            else:
+                return True
+        return False
+
+    def _evict(self, need: int, now: int, deadline: float) -> int:
+        """Evict blocks of at least `need` bytes. Returns how many."""
+        with self._transaction(deadline) as transaction:
+            return self._budget.evict(transaction, need, now)
+
+    def _settle(self, deadline: float) -> None:
+        """Write the pending updates to the index."""
+        with self._transaction(deadline):
+            pass
+
+    def _with_room(self, call: Callable[[], Result], deadline: float, keep: Collection[Name] = ()) -> Result:
+        """Make a call that changes the index. If the disk has no room for that, remove a few other blocks and repeat it."""
+        for attempt in range(_ROOM_ATTEMPTS):
+            try:
+                return call()
+            except DiskFull:
+                leaves = self._index.oldest_leaves(_LEAVES_FOR_INDEX << attempt, deadline)
+                oldest = [name for name in leaves if name not in keep]
+                self._remove_files(oldest)
+                self._budget.note_evicted(oldest)
+                self._index.shrink_log(deadline)
+        return call()
+
+    def _remove_files(self, names: Sequence[Name]) -> int:
+        """Remove the files of blocks. The index learns of it in its next transaction. Returns how many there were."""
+        count = 0
+        for name in names:
+            count += self._files.remove(name)
+            self._files.remove_empty_folder(name)
+            self._updates.note_removed(name)
+        return count
 
     def _flush(self, missing: Sequence[Name], deadline: float) -> None:
         """Remove blocks whose file is missing, and write uses to the index if they are due. May be skipped on an error."""
@@ -404,6 +493,11 @@ class DiskStore(Store):
                 for row in transaction.find(listed).values():
                     if self._files.size(row.name) < 0:
                         self._budget.discard(transaction, row)
+
+
+def _names_of(admitted: AdmittedBlocks) -> set[Name]:
+    """The names of blocks that are written, and of their parents."""
+    return {name for one in admitted.frames.values() for name in (one.name, one.header.parent_name)}
 
 
 def _after_fork() -> None:

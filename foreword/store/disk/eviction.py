@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from foreword.errors import StoreError
 from foreword.store.base import Name
 from foreword.store.disk.files import BlockFiles, is_name
-from foreword.store.disk.index_rows import BlockRow, IndexTransaction, PendingRow, block_id, parent_id
+from foreword.store.disk.index_rows import BlockRow, IndexTransaction, PendingRow, block_id, parent_id, tenant_id
 from foreword.store.disk.recovery import recover_dead_writers
 from foreword.store.frame import Frame
 
 _GROUP_FRAMES: Final = 64  # limits of one transaction: other processes wait while it removes files
 _GROUP_BYTES: Final = 64 << 20
+_UNUSUAL: Final = 8  # more than this part of the budget over it: the index's totals may be wrong
+_FEW: Final = 4  # a file system may have no room for further files rather than bytes
+_STUCK: Final = 16  # at most this number of files that cannot be removed are skipped in a search
 
 
 @dataclass(slots=True)
@@ -72,14 +77,23 @@ class BlockBudget:
         Blocks used at the time `now` or later are not evicted.
         """
         admitted = AdmittedBlocks()
-        need = 0
+        to_write: dict[int, int] = {}  # bytes by tenant
         for id_, one in self._new_frames(transaction, frames, admitted, now, writer).items():
-            if not self._make_room(transaction, need + len(one.data), now, writer):
+            tenant = tenant_id(one.name)
+            more = {**to_write, tenant: to_write.get(tenant, 0) + len(one.data)}
+            if not self._make_room(transaction, more, now, writer):
                 admitted.full = True
                 break
-            need += len(one.data)
+            to_write = more
             admitted.frames[id_] = one
         return admitted
+
+    def note_evicted(self, names: Sequence[Name]) -> None:
+        """Count blocks that were evicted, and report them."""
+        self.evictions += len(names)
+        if self.on_evicted is not None:
+            for name in names:
+                self.on_evicted(name)
 
     def discard(self, transaction: IndexTransaction, row: BlockRow) -> None:
         """Remove a block whose file is missing or has the wrong length."""
@@ -116,20 +130,50 @@ class BlockBudget:
         transaction.touch(rows.keys() | {parent_id(one.header) for one in new.values()} - new.keys(), now)
         return new
 
-    def _make_room(self, transaction: IndexTransaction, need: int, now: int, writer: int) -> bool:
-        """Evict until `need` more bytes fit into the budget. False if that is impossible."""
+    def _make_room(self, transaction: IndexTransaction, to_write: Mapping[int, int], now: int, writer: int) -> bool:
+        """Evict until these bytes of tenants fit into the budget too. False if that is impossible."""
+        need = sum(to_write.values())
+        if transaction.bytes + need - self.size > self.size // _UNUSUAL:
+            transaction.check_totals()
         recovered = False
         while transaction.bytes + need > self.size:
-            row = transaction.victim(now)
-            if row is not None:
-                self._files.remove(row.name)
-                transaction.remove(row)
-                self.evictions += 1
-                if self.on_evicted is not None:
-                    self.on_evicted(row.name)
-            elif recovered:
+            if self._evict_one(transaction, now, to_write):
+                continue
+            if recovered:
+                transaction.check_leaves()
                 return False
-            else:
-                self._recover(transaction, writer)
-                recovered = True
+            self._recover(transaction, writer)
+            recovered = True
         return True
+
+    def evict(self, transaction: IndexTransaction, need: int, now: int) -> int:
+        """Evict blocks of at least `need` bytes and not fewer than a few, last used before `now`. Returns how many."""
+        goal = transaction.bytes - need
+        count = 0
+        while (transaction.bytes > goal or count < _FEW) and self._evict_one(transaction, now, {}, prune=True):
+            count += 1
+        return count
+
+    def _evict_one(
+        self, transaction: IndexTransaction, now: int, to_write: Mapping[int, int], *, prune: bool = False
+    ) -> bool:
+        """Evict the block that was least recently used before `now`. False if there is none.
+
+        With `prune`, its folder is removed too if it is empty.
+        """
+        for _ in range(_STUCK):
+            row = transaction.victim(now, self.size, time.time(), to_write)
+            if row is None:
+                return False
+            try:
+                self._files.remove(row.name)
+            except StoreError:
+                self._notes["stuck"] += 1
+                transaction.touch([row.id], now)
+                continue
+            if prune:
+                self._files.remove_empty_folder(row.name)
+            transaction.remove(row)
+            self.note_evicted([row.name])
+            return True
+        return False

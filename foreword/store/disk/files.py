@@ -1,11 +1,12 @@
 """The files of a disk store.
 
     <folder>/index.sqlite                                  the index (index.py)
-    <folder>/<layout, 32 hex>/<first 2 hex>/<key, 64 hex>  the frame of a block
+    <folder>/<layout, 32 hex>/<root, 32 hex>/<first 2 hex>/<key, 64 hex>  the frame of a block
     <folder>/<...>/<key>.<writer>                          the same while it is being written
     <folder>/records/a=/b~                                 the record a/b (records.py)
     <folder>/writers/<writer>                              locked while that process lives (locks.py)
     <folder>/lock                                          locked while a process opens the folder (locks.py)
+    <folder>/scan                                          locked while a process compares index and files (locks.py)
 
 A file is renamed to its final name when it is complete. Files have mode 0600, folders 0700. Errors of the system become
 StoreError here.
@@ -17,22 +18,27 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from foreword.blocks.keys import KEY_BYTES
-from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
+from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES, PREFIX_BYTES, key_of
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
-from foreword.store.base import Name
+from foreword.store.base import BAD, FAILED, MISSING, Name
 from foreword.store.frame import HEADER_BYTES, Header, read_header
 
-_LAYOUT: Final = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
+_HEX: Final = 2 * FINGERPRINT_BYTES  # digits of a layout or a root
+_DIGITS: Final = re.compile(rf"[0-9a-f]{{{_HEX}}}")
+_FIRST_DIGITS: Final = re.compile(r"[0-9a-f]{2}")
 _BLOCK: Final = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})(?:\.(.+))?")
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not block
 WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
+_BAD_FILE: Final = {errno.EACCES, errno.EPERM, errno.EIO, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EUCLEAN}
+_CREATE_ATTEMPTS: Final = 5
 _FORBIDDEN: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -47,10 +53,16 @@ class BlockFile:
     modified: float
 
 
+class DiskFull(StoreFull):
+    """The file system has no room for a block or the index: other files must be removed first."""
+
+
 def store_error(error: OSError) -> StoreError:
     """Convert an error of the system to a StoreError."""
     if error.errno in _FULL:
-        return StoreFull(f"the disk is full: {error}")
+        return DiskFull(f"the disk is full: {error}")
+    if error.errno == errno.EFBIG:
+        return StoreFull(f"a file may not grow: {error}")
     if error.errno in _FORBIDDEN:
         return StoreReadOnly(f"the folder cannot be written: {error}")
     return StoreUnavailable(f"the folder cannot be used: {error}")
@@ -61,36 +73,26 @@ class BlockFiles:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._layouts: dict[bytes, str] = {}
 
     def path(self, name: Name) -> str:
-        layout = name[:FINGERPRINT_BYTES]
-        parent = self._layouts.get(layout)
-        if parent is None:
-            parent = self._layouts[layout] = f"{self.folder}/{layout.hex()}/"
-        key = name[FINGERPRINT_BYTES:].hex()
+        layout, root = name[:FINGERPRINT_BYTES], name[FINGERPRINT_BYTES:PREFIX_BYTES]
+        parent = f"{self.folder}/{layout.hex()}/{root.hex()}/"
+        key = key_of(name).hex()
         return f"{parent}{key[:2]}/{key}"
 
-    def read(self, name: Name, buffer: memoryview) -> int | None:
-        """Read a file into `buffer` and return its length.
-
-        Returns None if there is no file, 0 if it does not fit or is not a regular file. Raises StoreError.
-        """
+    def read(self, name: Name, buffer: memoryview) -> int:
+        """Read a file into `buffer`. Returns its length, or MISSING, BAD or FAILED as `Store.get` does."""
         try:
             handle = os.open(self.path(name), _READ)
-        except FileNotFoundError:
-            return None
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):
-                return 0
-            raise StoreUnavailable(f"a block cannot be read: {error}") from error
+            return _failed_read(error)
         try:
             found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > buffer.nbytes:
-                return 0
-            return _read_all(handle, buffer, found.st_size)
+            if not stat.S_ISREG(found.st_mode) or not 0 < found.st_size <= buffer.nbytes:
+                return BAD
+            return _read_all(handle, buffer, found.st_size) or BAD
         except OSError as error:
-            raise StoreUnavailable(f"a block cannot be read: {error}") from error
+            return _failed_read(error)
         finally:
             os.close(handle)
 
@@ -100,24 +102,40 @@ class BlockFiles:
         write_atomically(path, f"{path}.{token}", data)
 
     def size(self, name: Name) -> int:
-        """Length of a block's file, -1 if there is none."""
+        """Length of a block's file, -1 if there is no regular file that its owner may read."""
         try:
-            return os.stat(self.path(name), follow_symlinks=False).st_size
+            found = os.stat(self.path(name), follow_symlinks=False)
         except OSError:
             return -1
+        return found.st_size if stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IRUSR else -1
 
     def remove(self, name: Name, token: str = "") -> bool:
         """Remove the file of a block, or the incomplete file of the writer `token`. False if there is none."""
         return remove_file(f"{self.path(name)}.{token}" if token else self.path(name))
 
-    def walk(self) -> Iterator[BlockFile]:
-        """List all block files, complete or not, in no order."""
-        for layout in _folders(self.folder):
-            if not _LAYOUT.fullmatch(layout.name):
-                continue
-            prefix = bytes.fromhex(layout.name)
-            for part in _folders(layout.path):
-                yield from _block_files(part.path, prefix)
+    def remove_empty_folder(self, name: Name) -> None:
+        """Remove the folder of a block's file if it is empty, for a file system that has no room for further files."""
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(self.path(name)))
+
+    def walk(self, layout: bytes = b"", root: bytes = b"", *, skip_damaged: bool = False) -> Iterator[BlockFile]:
+        """List all block files with this layout and root (b"": any), complete or not, in no order. Raises StoreError unless
+        unreadable folders are skipped."""
+        for outer in _digit_folders(self.folder, layout, skip_damaged):
+            for inner in _digit_folders(outer, root, skip_damaged):
+                prefix = bytes.fromhex(outer[-_HEX:] + inner[-_HEX:])
+                for part in _folders(inner, skip_damaged):
+                    yield from _block_files(part.path, prefix, skip_damaged)
+
+    def remove_format_1(self) -> bool:
+        """Remove the blocks of format 1, whose folders lie directly in those of their layouts. False if there are none."""
+        found = False
+        for layout in _digit_folders(self.folder, b"", True):
+            for part in _folders(layout, True):
+                if _FIRST_DIGITS.fullmatch(part.name):
+                    found = True
+                    shutil.rmtree(part.path, ignore_errors=True)
+        return found
 
 
 def is_name(name: Name) -> bool:
@@ -131,7 +149,7 @@ def read_block_header(file: BlockFile) -> Header | None:
     try:
         handle = os.open(file.path, _READ)
         try:
-            length = os.readv(handle, [data])
+            length = os.preadv(handle, [data], max(file.size - HEADER_BYTES, 0))
         finally:
             os.close(handle)
         header = read_header(memoryview(data)[:length])
@@ -141,14 +159,21 @@ def read_block_header(file: BlockFile) -> Header | None:
 
 
 def remove_file(path: str) -> bool:
-    """Remove a file. False if there is none. Raises StoreError."""
+    """Remove a file, or a folder in its place. False if there is none. Raises StoreError."""
     try:
-        os.unlink(path)
-    except FileNotFoundError:
+        if _is_folder(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
         raise store_error(error) from error
     return True
+
+
+def _is_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def make_folder(path: str) -> None:
@@ -170,7 +195,11 @@ def write_atomically(path: str, temporary: str, data: bytes | memoryview) -> Non
                 written += os.write(handle, view[written:])
         finally:
             os.close(handle)
-        os.rename(temporary, path)
+        try:
+            os.rename(temporary, path)
+        except IsADirectoryError:
+            remove_file(path)
+            os.rename(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -179,18 +208,30 @@ def write_atomically(path: str, temporary: str, data: bytes | memoryview) -> Non
 
 def _create(path: str) -> int:
     """Open a new file. Missing folders are created with mode 0700 (os.makedirs uses its mode for the last one only)."""
-    try:
-        return os.open(path, WRITE, 0o600)
-    except FileNotFoundError:
-        missing = []
-        parent = os.path.dirname(path)
-        while not os.path.isdir(parent):
-            missing.append(parent)
-            parent = os.path.dirname(parent)
-        for folder in reversed(missing):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o700)
-        return os.open(path, WRITE, 0o600)
+    for _ in range(_CREATE_ATTEMPTS):  # another process may remove an empty folder in the meantime
+        try:
+            return os.open(path, WRITE, 0o600)
+        except FileNotFoundError:
+            with contextlib.suppress(FileNotFoundError):
+                _create_folders(os.path.dirname(path))
+    return os.open(path, WRITE, 0o600)
+
+
+def _create_folders(path: str) -> None:
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+
+
+def _failed_read(error: OSError) -> int:
+    """The result of a read that failed: an error of this file alone is BAD, any other is FAILED."""
+    if error.errno == errno.ENOENT:
+        return MISSING
+    return BAD if error.errno in _BAD_FILE else FAILED
 
 
 def _read_all(handle: int, buffer: memoryview, size: int) -> int:
@@ -204,27 +245,36 @@ def _read_all(handle: int, buffer: memoryview, size: int) -> int:
     return done
 
 
-def _entries(path: str) -> list[os.DirEntry[str]]:
-    """The entries of a folder, none if it does not exist. Raises StoreError."""
+def _entries(path: str, skip_damaged: bool) -> Iterator[os.DirEntry[str]]:
+    """The entries of a folder, none if it does not exist."""
     try:
         with os.scandir(path) as entries:
-            return list(entries)
+            yield from entries
     except FileNotFoundError:
-        return []
+        return
     except OSError as error:
-        raise StoreUnavailable(f"a folder cannot be read: {error}") from error
+        if not skip_damaged:
+            raise StoreUnavailable(f"a folder cannot be read: {error}") from error
 
 
-def _folders(path: str) -> Iterator[os.DirEntry[str]]:
-    return (entry for entry in _entries(path) if entry.is_dir(follow_symlinks=False))
+def _digit_folders(path: str, wanted: bytes, skip_damaged: bool) -> Iterator[str]:
+    """Paths of the folders of layouts or roots, or of the one that is wanted."""
+    if wanted:
+        yield f"{path}/{wanted.hex()}"
+        return
+    yield from (entry.path for entry in _folders(path, skip_damaged) if _DIGITS.fullmatch(entry.name))
 
 
-def _block_files(path: str, layout: bytes) -> Iterator[BlockFile]:
-    for entry in _entries(path):
+def _folders(path: str, skip_damaged: bool) -> Iterator[os.DirEntry[str]]:
+    return (entry for entry in _entries(path, skip_damaged) if entry.is_dir(follow_symlinks=False))
+
+
+def _block_files(path: str, prefix: bytes, skip_damaged: bool) -> Iterator[BlockFile]:
+    for entry in _entries(path, skip_damaged):
         matched = _BLOCK.fullmatch(entry.name)
         if matched is None or not entry.is_file(follow_symlinks=False):
             continue
         key, token = matched.groups()
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             found = entry.stat(follow_symlinks=False)
-            yield BlockFile(layout + bytes.fromhex(key), entry.path, token, found.st_size, found.st_mtime)
+            yield BlockFile(prefix + bytes.fromhex(key), entry.path, token, found.st_size, found.st_mtime)

@@ -16,27 +16,39 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
-from foreword.errors import StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
+from foreword.errors import StoreError, StoreReadOnly, StoreTimeout, StoreUnavailable
 from foreword.store.base import Name, StoredBlock, time_left
+from foreword.store.disk.files import DiskFull
 from foreword.store.disk.index_rows import (
     IN_LIST,
-    RECOUNT,
     SCHEMA,
     VERSION,
     BrokenIndex,
     IndexTransaction,
     block_id,
     check,
+    check_sample,
+    read_totals,
 )
 
 _MAX_VERSION: Final = 1000  # a larger number is not a version but damage
 _FIRST_BATCH: Final = 64
 _BATCH: Final = 1024
 _SCATTERED: Final = 8  # if fewer than 1 of 8 adjacent rows belong to the chain, its rows are elsewhere
-_CHECKED_BYTES: Final = 64 << 20  # an index up to this size is checked completely when it is opened
+_CHECKED_BYTES: Final = 16 << 20  # an index up to this size is checked completely when it is opened
+_ALMOST_FULL: Final = 256 << 10  # with less room than this, errors of SQLite's files mean a full disk
 _CACHE_KIB: Final = 32 << 10
 _LONGEST_WAIT: Final = 1e6
-_BROKEN: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CONSTRAINT}
+_BROKEN: Final = {
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_TOOBIG,
+}
+# What wrong values in an index lead to, wherever they are used.
+_WRONG_VALUE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class DiskIndex:
@@ -49,7 +61,7 @@ class DiskIndex:
     def __init__(self, file: str, *, journal: str, read_only: bool) -> None:
         self.file = file
         self.read_only = read_only
-        self._journal = journal
+        self.journal = journal
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
         self._reset()
@@ -73,6 +85,10 @@ class DiskIndex:
         """Whether the index is open, not known to be broken, and still the file at its path."""
         return self._reader is not None and not self.broken and _inode(self.file) == self._inode
 
+    def known_broken(self) -> bool:
+        """Whether the file at the path is the one that was found to be broken."""
+        return self.broken and self._inode > 0 and _inode(self.file) == self._inode
+
     def open(self, deadline: float) -> None:
         """Connect, and create the database if there is none. Raises BrokenIndex, StoreUnavailable, StoreTimeout.
 
@@ -80,6 +96,8 @@ class DiskIndex:
         """
         self.close(deadline)
         with _translated(self):
+            if os.path.isdir(self.file):
+                raise BrokenIndex("there is a folder in the place of the index")
             if not self.read_only and not os.path.exists(self.file):
                 for suffix in (
                     "-wal",
@@ -104,15 +122,10 @@ class DiskIndex:
         with held(self._write_lock, deadline), held(self._read_lock, deadline):
             reader, writer, self._reader, self._writer = self._reader, self._writer, None, None
             self._timeouts.clear()
-            ours = _inode(self.file) == self._inode
             for connection in (reader, writer):
-                if connection is None:
-                    continue
-                if not ours:
-                    _leak(connection)  # closing would remove the log by its path, which is another database's now
-                    continue
-                with contextlib.suppress(sqlite3.Error):
-                    connection.close()
+                if connection is not None:
+                    with contextlib.suppress(sqlite3.Error):  # SQLite leaves the log alone if the database was moved
+                        connection.close()
 
     def _connect(self, deadline: float) -> sqlite3.Connection:
         if self.read_only:
@@ -121,7 +134,7 @@ class DiskIndex:
             self.file, timeout=time_left(deadline), isolation_level=None, check_same_thread=False
         )
         os.chmod(self.file, 0o600)  # SQLite gives its other files the same mode
-        for pragma in (f"journal_mode={self._journal}", "synchronous=OFF", f"cache_size=-{_CACHE_KIB}"):
+        for pragma in (f"journal_mode={self.journal}", "synchronous=OFF", f"cache_size=-{_CACHE_KIB}"):
             connection.execute(f"PRAGMA {pragma}").fetchone()
         return connection
 
@@ -148,13 +161,16 @@ class DiskIndex:
             return
         if not 0 < version < _MAX_VERSION:
             raise BrokenIndex("the index has no valid version")
+        if version < VERSION:
+            raise BrokenIndex(f"the index has the old format {version}")
         if version != VERSION:
             raise StoreUnavailable(f"the index {self.file} has format {version}, this program reads {VERSION}")
-        if os.path.getsize(self.file) <= _CHECKED_BYTES:
+        (check if os.path.getsize(self.file) <= _CHECKED_BYTES else check_sample)(connection)
+
+    def check(self, deadline: float) -> None:
+        """Check the whole index while others use it. Raises BrokenIndex."""
+        with _translated(self), contextlib.closing(self._connect(deadline)) as connection:
             check(connection)
-            totals = "SELECT blocks, bytes, pinned_bytes FROM totals"
-            if connection.execute(f"{RECOUNT} EXCEPT {totals}").fetchone() is not None:
-                raise BrokenIndex("the totals of the index are wrong")
 
     @contextlib.contextmanager
     def write(self, deadline: float) -> Iterator[IndexTransaction]:
@@ -190,22 +206,26 @@ class DiskIndex:
         Uses the writing connection if it is free: a connection's page cache survives its own writes but not those of
         others.
         """
-        with _translated(self):
-            if self._write_lock.acquire(blocking=False):
-                try:
-                    return self._fetch(self._writer, sql, values, deadline)
-                finally:
-                    self._write_lock.release()
-            with held(self._read_lock, deadline):
-                return self._fetch(self._reader, sql, values, deadline)
+        with _translated(self), self._connection(deadline) as connection:
+            return connection.execute(sql, values).fetchall()
 
-    def _fetch(
-        self, connection: sqlite3.Connection | None, sql: str, values: Sequence[object], deadline: float
-    ) -> list[Any]:
+    @contextlib.contextmanager
+    def _connection(self, deadline: float) -> Iterator[sqlite3.Connection]:
+        """A connection for reading."""
+        if self._write_lock.acquire(blocking=False):
+            try:
+                yield self._usable(self._writer, deadline)
+            finally:
+                self._write_lock.release()
+        else:
+            with held(self._read_lock, deadline):
+                yield self._usable(self._reader, deadline)
+
+    def _usable(self, connection: sqlite3.Connection | None, deadline: float) -> sqlite3.Connection:
         if connection is None:
             raise StoreUnavailable("the index is not open")
         self._set_timeout(connection, deadline)
-        return connection.execute(sql, values).fetchall()
+        return connection
 
     def lookup(self, names: Sequence[Name], deadline: float) -> int:
         """Count how many of `names` are complete blocks, from the first up to the first that is missing.
@@ -255,10 +275,35 @@ class DiskIndex:
         blocks = [StoredBlock(*fields) for _, *fields in rows]  # SQLite has no booleans: `pinned` is 0 or 1
         return blocks, rows[-1][0] if rows else after
 
+    def shrink_log(self, deadline: float) -> None:
+        """Write the log to the database and empty it, if no other process reads it at this moment."""
+        with contextlib.suppress(StoreError), _translated(self), held(self._write_lock, deadline):
+            if self._writer is not None:
+                self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def compared(self, deadline: float, host: str = "", boot: str = "") -> bool:
+        """Whether the index was compared with the files: since it was made, or in this boot of the host if one is named."""
+        boots = dict(self._read("SELECT host, boot FROM hosts", (), deadline))
+        return bool(boots) and boots.get(host, boot) == boot
+
+    def rows_after(self, after: int, count: int, deadline: float) -> list[tuple[int, int, Name, int]]:
+        """The next rows: row id, block id, name, size."""
+        return self._read(
+            "SELECT rowid, id, name, size FROM blocks WHERE rowid > ? ORDER BY rowid LIMIT ?", (after, count), deadline
+        )
+
+    def oldest_leaves(self, count: int, deadline: float) -> list[Name]:
+        """The names of the least recently used blocks of the largest tenant."""
+        sql = (
+            "SELECT name FROM blocks WHERE children = 0 AND pinned = 0 AND tenant ="
+            " (SELECT id FROM tenants ORDER BY bytes DESC LIMIT 1) ORDER BY used, depth DESC LIMIT ?"
+        )
+        return [name for (name,) in self._read(sql, (count,), deadline)]
+
     def totals(self, deadline: float) -> tuple[int, int, int]:
         """The number of blocks, their bytes, and the bytes of pinned blocks."""
-        [row] = self._read("SELECT blocks, bytes, pinned_bytes FROM totals", (), deadline)
-        return row[0], row[1], row[2]
+        with _translated(self), self._connection(deadline) as connection:
+            return read_totals(connection)[:3]
 
 
 def _inode(file: str) -> int:
@@ -267,6 +312,15 @@ def _inode(file: str) -> int:
         return os.stat(file).st_ino
     except OSError:
         return 0
+
+
+def _almost_full(file: str) -> bool:
+    """Whether the file system has hardly any room or files left."""
+    try:
+        room = os.statvfs(os.path.dirname(file))
+    except OSError:
+        return False
+    return room.f_bavail * room.f_frsize < _ALMOST_FULL or (room.f_files > 0 and room.f_favail < 4)
 
 
 def _leak(connection: sqlite3.Connection) -> None:
@@ -293,21 +347,26 @@ def _translated(index: DiskIndex) -> Iterator[None]:
     except BrokenIndex:
         index.broken = True
         raise
+    except _WRONG_VALUE as error:
+        index.broken = True
+        raise BrokenIndex(f"the index has wrong values: {error!r}") from error
     except sqlite3.Error as error:
-        translated = _translate(error)
+        translated = _translate(error, index.file)
         index.broken |= isinstance(translated, BrokenIndex)
         raise translated from error
     except OSError as error:
         raise StoreUnavailable(f"the index cannot be used: {error}") from error
 
 
-def _translate(error: sqlite3.Error) -> StoreError:
+def _translate(error: sqlite3.Error, file: str) -> StoreError:
     code = getattr(error, "sqlite_errorcode", 0)
     kind = code & 0xFF
+    if not code and not isinstance(error, sqlite3.ProgrammingError):  # text that is not UTF-8
+        return BrokenIndex(f"the index has wrong values: {error}")
     if kind in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return StoreTimeout("another process holds the index")
-    if kind == sqlite3.SQLITE_FULL:
-        return StoreFull("the disk has no room for the index")
+    if kind == sqlite3.SQLITE_FULL or (kind in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and _almost_full(file)):
+        return DiskFull("the disk has no room for the index")
     if kind in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
         return StoreReadOnly(f"the index cannot be written: {error}")
     if kind in _BROKEN or code == sqlite3.SQLITE_IOERR_SHORT_READ:

@@ -4,8 +4,11 @@ A block about to be written gets a row in `writing`, which moves to `blocks` whe
 after its file. The sizes in both tables are therefore never less than the bytes on disk, even if a process is killed.
 Blocks in `writing` are neither visible nor evicted until their writer has finished or is dead.
 
-`used` counts transactions and is not a time, since clocks may jump. Children are counted as they are added and removed.
-The children of a block that is not in the index are counted in `waiting`, so a parent may be added after its child.
+`used` counts transactions and is not a time, since clocks may jump. It starts at the microseconds since the epoch when
+the index was created: blocks that are found in a folder without an index are ordered by the times of their files.
+
+Children are counted as they are added and removed. The children of a block that is not in the index are counted in
+`waiting`, so a parent may be added after its child.
 
 The column `above` is the id of the parent. Rows are in the order of writing, so the rows of a chain are adjacent or
 nearly so. The ids, which are random, have a separate index.
@@ -15,44 +18,65 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 import xxhash
 
+from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name
+from foreword.store.fair_share import Usage, choose, compared, share, tenant_of
 from foreword.store.frame import Frame, Header
 
-VERSION: Final = 1
+VERSION: Final = 3
 SCHEMA: Final = f"""
 CREATE TABLE blocks (
     id INTEGER NOT NULL UNIQUE, children INTEGER NOT NULL, pinned INTEGER NOT NULL, used INTEGER NOT NULL,
     size INTEGER NOT NULL, above INTEGER NOT NULL, depth INTEGER NOT NULL, hits INTEGER NOT NULL,
-    stored_at REAL NOT NULL, used_at REAL NOT NULL, name BLOB NOT NULL, parent BLOB NOT NULL
+    stored_at REAL NOT NULL, used_at REAL NOT NULL, name BLOB NOT NULL, parent BLOB NOT NULL, tenant INTEGER NOT NULL
 );
-CREATE INDEX leaves ON blocks (used, depth DESC) WHERE children = 0 AND pinned = 0;
+CREATE INDEX leaves ON blocks (tenant, used, depth DESC) WHERE children = 0 AND pinned = 0;
 CREATE TABLE writing (
     id INTEGER PRIMARY KEY, writer INTEGER NOT NULL, used INTEGER NOT NULL, size INTEGER NOT NULL,
     above INTEGER NOT NULL, depth INTEGER NOT NULL, stored_at REAL NOT NULL, name BLOB NOT NULL, parent BLOB NOT NULL
 );
+CREATE TABLE tenants (id INTEGER PRIMARY KEY, bytes INTEGER NOT NULL, used_at REAL NOT NULL);
 CREATE TABLE waiting (id INTEGER PRIMARY KEY, children INTEGER NOT NULL);
 CREATE TABLE writers (id INTEGER PRIMARY KEY AUTOINCREMENT, token TEXT NOT NULL);
 CREATE TABLE hosts (host TEXT PRIMARY KEY, boot TEXT NOT NULL);
 CREATE TABLE totals (
     blocks INTEGER NOT NULL, bytes INTEGER NOT NULL, pinned_bytes INTEGER NOT NULL, clock INTEGER NOT NULL
 );
-INSERT INTO totals VALUES (0, 0, 0, 0);
+INSERT INTO totals VALUES (0, 0, 0, CAST((julianday('now') - 2440587.5) * 86400e6 AS INTEGER));
 PRAGMA user_version = {VERSION};
 """
 IN_LIST: Final = "id IN (SELECT value FROM json_each(?))"
 RECOUNT: Final = """SELECT count(*), coalesce(sum(size), 0) + (SELECT coalesce(sum(size), 0) FROM writing),
     coalesce(sum(pinned * size), 0) FROM blocks"""
+_LARGEST: Final = 1 << 62
+_SAMPLES: Final = 16
+_SAMPLE_ROWS: Final = 128
+_WRONG: Final = f"""typeof(id) != 'integer' OR typeof(children) != 'integer' OR children < 0 OR pinned NOT IN (0, 1)
+    OR typeof(used) != 'integer' OR typeof(size) != 'integer' OR size < 0 OR typeof(above) != 'integer'
+    OR typeof(depth) != 'integer' OR typeof(hits) != 'integer' OR typeof(stored_at) != 'real'
+    OR typeof(used_at) != 'real' OR typeof(name) != 'blob' OR length(name) != {NAME_BYTES} OR typeof(parent) != 'blob'
+    OR typeof(tenant) != 'integer'"""
+_WRONG_VALUES: Final = f"SELECT 1 FROM blocks WHERE {_WRONG} LIMIT 1"
+_WRONG_ROW_SAMPLE: Final = f"SELECT id, name, {_WRONG} FROM blocks WHERE rowid >= ? ORDER BY rowid"
+_WRONG_CHILDREN: Final = """
+    WITH counted AS (SELECT above, count(*) AS children FROM blocks WHERE above != 0 GROUP BY above),
+    present AS (SELECT counted.children AS found, blocks.children AS noted
+        FROM counted JOIN blocks ON blocks.id = counted.above)
+    SELECT 1 WHERE EXISTS (SELECT 1 FROM present WHERE found != noted)
+        OR (SELECT coalesce(sum(children), 0) FROM blocks) != (SELECT coalesce(sum(found), 0) FROM present)"""
+_WRONG_TENANTS: Final = """SELECT 1 WHERE (SELECT coalesce(sum(bytes), 0) FROM tenants) != (SELECT bytes FROM totals)
+    OR EXISTS (SELECT 1 FROM tenants WHERE typeof(bytes) != 'integer' OR typeof(used_at) != 'real')"""
 _ROW: Final = "id, name, above, size, used, children, pinned"  # the fields of BlockRow
 _PENDING: Final = "id, writer, used, size, above, depth, stored_at, name, parent"  # the fields of PendingRow
 _INTO_BLOCKS: Final = """
-    INTO blocks (id, children, pinned, used, size, above, depth, hits, stored_at, used_at, name, parent)
-    VALUES (:id, :children, 0, :used, :size, :parent_id, :depth, 0, :stored_at, :stored_at, :name, :parent)"""
+    INTO blocks (id, children, pinned, used, size, above, depth, hits, stored_at, used_at, name, parent, tenant)
+    VALUES (:id, :children, 0, :used, :size, :parent_id, :depth, 0, :stored_at, :stored_at, :name, :parent, :tenant)"""
 
 
 class BrokenIndex(StoreUnavailable):
@@ -90,9 +114,14 @@ def block_id(name: Name) -> int:
     return xxhash.xxh3_64_intdigest(name) >> 1
 
 
+def tenant_id(name: Name) -> int:
+    """The id of the tenant of a block."""
+    return xxhash.xxh3_64_intdigest(tenant_of(name)) >> 1
+
+
 def parent_id(header: Header) -> int:
     """The id of a block's parent, 0 for the first block of a chain."""
-    return block_id(header.layout + header.parent) if header.depth and header.parent != header.key else 0
+    return block_id(header.parent_name) if header.depth and header.parent != header.key else 0
 
 
 def pending_row(id_: int, head: Header, size: int, used: int, stored_at: float, writer: int = 0) -> PendingRow:
@@ -111,7 +140,10 @@ class IndexTransaction:
         self.connection = connection
         self._execute = connection.execute
         self._execute_many = connection.executemany
-        self.blocks, self.bytes, self.pinned_bytes, self.clock = self._execute("SELECT * FROM totals").fetchone()
+        self.blocks, self.bytes, self.pinned_bytes, self.clock = read_totals(connection)
+        self._more: dict[int, int] = {}  # bytes that this transaction adds to tenants
+        self._uses: dict[int, float] = {}  # last uses by tenants
+        self._usage: dict[int, Usage] | None = None  # of the tenants before this transaction
 
     def save(self) -> None:
         """Write the totals. The last step before the commit."""
@@ -119,6 +151,14 @@ class IndexTransaction:
             "UPDATE totals SET blocks = ?, bytes = ?, pinned_bytes = ?, clock = ?",
             (self.blocks, self.bytes, self.pinned_bytes, self.clock),
         )
+        if self._more or self._uses:
+            tenants = self._more.keys() | self._uses.keys()
+            self._execute_many(
+                "INSERT INTO tenants VALUES (?1, ?2, ?3) ON CONFLICT (id) DO UPDATE"
+                " SET bytes = bytes + ?2, used_at = max(used_at, ?3)",
+                [(one, self._more.get(one, 0), self._uses.get(one, 0.0)) for one in tenants],
+            )
+            self._execute("DELETE FROM tenants WHERE bytes <= 0")
 
     def tick(self) -> int:
         """Advance the clock and return the time of the next use."""
@@ -141,14 +181,37 @@ class IndexTransaction:
         """Note the blocks that `writer` is going to write, by id. None of them is in the index."""
         rows = [pending_row(id_, one.header, len(one.data), used, clock, writer) for id_, one in frames.items()]
         self._execute_many(f"INSERT INTO writing ({_PENDING}) VALUES (?,?,?,?,?,?,?,?,?)", rows)
-        self.bytes += sum(row.size for row in rows)
+        for row in rows:
+            self._add_bytes(row.name, row.size)
+            self.note_tenant(tenant_id(row.name), clock)
         return rows
+
+    def _add_bytes(self, name: Name, size: int) -> None:
+        """Count bytes of a block, or of one less if negative."""
+        tenant = tenant_id(name)
+        self.bytes += size
+        self._more[tenant] = self._more.get(tenant, 0) + size
+
+    def note_tenant(self, tenant: int, clock: float) -> None:
+        """Note that a tenant used the store."""
+        self._uses[tenant] = max(self._uses.get(tenant, 0.0), clock)
 
     def finish(self, done: Iterable[PendingRow]) -> None:
         """Make blocks visible: their files are complete."""
         rows = {row.id: row for row in done}
         if self._remove_pending(rows) != len(rows):
             raise BrokenIndex("the index has lost blocks that are being written")
+        self._insert(rows)
+
+    def add_found(self, found: Iterable[PendingRow]) -> None:
+        """Add blocks whose files were found in the folder. None of them is in the index."""
+        rows = {row.id: row for row in found}
+        self._insert(rows)
+        for row in rows.values():
+            self._add_bytes(row.name, row.size)
+            self.note_tenant(tenant_id(row.name), row.stored_at)
+
+    def _insert(self, rows: dict[int, PendingRow]) -> None:
         children = self._take_waiting(rows)
         elsewhere: dict[int, tuple[int, int]] = {}  # parents outside of this batch: number of children, last use
         for row in rows.values():
@@ -158,7 +221,10 @@ class IndexTransaction:
                 elsewhere[row.parent_id] = elsewhere.get(row.parent_id, (0, 0))[0] + 1, row.used
         self._execute_many(
             "INSERT" + _INTO_BLOCKS,
-            [{**row._asdict(), "children": children.get(id_, 0)} for id_, row in rows.items()],
+            [
+                {**row._asdict(), "children": children.get(id_, 0), "tenant": tenant_id(row.name)}
+                for id_, row in rows.items()
+            ],
         )
         for parent, (count, used) in elsewhere.items():
             self._count_children(parent, count, used)
@@ -169,7 +235,8 @@ class IndexTransaction:
         rows = list(given_up)
         if self._remove_pending(row.id for row in rows) != len(rows):
             raise BrokenIndex("the index has lost blocks that are being written")
-        self.bytes -= sum(row.size for row in rows)
+        for row in rows:
+            self._add_bytes(row.name, -row.size)
 
     def _remove_pending(self, ids: Iterable[int]) -> int:
         return self._execute(f"DELETE FROM writing WHERE {IN_LIST}", (json.dumps(list(ids)),)).rowcount
@@ -206,17 +273,59 @@ class IndexTransaction:
         if row.parent_id:
             self._count_children(row.parent_id, -1, used)
         self.blocks -= 1
-        self.bytes -= row.size
+        self._add_bytes(row.name, -row.size)
         self.pinned_bytes -= row.size if row.pinned else 0
 
-    def victim(self, before: int) -> BlockRow | None:
-        """The least recently used leaf that is not pinned and was last used before the time `before`; the deepest of equals."""
+    def victim(self, before: int, budget: int, clock: float, to_write: Mapping[int, int]) -> BlockRow | None:
+        """The leaf to evict next: not pinned, last used before the time `before`, the deepest of equals.
+
+        It is the least recently used one of the tenant that `fair_share` chooses. `to_write` are bytes of tenants.
+        """
+        usage = self._tenants()
+        for tenant, size in to_write.items():
+            usage[tenant] = usage.get(tenant, Usage(0, clock)).plus(size)
+        for group in (compared(usage), usage):
+            rows = {one: row for one in group if (row := self._oldest_leaf(one, before)) is not None}
+            if len(rows) == 1:
+                return next(iter(rows.values()))
+            if rows:
+                oldest = {one: row.used for one, row in rows.items()}
+                return rows[choose(oldest, usage, share(usage.values(), budget, clock), clock)]
+        return None
+
+    def _tenants(self) -> dict[int, Usage]:
+        """What each tenant uses now."""
+        if self._usage is None:
+            found = self._execute("SELECT id, bytes, used_at FROM tenants")
+            self._usage = {tenant: Usage(size, used_at) for tenant, size, used_at in found}
+        usage = dict(self._usage)
+        for tenant in self._more.keys() | self._uses.keys():
+            size, used_at = usage.get(tenant, (0, 0.0))
+            usage[tenant] = Usage(size + self._more.get(tenant, 0), max(used_at, self._uses.get(tenant, 0.0)))
+        return usage
+
+    def _oldest_leaf(self, tenant: int, before: int) -> BlockRow | None:
         found = self._execute(
-            f"SELECT {_ROW} FROM blocks WHERE children = 0 AND pinned = 0 AND used < ?"
+            f"SELECT {_ROW} FROM blocks WHERE tenant = ? AND children = 0 AND pinned = 0 AND used < ?"
             " ORDER BY used, depth DESC LIMIT 1",
-            (before,),
+            (tenant, before),
         ).fetchone()
-        return None if found is None else BlockRow._make(found)
+        if found is None:
+            return None
+        row = BlockRow._make(found)
+        if len(row.name) != NAME_BYTES:
+            raise BrokenIndex("a row of the index has no valid name")
+        return row
+
+    def check_totals(self) -> None:
+        """Raises BrokenIndex if the totals do not agree with the rows."""
+        if self._execute(RECOUNT).fetchone() != (self.blocks, self.bytes, self.pinned_bytes):
+            raise BrokenIndex("the totals of the index are wrong")
+
+    def check_leaves(self) -> None:
+        """Raises BrokenIndex if there are blocks, but none without a child: then the numbers of children are wrong."""
+        if self.blocks and not self.pinned_bytes and self.victim(_LARGEST, 1, 0.0, {}) is None:
+            raise BrokenIndex("no block of the index is the last of its chain")
 
     def touch(self, ids: Iterable[int], used: int) -> None:
         """Note a use of these blocks at the time `used`."""
@@ -262,31 +371,38 @@ class IndexTransaction:
     def note_boot(self, host: str, boot: str) -> None:
         self._execute("INSERT OR REPLACE INTO hosts VALUES (?, ?)", (host, boot))
 
-    def all_rows(self) -> dict[Name, BlockRow]:
-        return {row.name: row for row in map(BlockRow._make, self._execute(f"SELECT {_ROW} FROM blocks"))}
 
-    def add_found(self, header: Header, size: int, used: int, stored_at: float) -> bool:
-        """Add a row for a file that has none. False if another block has its id. `recount` must follow."""
-        row = pending_row(block_id(header.name), header, size, used, stored_at)
-        return bool(self._execute("INSERT OR IGNORE" + _INTO_BLOCKS, {**row._asdict(), "children": 0}).rowcount)
-
-    def recount(self) -> None:
-        """Compute the numbers of children and the totals again from the rows."""
-        counts: dict[int, int] = {}
-        rows = self._execute("SELECT id, above, children FROM blocks").fetchall()
-        for _, parent, _ in rows:
-            counts[parent] = counts.get(parent, 0) + 1
-        counts.pop(0, None)
-        wrong = [(counts.get(id_, 0), id_) for id_, _, children in rows if counts.get(id_, 0) != children]
-        self._execute_many("UPDATE blocks SET children = ? WHERE id = ?", wrong)
-        present = {id_ for id_, _, _ in rows}
-        self._execute("DELETE FROM waiting")
-        waiting = [(id_, count) for id_, count in counts.items() if id_ not in present]
-        self._execute_many("INSERT INTO waiting VALUES (?, ?)", waiting)
-        self.blocks, self.bytes, self.pinned_bytes = self._execute(RECOUNT).fetchone()
+def read_totals(connection: sqlite3.Connection) -> tuple[int, int, int, int]:
+    """Blocks, their bytes, the bytes of pinned blocks, and the clock. Raises BrokenIndex."""
+    row = connection.execute("SELECT blocks, bytes, pinned_bytes, clock FROM totals").fetchone()
+    if row is None or not all(isinstance(number, int) and 0 <= number < _LARGEST for number in row):
+        raise BrokenIndex("the index has no valid totals")
+    return row[0], row[1], row[2], row[3]
 
 
 def check(connection: sqlite3.Connection) -> None:
-    """Raises BrokenIndex if SQLite finds damage in the file."""
-    if connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
-        raise BrokenIndex("the index does not pass SQLite's check")
+    """Check the whole index, in one read transaction. Raises BrokenIndex."""
+    connection.execute("BEGIN")
+    try:
+        if connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
+            raise BrokenIndex("the index does not pass SQLite's check")
+        if connection.execute(RECOUNT).fetchone() != read_totals(connection)[:3]:
+            raise BrokenIndex("the totals of the index are wrong")
+        for query in (_WRONG_VALUES, _WRONG_CHILDREN, _WRONG_TENANTS):
+            if connection.execute(query).fetchone() is not None:
+                raise BrokenIndex("rows of the index have wrong values")
+    finally:
+        connection.execute("ROLLBACK")
+
+
+def check_sample(connection: sqlite3.Connection) -> None:
+    """Check a small part of the index. Raises BrokenIndex."""
+    read_totals(connection)
+    [last] = connection.execute("SELECT coalesce(max(rowid), 0) FROM blocks").fetchone()
+    for start in {last * part // _SAMPLES for part in range(_SAMPLES)}:
+        rows = connection.execute(f"{_WRONG_ROW_SAMPLE} LIMIT {_SAMPLE_ROWS}", (start,)).fetchall()
+        if any(wrong or id_ != block_id(name) for id_, name, wrong in rows):
+            raise BrokenIndex("rows of the index have wrong values")
+        ids = json.dumps([id_ for id_, _, _ in rows])
+        if connection.execute(f"SELECT count(*) FROM blocks WHERE {IN_LIST}", (ids,)).fetchone() != (len(rows),):
+            raise BrokenIndex("the index lacks ids of its rows")

@@ -8,8 +8,9 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from foreword.errors import StoreTimeout
@@ -17,6 +18,8 @@ from foreword.store.base import time_left
 from foreword.store.disk.files import WRITE, make_folder, store_error
 
 _POLL_SECONDS: Final = 0.01
+_SCAN_POLL_SECONDS: Final = 0.05
+_MOMENT: Final = 0.5
 
 
 class LivenessLock:
@@ -88,6 +91,38 @@ def folder_lock(folder: str, deadline: float) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def scan_lock(folder: str, stopped: threading.Event, waiting: Callable[[], None]) -> Iterator[bool]:
+    """Exclude other processes while the index is compared with the files. Yields False if `stopped` was set first.
+
+    `waiting` is called if another process has the lock for more than a moment.
+    """
+    try:
+        handle = os.open(f"{folder}/scan", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise store_error(error) from error
+    try:
+        yield _lock_unless(handle, stopped, waiting)
+    finally:
+        os.close(handle)
+
+
+def _lock_unless(handle: int, stopped: threading.Event, waiting: Callable[[], None]) -> bool:
+    started = time.monotonic()
+    while not stopped.is_set():
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() - started > _MOMENT:
+                waiting()
+            stopped.wait(_SCAN_POLL_SECONDS)
+        except OSError as error:
+            raise store_error(error) from error
+        else:
+            return True
+    return False
 
 
 def _lock(handle: int, deadline: float) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from foreword.store.base import Name
 from foreword.store.disk.files import BlockFiles
-from foreword.store.disk.index_rows import IndexTransaction, PendingRow, block_id
+from foreword.store.disk.index_rows import IndexTransaction, PendingRow, block_id, tenant_id
 
 
 @dataclass(slots=True)
@@ -23,12 +23,16 @@ class UpdateBatch:
     Attributes:
         uses: by block id: the order of the last use in this batch, the number of uses, and the time of the last use.
         written, dropped: rows whose files are complete, or were given up.
+        removed: blocks whose files were removed without the index.
+        tenants: the time of the last use by each tenant.
         order: the order of the latest use.
     """
 
     uses: dict[int, tuple[int, int, float]] = field(default_factory=dict)
     written: list[PendingRow] = field(default_factory=list)
     dropped: list[PendingRow] = field(default_factory=list)
+    removed: list[Name] = field(default_factory=list)
+    tenants: dict[int, float] = field(default_factory=dict)
     order: int = 0
 
     def apply(self, transaction: IndexTransaction, files: BlockFiles, registered: Callable[[], bool]) -> None:
@@ -37,6 +41,12 @@ class UpdateBatch:
             clock = transaction.clock
             transaction.note_uses((clock + order, hits, at, id_) for id_, (order, hits, at) in self.uses.items())
             transaction.clock += self.order
+            for tenant, used_at in self.tenants.items():
+                transaction.note_tenant(tenant, used_at)
+        if self.removed:
+            for gone in transaction.find(block_id(name) for name in self.removed).values():
+                if files.size(gone.name) < 0:
+                    transaction.remove(gone)
         if not self.written and not self.dropped:
             return
         if registered():
@@ -68,6 +78,7 @@ class PendingUpdates:
         with self._lock:
             batch = self._batch
             batch.order += 1
+            batch.tenants[tenant_id(names[0])] = clock
             for name in names:
                 id_ = block_id(name)
                 _, hits, _ = batch.uses.get(id_, (0, 0, 0.0))
@@ -78,6 +89,26 @@ class PendingUpdates:
         with self._lock:
             self._batch.written += written
             self._batch.dropped += dropped
+
+    def note_removed(self, name: Name) -> None:
+        """Note that the file of a block was removed without the index."""
+        with self._lock:
+            self._batch.removed.append(name)
+
+    def give_up(self, rows: Sequence[PendingRow]) -> None:
+        """Note that files of complete blocks were removed again before the index learned of them."""
+        with self._lock:
+            batch = self._batch
+            ids = {row.id for row in rows}
+            batch.dropped += [row for row in batch.written if row.id in ids]
+            batch.written = [row for row in batch.written if row.id not in ids]
+
+    def put_back(self, batch: UpdateBatch) -> None:
+        """Keep the updates of a transaction that failed, apart from uses."""
+        with self._lock:
+            self._batch.written += batch.written
+            self._batch.dropped += batch.dropped
+            self._batch.removed += batch.removed
 
     def take(self) -> UpdateBatch:
         """Return all updates and start with none."""

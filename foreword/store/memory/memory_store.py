@@ -8,11 +8,12 @@ so a start does not compete with the first requests. The store belongs to one pr
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from foreword.errors import StoreConfigError, StoreFull, StoreUnavailable
-from foreword.store.base import Name, StoredBlock, StoreStatus, time_left
+from foreword.store.base import FAILED, MISSING, Name, StoredBlock, StoreStatus, time_left
 from foreword.store.frame import Frame
 from foreword.store.memory.arena import MemoryArena, PagePopulator
 from foreword.store.memory.slot_table import SlotTable
@@ -34,6 +35,8 @@ class MemoryStore(LocalRecords):
         StoreConfigError: an impossible size or share.
         StoreUnavailable: the system refuses that much memory.
     """
+
+    blocking = False
 
     def __init__(
         self, size: int, *, label: str = "memory", pin_share: float = 0.5, slot_bytes: int | None = None
@@ -76,17 +79,23 @@ class MemoryStore(LocalRecords):
             arena = self._open(deadline)
             slots = self._slots
             found = slots.acquire(names, buffers)
+        lengths: list[int] = []
         try:
             for (slot, length), buffer in zip(found, buffers, strict=True):
-                if length:
-                    time_left(deadline)
-                    arena.read(slot * slots.slot_bytes, length, buffer)
+                if length > 0:
+                    if time.monotonic() >= deadline:
+                        length = FAILED
+                    else:
+                        arena.read(slot * slots.slot_bytes, length, buffer)
+                lengths.append(length)
         finally:
             with self._lock:
                 for slot, length in found:
-                    if length:
+                    if length > 0:
                         slots.release(slot)
-        return [length for _, length in found]
+        if FAILED in lengths and max(lengths) <= MISSING:
+            time_left(deadline)
+        return lengths
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         """As in the contract. Blocks that another thread is writing at this moment are not counted."""
@@ -197,7 +206,7 @@ class MemoryStore(LocalRecords):
             if len(one.data) > slots.slot_bytes:
                 self._refused += 1
                 continue
-            slot = None if full else slots.allocate(now)
+            slot = None if full else slots.allocate(now, one.name)
             if slot is None:  # skip the rest of the chain too: it would lie behind a gap
                 full = True
                 continue

@@ -10,8 +10,10 @@ import time
 from array import array
 from collections.abc import Sequence
 
-from foreword.store.base import Name, StoredBlock
+from foreword.blocks.layout import PREFIX_BYTES
+from foreword.store.base import BAD, MISSING, Name, StoredBlock
 from foreword.store.chain_lru import ChainLru
+from foreword.store.fair_share import tenant_of
 from foreword.store.frame import Frame
 
 
@@ -25,7 +27,7 @@ class SlotTable:
     def __init__(self, size: int, slot_bytes: int) -> None:
         count = size // slot_bytes if slot_bytes else 0
         self.slot_bytes = slot_bytes
-        self.chains = ChainLru(count)
+        self.chains = ChainLru(count, tenant_of)
         self.writing: set[int] = set()
         self.bytes = 0
         self.pinned_bytes = 0
@@ -37,15 +39,20 @@ class SlotTable:
         self._deleted: set[int] = set()  # deleted while in use: freed by the last reader
 
     def acquire(self, names: Sequence[Name], buffers: Sequence[memoryview]) -> list[tuple[int, int]]:
-        """Slot and length of each name. Marks the slots as in use and notes a use. Length 0: missing or does not fit."""
+        """Slot and length of each name, or (0, MISSING or BAD). Marks the slots as in use and notes a use."""
         chains, lengths, writing = self.chains, self._lengths, self.writing
         find, in_use = chains.index.get, chains.in_use
         now, clock = chains.tick(), time.time()
         found = []
+        if names:
+            chains.note_use(names[0])
         for name, buffer in zip(names, buffers, strict=True):
             slot = find(name)
-            if slot is None or slot in writing or lengths[slot] > buffer.nbytes:
-                found.append((0, 0))
+            if slot is None or slot in writing:
+                found.append((0, MISSING))
+                continue
+            if lengths[slot] > buffer.nbytes:
+                found.append((0, BAD))
                 continue
             in_use[slot] += 1
             chains.touch(slot, now)
@@ -67,13 +74,13 @@ class SlotTable:
         find = self.chains.index.get
         for one in frames:
             header = one.header
-            for slot in (find(one.name), find(header.layout + header.parent)):
+            for slot in (find(one.name), find(header.parent_name)):
                 if slot is not None:
                     self.chains.touch(slot, now)
 
-    def allocate(self, now: int) -> int | None:
+    def allocate(self, now: int, name: Name) -> int | None:
         """A slot for a new block. Evicts the block in it if no slot is free (`chains.evicted`)."""
-        slot = self.chains.allocate(now)
+        slot = self.chains.allocate(now, name)
         if slot is not None and self.chains.evicted is not None:
             self.bytes -= self._lengths[slot]
         return slot
@@ -81,7 +88,7 @@ class SlotTable:
     def begin_write(self, slot: int, one: Frame, now: int) -> None:
         """Enter a block that is about to be written into an allocated slot."""
         header = one.header
-        self.chains.add(slot, one.name, header.layout + header.parent, header.depth, now)
+        self.chains.add(slot, one.name, header.parent_name, header.depth, now)
         self.chains.in_use[slot] = 1
         self.writing.add(slot)
         self._lengths[slot] = len(one.data)
@@ -134,7 +141,7 @@ class SlotTable:
         return [
             StoredBlock(
                 name,
-                parent=(chains.parents[slot] or b"")[-32:],
+                parent=(chains.parents[slot] or b"")[PREFIX_BYTES:],
                 depth=chains.depths[slot],
                 size=self._lengths[slot],
                 stored_at=self._stored_at[slot],

@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import threading
+import time
 import weakref
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
@@ -86,8 +87,8 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
 def result_of(future: Future[T], deadline: float, denied: type[StoreError]) -> T:
     """Wait for the result of a call. Raises StoreError; `denied` if the service forbids it."""
     try:
-        return future.result(time_left(deadline))
-    except (TimeoutError, StoreTimeout):
+        return future.result(max(deadline - time.monotonic(), 0))  # also at the deadline, if it has ended
+    except TimeoutError:
         raise StoreTimeout("the object store did not reply in time") from None
     except CancelledError:
         raise StoreUnavailable("the store was closed during the call") from None

@@ -2,10 +2,14 @@
 
 Objects below the URL and the prefix:
 
-    <layout in hex>/<key in hex>     a frame, written by one conditional PUT if the service supports it
+    <layout>/<root>/<head>/...       chunks of up to 32 blocks, each written by one PUT (`chunks.py`)
     records/<key, / as !>.record     a record
 
-The store never evicts. A lifecycle rule of the bucket removes old blocks. A rule by age removes the first blocks of a
+A lookup lists the sections of a chain, about one per 128 blocks, and a load reads the parts of chunks that it needs. So a
+block is found through the blocks before it: those of the same call, of an earlier one, or of `note_chain`. Concurrent
+writers may store a block in several chunks.
+
+The store never evicts. A lifecycle rule of the bucket removes old chunks. A rule by age removes the first blocks of a
 chain before the later ones, which then cannot be found any more until the rule removes them too.
 
 The requests of obstore run on an event loop in a background thread, so a call that passes its deadline is cancelled
@@ -14,29 +18,71 @@ there while its caller continues. A process that forks must open its stores afte
 
 from __future__ import annotations
 
-import contextlib
 import re
+import time
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
-from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.layout import key_of
 from foreword.errors import StoreConfigError, StoreError, StoreReadOnly
-from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key
-from foreword.store.frame import HEADER_BYTES, Frame
+from foreword.store.base import (
+    BAD,
+    FAILED,
+    MISSING,
+    Name,
+    Store,
+    StoredBlock,
+    StoreStatus,
+    check_record,
+    check_record_key,
+    copy_error,
+    time_left,
+)
+from foreword.store.frame import Frame
+from foreword.store.object.chunks import (
+    MAX_BLOCKS,
+    Chunk,
+    IndexEntry,
+    chunk_path,
+    divide,
+    entry_of,
+    pack,
+    prefix_of,
+    read_index,
+    read_path,
+    read_slot,
+    section_path,
+    tag_of,
+)
 from foreword.store.object.client import ClientLoop, error_text, open_client, result_of
+from foreword.store.object.sections import Heads, Location, RecentlyUsed, Search, Section
 
-_PROBES: Final = 16  # names checked in one round of a lookup
+_PAGE: Final = 1000  # chunks read of one listing
+_ROUNDS: Final = 64  # listings of one call that follow blocks which were stored outside of their section
 _PREFIX = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
-_BLOCK = re.compile(r"[0-9a-f]{32}/[0-9a-f]{64}")
+_NO_BUCKET = re.compile("status code: 404")
+_LAYOUT = re.compile(r"[0-9a-f]{32}")
+_BLOCK_PATH = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}/.*")
 _UNKNOWN = re.compile("status code: 501")
+_TOO_SHORT = re.compile("status code: 416|Invalid range")
 _RECORD = re.compile(r"records/([^/]+)\.record")
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Read:
+    """Consecutive slots of a chunk, and the indexes of the blocks in the call."""
+
+    chunk: Chunk
+    first: int
+    indexes: list[int]
 
 
 class ObjectStore(Store):
@@ -48,8 +94,7 @@ class ObjectStore(Store):
             HTTP client, such as `proxy_url=`. Defaults come from the environment (`AWS_ENDPOINT_URL`,
             `AWS_ACCESS_KEY_ID`, `GOOGLE_APPLICATION_CREDENTIALS`, ...).
         prefix: a path below that of the URL.
-        exact_lookup: check every block in a lookup. Otherwise a long chain takes three rounds of 16 requests, and a
-            lookup may count blocks behind a gap; loading then ends at the gap.
+        chunk: blocks per object, at most.
         parallel: concurrent requests per call. For requests without a body it is four times as many.
         options: as in the URL; they take precedence.
     """
@@ -60,7 +105,7 @@ class ObjectStore(Store):
         *,
         label: str = "objects",
         prefix: str = "",
-        exact_lookup: bool = True,
+        chunk: int = MAX_BLOCKS,
         parallel: int = 16,
         **options: str,
     ) -> None:
@@ -69,60 +114,133 @@ class ObjectStore(Store):
             raise StoreConfigError(f"a prefix is a path of letters, digits and ._-, not {prefix!r}")
         if parallel < 1:
             raise StoreConfigError(f"parallel is at least 1, not {parallel}")
+        if not 1 <= chunk <= MAX_BLOCKS:
+            raise StoreConfigError(f"chunk is from 1 to {MAX_BLOCKS}, not {chunk}")
         self.label = label
         self._store = open_client(url, options)
         self._prefix = prefix + "/" if prefix else ""
-        self._exact = exact_lookup
+        self._chunk = chunk
         self._parallel = parallel
         self._conditional = True
+        self._heads = Heads()
+        self._locations: RecentlyUsed[Location] = RecentlyUsed()
         self._loop = ClientLoop(label)
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
-        # The blocks below `low` are probably present; the one at `high`, if any, is missing.
-        low, high = 0, len(names)
-        while low < high:
-            # Check evenly spaced names: the gap is between the last one present and the first one missing.
-            step = -(-(high - low) // _PROBES)  # rounded up, so there are at most _PROBES
-            probes = range(low, high, step)
-            sizes = list(self._each((self._size(names[index]) for index in probes), deadline, light=True))
-            first = next((i for i, size in enumerate(sizes) if not size), len(sizes))
-            if first < len(sizes):
-                high = probes[first]
-            low = probes[first - 1] + 1 if first else low
-        if self._exact and low:
-            exact = self._each((self._size(name) for name in names[:low]), deadline, light=True)
-            return next((i for i, size in enumerate(exact) if not size), low)
-        self._loop.check_open()
-        return low
+        self._check_open(deadline)
+        search = Search(names)
+        self._list(search, self._heads.sections(names[:1]), deadline)
+        if search.gap:
+            self._list(search, self._heads.sections(names), deadline, partly=True)
+            self._follow(search, deadline)
+        return search.gap
+
+    def note_chain(self, before: Sequence[Name], names: Sequence[Name]) -> None:
+        self._heads.expect(before, names)
 
     def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
-        return [size > 0 for size in self._each((self._size(name) for name in names), deadline, light=True)]
+        found = self._search(names, deadline).found
+        return [name in found for name in names]
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+        self._check_open(deadline)
         views = [buffer.cast("B") for buffer in buffers]
-        calls = (self._read(name, len(view)) for name, view in zip(names, views, strict=True))
-        lengths = []
-        for view, data in zip(views, self._each(calls, deadline), strict=True):
-            view[: len(data)] = data  # not on the loop, which must not write after this call has ended
-            lengths.append(len(data))
+        lengths, reads = self._plan(names, deadline)
+        calls = (self._read(read) for read in reads)
+        errors = []
+        for read, data in zip(reads, self._results(calls, deadline), strict=True):
+            if isinstance(data, StoreError):
+                errors.append(data)
+                data = FAILED
+            elif not isinstance(data, memoryview):
+                self._locations.drop(names[index] for index in read.indexes)
+            for place, index in enumerate(read.indexes):
+                lengths[index] = _copied(data, place, len(read.indexes), views[index])
+        if errors and all(length == FAILED for length in lengths):
+            raise copy_error(errors[0])
         return lengths
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        return sum(self._each((self._write(frame) for frame in frames), deadline, StoreReadOnly))
+        """As `Store.put`. Damaged chunks, and those whose slots cannot have the frames, are replaced."""
+        self._check_open(deadline)
+        found = self._present_frames(frames, deadline)
+        missing = list({frame.name: frame for frame in frames if frame.name not in found}.values())
+        chunks = list(divide(missing, self._section_of, self._chunk))
+        calls = (self._write(*chunk) for chunk in chunks)
+        for _ in self._each(calls, deadline, StoreReadOnly):
+            pass
+        return len(frames)
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
-        calls = (self._remove(self._path(name)) for name in dict.fromkeys(names))
-        return sum(self._each(calls, deadline, StoreReadOnly, light=True))
+        """Delete blocks. A chunk that has other blocks too is written again without the deleted ones."""
+        self._check_open(deadline)
+        search = self._search(names, deadline, StoreReadOnly)
+        tags = {(prefix_of(name), tag_of(name)) for name in names}
+        calls = (self._remove_from(chunk, tags) for chunk in search.chunks.values())
+        for _ in self._each(calls, deadline, StoreReadOnly):
+            pass
+        self._locations.drop(names)
+        return len(search.found)
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         """Count the blocks that are present. Pins have no effect: the store never evicts."""
-        return sum(size > 0 for size in self._each((self._size(name) for name in names), deadline, light=True))
+        return sum(self.present(names, deadline=deadline))
 
     def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
-        """List all blocks, with one request per block for its header."""
-        for found in self._list("", deadline):
-            metas = [meta for meta in found if _BLOCK.fullmatch(self._relative(meta["path"]))]
-            yield from self._each((self._entry(meta) for meta in metas), deadline, light=True)
+        """List all blocks, with one request per chunk for its index."""
+        seen: set[Name] = set()
+        for page in self._blocks("", deadline):
+            for block in page:
+                if block.name not in seen:
+                    seen.add(block.name)
+                    yield block
+
+    def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
+        """As in the contract, with one request per chunk for its index. Only the objects of this layout and root are listed."""
+        for folder in self._folders(layout, root, deadline):
+            for page in self._blocks(folder, deadline):
+                if page:
+                    yield [block.name for block in page]
+
+    def erase(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> int:
+        """As in the contract. Removes the objects without reading them, so damaged chunks are removed too."""
+        count = 0
+        for folder in self._folders(layout, root, deadline):
+            for metas in self._pages(folder, deadline):
+                mine = [meta for meta in metas if _BLOCK_PATH.fullmatch(self._relative(meta["path"]))]
+                for _ in self._each((self._remove(meta["path"]) for meta in mine), deadline, StoreReadOnly, light=True):
+                    pass
+                chunks = [self._read_meta(meta) for meta in mine]
+                count += sum(1 if chunk is None else len(chunk.tags) for chunk in chunks)
+        return count
+
+    def _folders(self, layout: bytes, root: bytes, deadline: float) -> list[str]:
+        """The paths below which blocks with this layout and root are; b"" stands for any."""
+        layouts = [layout.hex()] if layout else self._layouts(deadline)
+        return [f"{one}/{root.hex()}" if root else one for one in layouts]
+
+    def _layouts(self, deadline: float) -> list[str]:
+        """The layouts of which there are objects, in hexadecimal."""
+
+        async def listed() -> Any:
+            return await obstore.list_with_delimiter_async(self._store, self._prefix or None)
+
+        names = [self._relative(path).strip("/") for path in self._one(listed(), deadline)["common_prefixes"]]
+        return [name for name in names if _LAYOUT.fullmatch(name)]
+
+    def _blocks(self, folder: str, deadline: float) -> Iterator[list[StoredBlock]]:
+        """The blocks of the chunks below a path, a page of chunks at a time. A block may be in several chunks."""
+        for metas in self._pages(folder, deadline):
+            chunks = [(chunk, meta) for meta in metas if (chunk := self._read_meta(meta)) is not None]
+            indexes = self._each((self._index(chunk) for chunk, _ in chunks), deadline, light=True)
+            blocks = []
+            for (chunk, meta), index in zip(chunks, indexes, strict=True):
+                for place, entry in read_index(chunk, index):
+                    name = chunk.prefix + entry.key
+                    self._heads.note(entry.key, chunk.head)
+                    self._locations.set(name, (chunk, place))
+                    blocks.append(_described(name, entry, meta["last_modified"].timestamp()))
+            yield blocks
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         self._one(self._put(self._record_path(key), check_record(data), "overwrite"), deadline, StoreReadOnly)
@@ -134,7 +252,7 @@ class ObjectStore(Store):
         return self._one(self._remove(self._record_path(key)), deadline, StoreReadOnly)
 
     def records(self, prefix: str, *, deadline: float) -> list[str]:
-        paths = [self._relative(meta["path"]) for metas in self._list("records", deadline) for meta in metas]
+        paths = [self._relative(meta["path"]) for metas in self._pages("records", deadline) for meta in metas]
         keys = [match[1].replace("!", "/") for match in map(_RECORD.fullmatch, paths) if match]
         return sorted(key for key in keys if key.startswith(prefix))
 
@@ -145,14 +263,158 @@ class ObjectStore(Store):
     def close(self) -> None:
         self._loop.close()
 
-    def _path(self, name: Name) -> str:
-        return f"{self._prefix}{name[:FINGERPRINT_BYTES].hex()}/{name[FINGERPRINT_BYTES:].hex()}"
-
     def _record_path(self, key: str) -> str:
         return f"{self._prefix}records/{check_record_key(key).replace('/', '!')}.record"
 
     def _relative(self, path: str) -> str:
         return path.removeprefix(self._prefix)
+
+    # Finding blocks
+
+    def _search(self, names: Sequence[Name], deadline: float, denied: type[StoreError] = StoreConfigError) -> Search:
+        """Look for each of the blocks by itself."""
+        self._check_open(deadline)
+        search = Search(names)
+        self._list(search, self._heads.sections(names), deadline, denied)
+        self._follow(search, deadline)
+        return search
+
+    def _list(
+        self,
+        search: Search,
+        sections: Sequence[Section],
+        deadline: float,
+        denied: type[StoreError] = StoreConfigError,
+        *,
+        first: bytes = b"",
+        partly: bool = False,
+    ) -> None:
+        """List sections that were not listed yet.
+
+        Args:
+            denied: the exception if the service forbids it.
+            first: list only chunks that begin with this key.
+            partly: a failure ends the search instead of raising.
+        """
+        todo = [section for section in sections if first or section not in search.listed]
+        calls = (self._list_section(section_path(*section, first)) for section in todo)
+        for section, found in zip(todo, self._results(calls, deadline, denied, light=True), strict=True):
+            if isinstance(found, StoreError):
+                if partly:
+                    return
+                raise copy_error(found)
+            chunks, whole = found
+            if not first:
+                search.listed.add(section)
+                search.incomplete.update([] if whole else [section])
+            for chunk in chunks:
+                for name in search.add(chunk):
+                    self._heads.note(key_of(name), chunk.head)
+                    self._locations.set(name, search.found[name])
+
+    def _follow(self, search: Search, deadline: float) -> None:
+        """Look at the first gap for chunks that a listing has not shown, and for those stored outside of their section."""
+        for _ in range(_ROUNDS):
+            gap = search.gap
+            if gap == len(search.names) or time.monotonic() >= deadline:
+                return
+            prefix, key = prefix_of(search.names[gap]), key_of(search.names[gap])
+            hidden = [section for section in search.incomplete if section[0] == prefix]
+            self._list(search, hidden, deadline, first=key, partly=True)
+            if gap and search.gap == gap:
+                self._list(search, [(prefix, key)], deadline, partly=True)
+            if search.gap == gap:
+                return
+
+    def _plan(self, names: Sequence[Name], deadline: float) -> tuple[list[int], list[_Read]]:
+        """Results for the blocks that need no reading, and which parts of chunks to read for the others."""
+        places = [self._locations.get(name) for name in names]
+        if None in places:
+            search = self._search(names, deadline)
+            places = [search.found.get(name) or known for name, known in zip(names, places, strict=True)]
+        lengths = [MISSING] * len(names)
+        reads: list[_Read] = []
+        for index, place in enumerate(places):
+            if place is None:
+                continue
+            chunk, at = place
+            if not chunk.slot:
+                lengths[index] = BAD
+            elif reads and reads[-1].chunk.path == chunk.path and at == reads[-1].first + len(reads[-1].indexes):
+                reads[-1].indexes.append(index)
+            else:
+                reads.append(_Read(chunk, at, [index]))
+        return lengths, reads
+
+    def _present_frames(self, frames: Sequence[Frame], deadline: float) -> dict[Name, Location]:
+        """The frames that are stored. Removes chunks that are damaged or cannot have them."""
+        search = Search([frame.name for frame in frames])
+        sections = dict.fromkeys(section for frame in frames for section in self._sections(frame))
+        self._list(search, list(sections), deadline, StoreReadOnly)
+        if search.incomplete:
+            self._follow(search, deadline)
+        sizes = {frame.name: frame for frame in frames}
+        wrong = {name for name, (chunk, _) in search.found.items() if not chunk.fits(sizes[name])}
+        damaged = {search.found[name][0].path for name in wrong}
+        for _ in self._each((self._remove(self._prefix + path) for path in damaged), deadline, StoreReadOnly):
+            pass
+        removed = {name for name, (chunk, _) in search.found.items() if chunk.path in damaged}
+        self._locations.drop(removed)
+        return {name: place for name, place in search.found.items() if name not in removed}
+
+    def _sections(self, frame: Frame) -> list[Section]:
+        """The sections in which a frame may be stored already."""
+        heads = (self._section_of(frame), *self._heads.of_key(frame.header.key))
+        return [(prefix_of(frame.name), head) for head in heads]
+
+    def _section_of(self, frame: Frame) -> bytes:
+        """The head of the section in which to store a frame."""
+        head = self._heads.of_frame(frame)
+        self._heads.note(frame.header.key, head)
+        return head
+
+    # Requests
+
+    def _check_open(self, deadline: float) -> None:
+        self._loop.check_open()
+        time_left(deadline)
+
+    def _results(
+        self,
+        calls: Iterable[Coroutine[Any, Any, T]],
+        deadline: float,
+        denied: type[StoreError] = StoreConfigError,
+        *,
+        light: bool = False,
+    ) -> Iterator[T | StoreError]:
+        """Run calls with bounded concurrency and yield results or errors in order. Running calls are cancelled at the end.
+
+        Args:
+            denied: the exception if the service forbids a call.
+            light: the calls transfer no bodies.
+        """
+        width = self._parallel * 4 if light else self._parallel
+        todo = iter(calls)
+        running: deque[Future[T] | StoreError] = deque()
+        try:
+            while True:
+                while len(running) < width and (call := next(todo, None)) is not None:
+                    running.append(self._start(call, deadline))
+                if not running:
+                    return
+                result = _result(running[0], deadline, denied)
+                running.popleft()
+                yield result
+        finally:
+            for future in running:
+                if isinstance(future, Future):
+                    future.cancel()
+
+    def _start(self, call: Coroutine[Any, Any, T], deadline: float) -> Future[T] | StoreError:
+        try:
+            return self._loop.start(call, deadline)
+        except StoreError as error:
+            return error
 
     def _each(
         self,
@@ -162,56 +424,63 @@ class ObjectStore(Store):
         *,
         light: bool = False,
     ) -> Iterator[T]:
-        """Run calls with bounded concurrency and yield their results in order. Running calls are cancelled at the end.
-
-        Args:
-            denied: the exception to raise if the service forbids a call.
-            light: the calls transfer no bodies.
-        """
-        width = self._parallel * 4 if light else self._parallel
-        todo = iter(calls)
-        running: deque[Future[T]] = deque()
-        try:
-            while True:
-                while len(running) < width and (call := next(todo, None)) is not None:
-                    running.append(self._loop.start(call, deadline))
-                if not running:
-                    return
-                yield result_of(running[0], deadline, denied)
-                running.popleft()
-        finally:
-            for future in running:
-                future.cancel()
+        """As `_results`, but raises the first error."""
+        for result in self._results(calls, deadline, denied, light=light):
+            if isinstance(result, StoreError):
+                raise copy_error(result)
+            yield result
 
     def _one(self, call: Coroutine[Any, Any, T], deadline: float, denied: type[StoreError] = StoreConfigError) -> T:
         [result] = self._each([call], deadline, denied)
         return result
 
-    def _list(self, folder: str, deadline: float) -> Iterator[Sequence[Any]]:
+    def _pages(self, folder: str, deadline: float) -> Iterator[Sequence[Any]]:
         """Metadata of objects, a thousand at a time."""
-        stream = obstore.list(self._store, (self._prefix + folder) or None, chunk_size=1000)
+        streams = [obstore.list(self._store, (self._prefix + folder) or None, chunk_size=1000)]
 
         async def more() -> Sequence[Any] | None:
-            return await anext(stream, None)
+            return await anext(streams[0], None)
 
-        while True:
-            metas = self._one(more(), deadline)
-            if metas is None:
-                return
-            yield metas
-
-    async def _size(self, name: Name) -> int:
-        """Length of a block, 0 if there is none."""
         try:
-            return int((await obstore.head_async(self._store, self._path(name)))["size"])
-        except FileNotFoundError:
-            return 0
+            while (metas := self._one(more(), deadline)) is not None:
+                yield metas
+        finally:
+            streams.clear()  # ends its request now, also if an exception keeps this frame alive
 
-    async def _read(self, name: Name, limit: int) -> bytes | memoryview:
+    async def _list_section(self, path: str) -> tuple[list[Chunk], bool]:
+        """The chunks below a path, and whether these are all."""
         try:
-            found = await obstore.get_async(self._store, self._path(name))
-            return memoryview(await found.bytes_async()) if found.meta["size"] <= limit else b""
+            metas = await anext(obstore.list(self._store, self._prefix + path, chunk_size=_PAGE), None) or []
+        except BaseError as error:
+            if not _NO_BUCKET.search(str(error)):
+                raise
+            metas = []
+        chunks = [chunk for meta in metas if (chunk := self._read_meta(meta)) is not None]
+        return chunks, len(metas) < _PAGE
+
+    def _read_meta(self, meta: Any) -> Chunk | None:
+        return read_path(self._relative(meta["path"]), int(meta["size"]))
+
+    async def _read(self, read: _Read) -> memoryview | int | None:
+        """Slots of a chunk. None if the chunk is gone, BAD if it is shorter than it was."""
+        start, length = read.chunk.range_of(read.first, len(read.indexes))
+        path = self._prefix + read.chunk.path
+        try:
+            data = memoryview(await obstore.get_range_async(self._store, path, start=start, length=length))
         except FileNotFoundError:
+            return None
+        except BaseError as error:
+            if not _TOO_SHORT.search(str(error)):
+                raise
+            return BAD
+        return data if len(data) == length else BAD
+
+    async def _index(self, chunk: Chunk) -> bytes:
+        length = min(chunk.index_bytes, chunk.size)
+        try:
+            path = self._prefix + chunk.path
+            return bytes(await obstore.get_range_async(self._store, path, start=0, length=length)) if length else b""
+        except FileNotFoundError:  # removed since it was listed
             return b""
 
     async def _read_whole(self, path: str) -> bytes | None:
@@ -220,23 +489,36 @@ class ObjectStore(Store):
         except FileNotFoundError:
             return None
 
-    async def _write(self, frame: Frame) -> bool:
-        if await self._size(frame.name):  # cheaper than a PUT that is refused after its body was sent
-            return True
-        data = bytes(frame.data)  # a cancelled request may continue for a moment after this call
+    async def _write(self, prefix: bytes, head: bytes, frames: Sequence[Frame]) -> None:
+        blocks = [(entry_of(frame), frame.data.cast("B")) for frame in frames]
+        await self._write_chunk(prefix, head, blocks)
+
+    async def _write_chunk(self, prefix: bytes, head: bytes, blocks: Sequence[tuple[IndexEntry, memoryview]]) -> None:
+        path = self._prefix + chunk_path(prefix, head, [entry.key for entry, _ in blocks])
+        data = pack(blocks)  # a copy: a cancelled request may continue for a moment after the call
         if self._conditional:
             try:
-                await self._put(self._path(frame.name), data, "create")
+                await self._put(path, data, "create")
             except (AlreadyExistsError, PreconditionError):
-                return True
+                return
             except (NotImplementedError, BaseError) as error:
                 if isinstance(error, BaseError) and not _UNKNOWN.search(str(error)):
                     raise
                 self._conditional = False
             else:
-                return True
-        await self._put(self._path(frame.name), data, "overwrite")
-        return True
+                return
+        await self._put(path, data, "overwrite")
+
+    async def _remove_from(self, chunk: Chunk, tags: set[tuple[bytes, bytes]]) -> None:
+        """Remove blocks from a chunk: write the others into new chunks, then remove it."""
+        path = self._prefix + chunk.path
+        kept = [place for place, tag in enumerate(chunk.tags) if (chunk.prefix, tag) not in tags]
+        if kept and chunk.slot:
+            data = memoryview(await self._read_whole(path) or b"")
+            if len(data) == chunk.size:
+                for blocks in filter(None, (_blocks_of(chunk, data, run) for run in _runs(kept))):
+                    await self._write_chunk(chunk.prefix, chunk.head, blocks)
+        await self._remove(path)
 
     async def _put(self, path: str, data: bytes, mode: Any) -> None:
         try:
@@ -252,12 +534,54 @@ class ObjectStore(Store):
             return False
         return True
 
-    async def _entry(self, meta: Any) -> StoredBlock:
-        path, size = self._relative(meta["path"]), int(meta["size"])
-        name = bytes.fromhex(path.replace("/", ""))
-        stored_at = meta["last_modified"].timestamp()
-        head = b""
-        if size >= HEADER_BYTES:
-            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-                head = bytes(await obstore.get_range_async(self._store, meta["path"], start=0, length=HEADER_BYTES))
-        return StoredBlock.from_header(name, head, size, stored_at=stored_at)
+
+def _result(future: Future[T] | StoreError, deadline: float, denied: type[StoreError]) -> T | StoreError:
+    if isinstance(future, StoreError):
+        return future
+    try:
+        return result_of(future, deadline, denied)
+    except StoreError as error:
+        future.cancel()
+        return error
+
+
+def _copied(data: memoryview | int | None, place: int, count: int, buffer: memoryview) -> int:
+    """Copy a frame from its slot and return its length, or what `get` returns instead.
+
+    Not on the loop: it must not write after the call has ended.
+    """
+    if not isinstance(data, memoryview):
+        return MISSING if data is None else data
+    slot = len(data) // count
+    frame = read_slot(data[place * slot : (place + 1) * slot])
+    if frame is None or len(frame) > len(buffer):
+        return BAD
+    buffer[: len(frame)] = frame
+    return len(frame)
+
+
+def _blocks_of(chunk: Chunk, data: memoryview, places: Sequence[int]) -> list[tuple[IndexEntry, memoryview]]:
+    """The index entries and frames of some blocks of a chunk. Damaged ones are left out."""
+    entries = dict(read_index(chunk, bytes(data[: chunk.index_bytes])))
+    blocks = []
+    for place in places:
+        start, length = chunk.range_of(place, 1)
+        frame = read_slot(data[start : start + length])
+        if place in entries and frame is not None and len(frame) == entries[place].length:
+            blocks.append((entries[place], frame))
+    return blocks
+
+
+def _runs(places: Sequence[int]) -> list[list[int]]:
+    """Divide ascending numbers into runs without gaps."""
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and place == runs[-1][-1] + 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
+
+
+def _described(name: Name, entry: IndexEntry, stored_at: float) -> StoredBlock:
+    return StoredBlock(name, entry.parent, entry.depth, entry.length, stored_at)

@@ -4,7 +4,7 @@ Keys, where `P` is the prefix:
 
     P:b:<name in hex>    a string: the frame, written with one SET
     P:records            a hash: record key -> record
-    P:pinned             a set: the names (48 bytes) of pinned blocks
+    P:pinned             a set: the names (64 bytes) of pinned blocks
 
 The server limits its memory itself with `maxmemory`. It knows neither chains nor pins:
 
@@ -22,16 +22,29 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from foreword.blocks.layout import NAME_BYTES
-from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
-from foreword.store.base import Name, Store, StoredBlock, StoreStatus, check_record, check_record_key, time_left
+from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES, ROOT_BYTES
+from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
+from foreword.store.base import (
+    BAD,
+    FAILED,
+    MISSING,
+    Name,
+    Store,
+    StoredBlock,
+    StoreStatus,
+    check_record,
+    check_record_key,
+    copy_error,
+    time_left,
+)
 from foreword.store.frame import HEADER_BYTES, Frame
-from foreword.store.redis.nodes import RedisNode, open_nodes
-from foreword.store.redis.resp import Command, ErrorReply, Reply, encode, expect, make_command
+from foreword.store.redis.addresses import open_nodes
+from foreword.store.redis.nodes import RedisNode
+from foreword.store.redis.resp import Command, ErrorReply, Reply, encode, error_of, expect, make_command
 
 # Names in the first round trip of a lookup; each further one has 8 times as many.
 _FIRST_BATCH: Final = 64
@@ -49,10 +62,13 @@ class RedisStore(Store):
 
     Args:
         url: `redis://[user:password@]host[:port][/db]`, `rediss://` (TLS), `unix:///path.sock`, or
-            `redis+cluster://host[:port],host[:port]` (`rediss+cluster://`) with any nodes of a cluster. Query
+            `redis+cluster://host[:port],host[:port]` (`rediss+cluster://`) with any nodes of a cluster, or
+            `redis+sentinel://host[:port],host[:port]/name[/db]` (`rediss+sentinel://`) with Sentinels and the name of
+            a primary. `sentinel_password=` and `sentinel_username=` are for the Sentinels. Other query
             parameters are those of redis-py, such as `ssl_ca_certs=`.
         prefix: first part of all keys. Stores with different prefixes are independent.
-        ttl: seconds until a block expires after it was written, unless it is pinned; None: never.
+        ttl: seconds until a block expires after it was last written or read, unless it is pinned; None: never. Needs
+            Redis 7 or Valkey; older servers do not renew it.
     """
 
     def __init__(self, url: str, *, label: str = "redis", prefix: str = "foreword", ttl: float | None = None) -> None:
@@ -74,7 +90,14 @@ class RedisStore(Store):
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         found, size = 0, _FIRST_BATCH
         while found < len(names):
-            present = self.present(names[found : found + size], deadline=deadline)
+            if found and time.monotonic() >= deadline:
+                return found
+            try:
+                present = self.present(names[found : found + size], deadline=deadline)
+            except StoreError:
+                if found:
+                    return found
+                raise
             if not all(present):
                 return found + present.index(False)
             found += len(present)
@@ -83,28 +106,32 @@ class RedisStore(Store):
 
     def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
         commands = [make_command(key, b"EXISTS", key) for key in map(self._key, names)]
-        return [expect(reply, int) > 0 for reply in self._run_checked(commands, deadline)]
+        return [_is_known(reply) for reply in self._run(commands, deadline)]
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
-        commands = []
-        for name, buffer in zip(names, buffers, strict=True):
-            key = self._key(name)
-            commands.append(Command(key, (encode(b"GET", key),), buffer.cast("B")))
-        lengths, wrong_type = [], []
-        for command, reply in zip(commands, self._run(commands, deadline), strict=True):
-            if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":
-                wrong_type.append(command.key)
-                reply = 0
-            lengths.append(expect(reply, int))
-        if wrong_type:  # a key of another type would prevent the block from being written
-            self._run([make_command(key, b"UNLINK", key) for key in wrong_type], deadline)
-        return lengths
+        """As `Store.get`. Renews the time to live of the blocks, if there is one."""
+        keys = [self._key(name) for name in names]
+        views = [buffer.cast("B") for buffer in buffers]
+        reads = [Command(key, (encode(b"GET", key),), view) for key, view in zip(keys, views, strict=True)]
+        replies = self._run([*reads, *self._renewals(keys)], deadline)
+        return [_length(reply, view) for reply, view in zip(replies, views, strict=False)]
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        present = self.present([frame.name for frame in frames], deadline=deadline)
-        absent = [frame for frame, known in zip(frames, present, strict=True) if not known]
-        self._run_checked([self._set(frame) for frame in absent], deadline)
-        return len(frames)
+        """As `Store.put`. A value of another length than the frame is not that block: it is replaced."""
+        sizes = self._sizes(frames, deadline)
+        known = [frame for frame, size in zip(frames, sizes, strict=True) if size == len(frame.data)]
+        absent = [frame for frame, size in zip(frames, sizes, strict=True) if size == 0]
+        wrong = [frame for frame, size in zip(frames, sizes, strict=True) if size not in {0, FAILED, len(frame.data)}]
+        commands = [self._set(frame, b"NX") for frame in absent] + [self._set(frame, b"KEEPTTL") for frame in wrong]
+        replies = self._run([*commands, *self._renewals(self._key(frame.name) for frame in known)], deadline)
+        stored = replies[: len(commands)]
+        # NX has no effect on a block that another writer has stored since, and on an empty value.
+        refused = [frame for frame, reply in zip(absent, stored, strict=False) if reply is None]
+        kept = len(known) + sum(reply == b"OK" for reply in stored) + self._replace_wrong(refused, deadline)
+        error = next((reply.error() for reply in stored if isinstance(reply, ErrorReply)), None)
+        if error is not None and not (kept and self._nodes.usable):
+            raise error
+        return kept
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
         if not names:
@@ -141,6 +168,15 @@ class RedisStore(Store):
                 self._check_open()
                 yield from _entries(node, names, pinned, deadline)
 
+    def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
+        """As in the contract. The servers go through all their keys, and send those that match."""
+        wanted = _pattern(layout, FINGERPRINT_BYTES) + _pattern(root, ROOT_BYTES) + b"*"
+        for node in self._nodes.primaries(deadline):
+            for keys in _scan_keys(node, self._blocks + wanted, deadline):
+                self._check_open()
+                if names := [name for name in map(self._name, keys) if name is not None]:
+                    yield names
+
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         self._call(b"HSET", self._records, _record_key(key), check_record(data), deadline=deadline)
 
@@ -158,8 +194,8 @@ class RedisStore(Store):
     def status(self) -> StoreStatus:
         """Memory use and evictions as reported by the servers, including the keys of other programs. At most a second old.
 
-        `notes["unreachable"]` is 1 if the last query failed; the other numbers are then those of the last successful
-        one.
+        `notes["unreachable"]` counts the servers that did not reply. If none did, the other numbers are those of the last
+        successful query.
         """
         if not self._closed and self._status_lock.acquire(blocking=False):
             try:
@@ -177,19 +213,45 @@ class RedisStore(Store):
             return
         deadline = time.monotonic() + _STATUS_TIMEOUT
         try:
-            answers = [node.run([make_command(b"", b"INFO")], deadline)[0] for node in self._nodes.primaries(deadline)]
-            self._status = _read_status([expect(answer, bytes) for answer in answers])
-        except StoreError:
-            self._status = replace(self._status, notes={"unreachable": 1})
+            replies = self._nodes.info(deadline)
+        except StoreError as error:
+            replies = [error]
+        reached = [reply for reply in replies if isinstance(reply, bytes)]
+        unreachable = len(replies) - len(reached)
+        status = _read_status(reached) if reached else self._status
+        self._status = replace(status, notes={**status.notes, "unreachable": unreachable})
         self._status_at = time.monotonic()
 
-    def _set(self, frame: Frame) -> Command:
-        """SET a key if it does not exist. The payload is sent without a copy."""
-        key, data = self._key(frame.name), frame.data.cast("B")
+    def _sizes(self, frames: Sequence[Frame], deadline: float) -> list[int]:
+        """The length of each stored value; 0 for none or an empty one, BAD for another type, FAILED if it is unknown."""
+        commands = [make_command(key, b"STRLEN", key) for key in (self._key(frame.name) for frame in frames)]
+        return [_size(reply) for reply in self._run(commands, deadline)]
+
+    def _replace_wrong(self, frames: Sequence[Frame], deadline: float) -> int:
+        """Store those frames whose values have another length. Returns how many of `frames` are present now."""
+        if not frames:
+            return 0
+        sizes = self._sizes(frames, deadline)
+        wrong = [frame for frame, size in zip(frames, sizes, strict=True) if size not in {FAILED, len(frame.data)}]
+        replies = self._run([self._set(frame, b"KEEPTTL") for frame in wrong], deadline)
+        return len(frames) - sizes.count(FAILED) - len(wrong) + sum(reply == b"OK" for reply in replies)
+
+    def _renewals(self, keys: Iterable[bytes]) -> list[Command]:
+        """Renew the time to live of these keys, where they have one: pinned blocks do not expire."""
         ttl = self._ttl
-        # *<arguments> SET <key> <data> NX [PX <ttl>], where each argument is $<length>\r\n<bytes>\r\n
-        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (4 if ttl is None else 6, len(key), key, len(data))
-        tail = b"\r\n$2\r\nNX\r\n" if ttl is None else b"\r\n$2\r\nNX\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
+        return [] if ttl is None else [make_command(key, b"PEXPIRE", key, ttl, b"XX") for key in keys]
+
+    def _set(self, frame: Frame, condition: bytes) -> Command:
+        """SET a key. The payload is sent without a copy.
+
+        Args:
+            condition: NX, if the key does not exist, or KEEPTTL, to replace its value.
+        """
+        key, data = self._key(frame.name), frame.data.cast("B")
+        options = [condition] if self._ttl is None or condition != b"NX" else [condition, b"PX", self._ttl]
+        # *<arguments> SET <key> <data> <options>, where each argument is $<length>\r\n<bytes>\r\n
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(key), key, len(data))
+        tail = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in options)
         return Command(key, (head, data, tail))
 
     def _key(self, name: Name) -> bytes:
@@ -210,21 +272,60 @@ class RedisStore(Store):
         return reply
 
     def _run_checked(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
-        """Replies in the order of the commands. Raises the exception for the first error reply, after all were read."""
+        """Replies in the order of the commands. Raises the first error, after all replies were read."""
         replies = self._run(commands, deadline)
         for reply in replies:
-            if isinstance(reply, ErrorReply):
-                raise reply.error()
+            if (error := error_of(reply)) is not None:
+                raise error
         return replies
 
     def _run(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
+        """Replies in the order of the commands, errors too. Raises if all failed, unless it is only a part of a cluster."""
         self._check_open()
         time_left(deadline)
-        return self._nodes.run(commands, deadline) if commands else []
+        replies = self._nodes.run(commands, deadline) if commands else []
+        errors = [_failure(reply) for reply in replies]
+        if errors and errors[0] is not None and None not in errors:
+            unreachable = all(isinstance(reply, StoreTimeout | StoreUnavailable) for reply in replies)
+            if not (unreachable and self._nodes.usable):
+                raise copy_error(errors[0])
+        return replies
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreUnavailable(f"the store {self.label!r} is closed")
+
+
+def _failure(reply: Reply) -> StoreError | None:
+    """The exception for a command that failed. A key of another type is no failure of the server."""
+    return None if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE" else error_of(reply)
+
+
+def _is_known(reply: Reply) -> bool:
+    """Whether a key exists, by the reply to EXISTS. False if its server failed."""
+    return error_of(reply) is None and expect(reply, int) > 0
+
+
+def _length(reply: Reply, buffer: memoryview) -> int:
+    """The result of `get` for the reply to GET."""
+    if error_of(reply) is not None:
+        return FAILED if _failure(reply) is not None else BAD
+    if reply is None:
+        return MISSING
+    length = expect(reply, int)
+    return length if 0 < length <= len(buffer) else BAD
+
+
+def _size(reply: Reply) -> int:
+    """The result of `_sizes` for the reply to STRLEN."""
+    if error_of(reply) is not None:
+        return FAILED if _failure(reply) is not None else BAD
+    return max(expect(reply, int), 0)
+
+
+def _pattern(part: bytes, size: int) -> bytes:
+    """The pattern of Redis for one part of a name; b"" stands for any."""
+    return part.hex().encode() if part else b"?" * (2 * size)
 
 
 def _record_key(key: str) -> bytes:
@@ -242,12 +343,11 @@ def _scan_keys(node: RedisNode, pattern: bytes, deadline: float) -> Iterator[lis
         [reply] = node.run(
             [make_command(b"", b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _SCAN_BATCH)], deadline
         )
-        if isinstance(reply, ErrorReply):
-            raise reply.error()
-        if not isinstance(reply, list) or len(reply) != 2:
+        parts = expect(reply, list)
+        if len(parts) != 2:
             raise StoreUnavailable("Redis did not reply with a cursor and keys")
-        cursor = expect(reply[0], bytes)
-        yield _values(reply[1])
+        cursor = expect(parts[0], bytes)
+        yield _values(parts[1])
         if cursor == b"0":
             return
 
@@ -258,10 +358,12 @@ def _entries(node: RedisNode, names: dict[Name, bytes], pinned: set[bytes], dead
     for key in names.values():
         commands.append(make_command(key, b"OBJECT", b"IDLETIME", key))  # first, since the other commands reset it
         commands.append(make_command(key, b"STRLEN", key))
-        commands.append(make_command(key, b"GETRANGE", key, b"0", b"%d" % (HEADER_BYTES - 1)))
+        commands.append(make_command(key, b"GETRANGE", key, b"-%d" % HEADER_BYTES, b"-1"))
     replies = iter(node.run(commands, deadline) if commands else [])
     now = time.time()
     for name, idle, size, head in zip(names, replies, replies, replies, strict=True):
+        if isinstance(head, StoreError):
+            raise head
         if not isinstance(size, int) or not size or not isinstance(head, bytes):
             continue
         used_at = now - idle if isinstance(idle, int) else 0.0

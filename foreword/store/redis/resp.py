@@ -21,7 +21,7 @@ from foreword.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from foreword.store.base import time_left
+from foreword.store.base import RECORD_BYTES, time_left
 
 _RECEIVE_BYTES: Final = 1 << 14  # receive buffer for lines; at most this much of a value is copied once more
 _WINDOW: Final = (
@@ -29,7 +29,9 @@ _WINDOW: Final = (
 )  # bytes of answers asked for in advance; the server keeps them in memory that is fresh if it is more
 _SMALL_REPLY: Final = 64  # assumed bytes of a reply without a value
 _PARTS: Final = 512  # buffers per sendmsg, below IOV_MAX
-_LARGEST: Final = 1 << 29  # bytes of one value, the limit of Redis itself
+_LARGEST_BLOCK: Final = 1 << 29  # bytes of a value that is read into a buffer or skipped, the limit of Redis itself
+_LARGEST: Final = RECORD_BYTES + (1 << 20)  # bytes of any other value: a record in its envelope, a report of the server
+_GROWTH: Final = 1 << 16  # at least this much of a value is allocated at once, otherwise what was received already
 _MAX_ELEMENTS: Final = 1 << 20  # of one array
 _MAX_DEPTH: Final = 4
 _TIME = struct.Struct("@ll")
@@ -60,7 +62,8 @@ _ERRORS: Final[dict[str, type[StoreError]]] = {
 }
 
 Kind = TypeVar("Kind", int, bytes, list[Any])
-Reply: TypeAlias = "bytes | int | ErrorReply | list[Reply] | None"
+# A StoreError stands for a command whose reply did not come: its server failed, or the deadline passed.
+Reply: TypeAlias = "bytes | int | ErrorReply | StoreError | list[Reply] | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ class Command:
     Attributes:
         key: selects the node of a cluster.
         parts: buffers to send in sequence.
-        into: buffer for the value of the reply. The reply is then its length, 0 if there is none or it does not fit.
+        into: buffer for the value of the reply. The reply is then the value's length, None if there is no value. A value
+            that is longer than the buffer is skipped.
     """
 
     key: bytes
@@ -95,11 +99,16 @@ def make_command(key: bytes, *arguments: bytes) -> Command:
 
 def expect(reply: Reply, kind: type[Kind]) -> Kind:
     """Return the reply if it has this type. Raises StoreError if it is an error or has another type."""
-    if isinstance(reply, ErrorReply):
-        raise reply.error()
+    if (error := error_of(reply)) is not None:
+        raise error
     if not isinstance(reply, kind):
         raise StoreUnavailable(f"Redis did not reply with {kind.__name__}")
     return reply
+
+
+def error_of(reply: Reply) -> StoreError | None:
+    """The exception for a reply that is an error, or that did not come."""
+    return reply.error() if isinstance(reply, ErrorReply) else reply if isinstance(reply, StoreError) else None
 
 
 class RespConnection:
@@ -144,10 +153,13 @@ class RespConnection:
             return False
         return False
 
-    def exchange(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
-        """Send all commands and read all replies, in the same order. Raises StoreTimeout, StoreUnavailable."""
-        replies: list[Reply] = []
-        sent = outstanding = 0  # outstanding: estimated bytes of replies not read yet
+    def exchange(self, commands: Sequence[Command], replies: list[Reply], deadline: float) -> None:
+        """Send the commands behind the first `len(replies)` and append their replies, in the same order.
+
+        Raises StoreTimeout, StoreUnavailable. `replies` has then what was received until then.
+        """
+        sent = len(replies)
+        outstanding = 0  # estimated bytes of replies not read yet
         while len(replies) < len(commands):
             if sent < len(commands) and outstanding <= _WINDOW // 2:
                 parts: list[bytes | memoryview] = []
@@ -160,8 +172,8 @@ class RespConnection:
             replies.append(self._read(deadline) if command.into is None else self._read_into(command.into, deadline))
             outstanding -= command.reply_bytes
         if self._start != self._end:
+            replies.clear()  # they may belong to other commands
             raise StoreUnavailable("Redis sent more replies than there were commands")
-        return replies
 
     def _read(self, deadline: float, depth: int = 0) -> Reply:
         line = self._line(deadline)
@@ -176,9 +188,7 @@ class RespConnection:
             length = _number(line)
             if length == -1:
                 return None
-            value = bytearray(_checked(length, _LARGEST))
-            self._fill(memoryview(value), deadline)
-            return bytes(value)
+            return self._value(_checked(length, _LARGEST), deadline)
         if kind == b"*" and depth < _MAX_DEPTH:
             count = _number(line)
             return (
@@ -188,7 +198,17 @@ class RespConnection:
             )
         raise StoreUnavailable("the server does not speak the Redis protocol")
 
-    def _read_into(self, into: memoryview, deadline: float) -> int | ErrorReply:
+    def _value(self, length: int, deadline: float) -> bytes:
+        """Receive a value. Its memory grows with what was received, not with what was announced."""
+        value = bytearray()
+        while len(value) < length:
+            part = bytearray(min(length - len(value), max(len(value), _GROWTH)))
+            self._fill(memoryview(part), deadline)
+            value += part
+        self._end_value(deadline)
+        return bytes(value)
+
+    def _read_into(self, into: memoryview, deadline: float) -> int | ErrorReply | None:
         line = self._line(deadline)
         if line[:1] == b"-":
             return _error_reply(line)
@@ -196,22 +216,21 @@ class RespConnection:
             raise StoreUnavailable("Redis did not reply with a value")
         length = _number(line)
         if length == -1:
-            return 0
-        if _checked(length, _LARGEST) > len(into):
+            return None
+        if _checked(length, _LARGEST_BLOCK) > len(into):
             self._skip(length, deadline)
-            return 0
-        self._fill(into[:length], deadline)
+        else:
+            self._fill(into[:length], deadline)
+        self._end_value(deadline)
         return length
 
     def _fill(self, view: memoryview, deadline: float) -> None:
-        """Receive a value of known length and the line end after it."""
+        """Receive the next bytes of a value."""
         have = min(len(view), self._end - self._start)
         view[:have] = self._view[self._start : self._start + have]
         self._start += have
         while have < len(view):
             have += self._receive(view[have:], deadline, whole=True)
-        if self._line(deadline):
-            raise StoreUnavailable("a value from Redis is longer than announced")
 
     def _skip(self, length: int, deadline: float) -> None:
         """Receive and discard a value of known length."""
@@ -220,6 +239,9 @@ class RespConnection:
         self._start += have
         while have < length:
             have += self._receive(scratch[: length - have], deadline)
+
+    def _end_value(self, deadline: float) -> None:
+        """Receive the line end after a value."""
         if self._line(deadline):
             raise StoreUnavailable("a value from Redis is longer than announced")
 

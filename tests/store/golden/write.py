@@ -35,10 +35,12 @@ def write(name: str, data: bytes) -> None:
 
 def frame() -> bytes:
     """The frame that test_frame.py reads."""
-    layout, key, parent = bytes(range(16)), bytes(range(32, 64)), bytes(range(64, 96))
-    head = struct.pack("<4sHH", b"FWKV", 1, 1) + layout + key + parent + struct.pack("<IIQQ", 7, 0, 4096, 100)
+    layout, root = bytes(range(16)), bytes(range(16, 32))
+    key, parent = bytes(range(32, 64)), bytes(range(64, 96))
     payload = bytes(number * 7 % 256 for number in range(100))
-    return head + xxhash.xxh3_128(head + payload).digest() + payload
+    head = struct.pack("<4sHH", b"FWKV", 2, 1) + layout + root + key + parent
+    head += struct.pack("<IHHQQI", 7, 3, 0, 4096, 100, 0) + bytes(28)
+    return payload + head + xxhash.xxh3_128(payload + head).digest() + bytes(16)
 
 
 def payload(layout: Layout) -> bytes:
@@ -51,7 +53,7 @@ def payload(layout: Layout) -> bytes:
 
 
 def main() -> None:
-    write("frame.bin", frame())
+    write("frame2.bin", frame())
     digests = {}
     for dtype in DTYPES:
         layout = layout_of(dtype)

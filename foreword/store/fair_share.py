@@ -1,0 +1,60 @@
+"""Fair shares of tenants in a store with a budget: from which tenant a block is evicted.
+
+A tenant is the root in the names of its blocks. A tenant with at most its share, the budget divided by the number of
+tenants, is protected while others have more. Among the other tenants, and if there is only one, the least recently used
+block is evicted. A tenant that has not used the store for an hour is neither protected nor counted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from typing import Final, NamedTuple, TypeVar
+
+from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES
+from foreword.store.base import Name
+
+Tenant = TypeVar("Tenant")
+
+COMPARED: Final = 16  # with more tenants, as many are drawn at random for each eviction
+_IDLE_SECONDS: Final = 3600.0
+
+
+class Usage(NamedTuple):
+    """What a tenant has in a store: bytes or slots, and the time of its last use."""
+
+    amount: int
+    used_at: float
+
+    def plus(self, amount: int) -> Usage:
+        return Usage(self.amount + amount, self.used_at)
+
+
+def tenant_of(name: Name) -> bytes:
+    """The part of a block's name that identifies its tenant."""
+    return name[FINGERPRINT_BYTES:PREFIX_BYTES]
+
+
+def compared(tenants: Collection[Tenant]) -> list[Tenant]:
+    """The tenants to compare for one eviction."""
+    listed = list(tenants)
+    return listed if len(listed) <= COMPARED else random.sample(listed, COMPARED)
+
+
+def share(usage: Collection[Usage], budget: int, now: float) -> float:
+    """The share of each tenant that uses the store."""
+    active = sum(now - one.used_at < _IDLE_SECONDS for one in usage)
+    return budget / max(active, 1)
+
+
+def choose(oldest: Mapping[Tenant, int], usage: Mapping[Tenant, Usage], share_: float, now: float) -> Tenant:
+    """The tenant to evict from.
+
+    Args:
+        oldest: for each tenant that has a block to evict, the last use of the least recently used one.
+        usage: of these tenants, with what is about to be written.
+    """
+    over = [
+        one for one in oldest if usage[one].amount > share_ or now - usage[one].used_at >= _IDLE_SECONDS
+    ]  # fmt: skip
+    return min(over, key=oldest.__getitem__) if over else max(oldest, key=lambda one: usage[one].amount)

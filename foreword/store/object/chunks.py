@@ -1,0 +1,174 @@
+"""Chunks: the objects of an object store, with several consecutive blocks of one chain each.
+
+A chunk is found through its *head*, the key of the first block of a section of its chain. A block begins a section if it
+is the first of its chain, or if the key of the block before it ends with a byte below 2: on average every 128th block. So
+writers and readers agree on sections without a count of blocks. One listing of a head returns the chunks of its section.
+
+Path, below the store's prefix: `<layout>/<root>/<head>/<first 8 bytes of the first key>/<tags>`, in hex. The tags are
+Base64 of the first 8 bytes of the last key and of 5 bytes of every key, so that a listing tells which blocks a chunk has.
+
+Content, integers little-endian: for each block key (32 bytes), parent key (32), depth (4) and length of the frame (8);
+then for each block a slot: length of the frame (8), frame, zeros. All slots have the same length.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from foreword.blocks.keys import KEY_BYTES
+from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, key_of
+from foreword.store.base import Name
+from foreword.store.frame import Frame
+
+MAX_BLOCKS: Final = 32  # so that a path fits into a file name
+MAX_BYTES: Final = 256 << 20
+_SECTION_END: Final = 2  # of 256: a section has 128 blocks on average
+_LAST_BYTES: Final = 8
+_TAG_BYTES: Final = 5
+_FIRST_DIGITS: Final = 16
+_ENTRY = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sIQ")
+_LENGTH = struct.Struct("<Q")
+_PATH = re.compile(r"([0-9a-f]{32}/[0-9a-f]{32})/([0-9a-f]{64})/([0-9a-f]{16})/([A-Za-z0-9_-]{8,255}={0,2})")
+
+
+def prefix_of(name: Name) -> bytes:
+    """The bytes of a name before the key."""
+    return name[:PREFIX_BYTES]
+
+
+def tag_of(name: Name) -> bytes:
+    return key_of(name)[:_TAG_BYTES]
+
+
+def ends_section(key: bytes) -> bool:
+    """Whether the block behind the one with this key begins a section."""
+    return key[-1] < _SECTION_END
+
+
+def section_path(prefix: bytes, head: bytes, first: bytes = b"") -> str:
+    """The path below which the chunks of a section lie; with `first`, only those that begin with this key."""
+    layout, root = prefix[:FINGERPRINT_BYTES].hex(), prefix[FINGERPRINT_BYTES:].hex()
+    parts = [layout, root, head.hex(), first.hex()[:_FIRST_DIGITS]]
+    return "/".join(part for part in parts if part)
+
+
+def chunk_path(prefix: bytes, head: bytes, keys: Sequence[bytes]) -> str:
+    tags = base64.urlsafe_b64encode(keys[-1][:_LAST_BYTES] + b"".join(key[:_TAG_BYTES] for key in keys)).decode()
+    return f"{section_path(prefix, head, keys[0])}/{tags}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk as a listing shows it.
+
+    Attributes:
+        path: below the store's prefix.
+        prefix: the bytes before the key in the names of its blocks.
+        tags: of its blocks, in order.
+        size: bytes of the object.
+    """
+
+    path: str
+    prefix: bytes
+    head: bytes
+    tags: tuple[bytes, ...]
+    size: int
+
+    @property
+    def index_bytes(self) -> int:
+        return _ENTRY.size * len(self.tags)
+
+    @property
+    def slot(self) -> int:
+        """Bytes per slot; 0 if the object's size is wrong."""
+        slot, rest = divmod(self.size - self.index_bytes, len(self.tags))
+        return 0 if rest or slot <= _LENGTH.size else slot
+
+    def fits(self, frame: Frame) -> bool:
+        """Whether a slot can be the one of this frame."""
+        room = self.slot - _LENGTH.size
+        return room == len(frame.data) or (room > len(frame.data) and len(self.tags) > 1)
+
+    def range_of(self, first: int, count: int) -> tuple[int, int]:
+        """Offset and length of consecutive slots."""
+        return self.index_bytes + first * self.slot, count * self.slot
+
+
+def read_path(path: str, size: int) -> Chunk | None:
+    """The chunk with this path, None if it is not the path of one."""
+    match = _PATH.fullmatch(path)
+    if match is None:
+        return None
+    try:
+        data = base64.b64decode(match[4], altchars=b"-_", validate=True)[_LAST_BYTES:]
+    except ValueError:
+        return None
+    tags = tuple(data[at : at + _TAG_BYTES] for at in range(0, len(data), _TAG_BYTES))
+    if not tags or len(tags[-1]) != _TAG_BYTES or len(tags) > MAX_BLOCKS:
+        return None
+    return Chunk(path, bytes.fromhex(match[1].replace("/", "")), bytes.fromhex(match[2]), tags, size)
+
+
+def read_slot(data: memoryview) -> memoryview | None:
+    """The frame in a slot, None if its length is wrong."""
+    [length] = _LENGTH.unpack_from(data)
+    return data[_LENGTH.size : _LENGTH.size + length] if 0 < length <= len(data) - _LENGTH.size else None
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """What the index of a chunk says about one block."""
+
+    key: bytes
+    parent: bytes
+    depth: int
+    length: int
+
+
+def read_index(chunk: Chunk, data: bytes) -> Iterator[tuple[int, IndexEntry]]:
+    """The entries of an index that agree with the chunk's tags, with their places."""
+    for place, tag in enumerate(chunk.tags[: len(data) // _ENTRY.size]):
+        entry = IndexEntry(*_ENTRY.unpack_from(data, place * _ENTRY.size))
+        if entry.key[:_TAG_BYTES] == tag:
+            yield place, entry
+
+
+def pack(blocks: Sequence[tuple[IndexEntry, memoryview]]) -> bytes:
+    """The content of a chunk."""
+    slot = _LENGTH.size + max(entry.length for entry, _ in blocks)
+    data = bytearray(len(blocks) * (_ENTRY.size + slot))
+    at = len(blocks) * _ENTRY.size
+    for place, (entry, frame) in enumerate(blocks):
+        _ENTRY.pack_into(data, place * _ENTRY.size, entry.key, entry.parent, entry.depth, entry.length)
+        _LENGTH.pack_into(data, at, entry.length)
+        data[at + _LENGTH.size : at + _LENGTH.size + entry.length] = frame
+        at += slot
+    return bytes(data)
+
+
+def entry_of(frame: Frame) -> IndexEntry:
+    header = frame.header
+    return IndexEntry(header.key, header.parent, header.depth, len(frame.data))
+
+
+def divide(
+    frames: Sequence[Frame], head_of: Callable[[Frame], bytes], most: int
+) -> Iterator[tuple[bytes, bytes, list[Frame]]]:
+    """Divide frames among chunks of at most `most` blocks: prefix, head and frames of each."""
+    chunk: list[Frame] = []
+    place: tuple[bytes, bytes] = (b"", b"")
+    for frame in frames:
+        here = (prefix_of(frame.name), head_of(frame))
+        follows = chunk and here == place and frame.header.parent == chunk[-1].header.key and len(chunk) < most
+        if chunk and not (follows and (len(chunk) + 1) * len(frame.data) <= MAX_BYTES):
+            yield *place, chunk
+            chunk = []
+        place = here
+        chunk.append(frame)
+    if chunk:
+        yield *place, chunk

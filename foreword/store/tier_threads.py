@@ -1,0 +1,197 @@
+"""Threads of one tier of a tiered store: a call that does not return delays no other tier.
+
+A caller waits for its call until shortly after the deadline and then abandons it. The thread of an abandoned call is not
+used again until the call returns. The number of threads and of waiting calls is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+from foreword.errors import StoreHung, StoreUnavailable
+
+Result = TypeVar("Result")
+
+GRACE: Final = 0.02  # seconds after the deadline in which a store may return what it has
+_THREADS: Final = 16
+_WAITING: Final = 64
+_IDLE: Final = 30.0  # seconds after which a thread without calls ends
+_HUNG: Final = 0.25  # seconds after which an abandoned call is not late but hung
+
+
+class TierCall(Generic[Result]):
+    """A call that runs on a thread of a tier.
+
+    Attributes:
+        started: a thread has begun the call, so it may use its buffers until it has `returned`.
+        abandoned_at: when its caller stopped waiting; 0.0 before.
+    """
+
+    __slots__ = ("_after", "_done", "_error", "_lock", "_result", "_work", "abandoned_at", "returned", "started")
+
+    def __init__(self, work: Callable[[], Result], lock: threading.Lock) -> None:
+        self._work: Callable[[], Result] | None = work
+        self._lock = lock
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._after: list[Callable[[], None]] = []
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+        self.started = self.returned = False
+        self.abandoned_at = 0.0
+
+    def wait(self, deadline: float) -> bool:
+        """Wait until the call has returned. False if that is not so shortly after the deadline; the call continues."""
+        left = min(max(deadline + GRACE - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+        return self._done.acquire(timeout=left)
+
+    def result(self, deadline: float) -> Result:
+        """Wait for the result. Raises what the call raised, or StoreHung shortly after the deadline."""
+        if not self.wait(deadline) and self._abandon():
+            raise StoreHung("a call has not returned by its deadline")
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def when_returned(self, then: Callable[[], None]) -> None:
+        """Call `then` when the call has returned, or never started; at once if that is so already."""
+        with self._lock:
+            if self.started and not self.returned:
+                self._after.append(then)
+                return
+        then()
+
+    def _abandon(self) -> bool:
+        with self._lock:
+            if not self.returned:
+                self.abandoned_at = time.monotonic()
+            return not self.returned
+
+    def run(self) -> None:
+        """Run the call on this thread, unless its caller has abandoned it."""
+        with self._lock:
+            if self.abandoned_at or self._work is None:
+                return
+            self.started = True
+        try:
+            self._result = self._work()
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
+            self._error = error
+        self._work = None
+        with self._lock:
+            self.returned = True
+            after, self._after = self._after, []
+        self._done.release()
+        for then in after:
+            then()
+
+
+class TierThreads:
+    """Up to 16 daemon threads that make the calls of one tier. Threads start when they are needed and end when idle."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._after_fork()
+        _all.add(self)
+
+    def _after_fork(self) -> None:
+        """Start without threads: those of the parent do not exist in a forked child."""
+        self._calls: queue.SimpleQueue[TierCall[object] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._running: set[TierCall[object]] = set()
+        self._forgiven: set[TierCall[object]] = set()
+        self._queued = 0
+        self._threads = 0
+
+    @property
+    def hung(self) -> bool:
+        """Whether a call was abandoned some time ago, has not returned, and was not forgiven."""
+        if not self._running:
+            return False
+        since = time.monotonic() - _HUNG
+        with self._lock:
+            return any(0.0 < call.abandoned_at < since for call in self._running - self._forgiven)
+
+    def forgive(self) -> None:
+        """The store works, although calls of it have not returned. They keep their threads."""
+        with self._lock:
+            self._forgiven = {call for call in self._running if call.abandoned_at}
+
+    def start(self, work: Callable[[], Result]) -> TierCall[Result]:
+        """Make a call on a thread of the tier. Raises StoreUnavailable if too many calls have not returned."""
+        call = TierCall(work, self._lock)
+        with self._lock:
+            if self._queued >= _WAITING or (len(self._running) >= _THREADS and self._all_stuck()):
+                raise StoreUnavailable(f"{len(self._running)} calls of this tier have not returned")
+            self._queued += 1
+            spawn = self._queued + len(self._running) > self._threads and self._threads < _THREADS
+            self._threads += spawn
+        self._calls.put(call)  # type: ignore[arg-type]
+        if spawn:
+            threading.Thread(target=_serve, args=(weakref.ref(self), self._calls), name=self._name, daemon=True).start()
+        return call
+
+    def call(self, work: Callable[[], Result], deadline: float) -> Result:
+        """Make a call and wait for its result. Raises what the call raises, StoreHung or StoreUnavailable."""
+        return self.start(work).result(deadline)
+
+    def stop(self) -> None:
+        """End the threads that are idle now. Later calls start new ones."""
+        with self._lock:
+            idle = self._threads - len(self._running) - self._queued
+        for _ in range(idle):
+            self._calls.put(None)
+
+    def _all_stuck(self) -> bool:
+        return all(call.abandoned_at for call in self._running)
+
+    def _run(self, call: TierCall[object]) -> None:
+        with self._lock:
+            self._queued -= 1
+            self._running.add(call)
+        try:
+            call.run()
+        finally:
+            with self._lock:
+                self._running.discard(call)
+                self._forgiven.discard(call)
+
+    def _ended(self) -> bool:
+        """A thread was idle: whether it may end. A call that was just queued keeps it."""
+        with self._lock:
+            if self._queued:
+                return False
+            self._threads -= 1
+            return True
+
+
+def _serve(owner: weakref.ref[TierThreads], calls: queue.SimpleQueue[TierCall[object] | None]) -> None:
+    """The loop of one thread. It keeps no reference to the tier while it waits."""
+    while True:
+        call: TierCall[object] | None = None
+        with contextlib.suppress(queue.Empty):
+            call = calls.get(timeout=_IDLE)
+        threads = owner()
+        if threads is None or (call is None and threads._ended()):
+            return
+        if call is not None:
+            threads._run(call)
+        del threads, call
+
+
+_all: weakref.WeakSet[TierThreads] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for threads in list(_all):
+        threads._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

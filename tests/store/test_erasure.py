@@ -1,0 +1,212 @@
+"""Erasure of tenants, models and prefixes: complete with gaps and without an index, and true about what it could not do."""
+
+import json
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from foreword.blocks.keys import Scope, chain_keys, tenant_digest
+from foreword.blocks.layout import LayerLayout, Layout
+from foreword.conformance import FlakyStore, present, soon
+from foreword.errors import NotFound
+from foreword.prefixes.book import NamedPrefix
+from foreword.prefixes.erasure import forget_model, forget_prefix, forget_tenant, sign
+from foreword.prefixes.records import PrefixRecords
+from foreword.store.disk.disk_store import DiskStore
+from foreword.store.frame import Frame, Header, frame
+from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.tiered import TieredStore
+
+MODEL = b"m" * 32
+LAYOUT = Layout(MODEL, 16, (LayerLayout(1, 8, 8),), "bfloat16")
+RECORD = f"layouts/{LAYOUT.fingerprint.hex()}"
+
+
+def chain(salt: bytes, seed: int, count: int = 10, shared: int = 0) -> list[Frame]:
+    """A chain of small blocks of a tenant; the first `shared` blocks are those of seed 0."""
+    root = Scope(MODEL, 16, salt).root()
+    tokens = [number // 16 if number < 16 * shared else seed * 1000 + number for number in range(16 * count)]
+    keys = chain_keys(root, tokens, 16)
+    return [
+        frame(Header(LAYOUT.fingerprint, root[:16], key, before, depth, 0, 8, 8), bytes(8))
+        for depth, (key, before) in enumerate(zip(keys, (root, *keys), strict=False))
+    ]
+
+
+def filled(folder: Path) -> tuple[TieredStore, list[Frame], list[Frame]]:
+    """A folder behind memory, with two chains of ann, one of bob, and the record of the layout."""
+    store = TieredStore([MemoryStore(1 << 20), DiskStore(folder, 1 << 20)], [1])
+    mine, theirs = [*chain(b"ann", 1), *chain(b"ann", 2)], chain(b"bob", 3)
+    store.put(mine, deadline=soon())
+    store.put(theirs, deadline=soon())
+    store.put_record(RECORD, json.dumps({"model": "x", "layout": LAYOUT.describe()}).encode(), deadline=soon())
+    return store, mine, theirs
+
+
+def gap(store: TieredStore, mine: Sequence[Frame], *numbers: int) -> None:
+    store.delete([mine[number].name for number in numbers], deadline=soon())
+
+
+DAMAGE: dict[str, Callable[[TieredStore, Sequence[Frame]], object]] = {
+    "whole": lambda store, mine: None,
+    "no first block": lambda store, mine: gap(store, mine, 0),
+    "gaps": lambda store, mine: gap(store, mine, 3, 5, 6, 10),
+    "no records": lambda store, mine: store.delete_record(RECORD, deadline=soon()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_tenant_is_erased_completely(
+    tmp_path: Path, damage: Callable[[TieredStore, Sequence[Frame]], object]
+) -> None:
+    """Nothing of a tenant is left in any tier, with gaps in its chains and without records; other tenants keep everything."""
+    store, mine, theirs = filled(tmp_path)
+    damage(store, mine)
+    there = sum(present(store, mine))
+    receipt = forget_tenant(store, b"ann")
+    assert (receipt.left, receipt.unreachable, receipt.complete) == (0, {}, True)
+    assert receipt.removed == {"memory": there, "disk": there}
+    assert not any(any(present(tier.store, mine)) for tier in store.tiers)
+    assert all(all(present(tier.store, theirs)) for tier in store.tiers)
+    again = forget_tenant(store, b"ann")
+    assert (again.blocks, again.complete) == (0, True)
+    store.close()
+
+
+def test_an_erasure_needs_no_index(tmp_path: Path) -> None:
+    """Blocks whose rows the index of a folder has lost are erased."""
+    store, mine, theirs = filled(tmp_path / "one")
+    empty = DiskStore(tmp_path / "two", 1 << 20)
+    empty.close()
+    shutil.copytree(tmp_path / "one" / LAYOUT.fingerprint.hex(), tmp_path / "two" / LAYOUT.fingerprint.hex())
+    store.close()
+    lost = TieredStore([DiskStore(tmp_path / "two", 1 << 20)])
+    assert sum(present(lost, mine)) == 0, "the index does not know them"
+    assert forget_tenant(lost, b"ann").removed == {"disk": len(mine)}
+    files = [path for path in (tmp_path / "two").rglob("*") if path.is_file() and len(path.name) == 64]
+    assert sorted(path.name for path in files) == sorted(one.header.key.hex() for one in theirs)
+    lost.close()
+
+
+def test_a_tier_that_fails_is_in_the_receipt(tmp_path: Path) -> None:
+    """A tier that fails is named in the receipt, which is then not complete; the other tiers are erased; a repetition after
+    the failure completes the erasure."""
+    disk, memory = FlakyStore(DiskStore(tmp_path, 1 << 20)), MemoryStore(1 << 20)
+    store, mine = TieredStore([memory, disk], [1]), chain(b"ann", 1)
+    store.put(mine, deadline=soon())
+    disk.inject("fail")
+    receipt = forget_tenant(store, b"ann")
+    assert not receipt.complete and "disk" in receipt.unreachable
+    assert not any(present(memory, mine))
+    disk.inject("fail", 0.0)
+    assert forget_tenant(store, b"ann").removed == {"memory": 0, "disk": 10}
+    store.close()
+
+
+def test_a_model_without_a_description_is_unknown(tmp_path: Path) -> None:
+    """Erasing a model counts the blocks whose model the store does not know: the receipt is not complete."""
+    store, mine, theirs = filled(tmp_path)
+    other = Layout(b"n" * 32, 16, LAYOUT.layers, "bfloat16")
+    root = Scope(b"n" * 32, 16).root()
+    unknown = frame(Header(other.fingerprint, root[:16], bytes(32), root, 0, 0, 8, 8), bytes(8))
+    store.put([unknown], deadline=soon())
+    receipt = forget_model(store, "x")
+    assert receipt.removed["disk"] == len([*mine, *theirs]) and receipt.unknown_blocks == 2 and not receipt.complete
+    assert present(store, [unknown]) == [True]
+    with pytest.raises(NotFound):
+        forget_model(store, "y")
+    store.close()
+
+
+def named(store: TieredStore, last: Frame, salt: bytes) -> None:
+    prefix = NamedPrefix("p", 1, "text", "some text", (), time.time())
+    PrefixRecords(store, MODEL.hex(), "x", 16).put(prefix, last.header.key, salt)
+
+
+def test_a_prefix_is_erased_with_what_continues_it(tmp_path: Path) -> None:
+    """A whole chain: the prefix, what continues it and what may continue it behind a gap are erased; what other chains share
+    or have, stays."""
+    store = TieredStore([DiskStore(tmp_path, 1 << 20)])
+    mine, other, bobs = chain(b"ann", 1, 12, shared=2), chain(b"ann", 2, 5, shared=2), chain(b"bob", 1, 6)
+    for frames in (mine, other, bobs):
+        store.put(frames, deadline=soon())
+    named(store, mine[5], b"ann")
+    store.delete([mine[8].name], deadline=soon())
+    receipt = forget_prefix(store, "p")
+    assert receipt.complete and not receipt.widened and len(receipt.records) == 1
+    assert not any(present(store, mine[2:]))
+    assert all(present(store, other)) and all(present(store, bobs))
+    store.close()
+
+
+@pytest.mark.parametrize("lost", [0, 3, 5])
+def test_a_prefix_whose_chain_has_a_gap(tmp_path: Path, lost: int) -> None:
+    """If it cannot be told which blocks belong to the prefix, all of its tenant are erased, and the receipt says so."""
+    store, mine, theirs = filled(tmp_path)
+    named(store, mine[5], b"ann")
+    store.delete([mine[lost].name], deadline=soon())
+    receipt = forget_prefix(store, "p", b"ann")
+    assert receipt.complete and receipt.widened
+    assert not any(present(store, mine)) and all(present(store, theirs))
+    store.close()
+
+
+def test_a_receipt_is_signed(tmp_path: Path) -> None:
+    """A receipt has the signature of the secret, and no other content or secret has the same."""
+    store, _, _ = filled(tmp_path)
+    plain = forget_tenant(store, b"ann").plain("a long random text")
+    store.close()
+    assert plain["signature"] == sign(plain, "a long random text")
+    assert plain["signature"] != sign({**plain, "left": 1}, "a long random text")
+    assert plain["signature"] != sign(plain, "another")
+    assert plain["what"] == f"tenant {tenant_digest(b'ann')}" and json.loads(json.dumps(plain)) == plain
+
+
+def test_a_damaged_record_costs_only_its_prefix(tmp_path: Path) -> None:
+    """A record that is damaged, of another name, or has absurd numbers is skipped; the others of the tenant are found."""
+    store, mine, _ = filled(tmp_path)
+    named(store, mine[5], b"ann")
+    records = PrefixRecords(store, MODEL.hex(), "x", 16)
+    [key] = store.records("prefixes/", deadline=soon())
+    intact = store.get_record(key, deadline=soon()) or b""
+    good = json.loads(intact)
+    other = key.removesuffix("/p") + "/other"
+    assert [one.name for one in records.all(b"ann") or ()] == ["p"]
+    changes: list[dict[str, object]] = [
+        {"name": 7}, {"version": 10**30}, {"version": True}, {"version": 0}, {"created": "x"}, {"created": 1e300},
+        {"last_key": "zz"}, {"num_tokens": -1}, {"content": None}, {"kind": "messages"}, {"model": 3},
+    ]  # fmt: skip
+    good = {field: value for field, value in good.items() if field != "checksum"} | {"format": 1}  # of version 0.1
+    bad = [json.dumps(good | {"name": "other"} | change).encode() for change in changes]
+    for data in (json.dumps(good).encode(), b"[" * 100_000, b"", b"[]", b"\xff", *bad):
+        store.put_record(other, data, deadline=soon())
+        assert [one.name for one in records.all(b"ann") or ()] == ["p"], data[:300]
+    store.put_record(other, json.dumps(good | {"name": "other"}).encode(), deadline=soon())
+    assert sorted(one.name for one in records.all(b"ann") or ()) == ["other", "p"]
+    before = records.get("p", b"ann")
+    for bit in range(8 * len(intact)):
+        flipped = bytearray(intact)
+        flipped[bit // 8] ^= 1 << bit % 8
+        store.put_record(key, bytes(flipped), deadline=soon())
+        assert records.get("p", b"ann") in (None, before), flipped
+    store.close()
+
+
+def test_blocks_of_format_1_are_dropped(tmp_path: Path) -> None:
+    """A folder of format 1 is opened as an empty one: its files are removed and its records stay."""
+    old = tmp_path / LAYOUT.fingerprint.hex() / "ab" / ("ab" * 32)
+    old.parent.mkdir(parents=True)
+    old.write_bytes((Path(__file__).parent / "golden" / "frame.bin").read_bytes())
+    with sqlite3.connect(tmp_path / "index.sqlite") as index:
+        index.executescript("CREATE TABLE blocks (id INTEGER); PRAGMA user_version = 1;")
+    index.close()
+    store = DiskStore(tmp_path, 1 << 20)
+    deadline = time.monotonic() + 60
+    while old.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not old.exists() and store.put(chain(b"ann", 1), deadline=soon()) == 10
+    store.close()

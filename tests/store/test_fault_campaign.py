@@ -1,0 +1,40 @@
+"""A short fault campaign over every tier, and tests of the campaign itself."""
+
+from __future__ import annotations
+
+import pytest
+from fault_campaign import Campaign, MemoryPlace, PeerPlace, StallWatch, run
+
+from foreword.conformance import make_frames
+from foreword.store.frame import frame
+
+
+@pytest.mark.slow
+def test_a_short_campaign() -> None:
+    """2,000 faults in all tiers: no wrong byte, no crash, every block heals, and sound blocks beside bad ones are served."""
+    rows = run(2000, seed=20)
+    assert {row.label for row in rows} == {"memory", "disk files", "disk index", "Redis", "Redis cluster", "S3", "peer"}
+    for row in rows:
+        assert row.faults >= 10 and (row.wrong, row.crash, row.not_healed) == (0, 0, 0), row
+        assert row.sound_served >= 0.99 * row.sound, row
+
+
+def test_the_campaign_notices_wrong_bytes() -> None:
+    """A tier that serves other bytes under a name, with a valid checksum, is reported."""
+    chain = make_frames(1, 6, 500)
+    other = [frame(one.header, bytes(500)) for one in chain]
+    place = PeerPlace(other)
+    row = Campaign(place, [chain], 1, StallWatch()).run(10)
+    assert row.wrong > 10
+
+
+def test_the_campaign_notices_blocks_that_do_not_heal() -> None:
+    """A tier whose bad blocks are not deleted is reported."""
+
+    class Kept(MemoryPlace):
+        special = ("bad",)
+        outages = ()
+
+    campaign = Campaign(Kept(), [make_frames(1, 6, 500)], 1, StallWatch())
+    campaign.store.tiers[0].writable = False
+    assert campaign.run(10).not_healed > 0
