@@ -33,8 +33,8 @@ _RETRY_AFTER: Final = {503: 5.0}
 class BodyTooLarge(BadRequest, status=413, code="request_too_large"):
     """A body is larger than any prompt could need."""
 
-    def __init__(self) -> None:
-        super().__init__(f"The body has more than {MAX_BODY_BYTES >> 20} MiB")
+    def __init__(self, limit: int = MAX_BODY_BYTES) -> None:
+        super().__init__(f"The body has more than {limit / (1 << 20):g} MiB")
 
 
 class UnsupportedMediaType(BadRequest, status=415, code="unsupported_media_type"):
@@ -62,7 +62,8 @@ def error_response(error: ForewordError, retry_after: float | None = None) -> Er
     """
     headers = {}
     if error.retry:
-        headers["retry-after"] = str(math.ceil(retry_after or _RETRY_AFTER.get(error.status, 1.0)))
+        seconds = retry_after or error.retry_after or _RETRY_AFTER.get(error.status, 1.0)
+        headers["retry-after"] = str(max(math.ceil(seconds), 1))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return _response(error.status, error_body(error), headers)

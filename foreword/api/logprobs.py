@@ -1,4 +1,4 @@
-"""Log-probabilities in the formats of OpenAI's completions and chat."""
+"""Log-probabilities in the formats of OpenAI's completions and chat, and of vLLM's `prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from foreword.api.output import TokenEntry
 from foreword.engine.request import TokenLogprob
 
 if TYPE_CHECKING:
@@ -23,19 +24,40 @@ def name_of(tokenizer: Tokenizer, token: int) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token))
 
 
-def for_chat(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+def entries(tokenizer: Tokenizer, found: Sequence[TokenLogprob]) -> tuple[TokenEntry, ...]:
+    """What the engine reports of tokens, with their texts."""
+    return tuple(_entry(tokenizer, one) for one in found)
+
+
+def prompt_entries(tokenizer: Tokenizer, first: int, found: Sequence[TokenLogprob | None]) -> tuple[TokenEntry, ...]:
+    """The same of a prompt, whose `first` token has no log-probability."""
+    text, _, raw = _named(tokenizer, first, 0.0)
+    known = [one for one in found if one is not None]
+    return (TokenEntry(text, None, raw, not tokenizer.decode([first])), *entries(tokenizer, known))
+
+
+def _entry(tokenizer: Tokenizer, one: TokenLogprob) -> TokenEntry:
+    top = tuple(_named(tokenizer, token, logprob) for token, logprob in one.top)
+    text, logprob, raw = _named(tokenizer, one.token, one.logprob)
+    return TokenEntry(text, logprob, raw, not tokenizer.decode([one.token]), top)
+
+
+def _named(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, bytes]:
+    return name_of(tokenizer, token), max(logprob, _IMPOSSIBLE), tokenizer.token_bytes(token)
+
+
+def for_chat(found: Sequence[TokenEntry]) -> dict[str, Any]:
     """The `logprobs` of a chat choice."""
-    return {"content": [_chat_entry(tokenizer, entry) for entry in entries], "refusal": None}
+    return {"content": [_chat_entry(entry) for entry in found], "refusal": None}
 
 
-def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
-    top = [_chat_token(tokenizer, token, logprob) for token, logprob in entry.top]
-    return {**_chat_token(tokenizer, entry.token, entry.logprob), "top_logprobs": top}
+def _chat_entry(entry: TokenEntry) -> dict[str, Any]:
+    top = [_chat_token(*one) for one in entry.top]
+    return {**_chat_token(entry.text, entry.logprob, entry.raw), "top_logprobs": top}
 
 
-def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    raw = tokenizer.token_bytes(token)
-    return {"token": name_of(tokenizer, token), "logprob": max(logprob, _IMPOSSIBLE), "bytes": list(raw)}
+def _chat_token(text: str, logprob: float | None, raw: bytes) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
 
 class Offsets:
@@ -46,28 +68,47 @@ class Offsets:
         # The bytes of one character may belong to several tokens. It counts for the token with its last byte.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def next(self, tokenizer: Tokenizer, token: int) -> int:
+    def next(self, entry: TokenEntry) -> int:
         """The offset of the next token. Special tokens have an offset but no text."""
         offset = self._position
-        if tokenizer.decode([token]):
-            self._position += len(self._decoder.decode(tokenizer.token_bytes(token)))
+        if not entry.hidden:
+            self._position += len(self._decoder.decode(entry.raw))
         return offset
 
 
-def for_completion(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], offsets: Offsets) -> dict[str, Any]:
+def for_completion(found: Sequence[TokenEntry], offsets: Offsets) -> dict[str, Any]:
     """The `logprobs` of a completion's choice. The chosen token is always in `top_logprobs`, as at OpenAI."""
     return {
-        "tokens": [name_of(tokenizer, entry.token) for entry in entries],
-        "token_logprobs": [max(entry.logprob, _IMPOSSIBLE) for entry in entries],
-        "top_logprobs": [_likeliest(tokenizer, entry) for entry in entries],
-        "text_offset": [offsets.next(tokenizer, entry.token) for entry in entries],
+        "tokens": [entry.text for entry in found],
+        "token_logprobs": [entry.logprob for entry in found],
+        "top_logprobs": [_likeliest(entry) for entry in found],
+        "text_offset": [offsets.next(entry) for entry in found],
     }
 
 
-def _likeliest(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, float]:
-    pairs = [*entry.top, (entry.token, entry.logprob)]
+def _likeliest(entry: TokenEntry) -> dict[str, float] | None:
+    if entry.logprob is None:
+        return None
     named: dict[str, float] = {}
-    for token, logprob in pairs:
+    for text, logprob, _ in (*entry.top, (entry.text, entry.logprob, b"")):
         # Of two tokens with the same text, the likelier one comes first and is kept.
-        named.setdefault(name_of(tokenizer, token), max(logprob, _IMPOSSIBLE))
+        named.setdefault(text, logprob)
     return named
+
+
+def for_prompt(tokenizer: Tokenizer, found: Sequence[TokenLogprob | None]) -> tuple[dict[str, Any] | None, ...]:
+    """vLLM's `prompt_logprobs`: by token id, for each token of the prompt. The first one has None."""
+    return tuple(None if one is None else _by_id(tokenizer, one) for one in found)
+
+
+def _by_id(tokenizer: Tokenizer, one: TokenLogprob) -> dict[str, Any]:
+    ranks: dict[int, int | None] = {token: rank for rank, (token, _) in enumerate(one.top, 1)}
+    values = {**dict(one.top), one.token: one.logprob}
+    return {
+        str(token): {
+            "logprob": max(logprob, _IMPOSSIBLE),
+            "rank": ranks.get(token),
+            "decoded_token": name_of(tokenizer, token),
+        }
+        for token, logprob in values.items()
+    }

@@ -10,7 +10,7 @@ from foreword.errors import ReplicaFailed
 # The data of the last event of an OpenAI stream.
 DONE: Final = b"[DONE]"
 # One event carries all token ids of a prompt.
-_MAX_EVENT_BYTES: Final = 64 << 20
+_MAX_EVENT_BYTES: Final = 16 << 20
 
 
 class ServerSentEvent(NamedTuple):
@@ -29,23 +29,39 @@ def encode(data: Any, name: str = "") -> bytes:
 
 
 class EventParser:
-    """Splits a stream of bytes into events, wherever the chunks of the stream end."""
+    """Splits a stream of bytes into events, wherever the chunks of the stream end. Each byte is looked at once or twice."""
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_held_back", "_rest")
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
+        # A carriage return at the end of a piece: the next piece may begin with its line feed.
+        self._held_back = False
 
     def feed(self, piece: bytes) -> list[ServerSentEvent]:
         """The events that this piece completes. Raises ReplicaFailed for an event that is too long."""
-        data = self._rest + piece if self._rest else piece
-        if b"\r" in data:
-            data = data.replace(b"\r\n", b"\n")
-        complete = data.split(b"\n\n")
-        self._rest = complete.pop()
-        if len(self._rest) > _MAX_EVENT_BYTES:
-            raise ReplicaFailed("the replica sent an event without end")
+        if self._held_back or b"\r" in piece:
+            piece = self._with_line_feeds(piece)
+        rest = self._rest
+        if rest:
+            seen = len(rest)
+            rest += piece
+            if rest.find(b"\n\n", seen - 1) < 0:
+                if len(rest) > _MAX_EVENT_BYTES:
+                    raise ReplicaFailed("the replica sent an event without end")
+                return []
+            piece = bytes(rest)
+            rest.clear()
+        *complete, begun = piece.split(b"\n\n")
+        if begun:
+            rest += begun
         return [_parse(raw) for raw in complete if raw]
+
+    def _with_line_feeds(self, piece: bytes) -> bytes:
+        if self._held_back:
+            piece = b"\r" + piece
+        self._held_back = piece.endswith(b"\r")
+        return (piece[:-1] if self._held_back else piece).replace(b"\r\n", b"\n")
 
 
 def _parse(raw: bytes) -> ServerSentEvent:

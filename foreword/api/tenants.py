@@ -1,7 +1,8 @@
 """Authentication: API key -> tenant -> cache salt. The server and the router share it.
 
-The salt decides which cached blocks a request can hit, so it depends on the API key alone. A salt in a request body has no
-effect. Only a router with the `router_key` authenticates callers itself and names their salt in the header `x-foreword-salt`.
+The salt decides which cached blocks a request can hit. It depends on the API key; `cache_salt` in a request divides the
+tenant's cache further (`mix_salt`), and never reaches another tenant's. Only a router with the `router_key` authenticates
+callers itself and names their salt in the header `x-foreword-salt`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,16 @@ class Tenants:
         return len({tenant.name for _, tenant in self._keys})
 
     @property
+    def require_keys(self) -> bool:
+        return bool(self._keys) or self._router_key is not None
+
+    def named(self, name: str) -> Tenant | None:
+        """The tenant with this name."""
+        if not self._keys:
+            return self._only if name == self._only.name else None
+        return next((tenant for _, tenant in self._keys if tenant.name == name), None)
+
+    @property
     def first_key(self) -> str | None:
         """One of the keys."""
         return self._keys[0][0].decode() if self._keys else None
@@ -77,15 +88,17 @@ class Tenants:
 
         Every key is compared in constant time, so the time of an answer reveals nothing about a key.
         """
-        if not self._keys and self._router_key is None:
+        if not self.require_keys:
             return self._only
         scheme, _, given = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
-            raise Unauthorized("This server requires an API key; send the header Authorization: Bearer KEY")
+            raise Unauthorized(
+                "This server requires an API key; send the header Authorization: Bearer KEY, or x-api-key"
+            )
         candidate = given.strip().encode("latin-1", "replace")
+        found = [tenant for key, tenant in self._keys if hmac.compare_digest(key, candidate)]
         if self._router_key is not None and hmac.compare_digest(self._router_key, candidate):
             return _tenant_of_salt(salt)
-        found = [tenant for key, tenant in self._keys if hmac.compare_digest(key, candidate)]
         if not found:
             raise Unauthorized("The API key is not one that this server knows")
         return found[0]
@@ -111,6 +124,11 @@ def _tenant_of_salt(salt: str | None) -> Tenant:
 def derive_salt(secret: bytes, tenant: str) -> bytes:
     """HMAC-SHA256 of the tenant's name: equal on all servers with the same secret."""
     return hmac.digest(secret, tenant.encode(), hashlib.sha256)
+
+
+def mix_salt(salt: bytes, cache_salt: str) -> bytes:
+    """The salt of a request with its own `cache_salt`: it separates requests within a tenant and never joins tenants."""
+    return hmac.digest(salt, b"cache_salt\x00" + cache_salt.encode("utf-8", "surrogatepass"), hashlib.sha256)
 
 
 def _read(path: str | None) -> list[str]:

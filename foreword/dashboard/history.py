@@ -18,6 +18,8 @@ KEEP_SECONDS = 1800.0
 # Labels may be unbounded. A server with four tiers has about 120 series.
 MAX_SERIES = 1024
 
+# Histograms whose quantiles the page shows.
+_WITH_BUCKETS = ("vllm:inter_token_latency_seconds", "foreword:router_time_per_output_token_seconds")
 _SHOWN = ("vllm:", "foreword:")
 _SKIPPED = ("vllm:cache_config_info", "foreword:model_info", "foreword:http_responses")
 
@@ -98,8 +100,9 @@ def _shown(families: Iterable[Metric]) -> Iterator[tuple[str, Labels, float]]:
     for family in families:
         if not family.name.startswith(_SHOWN) or family.name.startswith(_SKIPPED):
             continue
+        hidden = "_created" if family.name in _WITH_BUCKETS else ("_bucket", "_created")
         for sample in family.samples:
-            if not sample.name.endswith(("_bucket", "_created")):
+            if not sample.name.endswith(hidden):
                 # A server has one model; a router may have several.
                 drop = "" if family.name.startswith("foreword:router_") else "model_name"
                 labels = tuple(sorted((key, text) for key, text in sample.labels.items() if key != drop))

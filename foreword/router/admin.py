@@ -8,6 +8,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from foreword.errors import BadRequest, ConfigError
+from foreword.router.body import check_media_type
 from foreword.router.client_request import decode_object
 from foreword.router.pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock, parse_spec
@@ -61,7 +62,9 @@ def add_routes(app: web.Application, router: Router) -> None:
 
     def add_route(method: str, path: str, handler: Handler) -> None:
         async def checked(request: web.Request) -> web.Response:
-            router.auth.check_admin(request.headers.get("authorization"), changes=method != "GET")
+            router.auth.check_admin(request, changes=method != "GET" or path == "decisions")
+            if method == "POST":
+                check_media_type(request)
             return await handler(request)
 
         app.router.add_route(method, f"/v1/router/{path}", checked)

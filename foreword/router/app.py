@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from aiohttp import web
 
 from foreword import __version__
-from foreword.api.errors import CLIENT_GONE, MAX_BODY_BYTES, ErrorResponse, error_response, http_error_response
+from foreword.api.dialects.registry import DIALECTS
+from foreword.api.errors import CLIENT_GONE, ErrorResponse, error_response, http_error_response
+from foreword.api.request import DialectName
 from foreword.api.request_log import log_request, request_id_from
 from foreword.errors import ForewordError, ShuttingDown
-from foreword.router import admin, completions, dashboard, passthrough
+from foreword.router import admin, cache_api, completions, dashboard, passthrough, prefixes_api
 from foreword.router.client_request import PATHS
 from foreword.router.replicas import clock
 from foreword.router.service import Router
@@ -21,21 +23,29 @@ from foreword.router.state_metrics import RouterStateCollector
 
 logger = logging.getLogger(__name__)
 
+# Those that replicas need not know.
+TRANSLATED: Final[tuple[DialectName, ...]] = ("responses", "messages")
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def create_app(router: Router) -> web.Application:
     """The application. `router` must have been started on the same loop."""
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_middleware(router)])
+    app = web.Application(middlewares=[_middleware(router)])
 
     for interface, path in PATHS.items():
         app.router.add_post(path, partial(completions.handle, router, interface))
+    for name in TRANSLATED:
+        app.router.add_post(DIALECTS[name].path, partial(completions.handle_translated, router, name))
+    app.router.add_post("/v1/messages/count_tokens", partial(completions.count_tokens, router))
     app.on_response_prepare.append(_set_server_header)
     router.metrics.add_collector(RouterStateCollector(router))
     _add_probes(app, router)
     admin.add_routes(app, router)
     dashboard.install(app, router)
     passthrough.add_routes(app, router)
+    cache_api.add_routes(app, router)
+    prefixes_api.add_routes(app, router)
     return app
 
 
@@ -48,6 +58,10 @@ def _middleware(router: Router) -> Any:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        with router.connections.serving(request):
+            return await handle(request, handler)
+
+    async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         request["id"] = request_id_from(request.headers.get("x-request-id"))
         began, status = clock(), CLIENT_GONE
         router.active += 1
@@ -76,7 +90,10 @@ def _reject(router: Router, request: web.Request, error: ForewordError) -> web.R
     router.metrics.rejected(request.get("tenant", "unknown"), error.code)
     if error.status >= 500 and not error.retry:
         logger.error("request %s: %s", request["id"], error.message)
-    return _to_aiohttp(error_response(error, router.retry_after()))
+    seconds = error.retry_after or router.retry_after()
+    if "dialect" in request:
+        return _to_aiohttp(request["dialect"].error_response(error, seconds, request["id"]))
+    return _to_aiohttp(error_response(error, seconds))
 
 
 def _to_aiohttp(response: ErrorResponse) -> web.Response:

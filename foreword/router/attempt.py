@@ -24,8 +24,9 @@ class Attempt:
 
     Attributes:
         queued: seconds spent in the router's queue.
+        sent_at: when it was placed.
         prefill: the replica that computes the prompt, if it is another one.
-        begun: the first token was observed.
+        begun: the first token was observed, at `first_token_at`.
         first_token_timer: set if the first token cannot be observed; fires when it is expected.
     """
 
@@ -35,8 +36,10 @@ class Attempt:
     query: PlacementQuery
     prompt: TokenizedPrompt
     queued: float
+    sent_at: float
     prefill: Upstream | None = None
     begun: bool = False
+    first_token_at: float | None = None
     first_token_timer: asyncio.TimerHandle | None = None
 
 
@@ -66,7 +69,7 @@ def error_field(data: bytes, name: str) -> Any:
     """A field of OpenAI's error JSON; None if there is none."""
     try:
         body = msgspec.json.decode(data)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     error = body.get("error") if isinstance(body, dict) else None
     return error.get(name) if isinstance(error, dict) else None

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from aiohttp import web
 from multidict import CIMultiDict
 
+from foreword.api.callers import credentials, is_local
 from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
 from foreword.config import Config
 from foreword.errors import ConfigError, Forbidden
@@ -28,12 +30,11 @@ HOP_BY_HOP: Final = frozenset(
         "upgrade",
     )
 )
-# Headers that the router sets.
-_ROUTER_HEADERS: Final = frozenset(
-    ("host", "content-length", "authorization", "x-request-id", "accept-encoding", "expect")
+# All that a replica sees of a client's headers. Any other might be one that the replica trusts.
+_SENT_TO_REPLICAS: Final = frozenset(("accept", "accept-language", "traceparent", "tracestate", "user-agent"))
+_NOT_RETURNED: Final = frozenset(
+    ("content-length", "date", "server", "x-request-id", "set-cookie", "location", "www-authenticate", "alt-svc")
 )
-_NOT_RETURNED: Final = frozenset(("content-length", "date", "server", "x-request-id"))
-_FOREWORD_PREFIX: Final = "x-foreword-"
 
 
 class RouterAuth:
@@ -44,7 +45,8 @@ class RouterAuth:
 
     def __init__(self, config: Config) -> None:
         self.tenants = Tenants.from_config(config.server)
-        self.weights = _weights(config.router.tenant_weights)
+        self.weights = _numbers(config.router.tenant_weights, "weight", "TENANT=WEIGHT")
+        self._priorities = _numbers(config.router.tenant_priorities, "priority", "TENANT=NUMBER")
         self._admin = config.server.admin_key
         self._replica_key = config.router.replica_key
         # Without a replica key, probes use the key of the first tenant.
@@ -60,45 +62,66 @@ class RouterAuth:
         """Whether replicas get the router's own key, so that only the salt in the request separates tenants."""
         return self._replica_key is not None
 
-    def tenant(self, authorization: str | None) -> Tenant:
-        """Raises Unauthorized."""
-        return self.tenants.authenticate(authorization)
+    def tenant(self, headers: Mapping[str, str]) -> Tenant:
+        """The tenant of a client with these headers. Raises Unauthorized."""
+        return self.tenants.authenticate(credentials(headers))
 
-    def check_admin(self, authorization: str | None, *, changes: bool) -> None:
-        """Raises Unauthorized or Forbidden if the client may not read the router's state, or change it."""
-        if self._admin is None:
-            if changes or self.has_tenants:
-                purpose = "change replicas" if changes else "read the router's state"
-                raise Forbidden(f"Start the router with --admin-key to {purpose}")
-            return
-        Tenants([(self._admin.encode(), Tenant("admin", b""))]).authenticate(authorization)
+    def priority(self, tenant: Tenant, wanted: int) -> int:
+        """The `priority` that a request gets: what it asks for, or the most urgent one that its tenant may have."""
+        return max(wanted, int(self._priorities.get(tenant.name, 0)))
 
-    def headers(self, tenant: Tenant, authorization: str | None, kind: str) -> dict[str, str]:
-        """Authentication at a replica: the router's key and the tenant's salt, or else the client's own key."""
+    def check_admin(self, request: web.BaseRequest, *, changes: bool) -> None:
+        """Raises Unauthorized or Forbidden if the client may not read the router's state, or change it.
+
+        The state has its own key. Where no keys are configured at all, clients on this machine may change it, and all may
+        read it.
+        """
+        if self._admin is not None:
+            admin = Tenants([(self._admin.encode(), Tenant("admin", b""))])
+            admin.authenticate(credentials(request.headers))
+        elif self.has_tenants:
+            purpose = "change replicas" if changes else "read the router's state"
+            raise Forbidden(f"Start the router with --admin-key to {purpose}")
+        elif changes and not is_local(request.remote, request.headers):
+            raise Forbidden("Without --admin-key only clients on the router's own machine may change or read this")
+
+    def check_own(self, request: web.BaseRequest, purpose: str) -> Tenant:
+        """The tenant of a client that removes or pins what is its tenant's. Raises Unauthorized or Forbidden.
+
+        Where no keys are configured, all clients are one tenant: only programs on this machine may.
+        """
+        tenant = self.tenant(request.headers)
+        if not self.has_tenants and not is_local(request.remote, request.headers):
+            raise Forbidden(f"Without API keys only clients on the router's own machine may do this: {purpose}")
+        return tenant
+
+    def headers(self, tenant: Tenant, salt: bytes, authorization: str | None, kind: str) -> dict[str, str]:
+        """Authentication at a replica: the router's key and the request's salt, or else the client's own key."""
         if self._replica_key is None:
             return {"authorization": authorization} if authorization else {}
         headers = {"authorization": f"Bearer {self._replica_key}"}
-        if kind == "foreword" and tenant.salt:
-            headers[SALT_HEADER] = tenant.salt.hex()
+        if kind == "foreword" and salt:
+            headers[SALT_HEADER] = salt.hex()
         return headers
+
+    def headers_of(self, tenant: Tenant, kind: str) -> dict[str, str]:
+        """Authentication of the router's own requests on behalf of a tenant."""
+        if self._replica_key is None:
+            return self.tenants.headers_for(tenant.salt)
+        return self.headers(tenant, tenant.salt, None, kind)
 
     def probe_headers(self) -> dict[str, str]:
         """Authentication of the router's own requests: probes and tokenization."""
         return {"authorization": f"Bearer {self._probe_key}"} if self._probe_key else {}
 
 
-def cache_salt(tenant: Tenant) -> str | None:
-    """The tenant's salt as vLLM's `cache_salt` and as Foreword's KV events contain it."""
-    return tenant.salt.hex() or None
-
-
 def request_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """A client's headers for a replica, without connection headers and those that only the router may set."""
-    dropped = HOP_BY_HOP | _ROUTER_HEADERS | _connection_headers(headers)
+    """Those of a client's headers that replicas get."""
+    dropped = _connection_headers(headers)
     return CIMultiDict(
         (name, value)
         for name, value in headers.items()
-        if (low := name.lower()) not in dropped and not low.startswith(_FOREWORD_PREFIX)
+        if (low := name.lower()) in _SENT_TO_REPLICAS and low not in dropped
     )
 
 
@@ -114,12 +137,12 @@ def _connection_headers(headers: Mapping[str, str]) -> frozenset[str]:
     return frozenset(name.strip().lower() for name in found.split(",")) if found else frozenset()
 
 
-def _weights(entries: tuple[str, ...]) -> dict[str, float]:
-    weights: dict[str, float] = {}
+def _numbers(entries: tuple[str, ...], what: str, form: str) -> dict[str, float]:
+    found: dict[str, float] = {}
     for entry in entries:
-        name, _, weight = entry.partition("=")
+        name, _, number = entry.partition("=")
         try:
-            weights[name] = float(weight)
+            found[name] = float(number)
         except ValueError:
-            raise ConfigError(f"a tenant's weight is written TENANT=WEIGHT, such as team-a=2, not {entry!r}") from None
-    return weights
+            raise ConfigError(f"a tenant's {what} is written {form}, such as team-a=2, not {entry!r}") from None
+    return found

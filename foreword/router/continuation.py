@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from foreword.engine.stops import StopFinder
 from foreword.errors import ReplicaFailed
 from foreword.router.client_request import ClientRequest
@@ -23,7 +25,7 @@ _DROPPED: Final = frozenset(
         "logprobs top_logprobs n best_of tools tool_choice functions function_call parallel_tool_calls response_format",
         "modalities prefix cache_report add_generation_prompt continue_final_message chat_template chat_template_kwargs",
         "documents add_special_tokens truncate_prompt_tokens stream_options reasoning_effort include_reasoning",
-        "kv_transfer_params salt cache_salt",
+        "kv_transfer_params salt cache_salt priority request_id",
     )
     for name in names.split()
 )
@@ -154,11 +156,24 @@ class Continuation:
     def _logprobs(self, found: Any, skipped: int) -> dict[str, Any] | None:
         if not self._wants_logprobs or not isinstance(found, dict) or not found.get("tokens"):
             return None
+        try:
+            found = msgspec.to_builtins(msgspec.convert(found, _Logprobs))
+        except msgspec.ValidationError as error:
+            raise ReplicaFailed(f"the replica sent malformed log-probabilities: {error}") from None
         columns = {name: (found.get(name) or [])[skipped:] for name in _COLUMNS}
         if self._chat:
             return _chat_logprobs(columns, self._top) if columns["tokens"] else None
         columns["text_offset"] = [offset + self._offset for offset in columns["text_offset"]]
         return columns if columns["tokens"] else None
+
+
+class _Logprobs(msgspec.Struct):
+    """Log-probabilities of `/v1/completions`."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    text_offset: list[int] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 _COLUMNS: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

@@ -41,7 +41,14 @@ def _add_pages(app: web.Application) -> None:
 
 def _add_data(app: web.Application, router: Router, history: MetricsHistory) -> None:
     def check(request: web.Request) -> None:
-        router.auth.check_admin(request.headers.get("authorization"), changes=False)
+        router.auth.check_admin(request, changes=False)
+
+    def may_change(request: web.Request) -> bool:
+        try:
+            router.auth.check_admin(request, changes=True)
+        except (Unauthorized, Forbidden):
+            return False
+        return True
 
     async def kind(request: web.Request) -> web.Response:
         """What the page shows, and whether the client may see the data. Needs no key."""
@@ -62,24 +69,24 @@ def _add_data(app: web.Application, router: Router, history: MetricsHistory) -> 
     async def now(request: web.Request) -> web.Response:
         """The present state: replicas and the last decisions."""
         check(request)
-        return web.json_response(_now(router))
+        return web.json_response(_now(router, decisions=may_change(request)))
 
     app.router.add_get("/ui/data/kind", kind)
     app.router.add_get("/ui/data/history", show_history)
     app.router.add_get("/ui/data/now", now)
 
 
-def _now(router: Router) -> dict[str, Any]:
+def _now(router: Router, *, decisions: bool) -> dict[str, Any]:
     problem = router.ready()
     status = "shutting_down" if router.draining else "not_ready" if problem else "ready"
     models = [pool.model for pool in router.pools.values() if pool.upstreams]
-    decisions = [{**one, "prices": None} for one in router.decisions.last(_SHOWN_DECISIONS)]
+    last = router.decisions.last(_SHOWN_DECISIONS) if decisions else []
     return {
         "time": time.time(),
         "state": {"status": status, "reason": problem or ""},
         "subject": f"router of {', '.join(models)}" if models else "router",
         "replicas": [_replica(router, one) for one in router.upstreams.values()],
-        "decisions": decisions,
+        "decisions": [{**one, "prices": None} for one in last],
     }
 
 

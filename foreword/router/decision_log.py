@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from foreword.api.misses.causes import Miss
 from foreword.router.attempt import Attempt
 from foreword.routing.placement import Decision
 
@@ -16,18 +18,20 @@ logger = logging.getLogger(__name__)
 _MAX_HEADER = 1000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecisionRecord:
-    """A decision without the prompt's keys, which would take much memory."""
+    """A decision without the prompt's keys, which would take much memory. `miss`: why part of the prompt was not cached."""
 
     at: float
     request_id: str
     tenant: str
+    dialect: str
     decision: Decision
     tokens: int
     source: str
     queued: float
     words: str
+    miss: Miss | None = None
 
 
 class DecisionLog:
@@ -36,15 +40,24 @@ class DecisionLog:
     def __init__(self, size: int) -> None:
         self._records: deque[DecisionRecord] = deque(maxlen=size)
 
-    def record(self, request_id: str, tenant: str, attempt: Attempt, previous: str = "") -> str:
+    def record(self, request_id: str, tenant: str, dialect: str, attempt: Attempt, previous: str = "") -> str:
         """Record a decision and return it in words. `previous` says why an earlier attempt failed."""
         words = in_words(attempt, previous)
         logger.debug("%s -> %s", request_id, words)
         tokens, source = attempt.query.tokens, attempt.prompt.source
         self._records.append(
-            DecisionRecord(time.time(), request_id, tenant, attempt.decision, tokens, source, attempt.queued, words)
+            DecisionRecord(
+                time.time(), request_id, tenant, dialect, attempt.decision, tokens, source, attempt.queued, words
+            )
         )
         return words
+
+    def explained(self, request_id: str, miss: Miss) -> None:
+        """Why part of a request's prompt was not cached."""
+        for record in reversed(self._records):
+            if record.request_id == request_id:
+                record.miss = miss
+                return
 
     def last(self, count: int) -> list[dict[str, Any]]:
         """The last decisions as JSON, newest first."""
@@ -72,6 +85,7 @@ def _describe(record: DecisionRecord) -> dict[str, Any]:
         "time": record.at,
         "request_id": record.request_id,
         "tenant": record.tenant,
+        "dialect": record.dialect,
         "replica": decision.replica,
         "prefill": decision.prefill,
         "reason": decision.reason,
@@ -81,6 +95,7 @@ def _describe(record: DecisionRecord) -> dict[str, Any]:
         "expected_cached_tokens": decision.expected_cached,
         "queued_seconds": round(record.queued, 4),
         "in_words": record.words,
+        "miss": dataclasses.asdict(record.miss) if record.miss is not None else None,
         "prices": [
             {
                 "replica": estimate.replica,

@@ -14,7 +14,7 @@ import msgspec
 
 from foreword.errors import ReplicaFailed
 from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, retry_after
-from foreword.router.client_request import ClientRequest, replica_body
+from foreword.router.client_request import ROUTER_FIELDS, ClientRequest, replica_body
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream
 
@@ -41,7 +41,8 @@ async def decode_body(proxied: ProxiedRequest, attempt: Attempt) -> bytes:
         transfer = await _transfer_params(proxied, attempt, attempt.prefill)
         if transfer is None:
             proxied.decision_text += "; prefill fell back to the decode replica"
-    return replica_body(proxied.request, attempt.upstream.kind, proxied.salt, transfer)
+    kind = attempt.upstream.kind
+    return replica_body(proxied.request, kind, proxied.own_fields(kind), transfer)
 
 
 async def _transfer_params(proxied: ProxiedRequest, attempt: Attempt, prefill: Upstream) -> Mapping[str, Any] | None:
@@ -82,12 +83,11 @@ async def _prefill(proxied: ProxiedRequest, prefill: Upstream) -> Mapping[str, A
 
 
 def _prefill_body(proxied: ProxiedRequest) -> bytes:
-    body = {name: value for name, value in proxied.request.body.items() if name not in _DECODE_FIELDS}
+    dropped = _DECODE_FIELDS | ROUTER_FIELDS
+    body = {name: value for name, value in proxied.request.body.items() if name not in dropped}
     limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    body |= {"stream": False, limit: 1, "kv_transfer_params": _PREFILL_ONLY, "cache_salt": proxied.salt}
-    if not proxied.salt:
-        del body["cache_salt"]
-    return msgspec.json.encode(body)
+    body |= {"stream": False, limit: 1, "kv_transfer_params": _PREFILL_ONLY}
+    return msgspec.json.encode({**body, **proxied.own_fields("vllm")})
 
 
 def _prefill_failed(proxied: ProxiedRequest, prefill: Upstream, reason: str, *, certain: bool = False) -> None:

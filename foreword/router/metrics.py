@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 _OVERHEAD: Final = (0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
 
@@ -29,6 +30,9 @@ class RouterMetrics:
             return Histogram(f"foreword:router_{name}", text, labels, registry=self._registry, buckets=buckets)
 
         self._responses = counter("http_responses", "HTTP responses to clients.", "route", "status")
+        self._requests = counter(
+            "requests", "Requests for generated text, by dialect and outcome.", "dialect", "outcome"
+        )
         self._decisions = counter("decisions", "Placement decisions by replica and reason.", "replica", "reason")
         self._failures = counter("failures", "Requests that failed on a replica.", "replica")
         self._retries = counter("retries", "Requests retried on another replica before their first token.")
@@ -38,7 +42,12 @@ class RouterMetrics:
         self._migrated = counter("moved", "Streams that migrated to another server and were followed.")
         self._rejected = counter("rejected", "Requests rejected by the router.", "tenant", "code")
         self._tokens = counter("prompt_tokens", "Prompt tokens placed, by the source of their token ids.", "source")
+        self._misses = counter("cache_misses", "Requests by the cause of their cache miss.", "cause")
+        self._lost = counter("cache_miss_tokens", "Recomputed prompt tokens by the cause of the miss.", "cause")
         self._first = histogram("time_to_first_token_seconds", "Time to first token (TTFT).", _SECONDS, "replica")
+        self._next = histogram(
+            "time_per_output_token_seconds", "Mean inter-token latency (ITL) of a streamed request.", _TOKEN_SECONDS
+        )
         self._queued = histogram("queue_seconds", "Time in the router's queue.", _SECONDS)
         self._overhead = histogram("overhead_seconds", "From arrival to placement, without queueing.", _OVERHEAD)
 
@@ -47,6 +56,9 @@ class RouterMetrics:
 
     def response(self, route: str, status: int) -> None:
         self._child(self._responses, route, str(status)).inc()
+
+    def outcome(self, dialect: str, outcome: str) -> None:
+        self._child(self._requests, dialect, outcome).inc()
 
     def decision(self, replica: str, reason: str, source: str, tokens: int, overhead: float, queued: float) -> None:
         self._child(self._decisions, replica, reason).inc()
@@ -70,8 +82,15 @@ class RouterMetrics:
     def rejected(self, tenant: str, code: str) -> None:
         self._child(self._rejected, tenant, code).inc()
 
+    def miss(self, cause: str, tokens: int) -> None:
+        self._child(self._misses, cause).inc()
+        self._child(self._lost, cause).inc(tokens)
+
     def first_token(self, replica: str, seconds: float) -> None:
         self._child(self._first, replica).observe(seconds)
+
+    def token_time(self, seconds: float) -> None:
+        self._next.observe(seconds)
 
     def _child(self, metric: Any, *labels: str) -> Any:
         """Caches children, because `labels` of the library takes a lock and builds strings at each call."""

@@ -1,4 +1,8 @@
-"""Paths without placement: the models of all replicas, named prefixes on all replicas, anything else on one replica."""
+"""Paths that generate no text: models of all replicas, tokenization on one, removal of KV on all.
+
+With `foreword.router.app`, `cache_api` and `prefixes_api` this is the table of all paths. A path that is not in it is refused:
+replicas have paths that only their operator may call.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,27 @@ import msgspec
 from aiohttp import web
 from yarl import URL
 
+from foreword.api.callers import credentials
 from foreword.api.tenants import Tenant
 from foreword.errors import NoReplica, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.router.auth import request_headers, response_headers
-from foreword.router.replicas import CONNECTION_ERRORS, Upstream
+from foreword.router.client_request import decode_object
+from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole
 from foreword.router.service import Router
+
+_DROPPED = frozenset(("kv_transfer_params", "cache_salt", "salt", "request_id"))
 
 
 def add_routes(app: web.Application, router: Router) -> None:
     def authenticate(request: web.Request) -> Tenant:
-        return router.auth.tenant(request.headers.get("authorization"))
+        tenant = router.auth.tenant(request.headers)
+        request["tenant"] = tenant.name
+        return tenant
+
+    def own(request: web.Request, purpose: str) -> Tenant:
+        tenant = router.auth.check_own(request, purpose)
+        request["tenant"] = tenant.name
+        return tenant
 
     async def models(request: web.Request) -> web.Response:
         """The models of all replicas."""
@@ -34,23 +49,45 @@ def add_routes(app: web.Application, router: Router) -> None:
             raise UnknownModel(f"No model named {name!r} is served here{did_you_mean(name, cards)}", param="model")
         return web.json_response(cards[name])
 
-    async def on_all(request: web.Request) -> web.StreamResponse:
-        """State that each replica has: changes go to all replicas, reads to one."""
-        tenant = authenticate(request)
-        if request.method in ("GET", "HEAD"):
-            return await _send_to_one(router, request, tenant, only_foreword=True)
-        return await _send_to_all(router, request, tenant)
+    async def clear_cache(request: web.Request) -> web.StreamResponse:
+        """Remove the tenant's blocks from all replicas."""
+        tenant = own(request, "removing cached blocks")
+        router.responses.forget(tenant.salt)
+        return await send_to_all(router, request, tenant, foreword_replicas(router) or healthy(router), b"")
 
-    async def on_one(request: web.Request) -> web.StreamResponse:
-        """Any other path."""
-        return await _send_to_one(router, request, authenticate(request))
+    async def stored_response(request: web.Request) -> web.Response:
+        """A stored response."""
+        tenant = authenticate(request)
+        body = router.responses.get(tenant.salt, request.match_info["name"]).body
+        return web.Response(body=body, content_type="application/json")
+
+    async def forget_response(request: web.Request) -> web.Response:
+        """Remove a stored response. Responses that continue it stay."""
+        tenant, name = own(request, "removing responses"), request.match_info["name"]
+        router.responses.remove(tenant.salt, name)
+        return web.json_response({"id": name, "object": "response", "deleted": True})
+
+    async def tokenize(request: web.Request) -> web.StreamResponse:
+        """Tokenization, by a replica of the model."""
+        tenant = authenticate(request)
+        body = decode_object(await router.bodies.whole(request, router.limits()), router.limits())
+        name = body.get("model")
+        replicas = router.pool(name if isinstance(name, str) else None).tokenizing_replicas()
+        if not replicas:
+            raise NoReplica("No replica of this model can tokenize")
+        path = str(replicas[0].info and replicas[0].info.tokenize_path)
+        if request.path.endswith("/detokenize"):
+            path = path.replace("tokenize", "detokenize")
+        data = msgspec.json.encode({key: value for key, value in body.items() if key not in _DROPPED})
+        return await send_to_one(router, request, tenant, replicas, path, data)
 
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{name:.+}", model)
-    for path in ("/v1/prefixes", "/v1/prefixes/{name}", "/v1/cache"):
-        app.router.add_route("*", path, on_all)
-    for path in ("/tokenize", "/detokenize", "/v1/{path:.+}"):
-        app.router.add_route("*", path, on_one)
+    app.router.add_delete("/v1/cache", clear_cache)
+    app.router.add_get("/v1/responses/{name}", stored_response)
+    app.router.add_delete("/v1/responses/{name}", forget_response)
+    for path in ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"):
+        app.router.add_post(path, tokenize)
 
 
 def _cards(router: Router) -> dict[str, Any]:
@@ -62,7 +99,7 @@ def _cards(router: Router) -> dict[str, Any]:
     }
 
 
-def _healthy(router: Router) -> list[Upstream]:
+def healthy(router: Router) -> list[Upstream]:
     """Replicas that take requests, the least loaded first. Raises NoReplica if there are none."""
     found = router.healthy()
     if not found:
@@ -70,85 +107,56 @@ def _healthy(router: Router) -> list[Upstream]:
     return found
 
 
-def _with_prefixes(replicas: list[Upstream]) -> list[Upstream]:
-    """Those that may have named prefixes, or all if none may."""
-    return [one for one in replicas if one.kind != "openai"] or replicas
-
-
-def _serving_model(replicas: list[Upstream], body: bytes) -> list[Upstream]:
-    """Those that serve the model named in the body, or all if none does."""
-    try:
-        decoded = msgspec.json.decode(body) if body else None
-    except msgspec.DecodeError:
-        return replicas
-    name = decoded.get("model") if isinstance(decoded, dict) else None
-    return [one for one in replicas if one.info and name in one.info.models] or replicas
+def foreword_replicas(router: Router) -> list[Upstream]:
+    """Foreword's servers among the replicas that take requests, the least loaded first."""
+    return [one for one in router.healthy() if one.kind == "foreword"]
 
 
 async def _send(
-    router: Router, request: web.Request, tenant: Tenant, upstream: Upstream, body: bytes
-) -> aiohttp.ClientResponse:
-    """Send the client's request to a replica. Returns the head of the response. Raises what aiohttp raises."""
+    router: Router, request: web.Request, tenant: Tenant, upstream: Upstream, path: str, body: bytes
+) -> web.Response:
+    """Send the client's request to a replica. Raises what aiohttp raises, and ReplicaFailed."""
     headers = request_headers(request.headers)
-    headers.update(router.auth.headers(tenant, request.headers.get("authorization"), upstream.kind))
-    headers["x-request-id"] = request["id"]
-    if "accept-encoding" in request.headers:
-        headers["accept-encoding"] = request.headers["accept-encoding"]
-    url = URL(upstream.url + request.rel_url.raw_path_qs, encoded=True)
-    return await router.session.request(request.method, url, data=body or None, headers=headers, allow_redirects=False)
+    headers.update(router.auth.headers(tenant, tenant.salt, credentials(request.headers), upstream.kind))
+    headers["x-request-id"], headers["accept-encoding"] = request["id"], "identity"
+    if body:
+        headers["content-type"] = "application/json"
+    url = URL(upstream.url + path, encoded=True)
+    limit = aiohttp.ClientTimeout(total=router.config.request_timeout)
+    async with router.session.request(
+        request.method, url, data=body or None, headers=headers, allow_redirects=False, timeout=limit
+    ) as response:
+        data = await read_whole(response)
+        if 300 <= response.status < 400:
+            raise ReplicaFailed(f"{upstream.url} redirects")
+        answer = web.Response(body=data, status=response.status, headers=response_headers(response.headers))
+    answer.headers["x-request-id"] = request["id"]
+    return answer
 
 
-async def _send_to_one(
-    router: Router, request: web.Request, tenant: Tenant, *, only_foreword: bool = False
-) -> web.StreamResponse:
-    """Forward a request to one replica, and to another one if the first does not respond."""
-    body = await request.read()
-    candidates = _serving_model(_healthy(router), body)
-    if only_foreword:
-        candidates = _with_prefixes(candidates)
+async def send_to_one(
+    router: Router, request: web.Request, tenant: Tenant, replicas: list[Upstream], path: str, body: bytes
+) -> web.Response:
+    """Forward a request that changes nothing to one replica, and to another one if the first does not respond."""
     problem = ""
-    for upstream in candidates[: router.config.max_attempts]:
+    for upstream in replicas[: router.config.max_attempts]:
         upstream.in_flight += 1
         try:
-            response = await _send(router, request, tenant, upstream, body)
-        except CONNECTION_ERRORS as error:
+            return await _send(router, request, tenant, upstream, path, body)
+        except (*CONNECTION_ERRORS, ReplicaFailed) as error:
             problem = f"{upstream.url}: {type(error).__name__}"
             router.failed(upstream, problem, certain=isinstance(error, aiohttp.ClientConnectorError))
-        else:
-            return await _copy(request, response)
         finally:
             upstream.in_flight -= 1
     raise ReplicaFailed(f"No replica answered; the last: {problem}")
 
 
-async def _copy(request: web.Request, response: aiohttp.ClientResponse) -> web.StreamResponse:
-    """Copy a replica's response to the client as it arrives."""
-    try:
-        out = web.StreamResponse(status=response.status, headers=response_headers(response.headers))
-        out.headers["x-request-id"] = request["id"]
-        await out.prepare(request)
-        while piece := await _next_piece(response):
-            await out.write(piece)
-        await out.write_eof()
-        return out
-    finally:
-        response.close()
-
-
-async def _next_piece(response: aiohttp.ClientResponse) -> bytes:
-    """The next part of the body; empty at its end."""
-    try:
-        return await response.content.readany()
-    except CONNECTION_ERRORS as error:
-        # The head was sent: a cut connection is the only way to report the error.
-        raise ConnectionResetError("the replica broke off") from error
-
-
-async def _send_to_all(router: Router, request: web.Request, tenant: Tenant) -> web.Response:
-    """Forward a request to every replica that has named prefixes. Returns the first failure, else the first success."""
-    body = await request.read()
-    replicas = _with_prefixes(_healthy(router))
-    responses = await asyncio.gather(*(_send_whole(router, request, tenant, one, body) for one in replicas))
+async def send_to_all(
+    router: Router, request: web.Request, tenant: Tenant, replicas: list[Upstream], body: bytes
+) -> web.Response:
+    """Forward a request to these replicas. Returns the first failure, else the first success."""
+    path = request.rel_url.raw_path
+    responses = await asyncio.gather(*(send_once(router, request, tenant, one, path, body) for one in replicas))
     failed = [response for response in responses if response.status >= 400 and response.status != 404]
     succeeded = [response for response in responses if response.status < 400]
     chosen = (failed or succeeded or responses)[0]
@@ -156,13 +164,12 @@ async def _send_to_all(router: Router, request: web.Request, tenant: Tenant) -> 
     return chosen
 
 
-async def _send_whole(
-    router: Router, request: web.Request, tenant: Tenant, upstream: Upstream, body: bytes
+async def send_once(
+    router: Router, request: web.Request, tenant: Tenant, upstream: Upstream, path: str, body: bytes
 ) -> web.Response:
+    """Forward a request that may change something to a replica. Raises ReplicaFailed."""
     try:
-        async with await _send(router, request, tenant, upstream, body) as response:
-            data = await response.read()
-            return web.Response(body=data, status=response.status, headers=response_headers(response.headers))
+        return await _send(router, request, tenant, upstream, path, body)
     except CONNECTION_ERRORS as error:
         router.failed(upstream, f"the connection broke ({type(error).__name__})")
         raise ReplicaFailed(f"{upstream.url} did not answer; it may have executed the request. Retry it") from None

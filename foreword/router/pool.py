@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from foreword.api.dialects.chat_request import ReplicaKind
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.config import RouterConfig
 from foreword.errors import BadRequest, NoReplica, QueueFull
@@ -16,7 +17,7 @@ from foreword.router.attempt import Attempt
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import Upstream, clock
 from foreword.routing.baselines import policy_named
-from foreword.routing.directory import Directory
+from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery
@@ -99,6 +100,12 @@ class ReplicaPool:
         found = {name for upstream in self.upstreams.values() if upstream.info for name in upstream.info.models}
         return found | {self.model}
 
+    @property
+    def kind(self) -> ReplicaKind:
+        """What all of its replicas understand."""
+        kinds = {upstream.kind for upstream in self.upstreams.values()}
+        return "foreword" if kinds <= {"foreword"} else "vllm" if kinds <= {"foreword", "vllm"} else "openai"
+
     def tokenizing_replicas(self, avoid: Sequence[str] = ()) -> list[Upstream]:
         """Replicas that can tokenize: the least loaded first, those to avoid last."""
         now = clock()
@@ -131,6 +138,17 @@ class ReplicaPool:
         except BadRequest:  # invalid token ids; the replica reports the error
             return []
 
+    def likely_replicas(self, query: PlacementQuery) -> dict[str, int]:
+        """Replicas that have more than half of a prompt in tiers of their own, or serve its session; with the tokens that they
+        have of it."""
+        now = clock()
+        home = self.fleet.sessions.home(query.session, query.keys, now)
+        held = {
+            one.name: min(one.reach[CacheTier.DISK] * (one.block_size or query.block_size), query.tokens)
+            for one in self.fleet.candidates(query, now)
+        }
+        return {url: tokens for url, tokens in held.items() if 2 * tokens > query.tokens or url == home}
+
     async def place(self, request: PlacementRequest) -> Attempt:
         """Place a request, after waiting in the queue if necessary. Raises QueueFull or NoReplica."""
         attempt = self._try_place(request) if not len(self.queue) else None
@@ -158,7 +176,7 @@ class ReplicaPool:
         if upstream.trial or upstream.in_flight >= upstream.max_in_flight:
             self.fleet.exclude(upstream.url, upstream.excluded(now))
         prefill = self.upstreams.get(decision.prefill) if decision.prefill else None
-        return Attempt(request.name, upstream, decision, query, request.prompt, 0.0, prefill)
+        return Attempt(request.name, upstream, decision, query, request.prompt, 0.0, now, prefill)
 
     # The queue
 

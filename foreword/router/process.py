@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
 
 from aiohttp import web
 
@@ -26,8 +27,7 @@ from foreword.routing.baselines import policy_named
 
 logger = logging.getLogger(__name__)
 
-# Longer than clients keep idle connections.
-_KEEP_ALIVE_SECONDS = 75.0
+_BACKLOG = 2048
 _FLUSH_SECONDS = 2.0
 # Thresholds of the garbage collector. A collection of a few thousand objects takes less than a millisecond, a full one tens of
 # milliseconds, during which all streams wait.
@@ -80,17 +80,6 @@ def _raise_open_files() -> None:
 
 
 async def _serve(config: Config, listener: socket.socket, specs: list[ReplicaSpec]) -> int:
-    router = Router(config)
-    await router.start()
-    discovery = Discovery(router, config.router)
-    runner = web.AppRunner(
-        create_app(router),
-        handler_cancellation=True,
-        keepalive_timeout=_KEEP_ALIVE_SECONDS,
-        access_log=None,
-        shutdown_timeout=_FLUSH_SECONDS,
-    )
-    await runner.setup()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -102,20 +91,42 @@ async def _serve(config: Config, listener: socket.socket, specs: list[ReplicaSpe
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
-    site = web.SockSite(runner, listener)
-    # Exclude everything that is loaded now, such as the tokenizer's libraries, from later collections.
-    gc.collect()
-    gc.freeze()
-    await site.start()
-    discovery.start(specs)
-    logger.info("Foreword %s routes on %s", __version__, url_of(listener))
-    await stop.wait()
-    await _drain(router, config.server.drain_seconds)
-    discovery.stop()
-    await runner.cleanup()
-    await router.stop()
+    async with serving(config, listener, specs) as router:
+        # Exclude everything that is loaded now, such as the tokenizer's libraries, from later collections.
+        gc.collect()
+        gc.freeze()
+        await stop.wait()
+        await _drain(router, config.server.drain_seconds)
     logger.info("stopped")
     return 0
+
+
+@contextlib.asynccontextmanager
+async def serving(config: Config, listener: socket.socket, specs: list[ReplicaSpec]) -> AsyncIterator[Router]:
+    """A router that serves on a socket, on the running event loop."""
+    router = Router(config)
+    await router.start()
+    discovery = Discovery(router, config.router)
+    runner = web.AppRunner(
+        create_app(router),
+        handler_cancellation=True,
+        keepalive_timeout=config.server.keep_alive,
+        access_log=None,
+        shutdown_timeout=_FLUSH_SECONDS,
+    )
+    await runner.setup()
+    assert runner.server is not None
+    factory = router.connections.factory(runner.server)
+    server = await asyncio.get_running_loop().create_server(factory, sock=listener, backlog=_BACKLOG)
+    discovery.start(specs)
+    logger.info("Foreword %s routes on %s", __version__, url_of(listener))
+    try:
+        yield router
+    finally:
+        discovery.stop()
+        server.close()
+        await runner.cleanup()
+        await router.stop()
 
 
 async def _drain(router: Router, seconds: float) -> None:

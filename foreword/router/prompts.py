@@ -1,6 +1,6 @@
 """Tokenizes prompts as the replicas do, so that they can be compared with what replicas hold.
 
-The router uses its own tokenizer (`--tokenizer`) on a thread, or else a replica's endpoint, with a cache. If neither works,
+The router uses its own tokenizer (`--tokenizer`) on threads, or else a replica's endpoint, with a cache. If neither works,
 it compares prompts as text, four bytes per token: then they match each other, but not the replicas' KV events.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import msgspec
 
+from foreword.api.work_queue import WorkQueue
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.client_request import ClientRequest
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream
@@ -72,7 +72,7 @@ class PromptTokenizer:
         self._session = session
         self._headers = headers
         self._timeout = timeout
-        self._thread = ThreadPoolExecutor(1, "tokenizing")
+        self._work = WorkQueue("tokenizing")
         self._tokenizer: Tokenizer | None = None
         self._messages: MessageTokenizer | None = None
         self._cache = TokenLru(_CACHED_TOKENS)
@@ -82,11 +82,11 @@ class PromptTokenizer:
         """Load the router's own tokenizer. Raises ModelNotFound."""
         from foreword.engine.tokenizer import Tokenizer  # slow to import
 
-        self._tokenizer = await asyncio.get_running_loop().run_in_executor(self._thread, Tokenizer.load, source)
+        self._tokenizer = await self._work.run(0, Tokenizer.load, source)
         self._messages = MessageTokenizer(self._tokenizer)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._work.close()
 
     async def tokenize(self, request: ClientRequest, replicas: TokenizingReplicas) -> TokenizedPrompt:
         """The tokens of the request's prompt, of the first one if it has several."""
@@ -104,7 +104,7 @@ class PromptTokenizer:
             tokens = self._tokenize_locally(body)
             self._keep(name, tokens)
         elif tokens is None:
-            tokens = await self._tokenize_once(name, body, replicas)
+            tokens = await self._tokenize_once(name, body, len(data), replicas)
         if tokens is None:
             return TokenizedPrompt(text_as_tokens(request), "text")
         return TokenizedPrompt(tokens, "tokenizer" if local else "replica")
@@ -118,8 +118,7 @@ class PromptTokenizer:
         """
         context = list(before[-_CONTEXT:])
         if self._tokenizer is not None:
-            work = partial(_decode, self._tokenizer, context, list(tokens))
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await self._work.run(len(tokens), _decode, self._tokenizer, context, list(tokens))
         problem = ReplicaFailed("no replica can detokenize its tokens")
         candidates = list(replicas)
         for factor in _TIMEOUT_FACTORS:
@@ -138,12 +137,12 @@ class PromptTokenizer:
     # Internals
 
     async def _tokenize_once(
-        self, name: bytes, body: Mapping[str, Any], replicas: TokenizingReplicas
+        self, name: bytes, body: Mapping[str, Any], size: int, replicas: TokenizingReplicas
     ) -> array[int] | None:
         """Concurrent requests with the same prompt share one call."""
         pending = self._pending.get(name)
         if pending is None:
-            pending = self._pending[name] = asyncio.ensure_future(self._tokenize_anywhere(body, replicas))
+            pending = self._pending[name] = asyncio.ensure_future(self._tokenize_anywhere(body, size, replicas))
             pending.add_done_callback(partial(self._tokenized, name))
         # The first request may be cancelled while others still wait.
         return await asyncio.shield(pending)
@@ -153,9 +152,11 @@ class PromptTokenizer:
         if not pending.cancelled() and pending.exception() is None:
             self._keep(name, pending.result())
 
-    async def _tokenize_anywhere(self, body: Mapping[str, Any], replicas: TokenizingReplicas) -> array[int] | None:
+    async def _tokenize_anywhere(
+        self, body: Mapping[str, Any], size: int, replicas: TokenizingReplicas
+    ) -> array[int] | None:
         if self._is_local(body):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._tokenize_locally, body)
+            return await self._work.run(size, self._tokenize_locally, body)
         for upstream in replicas()[:_MAX_ASKED]:
             assert upstream.info is not None and upstream.info.tokenize_path is not None
             try:

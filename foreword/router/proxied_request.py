@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -13,23 +14,36 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from foreword.api.tenants import Tenant
-from foreword.errors import ReplicaFailed
-from foreword.router.attempt import Attempt, describe_response, error_field, retry_after
-from foreword.router.auth import cache_salt, request_headers, response_headers
-from foreword.router.client_request import ClientRequest
+from foreword.api.callers import credentials
+from foreword.api.errors import error_body
+from foreword.api.misses.causes import Miss
+from foreword.api.tenants import Tenant, mix_salt
+from foreword.errors import ForewordError, ReplicaFailed
+from foreword.router.attempt import Attempt, describe_error, describe_response, error_field, is_certain, retry_after
+from foreword.router.auth import request_headers, response_headers
+from foreword.router.client_request import DIALECT_NAMES, ClientRequest
 from foreword.router.decision_log import as_header
+from foreword.router.misses import ServedRequest
+from foreword.router.normalising import NormalisedChat
 from foreword.router.pool import PlacementRequest, ReplicaPool
 from foreword.router.prompts import TokenizedPrompt
-from foreword.router.replicas import AwaitedResponse, Upstream, clock
+from foreword.router.replicas import AwaitedResponse, Upstream, clock, read_whole
 from foreword.router.service import MAX_STALLS, Router
+from foreword.router.translation import Translation
+from foreword.router.whole_response import TokenCounts, check_response
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _MAX_OVERLOADED: Final = 100
-_RETRIED: Final = frozenset((500, 502, 503, 504))
+# A request on which a replica was silent for longer than this, in seconds, may be the reason.
+_SILENT_SECONDS: Final = 1.0
+_MAX_SILENCES: Final = 2
+# Tokens in a block of a replica that does not say. vLLM's has 16 to 128.
+_UNKNOWN_BLOCK: Final = 128
+# Codes of errors that replicas may rightly disagree about.
+_DIFFERS: Final = frozenset(("prefix_not_found", "context_length_exceeded"))
 
 
 @dataclass(eq=False)
@@ -37,11 +51,21 @@ class ProxiedRequest:
     """A client's request and its attempts.
 
     Attributes:
+        timeout: the time limit that ends with a stream's first token; None if the whole request has one.
+        normalised: what was changed in it; None without normalisers.
+        translation: to the client's dialect; None if the client gets what replicas send.
         avoid: URLs of replicas that failed it.
         attempts: number of failed attempts. `overloaded`: number of attempts that a replica refused as overloaded.
         decision_text: the last placement decision in words.
         previous: why the previous attempt failed, in words.
+        silences: number of replicas that it silenced before their first byte.
+        repaired: a named prefix that the request needs was registered again.
+        refused: a replica called the request wrong, and another one was asked.
         suspects: replicas that returned an error, and the error. They are at fault if another replica succeeds.
+        used_tokens: prompt and output tokens that replicas handled, for the tenant's quota.
+        failure: the error that ended its stream.
+        miss: why part of its prompt was not cached, once it has ended; None if it is not explained.
+        salt: of its blocks. priority: for replicas; None if there is nothing to say.
     """
 
     router: Router
@@ -54,27 +78,66 @@ class ProxiedRequest:
     session: str | None
     deadline: float
     arrived: float
+    timeout: asyncio.Timeout | None = None
+    translation: Translation | None = None
+    normalised: NormalisedChat | None = None
     avoid: list[str] = field(default_factory=list)
     attempts: int = 0
     overloaded: int = 0
     decision_text: str = ""
     previous: str = ""
     suspects: list[tuple[Upstream, str]] = field(default_factory=list)
+    silences: int = 0
+    refused: bool = False
+    repaired: bool = False
+    used_tokens: int = 0
+    failure: ForewordError | None = None
+    miss: asyncio.Future[Miss] | None = None
+    salt: bytes = field(init=False)
+    priority: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        given, salt = self.request.cache_salt, self.tenant.salt
+        self.salt = mix_salt(salt, given) if given else salt
+        wanted = self.request.priority
+        allowed = self.router.auth.priority(self.tenant, wanted or 0)
+        self.priority = None if wanted is None and not allowed else allowed
 
     @property
-    def salt(self) -> str | None:
-        return cache_salt(self.tenant)
+    def dialect(self) -> str:
+        """In which the client speaks."""
+        return self.translation.dialect.name if self.translation is not None else DIALECT_NAMES[self.request.interface]
+
+    @property
+    def wants_report(self) -> bool:
+        """Whether the client asked for a cache report."""
+        if self.translation is not None:
+            return self.translation.request.cache_report
+        return self.request.body.get("cache_report") is True
+
+    def body_salt(self, kind: str) -> str | None:
+        """`cache_salt` in the body for a replica of this kind. Foreword's servers get the salt in a header, or mix it."""
+        if kind == "foreword":
+            return None if self.router.auth.uses_own_key else self.request.cache_salt
+        return self.salt.hex() if kind == "vllm" or self.request.cache_salt else None
+
+    def own_fields(self, kind: str) -> dict[str, Any]:
+        """The fields that the router sets in a body for a replica of this kind."""
+        fields = {"cache_salt": self.body_salt(kind) or None, "priority": self.priority}
+        return {name: value for name, value in fields.items() if value is not None}
 
     async def place(self, prompt: TokenizedPrompt | None = None) -> Attempt:
         """Choose a replica, or wait in the queue for one. Raises NoReplica or QueueFull."""
         router, pool, request = self.router, self.pool, self.request
         prompt = prompt or self.prompt
-        query = pool.query(prompt, request.model, self.salt, self.session, request.max_tokens)
+        query = pool.query(prompt, request.model, self.salt.hex() or None, self.session, request.max_tokens)
         avoid = tuple({*self.avoid, *router.not_serving(pool, request.model)})
         name = router.attempt_name(self.request_id)
         overhead = clock() - self.arrived if not self.attempts else 0.0
         attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, avoid))
-        self.decision_text = router.decisions.record(self.request_id, self.tenant.name, attempt, self.previous)
+        self.decision_text = router.decisions.record(
+            self.request_id, self.tenant.name, self.dialect, attempt, self.previous
+        )
         router.metrics.decision(
             attempt.upstream.url, attempt.decision.reason, prompt.source, query.tokens, overhead, attempt.queued
         )
@@ -84,7 +147,7 @@ class ProxiedRequest:
         """Headers for a replica."""
         client = self.http_request.headers
         headers = request_headers(client)
-        headers.update(self.router.auth.headers(self.tenant, client.get("authorization"), upstream.kind))
+        headers.update(self.router.auth.headers(self.tenant, self.salt, credentials(client), upstream.kind))
         headers["content-type"], headers["accept-encoding"] = "application/json", "identity"
         headers["x-request-id"], headers["x-foreword-follow"] = self.request_id, "1"
         return headers
@@ -103,7 +166,7 @@ class ProxiedRequest:
             if streams and response.status == 200 and response.content_type == "text/event-stream":
                 return response, None
             async with response:
-                return response, await response.read()
+                return response, await read_whole(response)
 
         return await self._retry_stalled(upstream, work)
 
@@ -120,11 +183,15 @@ class ProxiedRequest:
 
     # Results
 
-    def lost(self, attempt: Attempt, reason: str, *, certain: bool = False, at: Upstream | None = None) -> None:
+    def lost(self, attempt: Attempt, error: BaseException, *, at: Upstream | None = None) -> None:
         """A replica failed the request: the attempt's, or the replica `at` to which it had migrated."""
-        upstream = at or attempt.upstream
+        upstream, reason = at or attempt.upstream, describe_error(error)
+        if not attempt.begun and not is_certain(error) and clock() - attempt.sent_at > _SILENT_SECONDS:
+            self.silences += 1
+            if self.silences >= _MAX_SILENCES:
+                self.router.suspicious.add(self.request.raw)
         self._failed(attempt, upstream, reason)
-        self.router.failed(upstream, reason, certain=certain)
+        self.router.failed(upstream, reason, certain=is_certain(error))
 
     def _failed(self, attempt: Attempt, upstream: Upstream, reason: str) -> None:
         self.attempts += 1
@@ -133,52 +200,124 @@ class ProxiedRequest:
         logger.warning("request %s: %s failed: %s", self.request_id, upstream.url, reason)
         self.pool.failed(attempt)
 
-    def succeeded(self, attempt: Attempt) -> None:
-        """A replica served the request."""
+    def finished(self, attempt: Attempt, counts: TokenCounts) -> None:
+        """A replica served the request to its end."""
+        self.pool.finished(attempt, counts.cached, counts.output, counts.prompt)
+        self.miss = self.router.misses.finished(self._served(attempt, counts))
+        self._succeeded(attempt)
+
+    def _served(self, attempt: Attempt, counts: TokenCounts) -> ServedRequest:
+        model = self.request.model or self.pool.model
+        where = (model, self.session, attempt.upstream.url)
+        times = (self.arrived, attempt.first_token_at or clock())
+        info = attempt.upstream.info
+        block_size = (info.block_size if info is not None else None) or _UNKNOWN_BLOCK
+        return ServedRequest(
+            self.request_id, self.tenant.name, self.request, *where, counts.prompt, counts.cached, *times, block_size
+        )
+
+    def _succeeded(self, attempt: Attempt) -> None:
         self.router.succeeded(attempt.upstream)
         for upstream, reason in self.suspects:
             if upstream is not attempt.upstream:
                 self.router.failed(upstream, reason)
         self.suspects.clear()
 
+    def began_stream(self) -> None:
+        """A stream's first token came. From now on only its pauses are limited, unless the client set a limit."""
+        if self.timeout is not None:
+            self.timeout.reschedule(None)
+            self.deadline = math.inf
+
     def may_retry(self) -> bool:
-        return self.attempts < self.router.config.max_attempts
+        return self.attempts < self.router.config.max_attempts and self.silences < _MAX_SILENCES
+
+    async def repairs(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> bool:
+        """Whether the replica had lost a named prefix and has it again. If so the attempt is ended, to be repeated."""
+        name = self.request.body.get("prefix")
+        if name is None or self.repaired or response.status != 404 or error_field(data, "code") != "prefix_not_found":
+            return False
+        self.repaired = True
+        if not await self.router.prefixes.repair(attempt.upstream, self.tenant, name):
+            return False
+        self.pool.failed(attempt)
+        self.previous = f"after {attempt.upstream.url} got the named prefix again"
+        return True
 
     def retries(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> bool:
-        """Whether an error response is retried on another replica. If so the attempt is ended."""
+        """Whether an error response is retried on another replica. If so the attempt is ended.
+
+        Raises ReplicaFailed for what no request can cause.
+        """
         status = response.status
         if status == 429 or (status == 503 and error_field(data, "code") == "queue_full"):
-            if self.overloaded >= _MAX_OVERLOADED:
-                return False
-            self.overloaded += 1
-            self.pool.failed(attempt)
-            self.previous = f"after {attempt.upstream.url} was overloaded"
-            self.router.paused(attempt.upstream, retry_after(response))
-            return True
-        if status not in _RETRIED or self.attempts + 1 >= self.router.config.max_attempts:
+            return self._retries_overloaded(attempt, response)
+        if status == 200:
             return False
-        reason = describe_response(status, data)
-        if status == 503:
-            self.lost(attempt, reason, certain=True)
-        else:
-            self.suspects.append((attempt.upstream, reason))
-            self._failed(attempt, attempt.upstream, reason)
+        if not 400 <= status < 600:
+            raise ReplicaFailed(describe_response(status, data))
+        if self.attempts + 1 >= self.router.config.max_attempts:
+            return False
+        if status < 500 and not self._may_ask_another(attempt):
+            return False
+        self._suspect(attempt, response, data)
         self.router.metrics.retry()
         return True
 
+    def _retries_overloaded(self, attempt: Attempt, response: aiohttp.ClientResponse) -> bool:
+        if self.overloaded >= _MAX_OVERLOADED:
+            return False
+        self.overloaded += 1
+        self.pool.failed(attempt)
+        self.previous = f"after {attempt.upstream.url} was overloaded"
+        self.router.paused(attempt.upstream, retry_after(response))
+        return True
+
+    def _may_ask_another(self, attempt: Attempt) -> bool:
+        """Whether a second replica is asked if the first one calls the request wrong. It is asked once."""
+        if self.refused:
+            return False
+        now, avoid = clock(), (attempt.upstream.url, *self.avoid)
+        others = [one for url, one in self.pool.upstreams.items() if url not in avoid and one.spec.role != "prefill"]
+        return any(not one.excluded(now) for one in others)
+
+    def _suspect(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> None:
+        """Note an error that is the replica's fault if another replica succeeds."""
+        upstream, reason = attempt.upstream, describe_response(response.status, data)
+        self.refused = self.refused or response.status < 500
+        self._failed(attempt, upstream, reason)
+        if response.status == 503:
+            self.router.paused(upstream, retry_after(response))
+        if error_field(data, "code") not in _DIFFERS:
+            self.suspects.append((upstream, reason))
+
     def respond(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> web.Response:
-        """End the attempt and return the replica's whole response to the client."""
-        if response.status == 200:
-            self.pool.finished(attempt, *_usage(data))
-            self.succeeded(attempt)
-        else:
-            self.pool.failed(attempt)
-            if response.status < 500:
-                self.succeeded(attempt)
+        """End the attempt and return the replica's whole response to the client. Raises ReplicaFailed if it is malformed."""
+        status = response.status
         headers = response_headers(response.headers)
+        if status == 200:
+            counts = check_response(self.request.interface, data)
+            if self.normalised is not None:
+                self.normalised.whole(data)
+                headers.update(self.normalised.headers)
+            if self.translation is not None:
+                data = self.translation.whole(data)
+            self.used_tokens = counts.used
+            self.finished(attempt, counts)
+        else:
+            if status in (401, 403) and (self.router.auth.uses_own_key or self.router.auth.has_tenants):
+                raise ReplicaFailed("it does not accept the router's or the client's key")
+            self.pool.failed(attempt)
+            if self.translation is not None:
+                answer = self.translation.error_response(status, data)
+                status, data = answer.status, answer.body
+                headers.update(answer.headers)
+            elif error_field(data, "message") is None:
+                data = msgspec.json.encode(error_body(ReplicaFailed(f"A replica answered with status {status}")))
+                headers["content-type"] = "application/json"
         headers["x-foreword-route"] = as_header(self.decision_text)
         headers["x-request-id"] = self.request_id
-        return web.Response(body=data, status=response.status, headers=headers)
+        return web.Response(body=data, status=status, headers=headers)
 
 
 async def _abortable(upstream: Upstream, work: Coroutine[Any, Any, T]) -> T:
@@ -194,29 +333,3 @@ async def _abortable(upstream: Upstream, work: Coroutine[Any, Any, T]) -> T:
         raise
     finally:
         upstream.awaited.discard(awaited)
-
-
-class _TokenDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _TokenDetails | None = None
-
-
-class _ResponseBody(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-def _usage(data: bytes) -> tuple[int | None, int | None, int | None]:
-    """Cached, output and prompt tokens of a response."""
-    try:
-        usage = msgspec.json.decode(data, type=_ResponseBody).usage
-    except msgspec.DecodeError:
-        usage = None
-    if usage is None:
-        return None, None, None
-    details = usage.prompt_tokens_details
-    return details.cached_tokens if details else None, usage.completion_tokens, usage.prompt_tokens

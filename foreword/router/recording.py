@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from foreword.observability.recording import RequestRecord, TraceRecorder
+from foreword.observability.recording import RequestRecord
 from foreword.routing.fleet import PlacedRequest
 
 
-def record_finished(recorder: TraceRecorder) -> Callable[[PlacedRequest], None]:
+def record_finished(write: Callable[[RequestRecord], None]) -> Callable[[PlacedRequest], None]:
     """A callback for `Fleet.on_finished`. Requests whose prompt was not tokenized have no blocks and are not recorded."""
 
     def record(request: PlacedRequest) -> None:
         if not request.keys and request.tokens >= request.block_size:
             return
-        recorder.record(
+        write(
             RequestRecord(
                 request.sent_at,
                 request.keys,

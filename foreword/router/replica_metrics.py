@@ -40,10 +40,12 @@ UNKNOWN: Final = ReplicaMetrics()
 
 
 def parse_metrics(text: str) -> ReplicaMetrics:
-    """Parse a server's `/metrics`."""
+    """Parse a server's `/metrics`. Numbers of several engines are added up; `usage` is their mean."""
     values: dict[str, float] = {}
     tiers: dict[str, dict[str, float]] = {}
-    config: dict[str, str] = {}
+    # By engine: a data-parallel vLLM server has several.
+    configs: dict[str, dict[str, str]] = {}
+    usages: list[float] = []
     for name, given, number in _LINE.findall(text):
         try:
             value = float(number)
@@ -51,25 +53,29 @@ def parse_metrics(text: str) -> ReplicaMetrics:
             continue
         labels = dict(_LABEL.findall(given))
         if name == "vllm:cache_config_info":
-            config = config or labels
+            configs.setdefault(labels.get("engine", ""), labels)
         elif name.startswith("foreword:tier_"):
             tiers.setdefault(labels.get("tier", ""), {})[name.removeprefix("foreword:tier_")] = value
+        elif name == "vllm:kv_cache_usage_perc":
+            usages += [value] if math.isfinite(value) else []
         elif math.isfinite(value):
-            values[name] = value
+            values[name] = value + (values.get(name, 0.0) if name.startswith("vllm:") else 0.0)
     requests = [values[name] for name in ("vllm:num_requests_running", "vllm:num_requests_waiting") if name in values]
-    size, blocks = _number(config.get("block_size")), _number(config.get("num_gpu_blocks"))
+    sizes, blocks = ([_number(one.get(name)) for one in configs.values()] for name in ("block_size", "num_gpu_blocks"))
+    size = next(filter(None, sizes), None)
     return ReplicaMetrics(
         int(sum(requests)) if requests else None,
         size,
-        size * blocks if size is not None and blocks is not None else None,
-        values.get("vllm:kv_cache_usage_perc"),
+        size * sum(one or 0 for one in blocks) if size is not None and any(blocks) else None,
+        sum(usages) / len(usages) if usages else None,
         _device(values),
         tuple(_tier(label, tiers[label]) for label in tiers),
     )
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
+    found = int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else 0
+    return found or None
 
 
 def _device(values: dict[str, float]) -> dict[str, float] | None:

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
+import msgspec
 
 from foreword.config import RouterConfig
 from foreword.errors import ConfigError, ReplicaFailed, did_you_mean
@@ -19,6 +20,9 @@ from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics, parse_metri
 _ROLES: Final = ("both", "prefill", "decode")
 _OPTIONS: Final = ("role", "events", "replay", "max_waiting")
 _MAX_METRICS_BYTES: Final = 8 << 20
+_MAX_PROBE_BYTES: Final = 8 << 20
+_MAX_RESPONSE_BYTES: Final = 64 << 20
+_MAX_MODEL_LEN: Final = 1 << 24
 _ANY_ADDRESS: Final = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
 # What an aiohttp call raises when the server is unreachable or the connection breaks.
 CONNECTION_ERRORS: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
@@ -107,6 +111,7 @@ class Upstream:
         trial: the breaker is half-open, and the trial request is in flight.
         unreachable: the last probe got no answer, so its streams will not continue.
         awaited: responses that are being awaited or read.
+        alive_at: when it last answered a request of the router's own. checked: such a request is in flight.
         returns_transfer: False after it computed a prompt for another vLLM server without returning `kv_transfer_params`.
         problem: result of the last failed probe.
         isolation_problem: why it would let tenants share blocks; empty if it would not.
@@ -125,6 +130,8 @@ class Upstream:
     trial: bool = False
     unreachable: bool = False
     awaited: set[AwaitedResponse] = field(default_factory=set)
+    alive_at: float = 0.0
+    checked: bool = False
     returns_transfer: bool = True
     problem: str = "it has not answered yet"
     isolation_problem: str = ""
@@ -167,7 +174,7 @@ class AwaitedResponse:
 
     Attributes:
         cancel: ends it from outside.
-        last: time of the last byte.
+        last: time of the last byte; infinite while the client is not ready for more.
         begun: whether output has arrived.
         aborted: why it was ended from outside; empty if it was not.
     """
@@ -215,7 +222,7 @@ class ReplicaProbe:
         try:
             for path in ("/ready", "/health", "/v1/models"):
                 status, body = await self._get(upstream.url + path)
-                if status < 400 or (path == "/v1/models" and status in (401, 403)):
+                if status < 300 or (path == "/v1/models" and status in (401, 403)):
                     return HEALTHY
                 if status != 404 or path == "/v1/models":
                     reason = body.get("reason") if isinstance(body, dict) else None
@@ -228,6 +235,15 @@ class ReplicaProbe:
         except CONNECTION_ERRORS as error:
             return ProbeResult(f"the connection broke: {type(error).__name__}", unreachable=True)
         return HEALTHY
+
+    async def post(self, url: str, data: bytes, timeout: aiohttp.ClientTimeout) -> int:
+        """The status of the answer, once it is complete. Raises what aiohttp raises, and ReplicaFailed."""
+        headers = {**self._headers, "content-type": "application/json"}
+        async with self._session.post(
+            url, data=data, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
+            await read_whole(response, _MAX_PROBE_BYTES)
+            return response.status
 
     async def info(self, upstream: Upstream) -> ReplicaInfo:
         """Raises ReplicaFailed."""
@@ -251,7 +267,7 @@ class ReplicaProbe:
         owner, length = cards[0].get("owned_by"), cards[0].get("max_model_len")
         kind = owner if owner in ("foreword", "vllm") else "openai"
         names = tuple(str(card["id"]) for card in cards)
-        max_model_len = length if isinstance(length, int) else None
+        max_model_len = length if isinstance(length, int) and 0 < length <= _MAX_MODEL_LEN else None
         if kind == "openai":
             return ReplicaInfo(kind, names, cards, max_model_len)
         metrics = await self.metrics(upstream)
@@ -296,13 +312,13 @@ class ReplicaProbe:
 
     async def _get(self, url: str) -> tuple[int, Any]:
         """Status and JSON body; None for any other body."""
-        async with self._session.get(url, headers=self._headers, timeout=self._timeout) as response:
-            if not response.content_type.endswith("json"):
-                await response.read()
-                return response.status, None
+        async with self._session.get(
+            url, headers=self._headers, timeout=self._timeout, allow_redirects=False
+        ) as response:
             try:
-                return response.status, await response.json()
-            except ValueError:
+                data = await read_whole(response, _MAX_PROBE_BYTES)
+                return response.status, msgspec.json.decode(data) if response.content_type.endswith("json") else None
+            except (msgspec.DecodeError, RecursionError, ReplicaFailed):
                 return response.status, None
 
 
@@ -318,6 +334,16 @@ def _reachable(endpoint: str, host: str) -> str:
         if endpoint.startswith(anywhere):
             return f"tcp://{shown}:{endpoint.removeprefix(anywhere)}"
     return endpoint
+
+
+async def read_whole(response: aiohttp.ClientResponse, limit: int = _MAX_RESPONSE_BYTES) -> bytes:
+    """A whole body. Raises ReplicaFailed if it is too long, and what aiohttp raises."""
+    data = bytearray()
+    while piece := await response.content.readany():
+        data += piece
+        if len(data) > limit:
+            raise ReplicaFailed("the replica sent a response without end")
+    return bytes(data)
 
 
 def clock() -> float:

@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -19,18 +20,23 @@ from aiohttp import web
 from yarl import URL
 
 from foreword.api import sse
+from foreword.api.dialects.chat_reader import read_error
 from foreword.api.errors import error_body
+from foreword.api.misses.causes import Miss
 from foreword.errors import DeadlineExceeded, ForewordError, ReplicaFailed
 from foreword.router import disaggregated
-from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain
+from foreword.router.attempt import Attempt, describe_error, describe_response
 from foreword.router.auth import response_headers
-from foreword.router.client_request import PATHS
+from foreword.router.client_request import PATHS, resuming_body
+from foreword.router.client_stream import ClientDisconnected, ClientStream
 from foreword.router.continuation import Continuation, StreamPosition, continuation_body, why_not_continuable
 from foreword.router.decision_log import as_header
+from foreword.router.misses import with_report
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock
 from foreword.router.response_stream import ResponseStream
+from foreword.router.whole_response import TokenCounts
 
 logger = logging.getLogger(__name__)
 
@@ -38,37 +44,44 @@ MIGRATED_EVENT: Final = "foreword.moved"
 # `max_tokens` of a completion without one, in Foreword and vLLM.
 _DEFAULT_COMPLETION_TOKENS: Final = 16
 _END_SECONDS: Final = 0.5
-
-
-class ClientDisconnected(Exception):
-    """The client closed the connection."""
+# How long the end of a stream waits for the cause of its cache miss.
+_EXPLAIN_SECONDS: Final = 2.0
 
 
 async def proxy_response(proxied: ProxiedRequest) -> web.StreamResponse:
     """Raises ForewordError if nothing was sent to the client."""
+    proxied.router.suspicious.check(proxied.request.raw)
     proxy = _ResponseProxy(proxied)
+    if proxied.request.streams:
+        proxy.client.send_comments()
     try:
         return await proxy.run()
     except ClientDisconnected:
         raise asyncio.CancelledError from None
     except asyncio.CancelledError:
-        if proxy.out is None or clock() < proxied.deadline - 0.001:
+        if not proxy.client.begun or clock() < proxied.deadline - 0.001:
             raise
         # The deadline, not the client: report it.
         return await proxy.fail(DeadlineExceeded("The request's deadline passed"))
+    finally:
+        proxy.client.stop()
+        if proxy.stream.begun:
+            proxied.used_tokens = proxy.stream.used_tokens
 
 
 class _ResponseProxy:
     """One response, streamed or whole: one client, and one replica after another.
 
     Attributes:
-        out: the stream to the client, once its head was sent.
+        client: the stream to the client.
     """
 
     def __init__(self, proxied: ProxiedRequest) -> None:
         self.proxied = proxied
         self.stream = ResponseStream(proxied.request)
-        self.out: web.StreamResponse | None = None
+        keep_alive = proxied.router.stream_keep_alive
+        self.client = ClientStream(proxied.http_request, self._headers, keep_alive)
+        self._translated = False
         # Path, body and prompt of the next attempt; body and prompt are set for a continuation.
         self._path = proxied.request.path
         self._body: dict[str, Any] | None = None
@@ -95,7 +108,7 @@ class _ResponseProxy:
                 raise
             except (*CONNECTION_ERRORS, ReplicaFailed) as error:
                 # Errors of the client's connection were converted to ClientDisconnected.
-                proxied.lost(attempt, describe_error(error), certain=is_certain(error), at=self._migrated_to)
+                proxied.lost(attempt, error, at=self._migrated_to)
                 self._migrated_to = None
                 try:
                     complete = await self._prepare_failover(error)
@@ -115,21 +128,27 @@ class _ResponseProxy:
         proxied = self.proxied
         if self._body is None:
             body = await disaggregated.decode_body(proxied, attempt)
-        elif attempt.upstream.kind == "vllm" and proxied.salt:
-            body = msgspec.json.encode({**self._body, "cache_salt": proxied.salt})
         else:
-            body = msgspec.json.encode(self._body)
+            body = msgspec.json.encode({**self._body, **proxied.own_fields(attempt.upstream.kind)})
         streams = proxied.request.streams
         if not streams:
             proxied.pool.expect_first_token(attempt)
         response, data = await proxied.send(attempt.upstream, body, self._path, streams=streams)
+        self.stream.holds_end = reports = proxied.wants_report and attempt.upstream.kind != "foreword"
         if data is None:
             return response
-        if proxied.retries(attempt, response, data):
+        if await proxied.repairs(attempt, response, data) or proxied.retries(attempt, response, data):
             return None
-        if self.out is not None:
-            raise ReplicaFailed(describe_response(response.status, data))
-        return proxied.respond(attempt, response, data)
+        if self.client.begun:
+            if self.stream.begun or response.status == 200:
+                raise ReplicaFailed(describe_response(response.status, data))
+            return await self._refuse(attempt, response, data)
+        if streams and response.status == 200:
+            raise ReplicaFailed("it did not send a stream")
+        answer = proxied.respond(attempt, response, data)
+        if reports:
+            return await with_report(answer, proxied.miss)
+        return answer
 
     # From the replica to the client
 
@@ -173,9 +192,10 @@ class _ResponseProxy:
                 if awaited.aborted:
                     raise ReplicaFailed(awaited.aborted)
                 return None
-            awaited.last = clock()
+            # While the client reads, or does not, the replica is not late.
+            awaited.last = math.inf
             migrated = await self._write_events(attempt, response, parser.feed(data))
-            awaited.begun = stream.begun
+            awaited.last, awaited.begun = clock(), stream.begun
             if migrated is not None:
                 return migrated
         return None
@@ -227,7 +247,8 @@ class _ResponseProxy:
 
     def _first_token(self, attempt: Attempt) -> None:
         proxied, upstream = self.proxied, attempt.upstream
-        attempt.begun = True
+        attempt.begun, attempt.first_token_at = True, clock()
+        proxied.began_stream()
         if upstream.trial and self._migrated_to is None:
             # The trial request succeeds: other requests need not wait for the end of this response.
             upstream.trial = False
@@ -239,14 +260,11 @@ class _ResponseProxy:
     def _succeeded(self, attempt: Attempt) -> None:
         stream, proxied = self.stream, self.proxied
         # The usage of a continuation counts the output so far as prompt.
-        exact = stream.continuation is None
-        proxied.pool.finished(
-            attempt,
-            stream.cached_tokens if exact else None,
-            stream.output_tokens if exact else None,
-            stream.prompt_tokens,
-        )
-        proxied.succeeded(attempt)
+        exact = stream.continuation is None and not stream.resumed
+        cached, output = (stream.cached_tokens, stream.output_tokens) if exact else (None, None)
+        if output is not None and output > 1 and attempt.first_token_at is not None:
+            proxied.router.metrics.token_time((clock() - attempt.first_token_at) / (output - 1))
+        proxied.finished(attempt, TokenCounts(cached, output, stream.prompt_tokens))
 
     # Failover
 
@@ -277,6 +295,9 @@ class _ResponseProxy:
         """The next attempt continues the response. True if the response is already complete. Raises ReplicaFailed."""
         proxied, stream = self.proxied, self.stream
         request, pool = proxied.request, proxied.pool
+        if pool.kind == "foreword" and stream.can_resume:
+            self._resume()
+            return False
         reason = why_not_continuable(request)
         if reason is None and not stream.can_continue:
             reason = "its tokens are not known" if stream.text_only else "part of it is not text"
@@ -294,11 +315,24 @@ class _ResponseProxy:
         if end is not None:
             await self._write(None, end)
             return True
-        self._path, self._body = PATHS["completion"], body
-        self._prompt = TokenizedPrompt(body["prompt"], "client") if pool.needs_prompts else proxied.prompt
-        proxied.router.metrics.continued("continued")
-        logger.info("request %s continues after %d tokens", proxied.request_id, len(position.tokens))
+        self._path = PATHS["completion"]
+        self._continue_with(body, body["prompt"], len(position.tokens))
         return False
+
+    def _resume(self) -> None:
+        """Another Foreword server writes the rest, also in the middle of a tool call, and follows a grammar from there."""
+        stream, request = self.stream, self.proxied.request
+        prompt, output = list(stream.prompt_ids), list(stream.tokens)
+        stream.resume()
+        self._continue_with(resuming_body(request, prompt, output), [*prompt, *output], len(output))
+
+    def _continue_with(self, body: dict[str, Any], prompt: Sequence[int], count: int) -> None:
+        """The next attempt sends this body, to continue after `count` tokens of output."""
+        proxied = self.proxied
+        self._body = body
+        self._prompt = TokenizedPrompt(prompt, "client") if proxied.pool.needs_prompts else proxied.prompt
+        proxied.router.metrics.continued("continued")
+        logger.info("request %s continues after %d tokens", proxied.request_id, count)
 
     async def _position(self) -> StreamPosition:
         """Where the stream broke. Raises ReplicaFailed."""
@@ -313,39 +347,66 @@ class _ResponseProxy:
     # The response to the client
 
     async def _write(self, response: aiohttp.ClientResponse | None, data: bytes) -> None:
-        try:
-            if self.out is None:
-                self.out = await self._send_head(response)
-            await self.out.write(data)
-        except (ConnectionError, aiohttp.ClientConnectionError) as error:
-            raise ClientDisconnected from error
+        """Send events of a completion to the client, in its dialect."""
+        translation, normalised = self.proxied.translation, self.proxied.normalised
+        if normalised is not None:
+            normalised.stream(data)
+        if translation is not None:
+            begin = b"" if self._translated else translation.begin(len(self.proxied.prompt.tokens))
+            self._translated = True
+            try:
+                data = begin + translation.events(data)
+            except ForewordError as error:
+                # Part of what the replica sent never reaches the client.
+                self.stream.exact = False
+                raise ReplicaFailed(error.message) from None
+        await self.client.write(data, response.headers if response is not None else None)
 
-    async def _send_head(self, response: aiohttp.ClientResponse | None) -> web.StreamResponse:
-        given: Mapping[str, str] = response.headers if response is not None else {}
+    def _headers(self, given: Mapping[str, str]) -> Mapping[str, str]:
+        """The head of the stream. A replica that was not found yet is not named."""
         headers = response_headers(given)
-        headers["x-foreword-route"] = as_header(self.proxied.decision_text)
+        if self.proxied.decision_text:
+            headers["x-foreword-route"] = as_header(self.proxied.decision_text)
         headers["x-request-id"] = self.proxied.request_id
         headers["content-type"], headers["cache-control"] = "text/event-stream; charset=utf-8", "no-cache"
         headers["x-accel-buffering"] = "no"
-        out = web.StreamResponse(headers=headers)
-        await out.prepare(self.proxied.http_request)
-        return out
+        if self.proxied.normalised is not None:
+            headers.update(self.proxied.normalised.headers)
+        return headers
 
     async def _close(self) -> web.StreamResponse:
-        if self.out is None:
+        if not self.client.begun:
             raise ReplicaFailed("The replica's response was empty")
-        try:
-            await self.out.write_eof()
-        except (ConnectionError, aiohttp.ClientConnectionError) as error:
-            raise ClientDisconnected from error
-        return self.out
+        if self.stream.end_held:
+            await self._write(None, self.stream.held_end(await self._miss()))
+        return await self.client.close()
+
+    async def _miss(self) -> Miss | None:
+        """Why part of the prompt was not cached, if that is known soon."""
+        if self.proxied.miss is None:
+            return None
+        done, _ = await asyncio.wait((self.proxied.miss,), timeout=_EXPLAIN_SECONDS)
+        return self.proxied.miss.result() if done else None
+
+    async def _refuse(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> web.StreamResponse:
+        """The replica's error, as the end of a stream whose head was sent already."""
+        answer, translation = self.proxied.respond(attempt, response, data), self.proxied.translation
+        self.proxied.failure = read_error(response.status, data)
+        if translation is not None:
+            await self.client.write(translation.error_event(self.proxied.failure))
+        else:
+            await self.client.write(sse.encode(msgspec.json.decode(answer.text or "{}")))
+        return await self._close()
 
     async def fail(self, error: ForewordError) -> web.StreamResponse:
         """Raise an error if nothing was sent; otherwise send it as an event and end the stream."""
-        if self.out is None:
+        if not self.client.begun:
             raise error
         logger.warning("request %s ends with an error: %s", self.proxied.request_id, error.message)
-        await self._write(None, b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n")
+        self.proxied.failure = error
+        translation = self.proxied.translation
+        event = sse.encode(error_body(error)) if translation is None else translation.error_event(error)
+        await self.client.write(event)
         return await self._close()
 
 

@@ -12,10 +12,12 @@ from typing import Any, Final
 
 import msgspec
 
+from foreword.api.misses.causes import Miss
 from foreword.api.sse import DONE, ServerSentEvent
 from foreword.errors import ReplicaFailed
 from foreword.router.client_request import ClientRequest
 from foreword.router.continuation import Continuation, StreamPosition
+from foreword.router.misses import report_of
 
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
 _TOKEN_IDS: Final = ("token_ids", "prompt_token_ids")
@@ -23,7 +25,8 @@ _EMPTY: Final[Mapping[str, Any]] = {}
 _TEXT_DELTA: Final = frozenset(("role", "content", "refusal"))
 _NOT_HEAD: Final = frozenset(("choices", "usage", "prompt_token_ids", "cache_report", "kv_transfer_params"))
 # Codes of errors in a stream that every replica would return.
-_CLIENT_ERRORS: Final = range(400, 500)
+_CLIENT_ERRORS: Final = (400, 413, 422)
+_MAX_TOKEN: Final = 2**32
 _decode: Final[Callable[[bytes], Any]] = msgspec.json.Decoder().decode
 _encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
 
@@ -43,7 +46,9 @@ class ResponseStream:
         finish_reason: set once it was sent. `done`: the end of the stream was sent.
         cut: the router found a stop string; the replica would continue.
         prompt_tokens, cached_tokens, output_tokens: from the usage; None until it arrived.
-        continuation: set after a failover in the middle of the response.
+        continuation: set after a failover in the middle of the response, if the router converts the rest.
+        resumed: another replica wrote the rest of the response itself.
+        holds_end: the end of the stream is held back, for a cache report in its usage. `end_held`: it is complete.
     """
 
     def __init__(self, request: ClientRequest) -> None:
@@ -66,16 +71,38 @@ class ResponseStream:
         self.cached_tokens: int | None = None
         self.output_tokens: int | None = None
         self.continuation: Continuation | None = None
+        self.resumed = False
+        self.holds_end = False
+        self.end_held = False
+        self._last: dict[str, Any] | None = None
         self._restarted = False
+        # Choices of a request with several that have begun and not ended.
+        self._unfinished: set[int] = set()
 
     @property
     def can_continue(self) -> bool:
         """Whether enough is known for another replica to continue."""
         return self.request.single and self.exact and self.text_only and bool(self.prompt_ids)
 
+    @property
+    def can_resume(self) -> bool:
+        """Whether enough is known for a server of the same kind to write the rest of the response."""
+        return self.request.single and self.exact and bool(self.prompt_ids) and bool(self.tokens)
+
+    @property
+    def used_tokens(self) -> int:
+        """Prompt and output tokens so far, as well as they are known."""
+        if self.output_tokens is not None and self.prompt_tokens is not None:
+            return self.prompt_tokens + self.output_tokens
+        return len(self.prompt_ids) + (len(self.tokens) or len(self.sent_text()) // 4)
+
     def restart(self) -> None:
         """Another replica starts again. The client may already have the first chunk, which has the role."""
         self._restarted = self.opened
+
+    def resume(self) -> None:
+        """Another replica writes the rest of the response."""
+        self.resumed = self._restarted = True
 
     def continue_from(self, continuation: Continuation, position: StreamPosition) -> bytes | None:
         """Another replica continues from `position`. Returns the end of the stream if the response is complete."""
@@ -105,7 +132,7 @@ class ResponseStream:
             return event.raw + b"\n\n" if event.raw.startswith(b":") else None
         try:
             chunk = _decode(event.data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ReplicaFailed(f"the replica sent an event that is not JSON: {error}") from None
         if not isinstance(chunk, dict):
             raise ReplicaFailed("the replica sent an event that is not a JSON object")
@@ -117,15 +144,26 @@ class ResponseStream:
 
     def end(self) -> bytes | None:
         """The end of the stream, with a missing usage. Raises ReplicaFailed if the response is incomplete."""
-        if self.request.single and self.finish_reason is None and self.begun:
-            raise ReplicaFailed("the replica ended the stream in the middle of the response")
         if self.done:
             return None
+        if self.finish_reason is None or self._unfinished:
+            where = "in the middle of the response" if self.begun else "without a response"
+            raise ReplicaFailed(f"the replica ended the stream {where}")
         self.done = True
-        usage = b""
+        chunk: dict[str, Any] | None = None
         if self.request.wants_usage and not self.usage_sent and self.request.single and self.exact:
-            usage = self.encode({"choices": [], "usage": self.usage()})
-        return usage + _DONE_EVENT
+            chunk = {"choices": [], "usage": self.usage()}
+        if self.holds_end:
+            self.end_held, self._last = True, chunk or self._last
+            return None
+        return (self.encode(chunk) if chunk else b"") + _DONE_EVENT
+
+    def held_end(self, miss: Miss | None) -> bytes:
+        """The end that was held back. The cause of the cache miss stands beside the usage."""
+        chunk, self.end_held = self._last, False
+        if chunk is not None and miss is not None:
+            chunk = {**chunk, "cache_report": report_of(chunk["usage"], miss)}
+        return (self.encode(chunk) if chunk else b"") + _DONE_EVENT
 
     def usage(self) -> dict[str, Any]:
         """The usage of the whole response, counted by the router."""
@@ -165,12 +203,14 @@ class ResponseStream:
         choices = chunk.get("choices")
         if not choices:
             return self._usage_chunk(event, chunk)
+        if type(choices) is not list:
+            raise _malformed("choices")
         if not self.head:
             self.head = {name: value for name, value in chunk.items() if name not in _NOT_HEAD}
         if not self.request.single:
             self.begun = True
             return self._multiple(event, chunk)
-        choice = choices[0]
+        choice = _checked(choices[0])
         if self.continuation is not None:
             return self._continued(self.continuation, choice)
         self._remember(chunk, choice)
@@ -181,12 +221,14 @@ class ResponseStream:
         ids, text = choice.get("token_ids"), _text(choice)
         prompt = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if prompt:
+            if not _are_ids(prompt):
+                raise _malformed("prompt_token_ids")
             self.prompt_ids = prompt
         if ids:
             self.tokens += ids
             self.begun = True
         elif text:
-            self.exact = False
+            self.exact = self.exact and bool(prompt)  # the text with the prompt's ids is the prompt
             self.begun = True
         if len(self.tokens) > self.entries:
             self.entries = len(self.tokens)
@@ -199,6 +241,7 @@ class ResponseStream:
             if value and name not in _TEXT_DELTA:
                 self.text_only = False
                 self.begun = True
+                self.exact = self.exact and bool(ids)
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
     def _forward(self, event: ServerSentEvent, chunk: dict[str, Any], choice: dict[str, Any]) -> bytes | None:
@@ -224,8 +267,14 @@ class ResponseStream:
 
     def _multiple(self, event: ServerSentEvent, chunk: dict[str, Any]) -> bytes:
         """A chunk of a request with several prompts or choices."""
-        for choice in chunk["choices"]:
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        for choice in map(_checked, chunk["choices"]):
+            index, reason = choice.get("index"), choice.get("finish_reason")
+            if type(index) is not int:
+                raise _malformed("index")
+            self._unfinished.add(index)
+            if reason:
+                self._unfinished.discard(index)
+                self.finish_reason = reason
         if self.request.wants_usage or chunk.get("usage", 0) is not None:
             return event.raw + b"\n\n"
         del chunk["usage"]
@@ -254,16 +303,52 @@ class ResponseStream:
         usage = chunk.get("usage")
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details")
-            found = details.get("cached_tokens") if isinstance(details, dict) else None
-            self.cached_tokens = found if isinstance(found, int) else self.cached_tokens
-            self.prompt_tokens = usage.get("prompt_tokens")
-            self.output_tokens = usage.get("completion_tokens")
+            found = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+            self.cached_tokens = found if found is not None else self.cached_tokens
+            self.prompt_tokens = _count(usage.get("prompt_tokens"))
+            self.output_tokens = _count(usage.get("completion_tokens"))
         if not self.request.wants_usage:
             return None
         self.usage_sent = True
         if self.continuation is not None:
-            return self.encode({"choices": [], "usage": self.usage()})
-        return event.raw + b"\n\n"
+            chunk = {"choices": [], "usage": self.usage()}
+        if self.holds_end and isinstance(chunk.get("usage"), dict):
+            self._last = chunk
+            return None
+        if self.continuation is not None:
+            return self.encode(chunk)
+        return self.encode({**chunk, **self.head}) if self._restarted else event.raw + b"\n\n"
+
+
+def _malformed(name: str) -> ReplicaFailed:
+    return ReplicaFailed(f"the replica sent a chunk whose {name} is malformed")
+
+
+def _checked(choice: Any) -> dict[str, Any]:
+    """A choice whose fields have the types that the router relies on. Raises ReplicaFailed."""
+    if type(choice) is not dict:
+        raise _malformed("choice")
+    delta = choice.get("delta")
+    if delta is not None and (type(delta) is not dict or not _is_text(delta.get("content"))):
+        raise _malformed("delta")
+    if not (_is_text(choice.get("text")) and _is_text(choice.get("finish_reason"))):
+        raise _malformed("text")
+    ids = choice.get("token_ids")
+    if ids and not _are_ids(ids):
+        raise _malformed("token_ids")
+    return choice
+
+
+def _is_text(found: object) -> bool:
+    return found is None or type(found) is str
+
+
+def _are_ids(ids: Any) -> bool:
+    return type(ids) is list and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < _MAX_TOKEN
+
+
+def _count(found: object) -> int | None:
+    return found if type(found) is int and 0 <= found < _MAX_TOKEN else None
 
 
 def _text(choice: dict[str, Any]) -> str:

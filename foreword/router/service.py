@@ -6,20 +6,30 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Coroutine
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
 import zmq.asyncio
 
-from foreword.config import Config
+from foreword.api.dialects.limits import Limits
+from foreword.api.normalisers import Normalisers
+from foreword.api.quotas import Quotas
+from foreword.api.stored_responses import StoredResponses
+from foreword.config import Config, ServerConfig, parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
-from foreword.observability.recording import TraceRecorder
+from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.router.auth import RouterAuth
+from foreword.router.body import RequestBodies
+from foreword.router.canary import is_alive
+from foreword.router.connections import ClientConnections
 from foreword.router.decision_log import DecisionLog
 from foreword.router.events import KvEventSubscription
 from foreword.router.metrics import RouterMetrics
+from foreword.router.misses import RouterMisses
 from foreword.router.pool import ReplicaPool
+from foreword.router.prefixes import RouterPrefixes
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.recording import record_finished
 from foreword.router.replica_breaker import ReplicaBreaker
@@ -33,6 +43,7 @@ from foreword.router.replicas import (
     Upstream,
     clock,
 )
+from foreword.router.suspicious import SuspiciousRequests
 from foreword.routing.event_feed import KvEventFeed
 
 logger = logging.getLogger(__name__)
@@ -49,6 +60,8 @@ _STALL_SECONDS: Final = 0.1
 # Consecutive timeouts that are excused by a stalled event loop.
 MAX_STALLS: Final = 5
 _SCRUBBED_BUCKETS: Final = 256
+# For limits, where no replica says how long its prompts may be.
+_UNKNOWN_MODEL_LEN: Final = 128 << 10
 
 
 class Router:
@@ -60,11 +73,24 @@ class Router:
         self.upstreams: dict[str, Upstream] = {}
         self.pools: dict[str, ReplicaPool] = {}
         self.subscriptions: dict[str, list[KvEventSubscription]] = {}
+        self.quotas = Quotas.parse(config.server.quotas)
+        self.bodies = RequestBodies(config.server.body_timeout)
+        self.suspicious = SuspiciousRequests()
+        given = config.router
+        self.normalisers = Normalisers.make(given.drop_lines, tools=given.sort_tools, reasoning=given.keep_answers)
+        self.prefixes = RouterPrefixes(self, config.router.prefix_file)
+        self.responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
+        self.connections = ClientConnections(
+            config.server.max_connections, config.server.head_timeout, config.server.write_timeout
+        )
+        self.stream_keep_alive = config.server.stream_keep_alive
+        self._server = config.server
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
         self.recorder: TraceRecorder | None = None
         if config.server.record is not None:
             self.recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
+        self.misses = RouterMisses(self.metrics, self.decisions, self._record)
         self.draining = False
         self.active = 0
         self._stalled_at = 0.0
@@ -81,7 +107,8 @@ class Router:
         self.prompts = PromptTokenizer(self._probe_session, headers, self.config.tokenize_timeout)
         if self.config.tokenizer is not None:
             await self.prompts.load(self.config.tokenizer)
-        self._create_task(self._watchdog())
+        self.background(self._watchdog())
+        self.background(self.connections.sweep())
 
     def _client_session(self, **options: Any) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
@@ -100,8 +127,13 @@ class Router:
         self.prompts.close()
         if self._zmq is not None:
             self._zmq.destroy(linger=0)
+        self.misses.close()
         if self.recorder is not None:
             self.recorder.close()
+
+    def _record(self, record: RequestRecord) -> None:
+        if self.recorder is not None:
+            self.recorder.record(record)
 
     def attempt_name(self, request_id: str) -> str:
         """A unique name for an attempt: a client may use a request id twice."""
@@ -116,7 +148,7 @@ class Router:
         breaker = ReplicaBreaker(self.config.failures)
         upstream = Upstream(spec, source, breaker, max_in_flight=self.config.max_in_flight)
         self.upstreams[spec.url] = upstream
-        upstream.tasks.append(self._create_task(self._watch(upstream)))
+        upstream.tasks.append(self.background(self._watch(upstream)))
         logger.info("replica %s added (from %s)", spec.url, "the configuration" if source == "flag" else source)
         return upstream
 
@@ -178,6 +210,11 @@ class Router:
             return []
         return [url for url, one in pool.upstreams.items() if one.info and model not in one.info.models]
 
+    def limits(self) -> Limits:
+        """The limits of a request's body: what the longest prompt of any replica could need."""
+        lengths = [one.info.max_model_len for one in self.upstreams.values() if one.info and one.info.max_model_len]
+        return _limits(self._server, max(lengths, default=_UNKNOWN_MODEL_LEN))
+
     # Results of requests
 
     def succeeded(self, upstream: Upstream) -> None:
@@ -230,11 +267,7 @@ class Router:
     def _probed(self, upstream: Upstream, result: ProbeResult) -> None:
         problem, breaker = result.problem, upstream.breaker
         upstream.problem, upstream.unreachable = problem or upstream.problem, result.unreachable
-        if problem is not None and result.certain and breaker.state != "open":
-            opened = breaker.failed(clock(), problem, certain=True)
-        else:
-            opened = breaker.probed(clock(), problem)
-        if opened:
+        if breaker.probed(clock(), problem, certain=result.certain):
             self._log_opened(upstream, problem or "")
         if result.unreachable:
             upstream.metrics = UNKNOWN
@@ -250,6 +283,8 @@ class Router:
         if upstream.url not in self.upstreams:
             return
         self._forget(upstream)
+        # It gets requests after this: they may name prefixes that it has lost.
+        await self.prefixes.prepare(upstream.url, info)
         upstream.info = info
         upstream.isolation_problem = self._isolation_problem(info)
         model = info.models[0]
@@ -257,7 +292,7 @@ class Router:
         if pool is None:
             pool = self.pools[model] = ReplicaPool(model, self.config, self.auth.weights)
             if self.recorder is not None:
-                pool.fleet.on_finished = record_finished(self.recorder)
+                pool.fleet.on_finished = record_finished(self.misses.hold)
         self._subscribe(upstream, pool)
         pool.add(upstream)
         events = ", sends KV events" if upstream.url in self.subscriptions else ""
@@ -292,7 +327,7 @@ class Router:
             )
             subscription = KvEventSubscription(self._zmq, feed, endpoint, replay)
             self.subscriptions.setdefault(upstream.url, []).append(subscription)
-            upstream.tasks.append(self._create_task(subscription.run()))
+            upstream.tasks.append(self.background(subscription.run()))
 
     def _forget(self, upstream: Upstream) -> None:
         """Remove a replica from its pool, with its subscriptions and all that is known of its blocks."""
@@ -329,6 +364,7 @@ class Router:
                 self._abort_stalled(upstream, now)
             for pool in self.pools.values():
                 pool.fleet.directory.scrub(_SCRUBBED_BUCKETS)
+            self.suspicious.forget_old(now)
 
     def _abort_stalled(self, upstream: Upstream, now: float) -> None:
         down = upstream.unreachable and upstream.breaker.state == "open"
@@ -338,6 +374,25 @@ class Router:
                 response.abort(f"{upstream.url} is down: {upstream.breaker.reason}")
             elif response.begun and silent > self.config.stall_timeout:
                 response.abort(f"{upstream.url} sent nothing for {silent:.0f} s")
+            elif now - max(response.last, upstream.alive_at) > self.config.stall_timeout and not upstream.checked:
+                upstream.checked = True
+                self.background(self._check_alive(upstream))
+
+    async def _check_alive(self, upstream: Upstream) -> None:
+        """Find out whether a replica hangs that has long been silent on a request without a first token."""
+        sent, seconds = clock(), self.config.stall_timeout
+        try:
+            alive = await is_alive(self.probe, upstream, seconds)
+        finally:
+            upstream.checked = False
+        if alive or any(one.begun and one.last > sent for one in upstream.awaited):
+            upstream.alive_at = clock()
+            return
+        reason = f"{upstream.url} answers neither requests nor a test request within {seconds:g} s"
+        self.failed(upstream, reason, certain=True)
+        for response in list(upstream.awaited):
+            if not response.begun and response.last <= sent:
+                response.abort(reason)
 
     # State
 
@@ -362,7 +417,7 @@ class Router:
         able = [one for one in self.upstreams.values() if not one.excluded(clock())]
         return sorted(able, key=lambda one: (one.spec.role == "prefill", one.in_flight, one.url))
 
-    def _create_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A background task, kept until it ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -373,3 +428,8 @@ class Router:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a background task of the router failed", exc_info=error)
+
+
+@lru_cache(maxsize=64)
+def _limits(config: ServerConfig, max_model_len: int) -> Limits:
+    return Limits.for_model(max_model_len, config.body_limit(max_model_len))

@@ -27,7 +27,7 @@ class ActiveRequests:
 
     def all(self, salt: bytes | None = None) -> list[Job]:
         """The jobs of the tenant with this salt; of all tenants if it is None."""
-        return [job for job in self._jobs if salt is None or job.requests[0].salt == salt]
+        return [job for job in self._jobs if salt is None or job.owner == salt]
 
     def find(self, name: str, salt: bytes | None = None) -> Job:
         """By the engine's id, the answer's id or the client's `X-Request-Id`. Raises NotFound, or CannotMigrate for a name that
@@ -48,9 +48,9 @@ def describe(job: Job) -> dict[str, Any]:
     """An active request as JSON."""
     shown: dict[str, Any] = {
         "id": job.requests[0].id,
-        "answer": job.head["id"],
-        "object": job.head["object"],
-        "created": job.head["created"],
+        "answer": job.head.id,
+        "dialect": job.request.dialect,
+        "created": job.head.created,
         "prompt_tokens": job.prompt_tokens,
         "output_tokens": job.output_tokens,
         "stream": job.streams,
@@ -62,5 +62,5 @@ def describe(job: Job) -> dict[str, Any]:
 
 
 def _names(job: Job) -> tuple[str, str]:
-    answer = str(job.head["id"])
+    answer = job.head.id
     return answer, answer.partition("-")[2]

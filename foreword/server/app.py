@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +11,32 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from foreword import __version__
+from foreword.api.quotas import Quotas
+from foreword.api.stored_responses import StoredResponses
 from foreword.api.tenants import Tenants
-from foreword.config import Config
+from foreword.api.tools.detection import formats_named
+from foreword.api.work_queue import WorkQueue
+from foreword.config import Config, parse_bytes
 from foreword.dashboard.history import MetricsHistory
 from foreword.errors import ForewordError
 from foreword.observability.metrics import PrometheusObserver
-from foreword.server import dashboard, instance_api, migration, openai_api, prefixes_api, requests_api
+from foreword.server import (
+    cache_api,
+    dashboard,
+    generate_api,
+    instance_api,
+    migration,
+    model_api,
+    prefixes_api,
+    requests_api,
+)
 from foreword.server.admission import Admission
 from foreword.server.endpoint import ServerContext
 from foreword.server.errors import exception_handlers
 from foreword.server.peers import Peers
+from foreword.server.prepare import parser_names
 from foreword.server.request_log import RequestLog
+from foreword.server.rights import Rights
 from foreword.server.routes import Routes
 
 if TYPE_CHECKING:
@@ -40,16 +54,31 @@ def create_app(
         registry: the metrics of `/metrics`. It must be an observer of the engine.
         events: where the engine's KV events are published.
 
-    Raises ConfigError for malformed API keys or peers.
+    Raises ConfigError for malformed API keys, peers or quotas, and for unknown parsers.
     """
     admission = engine if isinstance(engine, Admission) else Admission(config.server.max_queue, engine)
-    tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizing")
     tenants, peers = Tenants.from_config(config.server), Peers.from_config(config)
-    context = ServerContext(admission, tenants, tokenizing, peers=peers)
+    formats_named(*parser_names(config.server))
+    rights = Rights(tenants, config.server)
+    quotas = Quotas.parse(config.server.quotas)
+    responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
+    context = ServerContext(
+        admission,
+        tenants,
+        config.server,
+        WorkQueue(),
+        rights,
+        quotas,
+        responses,
+        peers=peers,
+        count_outcome=registry.count_outcome,
+    )
     history = MetricsHistory(registry.families)
     routes = Routes()
-    openai_api.add_routes(routes, context)
+    generate_api.add_routes(routes, context)
+    model_api.add_routes(routes, context)
     prefixes_api.add_routes(routes, context)
+    cache_api.add_routes(routes, context)
     instance_api.add_routes(routes, context)
     requests_api.add_routes(routes, context, config.server)
     dashboard.add_routes(routes, context, history)

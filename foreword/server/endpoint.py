@@ -1,32 +1,39 @@
-"""What every endpoint needs: the caller's tenant, the engine, the request's body, and a thread for tokenizing."""
+"""What every endpoint needs: the caller's tenant, the engine, the request's body, and threads for parsing and tokenizing."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from foreword.api.errors import MAX_BODY_BYTES, BodyTooLarge, UnsupportedMediaType
-from foreword.api.schemas import AnyBody, parse
-from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
+from foreword.api.bodies import AnyBody, parse_body
+from foreword.api.dialects.limits import Limits
+from foreword.api.outcomes import Outcome
+from foreword.api.quotas import Quotas
+from foreword.api.stored_responses import StoredResponses
+from foreword.api.tenants import Tenant, Tenants
+from foreword.api.work_queue import WorkQueue
+from foreword.config import ServerConfig
 from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mean
 from foreword.server.active_requests import ActiveRequests
 from foreword.server.admission import Admission
+from foreword.server.body import Bodies
+from foreword.server.misses import ServerMisses
 from foreword.server.peers import Peers
 from foreword.server.recent_requests import RecentRequests
+from foreword.server.rights import Rights
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
 
 # No tokenizer has tokens anywhere near this long: a longer text is refused without tokenizing it.
 MAX_CHARACTERS_PER_TOKEN = 256
-
-P = ParamSpec("P")
-T = TypeVar("T")
+# Most texts have fewer characters per token.
+_MOST_CHARACTERS_PER_TOKEN = 8
+# A cut in a text may add some tokens around it.
+_CUT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +41,51 @@ class ServerContext:
     """Shared by all endpoints.
 
     Attributes:
-        tokenizing: one thread, so that a long prompt does not block the event loop.
+        work: threads for parsing and tokenizing, so that neither blocks the event loop.
+        quotas: limits of tenants.
+        responses: what clients of the Responses API may continue.
+        bodies: the bodies in memory.
         recent: the newest requests, for the dashboard.
         active: the requests that run now.
         peers: other servers that requests may name.
+        misses: finds the causes of cache misses.
+        count_outcome: counts how a request of a dialect ended.
     """
 
     admission: Admission
     tenants: Tenants
-    tokenizing: Executor
+    config: ServerConfig
+    work: WorkQueue
+    rights: Rights
+    quotas: Quotas
+    responses: StoredResponses
+    bodies: Bodies = field(default_factory=Bodies)
     recent: RecentRequests = field(default_factory=RecentRequests)
     active: ActiveRequests = field(default_factory=ActiveRequests)
     peers: Peers = field(default_factory=Peers)
+    misses: ServerMisses = field(default_factory=ServerMisses)
+    count_outcome: Callable[[str, Outcome], None] = lambda dialect, outcome: None
 
     def tenant(self, request: Request) -> Tenant:
         """The caller's tenant. Raises Unauthorized."""
-        return self.tenants.authenticate(request.headers.get("authorization"), request.headers.get(SALT_HEADER))
+        return self.rights.tenant(request)
 
     async def body(self, request: Request, kind: type[AnyBody]) -> AnyBody:
         """The JSON body. Raises BadRequest."""
-        return parse(kind, await _read(request))
+        async with self.bodies.read(request, self.max_body) as raw:
+            return await self.work.run(len(raw), parse_body, kind, raw, self.limits)
 
-    async def tokenize(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `work` on the thread for tokenizing."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.tokenizing, lambda: work(*args, **kwargs))
+    @property
+    def max_body(self) -> int:
+        """Bytes of the largest body."""
+        engine = self.admission.loaded
+        return self.config.body_limit(engine.info.max_model_len if engine is not None else 1)
+
+    @property
+    def limits(self) -> Limits:
+        """What a body may contain."""
+        engine = self.admission.loaded
+        return Limits.for_model(engine.info.max_model_len if engine is not None else 1, self.max_body)
 
 
 def check_model(engine: AsyncEngine, name: str | None) -> None:
@@ -69,13 +96,27 @@ def check_model(engine: AsyncEngine, name: str | None) -> None:
         )
 
 
-def check_length(engine: AsyncEngine, text: str, param: str) -> None:
+def check_length(engine: AsyncEngine, characters: int, param: str) -> None:
     """Raises PromptTooLong for a text that cannot possibly fit."""
-    if len(text) > engine.info.max_model_len * MAX_CHARACTERS_PER_TOKEN:
+    if characters > engine.info.max_model_len * MAX_CHARACTERS_PER_TOKEN:
         raise PromptTooLong(
-            f"{param} has {len(text)} characters, far more than the {engine.info.max_model_len} tokens that fit",
+            f"{param} has {characters} characters, far more than the {engine.info.max_model_len} tokens that fit",
             param=param,
         )
+
+
+def encode_bounded(engine: AsyncEngine, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+    """The tokens of a text. Raises PromptTooLong; then only the start of the text was tokenized."""
+    longest = engine.info.max_model_len
+    start = text[: longest * _MOST_CHARACTERS_PER_TOKEN]
+    if len(start) < len(text):
+        count = len(engine.tokenizer.encode(start, add_special_tokens=False)) - _CUT_TOKENS
+        if count > longest:
+            raise PromptTooLong(
+                f"This model's maximum context length is {longest} tokens, but {param} has more than {count}",
+                param=param,
+            )
+    return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def check_token_ids(engine: AsyncEngine, tokens: tuple[int, ...], param: str) -> None:
@@ -85,15 +126,3 @@ def check_token_ids(engine: AsyncEngine, tokens: tuple[int, ...], param: str) ->
         wrong = next(token for token in tokens if not 0 <= token < size)
         shown = str(wrong) if abs(wrong) < 10**20 else f"of {wrong.bit_length()} bits"
         raise BadRequest(f"{param}: token id {shown} is not between 0 and {size - 1}", param=param)
-
-
-async def _read(request: Request) -> bytes:
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
-        raise UnsupportedMediaType("Send the body as JSON, with the header Content-Type: application/json")
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge
-    return bytes(body)

@@ -28,7 +28,9 @@ def exception_handlers(known_paths: Collection[str]) -> Mapping[Any, Any]:
     async def on_foreword_error(request: Request, error: ForewordError) -> Response:
         if error.status >= 500 and not error.retry:
             logger.error("%s %s: %s", request.method, request.url.path, error.message)
-        return _starlette(error_response(error))
+        # Endpoints of dialects answer in their own format.
+        respond = getattr(request.state, "error_response", error_response)
+        return _starlette(respond(error, None))
 
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from foreword.api.tenants import mix_salt
+from foreword.errors import BadRequest
 from foreword.server.endpoint import ServerContext
 from foreword.server.routes import Routes
 
@@ -26,11 +28,22 @@ def add_routes(routes: Routes, context: ServerContext) -> None:
 
     @routes.add("DELETE", "/v1/cache", "cache")
     async def forget(request: Request) -> dict[str, Any]:
-        """Remove the caller's blocks and named prefixes from the device and from every store, and return a receipt. Blocks that
-        running requests use stay on the device until those end. The device drops the unused blocks of all tenants, because it
-        does not record their owner."""
-        salt, engine = context.tenant(request).salt, context.admission.engine()
-        return await engine.forget(salt)
+        """Remove the caller's blocks, named prefixes and stored responses from the device and from every store, and return a
+        receipt. Blocks that running requests use stay on the device until those end. `cache_salt` removes the blocks of
+        requests with this `cache_salt` instead. With `scope=device` an operator drops the unused blocks of all tenants from
+        the device."""
+        query = request.query_params
+        if query.get("scope", "tenant") == "device":
+            context.rights.check_operator(request, "clearing the cache of all tenants")
+            return {"what": "device", "device_blocks": await context.admission.engine().clear_cache()}
+        if query.get("scope", "tenant") != "tenant":
+            raise BadRequest("scope must be tenant or device", param="scope")
+        tenant = context.rights.check_own(request, "clearing the cache")
+        given = query.get("cache_salt")
+        engine = context.admission.engine()
+        if not given:
+            context.responses.forget(tenant.salt)
+        return await engine.forget(mix_salt(tenant.salt, given) if given else tenant.salt)
 
 
 def describe(engine: AsyncEngine, salt: bytes) -> dict[str, Any]:

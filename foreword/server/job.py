@@ -1,21 +1,27 @@
-"""A `Job` is one HTTP request for a completion or a chat: its prompts, how its answer is written, and its progress."""
+"""A `Job` is one HTTP request to generate text: its prompts, how its answer is written, and its progress."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from foreword.api import logprobs
-from foreword.engine.request import CacheReport, Delta, MigratedTo, Request, TokenLogprob
+from foreword.api.breakpoints import written_tokens
+from foreword.api.dialects.writer import ResponseHead, Writer
+from foreword.api.misses.causes import Miss
+from foreword.api.misses.outline import Conversation
+from foreword.api.output import ChoiceDelta, Piece, Usage
+from foreword.api.quotas import Admitted
+from foreword.api.request import GenerateRequest
+from foreword.blocks.retention import RetentionAnswer
+from foreword.engine.request import CacheReport, Delta, MigratedTo, Request
 from foreword.errors import CannotMigrate
-
-if TYPE_CHECKING:
-    from foreword.engine.tokenizer import Tokenizer
+from foreword.server.answers import AnswerReader
 
 # With these headers another server treats a request as the caller's own.
-_FORWARDED = ("authorization", "x-foreword-salt", "x-request-id")
+_FORWARDED = ("authorization", "x-api-key", "x-foreword-salt", "x-request-id")
 FOLLOW_HEADER = "x-foreword-follow"
 
 
@@ -38,82 +44,15 @@ class Caller:
         return cls(forwarded, headers.get(FOLLOW_HEADER, "") == "1")
 
 
-class ChoiceFormat(Protocol):
-    """How the choices of an answer are written as JSON. There is one object per choice, which may keep state."""
-
-    whole_object: str
-    chunk_object: str
-
-    def opening(self) -> dict[str, Any] | None:
-        """A choice's first chunk, sent before any text."""
-
-    def chunk(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        """A choice's further chunk."""
-
-    def whole(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        """A choice of an answer that is not streamed."""
-
-
-class CompletionFormat:
-    """`text_completion`. With `echo` the prompt precedes the text."""
-
-    whole_object = "text_completion"
-    chunk_object = "text_completion"
-
-    def __init__(self, tokenizer: Tokenizer, echo: str = "") -> None:
-        self._tokenizer = tokenizer
-        self.echo = echo
-        self._offsets = logprobs.Offsets()
-
-    def skip(self, tokens: Sequence[int]) -> None:
-        """Count the characters of tokens that another server has sent."""
-        for token in tokens:
-            self._offsets.next(self._tokenizer, token)
-
-    def opening(self) -> dict[str, Any] | None:
-        return {"text": self.echo, "logprobs": None} if self.echo else None
-
-    def chunk(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        shown = None if entries is None else logprobs.for_completion(self._tokenizer, entries, self._offsets)
-        return {"text": text, "logprobs": shown}
-
-    def whole(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        return self.chunk(self.echo + text, entries)
-
-
-class ChatFormat:
-    """`chat.completion`."""
-
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def opening(self) -> dict[str, Any] | None:
-        return {"delta": {"role": "assistant", "content": "", "refusal": None}, "logprobs": None}
-
-    def chunk(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}, "logprobs": self._logprobs(entries)}
-
-    def whole(self, text: str, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        return {
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs(entries),
-        }
-
-    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
-        return None if entries is None else logprobs.for_chat(self._tokenizer, entries)
-
-
 @dataclass(slots=True)
 class PromptProgress:
     """What has been counted for one prompt.
 
     Attributes:
         output_tokens: of all its sequences.
-        cached_tokens, first_token_at, finish_reason, cache_report: of its first sequence. The other sequences find the prompt
-            cached by that one. `first_token_at` is on the clock of `time.monotonic`.
+        cached_tokens, first_token_at, finish_reason, cache_report, retained: of its first sequence. The other sequences find
+            the prompt cached by that one. `first_token_at` is on the clock of `time.monotonic`.
+        miss: why part of the prompt was not cached, once it has ended.
     """
 
     output_tokens: int = 0
@@ -121,6 +60,8 @@ class PromptProgress:
     first_token_at: float | None = None
     finish_reason: str | None = None
     cache_report: CacheReport | None = None
+    retained: tuple[RetentionAnswer, ...] = ()
+    miss: Miss | None = None
 
     def note(self, delta: Delta, now: float) -> None:
         """Count a delta."""
@@ -128,36 +69,43 @@ class PromptProgress:
         if delta.index == 0:
             self.cached_tokens, self.finish_reason = delta.cached_tokens, delta.finish_reason
             self.cache_report = delta.cache_report or self.cache_report
+            self.retained = delta.retained or self.retained
             if delta.tokens and self.first_token_at is None:
                 self.first_token_at = now
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One HTTP request for a completion or a chat. Choice `prompt * n + index` is sequence `index` of prompt `prompt`.
+    """One HTTP request to generate text. Choice `prompt * n + index` is sequence `index` of prompt `prompt`.
 
     Attributes:
-        head: the fields that every answer and chunk begins with.
+        request: what the client asks for.
         requests: the engine's requests, one per prompt.
-        formats: one per choice.
-        prefix: the named prefix before the prompts.
-        token_ids: show the token ids of prompts and answers, in vLLM's fields.
-        resumed: output tokens that another server sent before this request migrated here; None if it started here.
+        readers: one per choice.
+        owner: salt of the tenant. The requests may have another one, of the client's own making.
+        streams: deltas go out as they come.
+        resumed: output tokens that another server sent before this one continued; None if it started here.
+        admitted: the request as the tenant's quotas count it.
         progress: one per prompt.
+        conversations: what is compared with other requests to explain misses, one per prompt.
+        answer: the pieces of the first choice.
         departure: the server that continues this request, if it migrated away. Then this server only relays its output.
     """
 
-    head: dict[str, Any]
+    request: GenerateRequest
+    head: ResponseHead
+    writer: Writer
     requests: tuple[Request, ...]
-    formats: tuple[ChoiceFormat, ...]
+    readers: tuple[AnswerReader, ...]
+    owner: bytes
     streams: bool
-    include_usage: bool
-    prefix: str | None = None
-    token_ids: bool = False
     caller: Caller = field(default_factory=Caller)
     resumed: int | None = None
+    admitted: Admitted | None = None
     progress: list[PromptProgress] = field(init=False)
     departure: MigratedTo | None = None
+    conversations: tuple[Conversation, ...] = ()
+    answer: list[Piece] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.progress = [PromptProgress(self.resumed or 0) for _ in self.requests]
@@ -168,8 +116,9 @@ class Job:
         return self.requests[0].params.n
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.requests[0].params.logprobs is not None
+    def migrated_here(self) -> bool:
+        """The engine has it already. Otherwise it begins here, or after an output that came with it."""
+        return self.resumed is not None and not self.requests[0].output
 
     @property
     def output_tokens(self) -> int:
@@ -179,24 +128,39 @@ class Job:
     def prompt_tokens(self) -> int:
         return sum(len(request.tokens) for request in self.requests)
 
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's `usage`."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.output_tokens,
-            "total_tokens": self.prompt_tokens + self.output_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(prompt.cached_tokens for prompt in self.progress)},
-        }
+    def read(self, prompt: int, delta: Delta) -> ChoiceDelta:
+        """A delta as the writer takes it."""
+        number = prompt * self.n + delta.index
+        read = self.readers[number].read(delta)
+        if not number and self.conversations:
+            self.answer += read.pieces
+        return read
 
-    def cache_report(self) -> dict[str, Any]:
-        """`{"cache_report": ...}` if the client asked for it: one report for one prompt, else a list in the prompts' order."""
+    def usage(self) -> Usage:
+        written: Counter[float] = Counter()
+        for request, progress in zip(self.requests, self.progress, strict=True):
+            written.update(written_tokens(request.retain, progress.retained, progress.cached_tokens))
+        return Usage(
+            self.prompt_tokens,
+            self.output_tokens,
+            sum(prompt.cached_tokens for prompt in self.progress),
+            dict(written),
+            sum(reader.reasoning_tokens for reader in self.readers),
+        )
+
+    def cache_report(self) -> dict[str, Any] | Sequence[dict[str, Any]] | None:
+        """What the client asked for: one report for one prompt, else a list in the prompts' order."""
         # The dashboard may have asked for a report that the client did not ask for.
-        if not self.requests[0].want_cache_report:
-            return {}
-        reports = [dataclasses.asdict(one.cache_report) for one in self.progress if one.cache_report is not None]
+        if not self.request.cache_report:
+            return None
+        reports = [
+            dataclasses.asdict(one.cache_report) | (dataclasses.asdict(one.miss) if one.miss is not None else {})
+            for one in self.progress
+            if one.cache_report is not None
+        ]
         if not reports:
-            return {}
-        return {"cache_report": reports[0] if len(self.requests) == 1 else reports}
+            return None
+        return reports[0] if len(self.requests) == 1 else reports
 
     # Migration
 
@@ -213,3 +177,9 @@ class Job:
             )
         if not self.movable:
             raise CannotMigrate("only requests with one prompt and one answer (n=1) can migrate")
+
+    @property
+    def client_follows(self) -> bool:
+        """Whether the client continues the stream at the server that the request migrates to. Chunks of chat completions and
+        completions can be continued by another server; events of other dialects refer to earlier ones."""
+        return self.streams and self.caller.follows and self.request.dialect in ("chat", "completions")

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import zmq
 
-from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.layout import key_of
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Event, StepFinished
 from foreword.routing.kv_event_wire import (
@@ -195,7 +195,7 @@ class KvEvents:
         self._watches = True
 
         def note(tier: int, stored: bool, names: Sequence[Name]) -> None:
-            self._changes.extend(_Change(places[tier], stored, name[FINGERPRINT_BYTES:]) for name in names)
+            self._changes.extend(_Change(places[tier], stored, key_of(name)) for name in names)
 
         store.subscribe(note)
 

@@ -40,16 +40,16 @@ async def migrate(context: ServerContext, job: Job, to: str) -> dict[str, Any]:
     Raises CannotMigrate or TransferError; the request then continues here.
     """
     job.check_movable()
-    return await _migrate(context, job.requests[0], to, job.caller.headers, migration_message.encode(job))
+    return await _migrate(context, job.requests[0], job.owner, to, job.caller.headers, migration_message.encode(job))
 
 
 async def _migrate(
-    context: ServerContext, request: Request, to: str, headers: Mapping[str, str], message: bytes
+    context: ServerContext, request: Request, owner: bytes, to: str, headers: Mapping[str, str], message: bytes
 ) -> dict[str, Any]:
     engine = context.admission.loaded
     assert engine is not None
     target = server_url(to, "to")
-    address = _check_target(engine, request, await _instance(target, headers), target)
+    address = _check_target(engine, owner, await _instance(target, headers), target)
     moved = await engine.migrate(request.id, address, to=target, envelope=message)
     return {"id": request.id, "to": target, **asdict(moved)}
 
@@ -69,9 +69,9 @@ async def _instance(target: str, headers: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _check_target(engine: AsyncEngine, request: Request, there: Mapping[str, Any], target: str) -> str:
+def _check_target(engine: AsyncEngine, owner: bytes, there: Mapping[str, Any], target: str) -> str:
     """The transfer address of a server that can continue the request. Raises CannotMigrate."""
-    here = describe(engine, request.salt)
+    here = describe(engine, owner)
     if here["transfer"] is None:
         raise CannotMigrate("this server has no transfer endpoint (--role, --transfer-bind)")
     if not there["transfer"]:
@@ -135,8 +135,9 @@ async def _movable(context: ServerContext, engine: AsyncEngine) -> Mapping[str, 
 
 async def _migrate_unclaimed(context: ServerContext, unclaimed: UnclaimedRequest, to: str) -> dict[str, Any]:
     """Migrate a request on that migrated here and was not fetched. Its client gets the output so far and the new address."""
-    request = unclaimed.request
-    return await _migrate(context, request, to, context.tenants.headers_for(request.salt), unclaimed.envelope)
+    owner = migration_message.owner(unclaimed.envelope)
+    headers = context.tenants.headers_for(owner)
+    return await _migrate(context, unclaimed.request, owner, to, headers, unclaimed.envelope)
 
 
 async def _migrate_to_any(

@@ -2,55 +2,78 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import TYPE_CHECKING, Final
 
-from foreword.engine.request import Request
+import msgspec
+
+from foreword.api import logprobs
+from foreword.api.dialects.registry import DIALECTS
+from foreword.api.dialects.writer import ResponseHead
+from foreword.api.request import GenerateRequest
+from foreword.api.tools.detection import AnswerFormats
+from foreword.disaggregation.unclaimed import UnclaimedRequest
 from foreword.errors import BadRequest
-from foreword.server.job import Caller, ChatFormat, ChoiceFormat, CompletionFormat, Job
+from foreword.server.answers import reader_for
+from foreword.server.job import Caller, Job
 
 if TYPE_CHECKING:
-    from foreword.entrypoints.async_engine import AsyncEngine
+    from foreword.engine.tokenizer import Tokenizer
 
-VERSION = 1
+VERSION: Final = 2
+
+
+class HandoffMessage(msgspec.Struct, frozen=True):
+    """`owner` is the salt of the tenant; `request` is without its messages and prompts."""
+
+    version: int
+    request: GenerateRequest
+    head: ResponseHead
+    owner: bytes
+    streams: bool
 
 
 def encode(job: Job) -> bytes:
     """From a job with one prompt and one answer."""
-    choice = job.formats[0]
-    message = {
-        "version": VERSION,
-        "kind": "chat" if isinstance(choice, ChatFormat) else "completion",
-        "head": job.head,
-        "stream": job.streams,
-        "include_usage": job.include_usage,
-        "prefix": job.prefix,
-        "token_ids": job.token_ids,
-        "echo": choice.echo if isinstance(choice, CompletionFormat) else "",
-    }
-    return json.dumps(message).encode()
+    request = dataclasses.replace(job.request, messages=(), prompts=(), output_format=None)
+    return msgspec.json.encode(HandoffMessage(VERSION, request, job.head, job.owner, job.streams))
 
 
-def resume(engine: AsyncEngine, request: Request, output: Sequence[int], message: bytes, caller: Caller) -> Job:
-    """The job that continues after the tokens `output`. Raises BadRequest for a message that this version does not know."""
+def owner(message: bytes) -> bytes:
+    """The salt of the tenant that the request belongs to. Raises BadRequest."""
+    return _decode(message).owner
+
+
+def resume(tokenizer: Tokenizer, unclaimed: UnclaimedRequest, formats: AnswerFormats, caller: Caller) -> Job:
+    """The job that continues after `unclaimed.output`. Raises BadRequest for a message that this version does not know."""
+    message = _decode(unclaimed.envelope)
+    request = message.request
+    writer = DIALECTS[request.dialect].writer(request, message.head)
+    reader = reader_for(tokenizer, request, formats, unclaimed.request, 0)
+    sent = reader.resume(unclaimed.output)
+    writer.resume(0, logprobs.entries(tokenizer, sent) if unclaimed.request.params.logprobs is not None else ())
+    return Job(
+        request,
+        message.head,
+        writer,
+        (unclaimed.request,),
+        (reader,),
+        message.owner,
+        message.streams,
+        caller,
+        resumed=len(unclaimed.output),
+    )
+
+
+def _decode(message: bytes) -> HandoffMessage:
     try:
-        fields: dict[str, Any] = json.loads(message)
-        if fields["version"] != VERSION:
-            raise ValueError("another version")
-        choice = _format(engine, fields, output if request.params.logprobs is not None else ())
-        streams, usage = bool(fields["stream"]), bool(fields["include_usage"])
-        head, prefix, ids = dict(fields["head"]), fields["prefix"], bool(fields["token_ids"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadRequest(
-            "the migrated request's hand-off message has a format that this server does not know"
-        ) from error
-    return Job(head, (request,), (choice,), streams, usage, prefix, ids, caller=caller, resumed=len(output))
+        found = msgspec.json.decode(message, type=HandoffMessage)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise _unknown() from error
+    if found.version != VERSION:
+        raise _unknown()
+    return found
 
 
-def _format(engine: AsyncEngine, fields: dict[str, Any], output: Sequence[int]) -> ChoiceFormat:
-    if fields["kind"] == "chat":
-        return ChatFormat(engine.tokenizer)
-    choice = CompletionFormat(engine.tokenizer, str(fields["echo"]))
-    choice.skip(output)
-    return choice
+def _unknown() -> BadRequest:
+    return BadRequest("the migrated request's hand-off message has a format that this server does not know")

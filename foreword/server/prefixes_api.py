@@ -7,9 +7,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from foreword.api.bodies import NewPrefixBody, PrefixBody
 from foreword.api.errors import CLIENT_GONE
 from foreword.api.prefixes import PrefixEndpoints
-from foreword.api.schemas import NewPrefix, PrefixContent
 from foreword.server.endpoint import ServerContext, check_length
 from foreword.server.routes import Routes
 from foreword.server.stream import unless_disconnected
@@ -20,10 +20,10 @@ def add_routes(routes: Routes, context: ServerContext) -> None:
         salt = context.tenant(request).salt
         return PrefixEndpoints(context.admission.engine().prefixes, salt)
 
-    @routes.add("POST", "/v1/prefixes", "prefixes", NewPrefix, status=201)
+    @routes.add("POST", "/v1/prefixes", "prefixes", NewPrefixBody, status=201)
     async def add(request: Request) -> Response:
         """Compute a prefix, pin its blocks and give it a name."""
-        found, body = endpoints(request), await context.body(request, NewPrefix)
+        found, body = endpoints(request), await context.body(request, NewPrefixBody)
         return await _add(context, request, found, body.name, body, replace=body.replace)
 
     @routes.add("GET", "/v1/prefixes", "prefixes")
@@ -36,10 +36,10 @@ def add_routes(routes: Routes, context: ServerContext) -> None:
         """One prefix with its content."""
         return await endpoints(request).show(request.path_params["name"])
 
-    @routes.add("PUT", "/v1/prefixes/{name}", "prefixes", PrefixContent)
+    @routes.add("PUT", "/v1/prefixes/{name}", "prefixes", PrefixBody)
     async def replace(request: Request) -> Response:
         """Register a prefix, or a new version of it."""
-        found, body = endpoints(request), await context.body(request, PrefixContent)
+        found, body = endpoints(request), await context.body(request, PrefixBody)
         return await _add(context, request, found, request.path_params["name"], body, replace=True)
 
     @routes.add("DELETE", "/v1/prefixes/{name}", "prefixes")
@@ -53,14 +53,14 @@ async def _add(
     request: Request,
     endpoints: PrefixEndpoints,
     name: str,
-    body: PrefixContent,
+    body: PrefixBody,
     *,
     replace: bool,
 ) -> Response:
-    messages = None if body.messages is None else [message.plain() for message in body.messages]
+    messages = body.plain_messages(context.limits)
     with context.admission.admit(1) as engine:
-        check_length(engine, body.content or "", "content")
-        check_length(engine, "".join(message["content"] for message in messages or ()), "messages")
+        check_length(engine, len(body.content or ""), "content")
+        check_length(engine, sum(len(message["content"]) for message in messages or ()), "messages")
         adding = endpoints.add(name, body.content, messages, replace=replace)
         answer = await unless_disconnected(request.receive, adding)
     if answer is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -14,21 +16,23 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
 from foreword import __version__
 from foreword.api.listener import bind, configure_logging, url_of
-from foreword.config import Config, TransferConfig
+from foreword.config import Config, ServerConfig, TransferConfig
 from foreword.errors import ConfigError, ForewordError
 from foreword.events import Observer
 from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.recording import EngineRecorder, TraceRecorder
 from foreword.server.admission import Admission
 from foreword.server.app import create_app
+from foreword.server.http_protocol import ConnectionLimits, Connections
 from foreword.store.urls import parse
 from foreword.transfer.sockets import parse_address
+from foreword.transfer.tls import TlsSettings
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
@@ -36,8 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds. Longer than clients keep idle connections, so that clients close them: a request must not meet a closing server.
-_KEEP_ALIVE_SECONDS = 65
 # Seconds for the last bytes to reach slow clients after the engine has ended their requests.
 _FLUSH_SECONDS = 5
 # Seconds between two checks for transfers that are still running.
@@ -61,12 +63,13 @@ def run(config: Config) -> int:
     listener = bind(config.server)
     settings = uvicorn.Config(
         app,
+        http=cast(type[asyncio.Protocol], limited_connections(config.server).protocol),
         log_config=None,
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=math.ceil(config.server.keep_alive),
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     server = DrainingServer(settings, admission, config.server.drain_seconds, app.state.migrate_all)
@@ -79,6 +82,12 @@ def run(config: Config) -> int:
     if events is not None:
         events.close()
     return status
+
+
+def limited_connections(config: ServerConfig) -> Connections:
+    """The connections of a server with this configuration."""
+    limits = ConnectionLimits(config.max_connections, config.head_timeout, config.body_timeout, config.write_timeout)
+    return Connections(limits.within_open_files())
 
 
 def _publish_events(config: Config) -> KvEvents | None:
@@ -101,8 +110,10 @@ def check_salts(config: Config) -> None:
 
 
 def check_transfer(config: Config) -> None:
-    """Raises ConfigError for a secret that cannot be read, or an address that no other instance could use."""
+    """Raises ConfigError for a secret or certificate that cannot be used, or an address that no other instance could use."""
     transfer = config.transfer.with_secret()
+    if config.role is not None and not TlsSettings(transfer).can_listen:
+        raise ConfigError("transfer.tls (--transfer-tls) needs a certificate: --transfer-tls-certificate-file")
     if config.role is not None and transfer.advertise is None and transfer.bind.startswith(("0.0.0.0:", "[::]:", ":")):
         raise ConfigError(
             f"other instances cannot reach {transfer.bind}; set --transfer-advertise, this instance's address as they see it"
@@ -217,6 +228,10 @@ class ModelLoader:
             logger.exception("loading the model failed")
             self._call(self._server.fail, f"loading the model failed: {error}")
         else:
+            # The garbage collector would walk through torch's and the model's objects, a second or more, whenever requests have
+            # made enough new ones.
+            gc.collect()
+            gc.freeze()
             self._call(self._opened, engine)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
@@ -244,8 +259,9 @@ def load_engine(
     observers: list[Observer] = [registry, events] if events is not None else [registry]
     if config.server.record is not None:
         recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
-        atexit.register(recorder.close)
-        observers.append(EngineRecorder(recorder, config.engine.block_size))
+        engine_recorder = EngineRecorder(recorder, config.engine.block_size, explained=True)
+        atexit.register(engine_recorder.close)
+        observers.append(engine_recorder)
     engine = AsyncEngine.from_config(
         config.engine,
         prefixes=config.prefixes,

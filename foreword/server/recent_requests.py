@@ -41,7 +41,7 @@ class RecentRequests:
         finally:
             for prompt in range(len(job.requests)):
                 self._count += 1
-                self._kept.append((job.requests[0].salt, self._describe(job, prompt, started)))
+                self._kept.append((job.owner, self._describe(job, prompt, started)))
 
     def _describe(self, job: Job, prompt: int, started: float) -> dict[str, Any]:
         """One prompt as JSON. `finish_reason` is `abort` if the client disconnected; `ttft` is None without a token."""
@@ -51,7 +51,8 @@ class RecentRequests:
             "number": self._count,
             "ended": time.time(),
             "id": request.id.rpartition(":")[0],
-            "prefix": job.prefix,
+            "dialect": job.request.dialect,
+            "prefix": job.request.prefix,
             "prompt_tokens": len(request.tokens),
             "cached_tokens": progress.cached_tokens,
             "output_tokens": progress.output_tokens,
@@ -59,4 +60,5 @@ class RecentRequests:
             "seconds": now - started,
             "finish_reason": progress.finish_reason or "abort",
             "report": asdict(report) if report is not None else None,
+            "miss": asdict(progress.miss) if progress.miss is not None else None,
         }

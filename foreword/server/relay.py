@@ -18,7 +18,7 @@ from foreword.api import sse
 from foreword.engine.request import Delta, MigratedTo
 from foreword.errors import EngineFailed, TransferUnavailable
 from foreword.server.job import FOLLOW_HEADER, Caller
-from foreword.server.stream import watched
+from foreword.server.stream import until_stopped
 
 # Names of events between servers, and between a server and a router.
 MOVED: Final = "foreword.moved"
@@ -46,12 +46,11 @@ async def follow(departure: MigratedTo, caller: Caller, stop: asyncio.Event) -> 
     source: MigratedTo | None = departure
     while source is not None:
         onward: MigratedTo | None = None
-        async with aclosing(watched(_fetch(source, caller), stop=stop)) as items:
+        async with aclosing(until_stopped(_fetch(source, caller), stop)) as items:
             async for item in items:
                 if isinstance(item, MigratedTo):
                     onward = item
                     break
-                assert item is not None
                 yield item
                 if item.finish_reason is not None:
                     return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -10,29 +9,26 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from foreword.api.schemas import DrainBody, MigrateBody
+from foreword.api.bodies import DrainBody, MigrateBody
 from foreword.config import ServerConfig
-from foreword.errors import BadRequest, CannotMigrate, Forbidden, NotFound
-from foreword.server import active_requests, completion_jobs, migration
+from foreword.errors import BadRequest, CannotMigrate, NotFound
+from foreword.server import active_requests, generation, migration, migration_message
 from foreword.server.endpoint import ServerContext
 from foreword.server.job import Caller, Job
-from foreword.server.migration_message import resume
+from foreword.server.prepare import formats_of
 from foreword.server.relay import delta_event, moved_event
 from foreword.server.routes import Routes
-from foreword.server.stream import EventStream, keep_alive
+from foreword.server.stream import EventStream
 
 
 def add_routes(routes: Routes, context: ServerContext, config: ServerConfig) -> None:
     def visible_salt(request: Request) -> bytes | None:
         """The salt of the tenant whose requests the caller may see; None for an operator, who sees all requests."""
-        if _is_operator(request, config):
-            return None
-        tenant = context.tenant(request)
-        return None if tenant.source == "none" and config.admin_key is None else tenant.salt
+        return None if context.rights.is_operator(request) else context.tenant(request).salt
 
     def check_target(request: Request, url: str) -> None:
         """Raises Forbidden for a server that the caller may not name. An operator may name any."""
-        if not _is_operator(request, config):
+        if not context.rights.is_operator(request) or not config.admin_key:
             context.peers.check_url(url, "to")
 
     @routes.add("GET", "/v1/requests", "requests")
@@ -45,6 +41,8 @@ def add_routes(routes: Routes, context: ServerContext, config: ServerConfig) -> 
     async def migrate(request: Request) -> dict[str, Any]:
         """Migrate a running request with its KV to the server at `to`. Its client's stream continues."""
         salt = visible_salt(request)
+        if salt is not None:
+            context.rights.check_own(request, "migrating requests")
         body = await context.body(request, MigrateBody)
         context.admission.check_loaded()
         job = context.active.find(request.path_params["name"], salt)
@@ -57,7 +55,7 @@ def add_routes(routes: Routes, context: ServerContext, config: ServerConfig) -> 
         name = request.path_params["name"]
         tenant, engine = context.tenant(request), context.admission.check_loaded()
         unclaimed = engine.unclaimed.find(name)
-        if unclaimed is None or unclaimed.request.salt != tenant.salt:
+        if unclaimed is None or migration_message.owner(unclaimed.envelope) != tenant.salt:
             raise NotFound(f"no request {name!r} has migrated here and waits for its client")
         start = _number(request.query_params.get("from", "0"))
         if start != len(unclaimed.output):
@@ -67,32 +65,22 @@ def add_routes(routes: Routes, context: ServerContext, config: ServerConfig) -> 
         if deltas:
             # A server that asks for deltas writes the answer itself, and follows further migrations.
             caller = Caller(caller.headers, follows=True)
-        job = resume(engine, unclaimed.request, unclaimed.output, unclaimed.envelope, caller)
+        formats = formats_of(engine.tokenizer, config)
+        job = migration_message.resume(engine.tokenizer, unclaimed, formats, caller)
         if not deltas:
-            return EventStream(completion_jobs.events(context, job))
+            return EventStream(generation.events(context, job), job.writer.error, config.stream_keep_alive)
         job.streams = True
-        return EventStream(keep_alive(_deltas(context, job)))
+        return EventStream(_deltas(context, job))
 
     @routes.add("POST", "/v1/drain", "requests", DrainBody)
     async def drain(request: Request) -> dict[str, Any]:
         """Refuse new requests and migrate the running ones to the servers in `to`. The server then waits to be stopped."""
-        if not _is_operator(request, config):
-            tenant = context.tenant(request)
-            if tenant.source != "none" or config.admin_key is not None:
-                raise Forbidden("draining a server takes the key of its operator (--admin-key)")
+        context.rights.check_operator(request, "draining a server")
         body = await context.body(request, DrainBody)
         for url in body.to:
             check_target(request, url)
         context.admission.check_loaded()
         return await migration.drain(context, body.to or list(config.drain_to))
-
-
-def _is_operator(request: Request, config: ServerConfig) -> bool:
-    if config.admin_key is None:
-        return False
-    scheme, _, given = request.headers.get("authorization", "").strip().partition(" ")
-    expected = config.admin_key.encode()
-    return scheme.lower() == "bearer" and hmac.compare_digest(expected, given.strip().encode("latin-1", "replace"))
 
 
 def _number(text: str) -> int:
@@ -102,6 +90,10 @@ def _number(text: str) -> int:
 
 
 async def _deltas(context: ServerContext, job: Job) -> AsyncGenerator[bytes, None]:
-    async with aclosing(completion_jobs.run(context, job)) as deltas:
-        async for _, delta in deltas:
-            yield delta_event(delta) if delta.moved is None else moved_event(delta.moved)
+    async with aclosing(generation.run(context, job)) as deltas:
+        async for item in deltas:
+            if item is None:
+                yield b""
+            else:
+                _, delta = item
+                yield delta_event(delta) if delta.moved is None else moved_event(delta.moved)

@@ -7,12 +7,12 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from foreword import __version__
-from foreword.api.schemas import Body
 
 Handler = Callable[[Request], Awaitable[Response | dict[str, Any]]]
 
@@ -32,7 +32,7 @@ class Routes:
         self.paths: dict[str, dict[str, Any]] = {}
 
     def add(
-        self, method: str, path: str, tag: str | None, body: type[Body] | None = None, status: int = 200
+        self, method: str, path: str, tag: str | None, body: type[Any] | None = None, status: int = 200
     ) -> Callable[[Handler], Handler]:
         """Register a handler.
 
@@ -62,7 +62,7 @@ class Routes:
 
 
 def _operation(
-    handler: Handler, method: str, path: str, tag: str, body: type[Body] | None, status: int
+    handler: Handler, method: str, path: str, tag: str, body: type[Any] | None, status: int
 ) -> dict[str, Any]:
     name = getattr(handler, "__name__", "route")
     shown = path.replace(":path}", "}")
@@ -84,17 +84,28 @@ def _operation(
     return operation
 
 
-def _schema(body: type[Body]) -> Any:
-    schema = body.model_json_schema()
-    return _inline(schema, schema.pop("$defs", {}))
+def _schema(body: type[Any]) -> Any:
+    fields = msgspec.structs.fields(body)
+    return {
+        "title": body.__name__,
+        "type": "object",
+        "properties": {field.encode_name: _field_schema(field.type) for field in fields},
+        "required": [field.encode_name for field in fields if field.required],
+    }
+
+
+def _field_schema(kind: Any) -> Any:
+    (schema,), definitions = msgspec.json.schema_components([kind], ref_template="{name}")
+    return _inline(schema, definitions)
 
 
 def _inline(node: Any, definitions: dict[str, Any]) -> Any:
-    """Replace references by the definitions that they name. The bodies are not recursive."""
+    """Replace references by the definitions that they name. A definition inside of itself is any value."""
     if isinstance(node, list):
         return [_inline(item, definitions) for item in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
-        return _inline(definitions[node["$ref"].rpartition("/")[2]], definitions)
+        name = node["$ref"].rpartition("/")[2]
+        return _inline(definitions[name], {**definitions, name: {}})
     return {key: _inline(value, definitions) for key, value in node.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
@@ -18,6 +18,7 @@ from foreword.errors import ForewordError, ShuttingDown
 T = TypeVar("T")
 
 DONE: Final = b"data: " + sse.DONE + b"\n\n"
+_COMMENT: Final = b": keep-alive\n\n"
 # Seconds without an event after which a stream between servers sends a comment, so that the reader knows it is alive.
 KEEP_ALIVE: Final = 5.0
 
@@ -25,36 +26,72 @@ KEEP_ALIVE: Final = 5.0
 class EventStream(Response):
     """A response made of server-sent events.
 
-    The status line waits for the first event: an error before it is answered with its own HTTP status, one after it is
-    sent as an event and ends the stream. When the client disconnects the generator is closed at once.
+    The status line waits for the first event, which may be empty: an error before it is answered with its own HTTP status,
+    one after it is sent as an event and ends the stream. When the client disconnects the generator is closed at once.
+
+    Args:
+        error_event: writes an error.
+        keep_alive: seconds without an event after which a comment is sent.
+        on_end: called when the response has ended, with the error that ended it; CancelledError if the client disconnected.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        error_event: Callable[[ForewordError], bytes] = lambda error: sse.encode(error_body(error)),
+        keep_alive: float = KEEP_ALIVE,
+        on_end: Callable[[BaseException | None], None] = lambda error: None,
+    ) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
+        self._error_event = error_event
+        self._keep_alive = keep_alive
+        self._on_end = on_end
+        self._sent = 0
+        self._error: BaseException | None = asyncio.CancelledError()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_disconnected(receive, self._send_all(send))
+        try:
+            await unless_disconnected(receive, self._send_all(send))
+        except ForewordError as error:
+            self._error = error
+            raise
+        finally:
+            self._on_end(self._error)
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             first = await anext(events, b"")
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await _send_body(send, first)
+            comments = asyncio.create_task(self._send_comments(send))
             try:
+                await self._send_body(send, first)
                 async for event in events:
-                    await _send_body(send, event)
+                    await self._send_body(send, event)
+                self._error = None
             except ForewordError as error:
-                await _send_body(send, sse.encode(error_body(error)))
+                self._error = error
+                await self._send_body(send, self._error_event(error))
+            finally:
+                comments.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _send_body(self, send: Send, body: bytes) -> None:
+        self._sent += 1
+        if body:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
-async def _send_body(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _send_comments(self, send: Send) -> None:
+        """A comment whenever there was no event for a while. Proxies close connections on which nothing is sent."""
+        while True:
+            seen = self._sent
+            await asyncio.sleep(self._keep_alive)
+            if seen == self._sent:
+                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -114,39 +151,26 @@ async def _pump(number: int, stream: AsyncGenerator[T, None], into: asyncio.Queu
             into.put_nowait((number, item))
 
 
-async def keep_alive(events: AsyncGenerator[bytes, None], seconds: float = KEEP_ALIVE) -> AsyncGenerator[bytes, None]:
-    """The events, and a comment whenever there was none for `seconds`."""
-    async with aclosing(watched(events, seconds=seconds)) as items:
-        async for item in items:
-            yield b": keep-alive\n\n" if item is None else item
-
-
-async def watched(
-    items: AsyncGenerator[T, None], *, seconds: float | None = None, stop: asyncio.Event | None = None
-) -> AsyncGenerator[T | None, None]:
-    """The items, and None whenever there was none for `seconds`. Raises ShuttingDown once `stop` is set."""
-    stopped = asyncio.ensure_future(stop.wait()) if stop is not None else None
+async def until_stopped(items: AsyncGenerator[T, None], stop: asyncio.Event) -> AsyncGenerator[T, None]:
+    """The items. Raises ShuttingDown once `stop` is set."""
+    stopped = asyncio.ensure_future(stop.wait())
     following: asyncio.Future[T] | None = None
     try:
         while True:
-            following = following or asyncio.ensure_future(anext(items))
-            waiting: list[asyncio.Future[Any]] = [following] if stopped is None else [following, stopped]
-            await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                try:
-                    item = following.result()
-                except StopAsyncIteration:
-                    return
-                following = None
-                yield item
-            elif stopped is not None and stopped.done():
+            following = asyncio.ensure_future(anext(items))
+            await asyncio.wait((following, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not following.done():
                 raise ShuttingDown("The server is shutting down and ended the request before its end")
-            else:
-                yield None
+            try:
+                item = following.result()
+            except StopAsyncIteration:
+                return
+            following = None
+            yield item
     finally:
-        for task in (stopped, following):
-            if task is not None:
-                task.cancel()
+        stopped.cancel()
+        if following is not None:
+            following.cancel()
         if following is not None:
             with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration, ForewordError):
                 await following

@@ -74,6 +74,7 @@ class Channel:
         self._queue = SendQueue(queue_bytes)
         self._lock = threading.Lock()
         self._writer: threading.Thread | None = None
+        self._on_error: Callable[[TransferError], object] = self.close
 
     @property
     def has_layout(self) -> bool:
@@ -119,13 +120,16 @@ class Channel:
         self._queue.wake()
 
     def start(self, on_error: Callable[[TransferError], None]) -> None:
-        """Start the writer's thread. It calls `on_error` if the link fails."""
-        self._writer = threading.Thread(
-            target=self._write, args=(on_error,), name=f"foreword-send-{self.peer.name}", daemon=True
-        )
+        """Start the writer's thread. `on_error` is called if the link fails, and ends the connection."""
+        self._on_error = on_error
+        self._writer = threading.Thread(target=self._write, name=f"foreword-send-{self.peer.name}", daemon=True)
         self._writer.start()
 
-    def _write(self, on_error: Callable[[TransferError], None]) -> None:
+    def abort(self, error: TransferError) -> None:
+        """End the connection because of this peer. From any thread."""
+        self._on_error(error)
+
+    def _write(self) -> None:
         try:
             while not self._queue.closed:
                 batch = self._queue.take(self._heartbeat)
@@ -134,7 +138,7 @@ class Channel:
                 elif not self._queue.closed:
                     self._send(QueuedMessage(Heartbeat(), NO_TRANSFER), more=False)
         except TransferError as error:
-            on_error(error)
+            self._on_error(error)
 
     def _send_batch(self, batch: Sequence[QueuedMessage]) -> None:
         """Send the messages; each is released once, also if sending fails."""

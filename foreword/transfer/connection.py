@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
+from foreword.config import ALL_RIGHTS
 from foreword.errors import ProtocolViolation, TransferError, TransferTimeout, TransferUnavailable
 from foreword.transfer.channel import Channel, LinkTraffic
 from foreword.transfer.fetch import FetchClient, FetchServer
@@ -34,6 +35,7 @@ from foreword.transfer.messages import (
     Reason,
     Refuse,
     SharedSegment,
+    TransferMessage,
     join_keys,
 )
 from foreword.transfer.protocol import Role, TransferEvent
@@ -42,6 +44,7 @@ from foreword.transfer.service import TransferService
 from foreword.transfer.transfers import KVDestination, KVSource, TransferSide
 
 MISSED_HEARTBEATS: Final = 5
+_RIGHTS: Final[dict[type[TransferMessage], str]] = {PullRequest: "pull", PushRequest: "push", Locate: "get", Get: "get"}
 Side = TypeVar("Side", KVSource, KVDestination)
 
 
@@ -68,7 +71,9 @@ class Connection:
         self.channel = channel
         self.peer = channel.peer
         self.link = channel.link
-        self.known_as = {channel.peer.address} - {""}
+        # A peer with limited rights may claim an address, and is not trusted to be the instance there.
+        trusted = channel.peer.rights == ALL_RIGHTS
+        self.known_as = {channel.peer.address} - {""} if trusted else set()
         self._service = service
         self._registry = registry
         self._server = server
@@ -158,10 +163,8 @@ class Connection:
                 return
             case Goodbye():
                 raise TransferUnavailable(message.message or "the peer has closed the connection")
-            case PullRequest() | PushRequest():
-                self._got_request(message, transfer)
-            case Locate() | Get():
-                self._server.serve(self.channel, transfer, message)
+            case PullRequest() | PushRequest() | Locate() | Get():
+                self._got_opening(message, transfer)
             case Located() | Frames():
                 self._fetches.got(received)
             case Hello() | SharedSegment() | LinkResult():
@@ -170,6 +173,16 @@ class Connection:
                 self._got_query(received, transfer)
             case _:
                 self._got_other(received, transfer)
+
+    def _got_opening(self, message: PullRequest | PushRequest | Locate | Get, transfer: bytes) -> None:
+        right = _RIGHTS[type(message)]
+        if right not in self.peer.rights:
+            self._registry.count("rights_refused")
+            self.channel.post(Refuse(Reason.ROLE, f"the peer's secret does not give the right to {right}"), transfer)
+        elif isinstance(message, Locate | Get):
+            self._server.serve(self.channel, transfer, message)
+        else:
+            self._got_request(message, transfer)
 
     def _got_request(self, message: PullRequest | PushRequest, transfer: bytes) -> None:
         if self._registry.find(transfer) is not None:

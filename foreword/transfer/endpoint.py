@@ -10,6 +10,7 @@ endpoint.close()
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import secrets
 import socket
@@ -20,24 +21,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from foreword.config import TransferConfig, parse_bytes
+from foreword.config import ALL_RIGHTS, SharedSecret, TransferConfig, parse_bytes
 from foreword.errors import ConfigError, PeerGone, PeerRejected, TransferError, TransferUnavailable
 from foreword.transfer.channel import Channel, LinkTraffic
 from foreword.transfer.connection import Connection
 from foreword.transfer.fetch import FetchServer
-from foreword.transfer.handshake import LINKS, Identity, agree
+from foreword.transfer.handshake import LINKS, WRONG_SECRET, Identity, agree
 from foreword.transfer.messages import OwnershipQuery, Reason
+from foreword.transfer.pending import PendingConnections
 from foreword.transfer.protocol import State, Timings, TransferEvent
 from foreword.transfer.registry import TransferRegistry
 from foreword.transfer.service import TransferService
 from foreword.transfer.shm import remove_stale
 from foreword.transfer.sockets import Address, SocketStream, connect, listen, parse_address, peer_is_local, tune
+from foreword.transfer.tls import TlsSettings
 from foreword.transfer.transfers import TransferSide
 
 log = logging.getLogger("foreword.transfer")
 
 _TICK: Final = 0.2
-_WORKERS: Final = 4
+_WORKERS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ class TransferEndpoint:
         self.instance = secrets.token_bytes(16)
         self.address = ""
         self._bind = _bind_address(config)
+        self._tls = TlsSettings(config)
+        self._secrets = config.shared_secrets() or (SharedSecret(""),)
         timings = Timings(config.answer_timeout, config.progress_timeout, config.lease_seconds)
         self._registry = TransferRegistry(self.service, timings, config.max_transfers)
         self._workers = ThreadPoolExecutor(_WORKERS, "foreword-transfer")
@@ -86,7 +91,7 @@ class TransferEndpoint:
         self._lock = threading.Lock()
         self._connections: list[Connection] = []
         self._dialing: dict[str, threading.Lock] = {}
-        self._handshakes = threading.BoundedSemaphore(config.max_connections)
+        self._pending = PendingConnections()
         self._listener: socket.socket | None = None
         self._closing = threading.Event()
         threading.Thread(target=self._run_clock, name="foreword-transfer-clock", daemon=True).start()
@@ -96,6 +101,8 @@ class TransferEndpoint:
 
     def listen(self) -> str:
         """Start to accept connections; returns the address, with the port that was chosen. Raises ConfigError."""
+        if not self._tls.can_listen and not self._bind.path:
+            raise ConfigError("transfer.tls needs transfer.tls_certificate_file on an instance that listens")
         if self._listener is None:
             self._listener, bound = listen(self._bind)
             self.address = self.config.advertise or str(bound)
@@ -131,29 +138,47 @@ class TransferEndpoint:
     def _dial(self, where: Address, deadline: float) -> Connection:
         if self._closing.is_set():
             raise TransferUnavailable("this endpoint is closed")
-        stream = SocketStream(connect(where, deadline=deadline))
-        try:
-            connection = self._open(stream, client=True, deadline=deadline)
-        except BaseException:
-            stream.close()
-            raise
+        connection = self._open_as_client(where, deadline)
         connection.known_as.add(str(where))
         threading.Thread(target=connection.read, name=f"foreword-receive-{where}", daemon=True).start()
         return connection
 
-    def _open(self, stream: SocketStream, *, client: bool, deadline: float) -> Connection:
+    def _open_as_client(self, where: Address, deadline: float) -> Connection:
+        """Try the secrets of this instance one after another: while they are changed the peer may know one of them only."""
+        *others, last = [secret for secret in self._secrets if secret.rights == ALL_RIGHTS]
+        for secret in others:
+            try:
+                return self._open_with(secret, where, deadline)
+            except PeerRejected as error:
+                if error.reason != WRONG_SECRET:
+                    raise
+        return self._open_with(last, where, deadline)
+
+    def _open_with(self, secret: SharedSecret, where: Address, deadline: float) -> Connection:
+        stream = self._tls.stream(connect(where, deadline=deadline), client=True)
+        try:
+            return self._open(stream, (secret,), client=True, deadline=deadline)
+        except BaseException:
+            stream.close()
+            raise
+
+    def _open(
+        self, stream: SocketStream, known: tuple[SharedSecret, ...], *, client: bool, deadline: float
+    ) -> Connection:
         """Do the handshake and start the connection's writer."""
+        stream.begin(deadline)
         config, layout = self.config, self.service.layout
         identity = Identity(
             self.instance,
-            config.secret or "",
+            known,
             config.links,
             layout,
             self.address,
             config.beat_seconds,
             parse_bytes(config.ring),
         )
-        link, peer = agree(stream, identity, client=client, deadline=deadline)
+        authenticated = functools.partial(self._pending.remove, stream)
+        link, peer = agree(stream, identity, client=client, deadline=deadline, authenticated=authenticated)
         traffic = self._traffic[link.name]
         channel = Channel(
             link,
@@ -184,32 +209,41 @@ class TransferEndpoint:
             except OSError:
                 self._closing.wait(_TICK)  # out of descriptors, for example: try again
                 continue
-            if not self._handshakes.acquire(blocking=False):
-                sock.close()
-                self._registry.count("connections_refused")
-                continue
-            threading.Thread(target=self._serve, args=(sock,), name="foreword-receive", daemon=True).start()
+            stream = self._tls.stream(sock, client=False)
+            self._pending.add(stream)
+            try:
+                threading.Thread(target=self._serve, args=(stream,), name="foreword-receive", daemon=True).start()
+            except RuntimeError:  # out of threads
+                self._pending.remove(stream)
+                stream.close()
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, stream: SocketStream) -> None:
         """A peer has connected: do the handshake, then read, on this thread."""
-        stream = SocketStream(sock)
-        connection: Connection | None = None
         try:
-            tune(sock)
-            if not self.config.secret and not peer_is_local(sock):
-                raise PeerRejected("a peer from another host, and no transfer.secret")
-            deadline = time.monotonic() + self.config.connect_timeout
-            connection = self._open(stream, client=False, deadline=deadline)
+            connection = self._greet(stream)
         except (TransferError, OSError) as error:
-            self._registry.count("peers_rejected" if isinstance(error, PeerRejected) else "greetings_failed")
-            # A process that connects and closes without a byte only checks whether this one still listens.
-            probe = isinstance(error, TransferUnavailable) and not stream.greeted
-            log.log(logging.DEBUG if probe else logging.WARNING, "a peer failed to connect: %s", error)
+            displaced = not self._pending.remove(stream)
+            self._note_failed_greeting(stream, error, displaced)
             stream.close()
-        finally:
-            self._handshakes.release()
-        if connection is not None:
+        else:
             connection.read()
+
+    def _greet(self, stream: SocketStream) -> Connection:
+        tune(stream.sock)
+        if not self.config.secret and not peer_is_local(stream.sock):
+            raise PeerRejected("a peer from another host, and no transfer.secret")
+        deadline = time.monotonic() + self.config.connect_timeout
+        return self._open(stream, self._secrets, client=False, deadline=deadline)
+
+    def _note_failed_greeting(self, stream: SocketStream, error: Exception, displaced: bool) -> None:
+        if displaced:
+            self._registry.count("connections_refused")
+            log.debug("a connection was closed for another one: too many had not authenticated")
+            return
+        self._registry.count("peers_rejected" if isinstance(error, PeerRejected) else "greetings_failed")
+        # A process that connects and closes without a byte only checks whether this one still listens.
+        probe = isinstance(error, TransferUnavailable) and not stream.greeted
+        log.log(logging.DEBUG if probe else logging.WARNING, "a peer failed to connect: %s", error)
 
     # The clock
 
@@ -262,6 +296,7 @@ class TransferEndpoint:
             self._closing.set()
             connections = list(self._connections)
         self._registry.close()
+        self._pending.close()
         for connection in connections:
             connection.close("the instance stops")
         for connection in connections:

@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -31,6 +32,10 @@ from foreword.transfer.service import TransferService
 log = logging.getLogger("foreword.transfer")
 _GROUP: Final = 64
 _MAX_REQUESTS: Final = 64
+_THREADS_PER_PEER: Final = 2
+# Frames must leave within these seconds, plus what all that is queued takes at this rate in bytes per second.
+_PATIENCE: Final = 2.0
+_SLOWEST: Final = 8 << 20
 
 
 class _Fetch:
@@ -153,19 +158,49 @@ class FetchServer:
         self._workers = workers
         self._patience = patience
         self._places = threading.BoundedSemaphore(_MAX_REQUESTS)
+        # Requests of each channel that wait, and how many are being answered.
+        self._waiting: dict[Channel, deque[tuple[bytes, Locate | Get]]] = {}
+        self._busy: Counter[Channel] = Counter()
+        self._lock = threading.Lock()
 
     def serve(self, channel: Channel, transfer: bytes, message: Locate | Get) -> None:
         """Answer a request on another thread, or refuse it at once if there are too many."""
         if not self._places.acquire(blocking=False):
             channel.post(Refuse(Reason.FULL, "too many requests at once"), transfer)
             return
+        with self._lock:
+            if self._busy[channel] >= _THREADS_PER_PEER:
+                self._waiting.setdefault(channel, deque()).append((transfer, message))
+                return
+            self._busy[channel] += 1
         try:
-            self._workers.submit(self._work, channel, transfer, message)
+            self._workers.submit(self._serve_all, channel, transfer, message)
         except RuntimeError:  # the endpoint is closed
             self._places.release()
             channel.post(Refuse(Reason.DRAINING, "the instance stops"), transfer)
 
+    def _serve_all(self, channel: Channel, transfer: bytes, message: Locate | Get) -> None:
+        """Answer a request, then those of the same peer that have waited for this thread."""
+        following: tuple[bytes, Locate | Get] | None = (transfer, message)
+        while following is not None:
+            self._work(channel, *following)
+            following = self._next(channel)
+
+    def _next(self, channel: Channel) -> tuple[bytes, Locate | Get] | None:
+        with self._lock:
+            waiting = self._waiting.get(channel)
+            if waiting:
+                return waiting.popleft()
+            self._waiting.pop(channel, None)
+            self._busy[channel] -= 1
+            if not self._busy[channel]:
+                del self._busy[channel]
+            return None
+
     def _work(self, channel: Channel, transfer: bytes, message: Locate | Get) -> None:
+        if not channel.alive:
+            self._places.release()
+            return
         try:
             self._answer(channel, transfer, message)
         except TransferError as error:
@@ -215,8 +250,11 @@ def _send_group(channel: Channel, transfer: bytes, first: int, group: Sequence[B
         channel.post(message, transfer)
         return
     sent = threading.Event()
-    left = max(deadline - time.monotonic(), 0)
+    size = sum(map(len, buffers))
+    patience = _PATIENCE + (channel.queued_bytes + size) / _SLOWEST
+    left = min(max(deadline - time.monotonic(), 0), patience)
     if not channel.put(message, transfer, buffers, sent.set, left, lambda: time.monotonic() >= deadline):
         raise TransferTimeout("the peer takes no frames")
-    # This ends within the link's timeout: the writer sends or drops the message, or the connection ends.
-    sent.wait()
+    if not sent.wait(patience):
+        channel.abort(TransferTimeout("the peer takes frames too slowly"))
+        sent.wait()  # the link is closed: the writer drops the message

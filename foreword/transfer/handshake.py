@@ -4,13 +4,14 @@
    bytes. Nothing else is parsed before the other side has authenticated.
 2. The client proves first that it knows the secret: HMAC-SHA256 over `foreword/transfer/client` and both openings. The server
    checks it, answers yes or no in one byte, and proves the same over `foreword/transfer/server`. Version and links are in the
-   openings, so a man in the middle cannot downgrade them. Without a secret the same is done with an empty one, between local
+   openings, so a man in the middle cannot downgrade them. Under TLS (`tls`), which comes first, the proofs are also over the
+   server's certificate. Without a secret the same is done with an empty one, between local
    peers only.
 3. Each sends `Hello`. The layouts must be equal unless one side has none.
 4. The client tries the links that both have in its own order; the first one that works both ways carries the payloads. For
    shared memory each side opens a segment of the other. TCP always works.
 
-Only the handshake is authenticated. What follows is neither encrypted nor signed: between hosts use a private network.
+Only the handshake is authenticated. Without TLS what follows is neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from foreword.blocks.layout import Layout
+from foreword.config import ALL_RIGHTS, SharedSecret
 from foreword.errors import BadMessage, PeerRejected, ProtocolViolation, TransferError, TransferUnavailable
 from foreword.transfer.link import Link
 from foreword.transfer.messages import (
@@ -56,6 +58,9 @@ _PROOF_BYTES: Final = 32
 _MAX_METADATA: Final = 2 << 20
 _YES: Final = b"\x01"
 _NO: Final = b"\x00"
+_TLS: Final = 0x16  # the first byte of a connection with TLS
+_WRONG: Final = "the peer has another shared secret; give all instances the same transfer.secret"
+WRONG_SECRET: Final = "secret"
 Kind = TypeVar("Kind", bound=TransferMessage)
 
 
@@ -64,14 +69,14 @@ class Identity:
     """What this instance brings to the handshake.
 
     Attributes:
-        secret: shared by all instances; empty only among local peers.
+        secrets: a server accepts any of them; a client has the one that it proves. An empty one only among local peers.
         links: names of its links, the preferred one first; must contain `tcp`, and links after it are not used.
         heartbeat: seconds between its heartbeats.
         ring: bytes of a ring of shared memory, and of received payloads that are not released.
     """
 
     instance: bytes
-    secret: str = field(repr=False)
+    secrets: tuple[SharedSecret, ...]
     links: tuple[str, ...]
     layout: Layout | None
     address: str
@@ -82,6 +87,10 @@ class Identity:
     def usable(self) -> tuple[str, ...]:
         """Up to `tcp`, which always works."""
         return self.links[: self.links.index("tcp") + 1]
+
+    @property
+    def has_secret(self) -> bool:
+        return bool(self.secrets[0].text)
 
     def hello(self) -> Hello:
         layout = "" if self.layout is None else json.dumps(self.layout.describe(), sort_keys=True)
@@ -98,6 +107,7 @@ class Peer:
         layout: fingerprint of its blocks' layout, b"" if it has none.
         heartbeat: seconds between its heartbeats.
         largest: bytes of a payload that it receives.
+        rights: what it may begin here.
     """
 
     instance: bytes
@@ -105,6 +115,7 @@ class Peer:
     layout: bytes
     heartbeat: float
     largest: int
+    rights: frozenset[str] = ALL_RIGHTS
 
     @property
     def name(self) -> str:
@@ -119,7 +130,7 @@ class _HandshakeMessages:
         self.deadline = deadline
 
     def send(self, message: TransferMessage) -> None:
-        self.stream.send([encode(message)], self.deadline)
+        self.stream.write(encode(message), self.deadline)
 
     def receive(self, kind: type[Kind]) -> Kind:
         head = self.stream.read(HEAD_BYTES, self.deadline)
@@ -148,50 +159,67 @@ class _HandshakeMessages:
         raise TransferUnavailable("the peer passed no file descriptor")
 
 
-def agree(stream: SocketStream, identity: Identity, *, client: bool, deadline: float) -> tuple[Link, Peer]:
+def agree(
+    stream: SocketStream,
+    identity: Identity,
+    *,
+    client: bool,
+    deadline: float,
+    authenticated: Callable[[], object] = lambda: None,
+) -> tuple[Link, Peer]:
     """Do the handshake on a new connection; returns its link and the peer.
+
+    Args:
+        deadline: for all of it, however often bytes come.
+        authenticated: called when the peer has proven that it knows the secret.
 
     Raises PeerRejected, with the reason in words, if the two instances do not match, and other TransferErrors if the connection
     breaks.
     """
     try:
-        links = _authenticate(stream, identity, client, deadline)
+        links, rights = _authenticate(stream, identity, client, deadline)
+        authenticated()
         messages = _HandshakeMessages(stream, deadline)
         peer = _exchange_hellos(messages, identity)
         link = _choose(messages, identity, links, client)
     except OSError as error:
         raise TransferUnavailable(f"the connection broke: {error.strerror or error}") from error
-    return link, replace(peer, largest=min(peer.largest, link.largest))
+    return link, replace(peer, largest=min(peer.largest, link.largest), rights=rights)
 
 
-def _authenticate(stream: SocketStream, identity: Identity, client: bool, deadline: float) -> tuple[str, ...]:
-    """Authenticate both sides; returns the links that both have."""
+def _authenticate(
+    stream: SocketStream, identity: Identity, client: bool, deadline: float
+) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Authenticate both sides; returns the links that both have, and the peer's rights."""
     mine = _opening(identity)
     if client:
-        stream.send([mine], deadline)
+        stream.write(mine, deadline)
         theirs = stream.read(_OPENING.size, deadline)
     else:
         theirs = stream.read(_OPENING.size, deadline)
-        stream.send([mine], deadline)
+        stream.write(mine, deadline)
     magic, version, bits, flags, nonce = _OPENING.unpack(theirs)
     if magic != _MAGIC:
-        raise PeerRejected("the peer does not speak Foreword's transfer protocol")
+        tls = ", it begins with TLS; set transfer.tls on all instances, or on none" if magic[0] == _TLS else ""
+        raise PeerRejected(f"the peer does not speak Foreword's transfer protocol{tls}")
     if version != VERSION:
         raise PeerRejected(
             f"the peer speaks version {version} of the transfer protocol, this instance version {VERSION}"
         )
-    if bool(flags & _HAS_SECRET) != bool(identity.secret):
-        raise PeerRejected(_secret_mismatch(bool(identity.secret)))
+    if bool(flags & _HAS_SECRET) != identity.has_secret:
+        raise PeerRejected(_secret_mismatch(identity.has_secret))
     if nonce == mine[-len(nonce) :]:
         raise PeerRejected("the peer echoes what it receives")
     opening = mine + theirs if client else theirs + mine
-    _prove(stream, identity.secret, opening, client, deadline)
-    return tuple(name for name in identity.usable if bits & _BITS[name])
+    signed = opening + stream.binding
+    prove = _prove_as_client if client else _prove_as_server
+    rights = prove(stream, identity.secrets, signed, deadline)
+    return tuple(name for name in identity.usable if bits & _BITS[name]), rights
 
 
 def _opening(identity: Identity) -> bytes:
     bits = sum(_BITS[name] for name in identity.usable)
-    flags = _HAS_SECRET if identity.secret else 0
+    flags = _HAS_SECRET if identity.has_secret else 0
     return _OPENING.pack(_MAGIC, VERSION, bits, flags, secrets.token_bytes(32))
 
 
@@ -200,22 +228,32 @@ def _secret_mismatch(have: bool) -> str:
     return f"{peer} and this instance has {'one' if have else 'none'}; give all instances the same transfer.secret"
 
 
-def _prove(stream: SocketStream, secret: str, opening: bytes, client: bool, deadline: float) -> None:
-    def proof(role: str) -> bytes:
-        return hmac.digest(secret.encode(), f"foreword/transfer/{role}".encode() + opening, "sha256")
+def _proof(secret: SharedSecret, role: str, signed: bytes) -> bytes:
+    return hmac.digest(secret.text.encode(), f"foreword/transfer/{role}".encode() + signed, "sha256")
 
-    wrong = "the peer has another shared secret; give all instances the same transfer.secret"
-    if client:
-        stream.send([proof("client")], deadline)
-        if stream.read(1, deadline) != _YES:
-            raise PeerRejected(wrong)
-        if not hmac.compare_digest(stream.read(_PROOF_BYTES, deadline), proof("server")):
-            raise PeerRejected(wrong)
-        return
-    if not hmac.compare_digest(stream.read(_PROOF_BYTES, deadline), proof("client")):
-        stream.send([_NO], deadline)
-        raise PeerRejected(wrong)
-    stream.send([_YES, proof("server")], deadline)
+
+def _prove_as_client(
+    stream: SocketStream, secrets: Sequence[SharedSecret], signed: bytes, deadline: float
+) -> frozenset[str]:
+    stream.write(_proof(secrets[0], "client", signed), deadline)
+    if stream.read(1, deadline) != _YES:
+        raise PeerRejected(_WRONG, reason=WRONG_SECRET)
+    if not hmac.compare_digest(stream.read(_PROOF_BYTES, deadline), _proof(secrets[0], "server", signed)):
+        raise PeerRejected(_WRONG, reason=WRONG_SECRET)
+    return ALL_RIGHTS
+
+
+def _prove_as_server(
+    stream: SocketStream, secrets: Sequence[SharedSecret], signed: bytes, deadline: float
+) -> frozenset[str]:
+    """Returns the rights of the secret that the client has proven."""
+    given = stream.read(_PROOF_BYTES, deadline)
+    proven = [secret for secret in secrets if hmac.compare_digest(given, _proof(secret, "client", signed))]
+    if not proven:
+        stream.write(_NO, deadline)
+        raise PeerRejected(_WRONG, reason=WRONG_SECRET)
+    stream.write(_YES + _proof(proven[0], "server", signed), deadline)
+    return proven[0].rights
 
 
 def _exchange_hellos(messages: _HandshakeMessages, identity: Identity) -> Peer:

@@ -7,6 +7,7 @@ in the tests has what every link must pass.
 
 from __future__ import annotations
 
+import mmap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
@@ -29,6 +30,12 @@ from foreword.transfer.sockets import SocketStream
 
 # Messages whose payloads have up to about this many bytes together are sent as one batch.
 BATCH_BYTES: Final = 2 << 20
+_SMALL: Final = 64 << 10
+
+
+def reserve(size: int) -> memoryview:
+    """Memory for `size` bytes. The system provides the pages of a large one as they are written, not as they are announced."""
+    return memoryview(mmap.mmap(-1, size) if size > _SMALL else bytearray(size))
 
 
 class Payload:
@@ -155,8 +162,8 @@ class Link(ABC):
     def _read_message(self) -> Generator[None, None, Received]:
         yield from self._stream.fill(memoryview(self._head))
         head = read_head(self._head)
-        metadata = bytearray(head.metadata)
-        yield from self._stream.fill(memoryview(metadata))
+        metadata = reserve(head.metadata)
+        yield from self._stream.fill(metadata)
         _, message = decode(self._head, metadata, head)
         payload = (yield from self._receive_payload(head)) if head.payload else EMPTY
         return Received(head, message, payload)

@@ -187,7 +187,7 @@ class OwnershipAnswer(TransferMessage):
 
 @dataclass(frozen=True, slots=True)
 class Locate(TransferMessage):
-    """How many of these blocks (names of 48 bytes), from the first on, do you have?"""
+    """How many of these blocks (names of 64 bytes), from the first on, do you have?"""
 
     names: bytes
 

@@ -27,7 +27,7 @@ from foreword.errors import (
     TransferTimeout,
 )
 from foreword.store.base import Name, StoreStatus, time_left
-from foreword.store.urls import Opener, Options, StoreUrl, read_options
+from foreword.store.urls import Opener, Options, StoreUrl, parse_flag, read_options
 from foreword.store.wrappers import ReadOnlyStore
 from foreword.transfer.connection import Connection
 from foreword.transfer.endpoint import TransferEndpoint
@@ -47,6 +47,7 @@ _CONNECTION_OPTIONS: Final[Options] = {
     "beat_seconds": float,
     "links": lambda text: tuple(text.split(",")),
     "ring": str,
+    "tls": parse_flag,
 }
 _URL_OPTIONS: Final[Options] = {"secret_env": str, "secret_file": str, **_CONNECTION_OPTIONS}
 
@@ -203,6 +204,7 @@ def opener(config: TransferConfig) -> Opener:
             own = TransferConfig(
                 secret=secret,
                 secret_file=secret_file or None,
+                previous_secrets=() if variable or secret_file else config.previous_secrets,
                 **{key: given.get(key, getattr(config, key)) for key in _CONNECTION_OPTIONS},
             ).with_secret()
         except ConfigError as error:
@@ -221,8 +223,7 @@ def _address(place: StoreUrl) -> str:
 def _check_address(address: str, config: TransferConfig) -> None:
     try:
         where = parse_address(address)
-        where.host.encode("idna")
-    except (ConfigError, UnicodeError):
+    except ConfigError:
         raise StoreConfigError(
             f"{address!r} is not the address of an instance; write peer://host:port or peer:///path"
         ) from None

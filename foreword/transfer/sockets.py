@@ -14,7 +14,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,6 +26,9 @@ _TIMEVAL: Final = struct.pack("ll", 0, int(POLL_SECONDS * 1e6))
 _MAX_BUFFERS: Final = 256
 _READ_AHEAD: Final = 4096
 _LARGE: Final = 256 << 10
+_CHUNK: Final = 64 << 10
+# A peer that takes fewer bytes per second than this counts as stalled.
+_SLOWEST: Final = 1 << 20
 _BACKLOG: Final = 64
 _UNIX: Final = "unix:"
 _GONE: Final = frozenset({errno.ECONNREFUSED, errno.ENOENT})
@@ -57,6 +60,8 @@ class Address:
 
 def parse_address(text: str) -> Address:
     """Raises ConfigError."""
+    if not _encodable(text):
+        raise ConfigError(f"{text!r} is not an address: it has characters that no address has")
     if text.startswith(_UNIX):
         path = text[len(_UNIX) :]
         if not path or len(os.fsencode(path)) > 100:
@@ -67,6 +72,17 @@ def parse_address(text: str) -> Address:
     if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{text!r} is not an address; write host:port, [v6 host]:port or unix:/path")
     return Address(host, int(port))
+
+
+def _encodable(text: str) -> bool:
+    """Whether the system can be given this text: no NUL, no lone surrogates, no labels longer than DNS allows."""
+    try:
+        os.fsencode(text)
+        if not text.startswith(_UNIX):
+            text.rpartition(":")[0].encode("idna")
+    except UnicodeError:
+        return False
+    return "\0" not in text
 
 
 def connect(address: Address, *, deadline: float) -> socket.socket:
@@ -165,8 +181,11 @@ class SocketStream:
 
     Attributes:
         last_received: when the last byte arrived.
-        greeted: whether `read`, which receives handshakes, has received anything.
+        greeted: whether a handshake has received anything.
+        binding: identifies the encrypted channel, equal on both sides; b"" for one that is not encrypted.
     """
+
+    binding = b""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -176,19 +195,42 @@ class SocketStream:
         self._ahead = memoryview(bytearray(_READ_AHEAD))
         self._spare = self._ahead[:0]
 
+    def begin(self, deadline: float) -> None:
+        """What precedes the handshake of the transfer protocol."""
+
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
-        """Send all bytes of all buffers. The deadline is for the next progress. Raises TransferTimeout, TransferUnavailable."""
+        """Send all bytes of all buffers. Raises TransferTimeout, TransferUnavailable.
+
+        The deadline is for the next progress; all together may take longer by a second per MiB.
+        """
         patience = deadline - time.monotonic()
-        total = sum(map(len, buffers))
+        for piece in self._pieces(buffers):
+            total = sum(map(len, piece))
+            deadline = time.monotonic() + patience
+            self._send_until(piece, total, deadline, patience, deadline + total / _SLOWEST)
+
+    def write(self, data: bytes, deadline: float) -> None:
+        """Send a message of the handshake: the deadline is for all of it. Raises TransferTimeout, TransferUnavailable."""
+        for piece in self._pieces([data]):
+            self._send_until(piece, sum(map(len, piece)), deadline, 0.0, deadline)
+
+    def _pieces(self, buffers: Sequence[Buffer]) -> Iterable[Sequence[Buffer]]:
+        """What goes over the wire."""
+        return (buffers,)
+
+    def _send_until(
+        self, buffers: Sequence[Buffer], total: int, deadline: float, patience: float, limit: float
+    ) -> None:
         sent = self._send(buffers)
         if sent == total:  # the common case
             return
         left = [memoryview(buffer) for buffer in buffers]
         while _advance(left, sent):
+            now = time.monotonic()
             if sent:
-                deadline = time.monotonic() + patience
-            elif time.monotonic() >= deadline:
-                raise TransferTimeout("the peer takes no bytes")
+                deadline = min(max(deadline, now + patience), limit)
+            if now >= deadline:
+                raise TransferTimeout("the peer takes no bytes, or too few")
             sent = self._send(left)
 
     def _send(self, buffers: Sequence[Buffer]) -> int:
@@ -231,14 +273,17 @@ class SocketStream:
         return self.sock.recvmsg_into([view, self._ahead])[0]
 
     def read(self, size: int, deadline: float) -> bytes:
-        """Receive exactly `size` bytes, without reading ahead. Raises TransferTimeout, TransferUnavailable."""
-        data = b""
+        """Receive exactly `size` bytes of the handshake, without reading ahead; the deadline is for all of them.
+
+        Raises TransferTimeout, TransferUnavailable.
+        """
+        data = bytearray()
         while len(data) < size:
+            if time.monotonic() >= deadline:
+                raise TransferTimeout("the peer is silent, or too slow")
             try:
-                more = self.sock.recv(size - len(data), socket.MSG_WAITALL)
+                more = self._receive_some(min(size - len(data), _CHUNK))
             except (BlockingIOError, InterruptedError):
-                if time.monotonic() >= deadline:
-                    raise TransferTimeout("the peer is silent") from None
                 continue
             except OSError as error:
                 raise self._unavailable(error) from error
@@ -246,13 +291,19 @@ class SocketStream:
                 raise TransferUnavailable("the peer has closed the connection")
             data += more
             self.greeted = True
-        return data
+        return bytes(data)
 
-    def close(self) -> None:
+    def _receive_some(self, most: int) -> bytes:
+        return self.sock.recv(most)
+
+    def interrupt(self) -> None:
+        """End the connection and wake its threads; the descriptor stays open until `close`."""
         self._closed = True
-        # Wakes a thread that is inside a system call on the socket; closing alone does not.
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.interrupt()  # wakes a thread that is inside a system call on the socket; closing alone does not
         self.sock.close()
 
     def _unavailable(self, error: OSError) -> TransferUnavailable:

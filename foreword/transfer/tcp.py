@@ -7,7 +7,8 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Final
 
-from foreword.transfer.link import Link, Payload
+from foreword.errors import BadMessage
+from foreword.transfer.link import Link, Payload, reserve
 from foreword.transfer.messages import MAX_PAYLOAD, Buffer, Head, payload_checksum
 from foreword.transfer.sockets import POLL_SECONDS, SocketStream
 
@@ -22,7 +23,7 @@ class ReceiveBuffers:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._free: list[bytearray] = []
+        self._free: list[memoryview] = []
         self._kept = 0
         self._in_use = 0
         self._changed = threading.Condition()
@@ -33,10 +34,10 @@ class ReceiveBuffers:
             if not self._changed.wait_for(lambda: not self._in_use or self._in_use + size <= self.limit, seconds):
                 return None
             self._in_use += size
-            buffer = self._reuse(size) or bytearray(-(-size // _GRANULE) * _GRANULE)
-        return Payload(memoryview(buffer)[:size], lambda: self._give_back(buffer, size))
+            buffer = self._reuse(size) or reserve(-(-size // _GRANULE) * _GRANULE)
+        return Payload(buffer[:size], lambda: self._give_back(buffer, size))
 
-    def _reuse(self, size: int) -> bytearray | None:
+    def _reuse(self, size: int) -> memoryview | None:
         """The most recently released buffer that is long enough and not much too long: it is in the processor's cache."""
         for number in range(len(self._free) - 1, -1, -1):
             if size <= len(self._free[number]) <= 2 * max(size, _GRANULE):
@@ -45,7 +46,7 @@ class ReceiveBuffers:
                 return buffer
         return None
 
-    def _give_back(self, buffer: bytearray, size: int) -> None:
+    def _give_back(self, buffer: memoryview, size: int) -> None:
         with self._changed:
             self._in_use -= size
             self._free.append(buffer)
@@ -69,6 +70,8 @@ class TcpLink(Link):
         self._stream.send([head, *buffers], deadline)
 
     def _receive_payload(self, head: Head) -> Generator[None, None, Payload]:
+        if head.payload > self.largest:
+            raise BadMessage(f"a payload of {head.payload} bytes; this side receives at most {self.largest}")
         while (payload := self._buffers.take(head.payload, POLL_SECONDS)) is None:
             self._stream.last_received = time.monotonic()  # this side delays the peer, so the peer counts as alive
             yield

@@ -318,6 +318,14 @@ class KVDestination(TransferSide):
         super().__init__(channel, number, role, opening, endpoint)
         self._received = ReceivedParts(channel.layout, opening.keys, self.have)
 
+    def differing_key(self, keys: Sequence[bytes]) -> int | None:
+        """The first block whose key, as the peer has announced it by now, is not in `keys`; None if all are.
+
+        `keys` are those that this side has computed, of all full blocks from the first one on.
+        """
+        announced = self._received.keys
+        return next((block for block, key in enumerate(keys) if announced.get(block, key) != key), None)
+
     def accept(self, have: int = 0) -> None:
         """Accept a `push_requested`; the first `have` blocks are here already. Raises TransferError if it has ended."""
         self.have = self._received.have = have

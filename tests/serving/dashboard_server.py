@@ -85,7 +85,7 @@ def open_dashboard_server(folder: Path) -> Iterator[DashboardServer]:
     # What is found is loaded, however slow this machine is at the moment.
     engine.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
     registry.watch(engine)
-    keyed = ServerConfig(port=0, api_keys=("ann=k1", "bob=k2"), tenant_secret="s3cret")
+    keyed = ServerConfig(port=0, api_keys=("ann=k1", "bob=k2"), tenant_secret="a secret of the tests")
     servers, urls = [], []
     for config in (ServerConfig(port=0), keyed):
         listener = bind(config)

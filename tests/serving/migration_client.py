@@ -14,7 +14,16 @@ import httpx
 from server_process import ControlledProcess, ServerProcess
 from shared_server import until
 
-FLAGS = ["--dtype", "float32", "--role", "both", "--tenant-secret", "a long text", "--admin-key", "operators-key"]
+FLAGS = [
+    "--dtype",
+    "float32",
+    "--role",
+    "both",
+    "--tenant-secret",
+    "a secret of the tests",
+    "--admin-key",
+    "operators-key",
+]
 FLAGS += ["--api-keys", "alice=alices-key", "--api-keys", "bob=bobs-key", "--router-key", "routers-key"]
 ALICE, BOB, OPERATOR = ({"authorization": f"Bearer {key}"} for key in ("alices-key", "bobs-key", "operators-key"))
 PROMPT = "def area(width: float, height: float) -> float:\n    return width * height\n\n" * 6

@@ -1,59 +1,67 @@
-"""`foreword route` as a process, and a relay in front of a real server that breaks connections on demand."""
+"""A router as a process or a thread, and a relay in front of a real server that breaks connections on demand."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import http_client
 import httpx
 import openai
+import typer
+import uvloop
 from shared_server import until
+from typer.testing import CliRunner
 
-T = TypeVar("T")
+from foreword.api.listener import bind
+from foreword.cli.flags import with_router_config
+from foreword.config import Config
+from foreword.router.discovery import configured_replicas
+from foreword.router.process import serving
+
+R = TypeVar("R", bound="RunningRouter")
 # Probes come often; how long an answer to one may take has nothing to do with what most tests promise.
 QUICK = ["--health-interval", "0.2"]
 QUICK += [part for name in ("health", "connect", "tokenize") for part in (f"--{name}-timeout", "60")]
 
 
-class RouterProcess:
-    """A `foreword route` process and its stderr."""
+class RunningRouter:
+    """A router and its log, however it runs."""
 
-    def __init__(self, *arguments: str) -> None:
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
-        command = [sys.executable, "-m", "foreword", "route", "--port", "0", *QUICK, *arguments]
-        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+    def __init__(self) -> None:
         self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.popen.stderr is not None
-        with self.popen.stderr as stream:
-            self.lines.extend(iter(stream.readline, ""))
 
     @property
     def text(self) -> str:
         return "".join(self.lines)
 
+    def ended(self) -> bool:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
     @property
     def url(self) -> str:
-        until(lambda: "routes on" in self.text or self.popen.poll() is not None, 120)
+        until(lambda: "routes on" in self.text or self.ended(), 120)
         found = re.search(r"routes on (http://\S+:\d+)", self.text)
         assert found is not None, self.text
         return found[1]
 
-    def wait_for(self, replicas: int) -> RouterProcess:
+    def wait_for(self: R, replicas: int) -> R:
         """Wait until this many replicas take requests."""
-        until(lambda: self.text.count(" serves ") >= replicas or self.popen.poll() is not None, 120)
+        until(lambda: self.text.count(" serves ") >= replicas or self.ended(), 120)
         until(lambda: http_client.get(f"{self.url}/ready").status_code == 200)
         return self
 
@@ -71,6 +79,26 @@ class RouterProcess:
         found = [line for line in lines if re.match(rf"{re.escape(name)}({{|\s)", line)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in wanted))
 
+
+class RouterProcess(RunningRouter):
+    """A `foreword route` process."""
+
+    def __init__(self, *arguments: str) -> None:
+        super().__init__()
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
+        command = [sys.executable, "-m", "foreword", "route", "--port", "0", *QUICK, *arguments]
+        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        with self.popen.stderr as stream:
+            self.lines.extend(iter(stream.readline, ""))
+
+    def ended(self) -> bool:
+        return self.popen.poll() is not None
+
     def end(self, seconds: float = 120) -> int:
         status = self.popen.wait(seconds)
         self._reader.join(60)
@@ -79,6 +107,55 @@ class RouterProcess:
     def kill(self) -> None:
         self.popen.kill()
         self.popen.wait()
+
+
+class RouterThread(RunningRouter, logging.Handler):
+    """The same router on an event loop of this process, which starts much faster."""
+
+    def __init__(self, *arguments: str) -> None:
+        RunningRouter.__init__(self)
+        logging.Handler.__init__(self, logging.INFO)
+        config = _config(*QUICK, *arguments)
+        self._loop = uvloop.new_event_loop()
+        self._task = self._loop.create_task(self._serve(config, bind(config.server)))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._level = logging.root.level
+        logging.root.addHandler(self)
+        logging.root.setLevel(logging.INFO)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.thread == self._thread.ident:
+            self.lines.append(self.format(record) + "\n")
+
+    async def _serve(self, config: Config, listener: socket.socket) -> None:
+        async with serving(config, listener, configured_replicas(config.router)):
+            await asyncio.Event().wait()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+        self._loop.close()
+
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def kill(self) -> None:
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(60)
+        logging.root.removeHandler(self)
+        logging.root.setLevel(self._level)
+
+
+def _config(*arguments: str) -> Config:
+    """The configuration that `foreword route` has with these arguments."""
+    seen: list[Config] = []
+    app = typer.Typer()
+    app.command()(with_router_config(lambda config: seen.append(config)))
+    environ = {key: None for key in os.environ if key.startswith("FOREWORD_")}
+    CliRunner().invoke(app, ["--port", "0", *arguments], env=environ, catch_exceptions=False)
+    return seen[0]
 
 
 class Loop:
@@ -112,10 +189,15 @@ class Scissors:
 
 class Relay:
     """A TCP relay to a real server, which looks like another replica. It can reset a connection in the middle of a response
-    and refuse connections."""
+    and refuse connections.
 
-    def __init__(self, loop: Loop, target: str, scissors: Scissors | None = None) -> None:
+    Args:
+        as_vllm: the router takes the server behind it for one of vLLM.
+    """
+
+    def __init__(self, loop: Loop, target: str, scissors: Scissors | None = None, *, as_vllm: bool = False) -> None:
         self._loop = loop
+        self._as_vllm = as_vllm
         self._scissors = scissors or Scissors()
         parts = urlsplit(target)
         self._target = (parts.hostname, parts.port)
@@ -170,6 +252,9 @@ class Relay:
             if not await self._passes(data, left):
                 away.transport.abort()
                 return
+            if self._as_vllm:
+                for name in (b"tokenize", b"detokenize"):
+                    data = data.replace(b"POST /" + name, b"POST /v1/" + name)
             away.write(data)
         away.close()
 
@@ -190,5 +275,7 @@ class Relay:
                 left[0] = count - passed
                 if left[0] == 0:
                     data = b"".join(part + b"\n\n" for part in parts[:passed])
+            if self._as_vllm:
+                data = data.replace(b'"owned_by":"foreword"', b'"owned_by":"vllm"    ')
             writer.write(data)
             await writer.drain()

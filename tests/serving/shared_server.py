@@ -1,4 +1,4 @@
-"""One engine with the embedded model behind three HTTP servers on free ports, and helpers for tests that use them."""
+"""One engine with the embedded model behind several HTTP servers on free ports, and helpers for tests that use them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.observability.metrics import PrometheusObserver
 from foreword.server.app import create_app
+from foreword.server.process import limited_connections
 
 # float32: in bfloat16 a cached and a computed prefix round differently, which can tip a sampled token.
 ENGINE = EngineConfig(
@@ -38,8 +39,21 @@ PREFIXES = PrefixConfig(budget="5%")
 OPEN = ServerConfig(port=0)
 # A pair of tenants for each test that counts cached tokens.
 PAIRS = tuple(f"{name}{number}={name}{number}-secret" for number in range(5) for name in ("alice", "bob"))
-KEYED = ServerConfig(port=0, api_keys=(*PAIRS, "lonely-secret"), tenant_secret="s3cret")
+KEYED = ServerConfig(port=0, api_keys=(*PAIRS, "lonely-secret"), tenant_secret="a secret of the tests")
 SHORT = ServerConfig(port=0, max_queue=2)
+LIMITED = ServerConfig(
+    port=0,
+    head_timeout=1,
+    body_timeout=1,
+    write_timeout=2,
+    max_connections=40,
+    stream_keep_alive=0.05,
+    reasoning_parser="think",
+    api_keys=("alice=alice-key", "bob=bob-key", "carol=carol-key", "dave=dave-key"),
+    quotas=("alice requests=2", "bob concurrent=1", "carol tokens=30"),
+)
+# Bytes that the kernel keeps for a client of LIMITED that does not read.
+SEND_BUFFER = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -66,19 +80,23 @@ class SharedServers:
     open: SharedServer
     keyed: SharedServer
     short: SharedServer
+    limited: SharedServer
 
 
 @contextmanager
 def shared_servers() -> Iterator[SharedServers]:
-    """Load an engine and serve it with three configurations: open, with API keys, with a short queue."""
+    """Load an engine and serve it with several configurations: open, with API keys, with a short queue, with small limits."""
     registry = PrometheusObserver()
     engine = AsyncEngine.from_config(ENGINE, prefixes=PREFIXES, observers=[registry])
     registry.watch(engine)
     servers, made = [], []
-    for config in (OPEN, KEYED, SHORT):
+    for config in (OPEN, KEYED, SHORT, LIMITED):
         listener = bind(config)
+        if config is LIMITED:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         app = create_app(engine, registry, Config(ENGINE, config, PREFIXES))
-        settings = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        protocol: Any = limited_connections(config).protocol
+        settings = uvicorn.Config(app, http=protocol, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         servers.append((uvicorn.Server(settings), listener))
         made.append(SharedServer("http://{}:{}".format(*listener.getsockname()[:2]), engine))
 

@@ -132,6 +132,50 @@ def test_echo_puts_the_prompt_before_the_text(ai: openai.OpenAI, server: SharedS
     assert ai.completions.create(prompt=ids, echo=True, **body).choices[0].text.endswith(prompt + plain)
 
 
+def test_echo_with_logprobs_scores_the_prompt(ai: openai.OpenAI, server: SharedServer) -> None:
+    """With `echo` and `logprobs` the entries of the prompt precede those of the text, also where nothing is generated and
+    where the prompt is cached; a stream has the same."""
+    prompt = words("score", 12)
+    body: dict[str, Any] = dict(model=server.model, prompt=prompt, echo=True, logprobs=2, **GREEDY)
+    ids = server.engine.tokenizer.encode(prompt)
+    ai.completions.create(model=server.model, prompt=prompt, max_tokens=1)
+    scored = ai.completions.create(max_tokens=0, **body).choices[0].logprobs
+    assert scored is not None and scored.tokens and scored.token_logprobs and scored.top_logprobs and scored.text_offset
+    assert len(scored.tokens) == len(scored.token_logprobs) == len(ids)
+    assert scored.token_logprobs[0] is None and scored.top_logprobs[0] is None
+    assert all(logprob <= 0 for logprob in scored.token_logprobs[1:])
+    assert "".join(token for token in scored.tokens if not token.startswith("<|")) == prompt
+    answered = ai.completions.create(max_tokens=3, **body).choices[0]
+    assert answered.logprobs is not None and answered.logprobs.tokens and answered.logprobs.text_offset
+    assert answered.logprobs.tokens[: len(ids)] == scored.tokens
+    assert len(answered.logprobs.tokens) == len(ids) + 3
+    assert answered.logprobs.text_offset[len(ids)] == len(prompt)
+    chunks = [each for chunk in stream(ai, max_tokens=3, **body) for each in chunk.choices if each.logprobs]
+    assert [token for each in chunks for token in each.logprobs.tokens] == answered.logprobs.tokens
+
+
+def test_prompt_logprobs(client: httpx.Client, server: SharedServer) -> None:
+    """vLLM's `prompt_logprobs`: by token id, None for the first token; each choice of several prompts has its own."""
+    prompts = [words("first", 4), words("second", 7)]
+    body = {"model": server.model, "prompt": prompts, "max_tokens": 1, "prompt_logprobs": 1, "n": 2}
+    choices = client.post("/v1/completions", json=body).json()["choices"]
+    assert len(choices) == 4
+    for number, choice in enumerate(choices):
+        ids = server.engine.tokenizer.encode(prompts[number // 2])
+        first, *rest = choice["prompt_logprobs"]
+        assert first is None and len(rest) == len(ids) - 1
+        assert all(str(token) in entry for token, entry in zip(ids[1:], rest, strict=True))
+
+
+def test_best_of_returns_the_likeliest(ai: openai.OpenAI, server: SharedServer) -> None:
+    """Of `best_of` sequences the likeliest `n` are the choices."""
+    body: dict[str, Any] = {"model": server.model, "prompt": "import ", "max_tokens": 6, "seed": 5}
+    every = ai.completions.create(n=4, logprobs=0, **body).choices
+    means = {each.text: sum(each.logprobs.token_logprobs) / len(each.logprobs.tokens) for each in every}  # type: ignore[union-attr, arg-type]
+    best = ai.completions.create(n=1, best_of=4, **body).choices
+    assert [each.text for each in best] == [max(means, key=means.__getitem__)]
+
+
 def test_max_tokens_zero_computes_the_prompt_only(ai: openai.OpenAI, server: SharedServer) -> None:
     """`max_tokens: 0` returns no text and warms the cache for later requests."""
     prompt = words("warm", 60)
@@ -208,3 +252,17 @@ def test_fields_without_effect_are_tolerated(client: httpx.Client) -> None:
         "x": 1,
     }
     assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, **extra}).status_code == 200
+
+
+def test_hopelessly_long_prompts_are_refused_early(client: httpx.Client, server: SharedServer) -> None:
+    """A prompt with many more characters than fit is refused after its beginning; one of long words still fits."""
+    longest = server.engine.info.max_model_len
+    text = "ab cd " * (longest * 10)
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        error = client.post(path, json={**body, "max_tokens": 1}).json()["error"]
+        assert error["code"] == "context_length_exceeded" and "has more than" in error["message"]
+    spaces = {"prompt": " " * (longest * 9), "max_tokens": 1}
+    assert client.post("/v1/completions", json=spaces).status_code == 200

@@ -16,7 +16,7 @@ from typing import Any
 import http_client
 import pytest
 from browser import Page, browser
-from dashboard_server import HOSTILE, open_dashboard_server
+from dashboard_server import HOSTILE, MODEL, open_dashboard_server
 from prometheus_client.parser import text_string_to_metric_families
 from router_parts import QUICK
 from shared_server import until, words
@@ -129,6 +129,27 @@ def test_numbers_are_those_of_metrics(routed: Routed, page: Page) -> None:
         assert "64.0 MiB" in page.text(f"{card} [data-place=disk]")
     [last] = http_client.get(f"{routed.url}/v1/router/decisions?last=1").json()["data"]
     assert last["in_words"].replace("http://", "") in page.text("#decisions tbody tr:first-child")
+
+
+def test_dialects_and_errors(routed: Routed, page: Page) -> None:
+    """Requests of every dialect through the router, and how they ended, are those of the metrics."""
+    turn = [{"role": "user", "content": words("dialects", 60)}]
+    for path, body in (
+        ("chat/completions", {"stream": True}),
+        ("messages", {}),
+        ("messages", {"max_tokens": -1}),
+    ):
+        body = {"messages": turn, "max_tokens": 4, "model": MODEL, **body}
+        http_client.post(f"{routed.url}/v1/{path}", json=body)
+    page.open(routed.url)
+    page.click("#range input[value='0']")
+    page.wait(lambda: page.text("[data-dialect=messages] [data-outcome=ok]") == "1")
+    assert page.text("[data-dialect=messages] [data-outcome=client_error]") == "1"
+    assert page.text("[data-dialect=chat] [data-outcome=ok]") == "1"
+    assert "p99 " in page.text("[data-field=inter-token-sub]") and "1 client error" in page.text(
+        "[data-field=errors-sub]"
+    )
+    assert ">messages<" in page.run("return document.getElementById('decisions').innerHTML")
 
 
 def test_hostile_and_phone(routed: Routed, page: Page) -> None:

@@ -225,7 +225,7 @@ def test_tenants_do_not_drain(shared: SharedServers) -> None:
     """With API keys or a router key, draining takes the operator's key; without an operator's key it is refused."""
     settings = {
         "routers": ServerConfig(router_key="routers"),
-        "alices": ServerConfig(api_keys=("alice=alices",), tenant_secret="s"),
+        "alices": ServerConfig(api_keys=("alice=alices",), tenant_secret="a secret of the tests"),
         "": ServerConfig(admin_key="operators"),
     }
 

@@ -49,15 +49,15 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"prompt": "x", "stop": ["a"] * 65}, "stop", "at most 64"),
         ({"prompt": "x", "logprobs": 21}, "logprobs", "20"),
         ({"prompt": "x", "logprobs": True}, "logprobs", "integer"),
-        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", "cannot be combined with logprobs"),
-        ({"prompt": "x", "best_of": 3}, "best_of", "use n"),
+        ({"prompt": "x", "best_of": 1, "n": 2}, "best_of", "at least n"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "integer"),
         ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias", "100"),
         ({"prompt": "x", "logit_bias": {"99999999": 1}}, "logit_bias", "is not between"),
         ({"prompt": "x", "stop_token_ids": [99999999]}, "stop_token_ids", "is not between"),
-        ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format", "only"),
-        ({"prompt": "x", "guided_json": {}}, "guided_json", "structured output"),
+        ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format", "only"),
+        ({"prompt": "x", "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "cannot be combined"),
+        ({"prompt": "x", "priority": 1}, "priority", "order of their arrival"),
         ({"prompt": "x", "stream_options": {}}, "stream_options", "together with stream"),
         ({"prompt": "x", "seed": 2**64}, "seed", "less than or equal"),
         ({"prompt": "x", "prefix": 3}, "prefix", "string"),
@@ -84,10 +84,10 @@ def test_bad_completion(client: httpx.Client, body: dict[str, Any], param: str |
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", "'user'"),
         ({"messages": [{"role": "user"}]}, "messages", "messages[0].content: is required"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "image_url"),
-        ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools", "tools[0].function: is required"),
         ({"messages": CHAT, "functions": [{}]}, "functions", "not supported"),
-        ({"messages": CHAT, "tool_choice": "required"}, "tool_choice", "not supported"),
-        ({"messages": CHAT, "response_format": {"type": "json_schema"}}, "response_format", "only"),
+        ({"messages": CHAT, "tool_choice": "required"}, "tool_choice", "tools"),
+        ({"messages": CHAT, "response_format": {"type": "json_schema"}}, "response_format", "is required"),
         ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"messages": CHAT, "logprobs": 2}, "logprobs", "boolean"),
         ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
@@ -106,7 +106,8 @@ def test_bad_chat(client: httpx.Client, body: dict[str, Any], param: str, senten
 def test_malformed_json(client: httpx.Client, path: str, body: bytes) -> None:
     """A body that is not a JSON object is a 400, however it is broken."""
     answer = client.post(path, content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400 and "JSON" in error_of(answer)["message"]
+    assert answer.status_code == 400
+    assert any(words in error_of(answer)["message"] for words in ("JSON", "more values, objects or arrays"))
 
 
 def test_other_media_types(client: httpx.Client) -> None:
@@ -209,5 +210,5 @@ def test_openai_client_sees_its_own_exceptions(ai: openai.OpenAI, server: Shared
     """OpenAI's client raises the exception that belongs to each error."""
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         ai.completions.create(model=server.model, prompt="x", max_tokens=-1)
-    with pytest.raises(openai.BadRequestError, match="tool calls"):
+    with pytest.raises(openai.BadRequestError, match="is required"):
         ai.chat.completions.create(model=server.model, messages=CHAT, tools=[{"type": "function"}])  # type: ignore

@@ -12,7 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from shared_server import SharedServer, SharedServers, shared_servers, until
 
-from foreword.api.schemas import ChatRequest, CompletionRequest, NewPrefix, TokenizeRequest
+from foreword.api.bodies import NewPrefixBody, TokenizeBody
+from foreword.api.dialects.chat import ChatBody
+from foreword.api.dialects.completions import CompletionBody
+from foreword.api.dialects.messages import MessagesBody
+from foreword.api.dialects.responses import ResponsesBody
 
 FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -68,7 +72,7 @@ spoken = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assi
 
 def fields_of(kind: Any) -> st.SearchStrategy[dict[str, Any]]:
     """Any value for any known field."""
-    names = st.sampled_from([*kind.model_fields, "tools", "salt", "response_format"])
+    names = st.sampled_from([*kind.__struct_fields__, "salt"])
     return st.dictionaries(names, anything, max_size=6).map(
         lambda body: {**body, "max_tokens": body.get("max_tokens", 2)}
     )
@@ -82,9 +86,9 @@ def post(client: httpx.Client, path: str, body: Any) -> httpx.Response:
 def check(answer: httpx.Response) -> None:
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400:
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert {"message", "type"} <= set(answer.json()["error"])
     else:
-        assert '"error"' not in answer.text[-300:]
+        assert '"error":{' not in answer.text[-300:]
 
 
 @FUZZ
@@ -111,10 +115,12 @@ def test_reasonable_chats(client: httpx.Client, messages: list[Any], body: dict[
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        ("/v1/completions", CompletionRequest),
-        ("/v1/chat/completions", ChatRequest),
-        ("/v1/tokenize", TokenizeRequest),
-        ("/v1/prefixes", NewPrefix),
+        ("/v1/completions", CompletionBody),
+        ("/v1/chat/completions", ChatBody),
+        ("/v1/responses", ResponsesBody),
+        ("/v1/messages", MessagesBody),
+        ("/v1/tokenize", TokenizeBody),
+        ("/v1/prefixes", NewPrefixBody),
     ],
 )
 @FUZZ
@@ -124,6 +130,8 @@ def test_unreasonable_bodies(client: httpx.Client, path: str, kind: Any, data: s
     body = data.draw(fields_of(kind))
     if path == "/v1/chat/completions":
         body = {**body, "max_completion_tokens": 2}
+    if path == "/v1/responses":
+        body = {**body, "max_output_tokens": 2}
     check(post(client, path, body))
 
 

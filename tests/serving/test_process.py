@@ -39,6 +39,7 @@ def test_alive_at_once_and_ready_later(start_controlled: Callable[..., Controlle
     assert "Traceback" not in process.text
 
 
+@pytest.mark.slow
 def test_drain_lets_running_requests_finish(start_controlled: Callable[..., ControlledProcess]) -> None:
     """After SIGTERM a running stream is finished, new requests and /ready are 503, and the exit status is 0."""
     process = start_controlled("--drain-seconds", "200")

@@ -156,7 +156,8 @@ def test_decisions_are_explained(router: RouterProcess) -> None:
 
 
 def test_models_and_other_paths(router: RouterProcess) -> None:
-    """Models are listed once, unknown models are refused with a hint, and other paths under /v1 reach a replica."""
+    """Models are listed once, unknown models are refused with a hint, and so are paths that are not in the
+    router's table."""
     with router.http() as client:
         assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["stdlib-nano"]
         assert client.get("/v1/models/stdlib-nano").json()["max_model_len"] > 0
@@ -183,6 +184,76 @@ def test_named_prefixes_are_registered_on_all_replicas(router: RouterProcess, se
         assert ask(router, " and more", prefix="shared")[1] > 40
         assert client.delete("/v1/prefixes/shared").status_code == 200
         assert client.get("/v1/prefixes").json()["data"] == []
+
+
+def test_cache_control_reaches_all_replicas(router: RouterProcess, servers: list[ControlledProcess]) -> None:
+    """What is retained through the router is kept on every replica, and released there."""
+    body = {"prompt": words("kept", 30), "ttl": "1h"}
+    with router.http() as client:
+        kept = client.post("/v1/cache/retain", json=body)
+        assert (kept.json()["status"], kept.headers["x-foreword-replicas"]) == ("accepted", "2 of 2")
+        for process in servers:
+            [one] = http_client.get(f"{process.url()}/v1/cache/retained").json()["data"]
+            assert one["tokens"] == kept.json()["tokens"]
+        [one] = client.get("/v1/cache/retained").json()["data"]
+        assert sorted(one["replicas"]) == sorted(process.url() for process in servers)
+        assert len(client.post("/v1/cache/release", json=body).json()["released"]) == 1
+        for process in servers:
+            assert http_client.get(f"{process.url()}/v1/cache/retained").json()["data"] == []
+
+
+def test_cache_control_goes_where_the_prefix_is(router: RouterProcess, servers: list[ControlledProcess]) -> None:
+    """A prefix that one replica has is kept on that replica only, and so is a session's; each replica's answer is shown."""
+    text = words("placed", 60)
+    messages = [{"role": "user", "content": words("conversation", 40)}]
+    with router.http() as client:
+        served = client.post("/v1/completions", json={"prompt": text, "max_tokens": 1})
+        assert served.status_code == 200
+        kept = client.post("/v1/cache/retain", json={"prompt": text, "ttl": "1h"})
+        assert kept.headers["x-foreword-replicas"] == "1 of 1"
+        [replica] = kept.json()["replicas"]
+        assert replica["why"].startswith("holds ") and replica["tokens"] == kept.json()["tokens"] > 0
+        assert replica["replica"] in served.headers["x-foreword-route"]
+        held = {
+            process.url(): http_client.get(f"{process.url()}/v1/cache/retained").json()["data"] for process in servers
+        }
+        assert {url: len(found) for url, found in held.items()} == {
+            process.url(): int(process.url() == replica["replica"]) for process in servers
+        }
+        [listed] = client.get("/v1/cache/retained").json()["data"]
+        assert listed["replicas"] == [replica["replica"]]
+        chat = {"messages": messages, "max_tokens": 1}
+        assert client.post("/v1/chat/completions", json=chat, headers={"x-session-id": "s"}).status_code == 200
+        more = {"messages": [*messages, {"role": "assistant", "content": words("tool", 50)}]}
+        fetched = client.post("/v1/cache/prefetch", json=more, headers={"x-session-id": "s"}).json()
+        assert len(fetched["replicas"]) == 1
+        assert len(client.post("/v1/cache/prefetch", json={"prompt": words("unknown", 9)}).json()["replicas"]) == 2
+        released = client.post("/v1/cache/release", json={"all": True})
+        assert released.headers["x-foreword-replicas"] == "2 of 2" and len(released.json()["released"]) == 2
+        assert client.get("/v1/cache/retained").json()["data"] == []
+
+
+def test_lost_prefixes_are_registered_again(router: RouterProcess, servers: list[ControlledProcess]) -> None:
+    """A replica that has lost a named prefix gets it again, before or when it is asked for; no client notices."""
+    with router.http() as client:
+        client.post("/v1/prefixes", json={"name": "lost", "content": words("lost", 30)}).raise_for_status()
+        for process in servers:
+            http_client.request("DELETE", f"{process.url()}/v1/prefixes/lost").raise_for_status()
+        for number in range(6):
+            ask(router, words(f"lost{number}", 20), prefix="lost")
+        late = RouterProcess("--replica", servers[0].url(), "--admin-key", "admin-secret").wait_for(1)
+        try:
+            late_content = {"content": words("late", 30)}
+            http_client.request("PUT", f"{late.url}/v1/prefixes/late", json=late_content).raise_for_status()
+            added = {"replica": servers[1].url()}
+            http_client.post(f"{late.url}/v1/router/replicas", json=added, headers=ADMIN).raise_for_status()
+            late.wait_for(2)
+            found = http_client.get(f"{servers[1].url()}/v1/prefixes/late").json()
+            assert found["content"] == late_content["content"]
+        finally:
+            late.kill()
+        for name in ("lost", "late"):
+            client.delete(f"/v1/prefixes/{name}").raise_for_status()
 
 
 def test_drain_and_undrain(router: RouterProcess, servers: list[ControlledProcess]) -> None:

@@ -1,4 +1,5 @@
-"""Failover in the middle of a stream: another replica continues, and the client sees one uninterrupted response."""
+"""Failover in the middle of a stream where replicas only complete prompts, as vLLM: the router converts the rest, and the
+client sees one uninterrupted response."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def scissors() -> Scissors:
 @pytest.fixture(scope="module")
 def relays(shared: SharedServers, scissors: Scissors) -> Iterator[tuple[Relay, ...]]:
     loop = Loop()
-    made = tuple(Relay(loop, shared.open.url, scissors) for _ in range(3))
+    made = tuple(Relay(loop, shared.open.url, scissors, as_vllm=True) for _ in range(3))
     yield made
     for relay in made:
         relay.close()

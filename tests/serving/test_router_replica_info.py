@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 
 import httpx
+import pytest
 from aiohttp import web
 from router_parts import Loop, RouterProcess
+
+from foreword.router.replica_metrics import parse_metrics
 
 
 class ChunkedMetrics:
@@ -55,3 +58,27 @@ def test_metrics_in_several_chunks() -> None:
         assert (found["block_size"], found["capacity_tokens"]) == (32, 3200)
     finally:
         router.kill()
+
+
+def test_metrics_of_several_engines() -> None:
+    """The numbers of a data-parallel vLLM server are those of all its engines together."""
+    lines = [
+        'vllm:num_requests_running{engine="0",model_name="m"} 40.0',
+        'vllm:num_requests_running{engine="1",model_name="m"} 3.0',
+        'vllm:num_requests_waiting{engine="0",model_name="m"} 90.0',
+        'vllm:num_requests_waiting{engine="1",model_name="m"} 0.0',
+        'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5',
+        'vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.1',
+        'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0',
+        'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="500"} 1.0',
+    ]
+    found = parse_metrics("\n".join(lines))
+    assert (found.requests, found.block_size, found.capacity_tokens) == (133, 16, 24000)
+    assert found.usage == pytest.approx(0.3)
+
+
+def test_metrics_of_a_liar() -> None:
+    """Numbers that cannot be true are not used."""
+    lines = ["vllm:num_requests_running 1e400", 'vllm:cache_config_info{block_size="0",num_gpu_blocks="\u0663"} 1.0']
+    found = parse_metrics("\n".join(lines))
+    assert (found.requests, found.block_size, found.capacity_tokens, found.usage) == (None, None, None, None)

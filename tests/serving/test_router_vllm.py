@@ -147,7 +147,7 @@ def servers(model: Path) -> Iterator[list[Server]]:
 
 
 KEYS = ["--replica-key", "vllm-key", "--api-keys", "alice=alice-key", "--api-keys", "bob=bob-key"]
-SECRET = ["--tenant-secret", "s3cret", "--admin-key", "admin-secret"]
+SECRET = ["--tenant-secret", "a secret of the tests", "--admin-key", "admin-secret"]
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +224,7 @@ def stream(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def text(chunks: list[dict[str, Any]]) -> str:
+    assert [chunk for chunk in chunks if "error" in chunk] == []
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     return "".join(choice.get("text", choice.get("delta", {}).get("content")) or "" for choice in choices)
 
@@ -269,7 +270,7 @@ def test_the_same_text_wherever_the_stream_breaks(
 
 # Prefill at one, decode at the other
 
-TENANTS = Tenants.from_config(ServerConfig(api_keys=("alice=alice-key",), tenant_secret="s3cret"))
+TENANTS = Tenants.from_config(ServerConfig(api_keys=("alice=alice-key",), tenant_secret="a secret of the tests"))
 ALICE = TENANTS.authenticate("Bearer alice-key").salt.hex()
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 

@@ -31,15 +31,16 @@ def test_tenants_do_not_share_the_cache(shared: SharedServers) -> None:
     assert cached(shared, "bob0-secret", prompt) > 0
 
 
-def test_a_salt_from_the_client_is_ignored(shared: SharedServers) -> None:
-    """A salt in a request has no effect: the request hits its own tenant's blocks only."""
+def test_a_salt_from_the_client_stays_within_its_tenant(shared: SharedServers) -> None:
+    """`cache_salt` separates requests of one tenant, and gives access to no other tenant's blocks."""
     prompt = words("salted", 60)
     assert cached(shared, "alice1-secret", prompt) == 0
-    salt = derive_salt(b"s3cret", "alice1")
-    for name in ("salt", "cache_salt"):
-        for value in ("", "x", salt.hex(), salt.decode("latin-1")):
-            assert cached(shared, "alice1-secret", prompt, **{name: value}) > 0
-    assert cached(shared, "bob1-secret", prompt, cache_salt=salt.hex()) == 0
+    salt = derive_salt(b"a secret of the tests", "alice1")
+    for value in ("x", salt.hex(), salt.decode("latin-1")):
+        assert cached(shared, "alice1-secret", prompt, cache_salt=value) == 0
+        assert cached(shared, "alice1-secret", prompt, cache_salt=value) > 0
+        assert cached(shared, "bob1-secret", prompt, cache_salt=value) == 0
+    assert cached(shared, "alice1-secret", prompt, cache_salt="", salt="x") > 0
 
 
 def test_cache_report_hides_other_tenants(shared: SharedServers) -> None:
@@ -105,10 +106,10 @@ def test_keys_from_configuration_and_file(tmp_path: Path) -> None:
     """Keys come from the configuration and from a file with comments; one tenant may have several keys."""
     path = tmp_path / "keys"
     path.write_text("# staff\nalice=second-key  # laptop\n\nbare-key\n", encoding="utf-8")
-    config = ServerConfig(api_keys=("alice=first-key",), api_key_file=str(path), tenant_secret="s")
+    config = ServerConfig(api_keys=("alice=first-key",), api_key_file=str(path), tenant_secret="a secret of the tests")
     tenants = Tenants.from_config(config)
     first, second, bare = (tenants.authenticate(f"Bearer {key}") for key in ("first-key", "second-key", "bare-key"))
-    assert first == second and first.name == "alice" and first.salt == derive_salt(b"s", "alice")
+    assert first == second and first.name == "alice" and first.salt == derive_salt(b"a secret of the tests", "alice")
     assert bare.salt not in (first.salt, b"")
     with pytest.raises(Unauthorized):
         tenants.authenticate("Bearer staff")
@@ -116,7 +117,10 @@ def test_keys_from_configuration_and_file(tmp_path: Path) -> None:
 
 def test_salts_depend_on_the_secret() -> None:
     """Servers with the same secret derive the same salts; without one each start derives new ones."""
-    given = [Tenants.from_config(ServerConfig(api_keys=("a=key-of-a",), tenant_secret="s")) for _ in range(2)]
+    given = [
+        Tenants.from_config(ServerConfig(api_keys=("a=key-of-a",), tenant_secret="a secret of the tests"))
+        for _ in range(2)
+    ]
     drawn = [Tenants.from_config(ServerConfig(api_keys=("a=key-of-a",))) for _ in range(2)]
     assert len({tenants.authenticate("Bearer key-of-a").salt for tenants in given}) == 1
     assert len({tenants.authenticate("Bearer key-of-a").salt for tenants in drawn}) == 2

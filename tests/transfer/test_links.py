@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from link_contract import ID, LinkContract, pair, soon
 
+from foreword.config import SharedSecret
 from foreword.errors import BadMessage, ConfigError, PeerGone, TransferError
 from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link
@@ -32,7 +33,7 @@ class Place:
         self.links = links
 
     def identity(self) -> Identity:
-        return Identity(secrets.token_bytes(16), "", self.links, None, "", 1.0, RING)
+        return Identity(secrets.token_bytes(16), (SharedSecret(""),), self.links, None, "", 1.0, RING)
 
     def dial(self) -> Link:
         stream = SocketStream(connect(self.address, deadline=soon()))
@@ -252,7 +253,22 @@ def test_addresses(text: str, address: Address) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "host", ":80", "host:", "host:x", "host:70000", "unix:", "host:-1", "unix:" + "x" * 200]
+    "text",
+    [
+        "unix:/tmp/\ud800",
+        "\ud800:1",
+        "unix:/tmp/a\0b",
+        "a..b:1",
+        "",
+        "host",
+        ":80",
+        "host:",
+        "host:x",
+        "host:70000",
+        "unix:",
+        "host:-1",
+        "unix:" + "x" * 200,
+    ],
 )
 def test_invalid_addresses(text: str) -> None:
     """An invalid address is a ConfigError."""

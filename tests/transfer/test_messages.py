@@ -48,7 +48,7 @@ large = st.integers(0, 1 << 62)
 seconds = st.floats(0, 1e6)
 text = st.text(max_size=200)
 keys = st.lists(st.binary(min_size=32, max_size=32), max_size=5).map(b"".join)
-names = st.lists(st.binary(min_size=48, max_size=48), max_size=5).map(b"".join)
+names = st.lists(st.binary(min_size=64, max_size=64), max_size=5).map(b"".join)
 reasons = st.sampled_from(Reason)
 _OF_TRANSFER = (
     st.builds(PullRequest, st.binary(), keys, small, seconds),

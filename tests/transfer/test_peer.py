@@ -109,7 +109,7 @@ def test_a_peer_that_starts_later_and_restarts(serve: Serve, reader: Open) -> No
     first.close()
     store = reader(first.address)
     with pytest.raises(StoreUnavailable):
-        store.lookup([b"x" * 48], deadline=soon())
+        store.lookup([b"x" * 64], deadline=soon())
     for seed in range(3):
         frames = make_frames(seed, 4, 500)
         place = Place(frames, bind=first.address)
@@ -129,7 +129,7 @@ def test_attempts_to_connect_back_off(reader: Open) -> None:
     until(lambda: store.status().notes["failed"] >= 1)
     for _ in range(2000):
         with pytest.raises(StoreUnavailable):
-            store.lookup([b"x" * 48], deadline=soon())
+            store.lookup([b"x" * 64], deadline=soon())
     assert store.status().notes["failed"] < 100
 
 
@@ -169,10 +169,10 @@ def test_closing_while_it_dials(reader: Open) -> None:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         store = reader(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout=PATIENCE)
         with pytest.raises(StoreTimeout):
-            store.lookup([b"x" * 48], deadline=soon(0.1))
+            store.lookup([b"x" * 64], deadline=soon(0.1))
         store.close()
         with pytest.raises(StoreUnavailable, match="closed"):
-            store.lookup([b"x" * 48], deadline=soon())
+            store.lookup([b"x" * 64], deadline=soon())
 
 
 # What goes wrong on the way
@@ -261,15 +261,15 @@ def test_a_wire_that_misbehaves(fault: str, count: int, serve: Serve, stack: Exi
 
 
 def test_a_peer_that_stalls_harms_no_other_tier(stack: ExitStack, reader: Open) -> None:
-    """If a peer uses up the time of a lookup, the failure counts for the peer, not for the tier behind it."""
+    """A peer that does not answer leaves time for the tier behind it, and the failure counts for the peer alone."""
     silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     memory = MemoryStore(1 << 20)
     frames = make_frames(1, 3, 100)
     memory.put(frames, deadline=soon())
     peer = reader(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout=PATIENCE)
     tiers = TieredStore([peer, memory], writable=[1])
-    until(lambda: tiers.lookup(names_of(frames), deadline=soon(0.3)) == 3)
-    assert tiers.tiers[0].counters.errors["store_timeout"] >= 3 and not tiers.tiers[1].counters.errors
+    assert tiers.lookup(names_of(frames), deadline=soon(2.0)) == 3
+    assert sum(tiers.tiers[0].counters.errors.values()) >= 1 and not tiers.tiers[1].counters.errors
 
 
 def test_several_peers(serve: Serve, reader: Open) -> None:
@@ -311,6 +311,7 @@ def test_a_breaker_around_a_dead_peer(serve: Serve, reader: Open) -> None:
     tiers = TieredStore([reader(place.address)], writable=[])
     assert tiers.lookup(names_of(frames), deadline=soon()) == 3
     place.close()
+    time.sleep(0.3)  # a call that has just succeeded keeps the circuit closed
     for _ in range(10):
         assert tiers.lookup(names_of(frames), deadline=soon()) == 0
     [tier] = tiers.tiers
@@ -407,7 +408,7 @@ def test_time_is_bounded_without_an_answer(stack: ExitStack, reader: Open) -> No
     silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     store = reader(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout=0.5)
     with pytest.raises((StoreTimeout, StoreUnavailable)):
-        store.lookup([b"x" * 48], deadline=time.monotonic() + 0.2)
+        store.lookup([b"x" * 64], deadline=time.monotonic() + 0.2)
     until(lambda: store.status().notes["failed"] >= 1)
     with pytest.raises((StoreTimeout, StoreUnavailable)):
-        store.lookup([b"x" * 48], deadline=soon(1.0))
+        store.lookup([b"x" * 64], deadline=soon(1.0))

@@ -397,7 +397,7 @@ def test_messages_that_the_protocol_does_not_allow() -> None:
 
 def frames(count: int, size: int) -> dict[bytes, bytes]:
     draw = random.Random(count)
-    return {draw.randbytes(48): draw.randbytes(draw.randrange(1, size)) for _ in range(count)}
+    return {draw.randbytes(64): draw.randbytes(draw.randrange(1, size)) for _ in range(count)}
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -405,7 +405,7 @@ def test_fetch(link: str) -> None:
     """Reading another instance: how many blocks of a chain it has, and their frames; missing ones have length 0."""
     kept = frames(50, 30_000)
     names = [*kept]
-    asked = [*names[:20], bytes(48), *names[20:], bytes([1]) * 48]
+    asked = [*names[:20], bytes(64), *names[20:], bytes([1]) * 64]
     with two(FrameService(kept), TransferService(), link) as (connection, _):
         deadline = time.monotonic() + PATIENCE
         assert connection.locate(asked, deadline=deadline) == 20
@@ -487,7 +487,7 @@ def test_an_instance_without_blocks_can_only_fetch() -> None:
             connection.pull(b"")
         with pytest.raises(TransferError):
             connection.push(b"", [], 0)
-        assert connection.locate([bytes(48)], deadline=time.monotonic() + PATIENCE) == 0
+        assert connection.locate([bytes(64)], deadline=time.monotonic() + PATIENCE) == 0
 
 
 def test_one_connection_per_peer() -> None:
@@ -515,7 +515,7 @@ def test_close_ends_everything() -> None:
         assert destination.wait(PATIENCE) is TransferOutcome.NOT_TAKEN and destination.reason is Reason.LOST
         assert prefill.await_("ended").outcome is TransferOutcome.NOT_TAKEN
         with pytest.raises(TransferUnavailable):
-            connection.locate([bytes(48)], deadline=time.monotonic() + PATIENCE)
+            connection.locate([bytes(64)], deadline=time.monotonic() + PATIENCE)
         with pytest.raises(PeerGone):
             calling.connect(listening.address)
         decode.check()

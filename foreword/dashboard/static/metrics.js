@@ -2,7 +2,8 @@
 
 const LINE = /^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)/;
 const LABEL = /([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"/g;
-const UNSHOWN = /_(bucket|created)$/;
+// Buckets only of the histograms whose quantiles are shown.
+const UNSHOWN = /_created$|(?<!:inter_token_latency_seconds|:router_time_per_output_token_seconds)_bucket$/;
 const KEEP = 1800;
 
 // A server has one model; a router may have several.
@@ -110,8 +111,20 @@ export class Timeline {
       now,
       gauge: (name, labels) => values.get(keyOf(name, labels)),
       deltaOf: (key) => Math.max(0, (values.get(key) || 0) - (base.get(key) || 0)),
+      quantile: (name, share) => this.quantile(values, base, name, share),
       delta: (name, labels) => Math.max(0, get(name, labels) - (base.get(keyOf(name, labels)) || 0)),
     };
+  }
+
+  // A quantile of a histogram without labels, as Prometheus' histogram_quantile.
+  quantile(values, base, name, share) {
+    const edges = this.labels(`${name}_bucket`, "le").map((le) => [Number(le.replace("Inf", "Infinity")), le]).sort(([a], [b]) => a - b);
+    const counts = edges.map(([, le]) => { const key = keyOf(`${name}_bucket`, { le }); return (values.get(key) || 0) - (base.get(key) || 0); });
+    const wanted = share * (counts[counts.length - 1] || 0);
+    const found = counts.findIndex((number) => number >= wanted && number > 0);
+    if (found < 0) return NaN;
+    const [low, before] = found ? [edges[found - 1][0], counts[found - 1]] : [0, 0];
+    return Number.isFinite(edges[found][0]) ? low + (edges[found][0] - low) * (wanted - before) / (counts[found] - before) : low;
   }
 
   // Values of one label of a metric, in the order in which the server gives them.

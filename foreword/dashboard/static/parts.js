@@ -10,7 +10,7 @@ export const card = (classes, title, ...rest) => h("section", { class: `card ${c
 export function figure(field, title) {
   const big = h("p", { class: "big", "data-field": field }, "–");
   const sub = h("p", { class: "sub", "data-field": `${field}-sub` });
-  return { element: card("figure w3", title, big, sub), set: (value, text) => { big.textContent = value; sub.textContent = text; } };
+  return { element: card("figure w4", title, big, sub), set: (value, text) => { big.textContent = value; sub.textContent = text; } };
 }
 
 export const empty = (text) => h("p", { class: "empty" }, text);

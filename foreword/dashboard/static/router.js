@@ -2,6 +2,7 @@
 
 import { Lines, Shares } from "./charts.js";
 import { clock, count, h, percent, renew, seconds, segment } from "./dom.js";
+import { Outcomes, missCause } from "./outcomes.js";
 import { card, columnsOf, empty, figure, table } from "./parts.js";
 import { devicePlace, tierPlace, usagePlace } from "./places.js";
 
@@ -10,6 +11,7 @@ const FOUND = "foreword:router_actual_cached_tokens_total";
 const EXPECTED = "foreword:router_expected_cached_tokens_total";
 const DECIDED = "foreword:router_decisions_total";
 const TTFT = "foreword:router_time_to_first_token_seconds";
+const ITL = "foreword:router_time_per_output_token_seconds";
 const REASONS = { cheapest: "lowest TTFT", session: "session affinity", moved: "session moved", spread: "spread, least loaded", only: "only one available" };
 
 // The sum over all series of a metric, of a map of values or of a period.
@@ -21,6 +23,8 @@ export class RouterView {
   constructor(root) {
     this.hit = figure("hit-share", "Cache hit rate");
     this.first = figure("first-token", "Time to first token (TTFT), mean");
+    this.next = figure("inter-token", "Inter-token latency (ITL), median");
+    this.outcomes = new Outcomes("foreword:router_");
     this.flight = figure("in-flight", "Requests in flight");
     this.moved = figure("moved", "Sessions moved");
     this.replicas = h("div", { class: "replicas", id: "replicas" });
@@ -32,10 +36,11 @@ export class RouterView {
     const legend = h("p", { class: "legend" },
       h("span", {}, h("span", { class: "swatch-line" }), "in flight"), h("span", {}, h("span", { class: "swatch-line waiting" }), "queued here"));
     root.replaceChildren(
-      this.hit.element, this.first.element, this.flight.element, this.moved.element, this.replicas,
+      this.hit.element, this.first.element, this.next.element, this.flight.element, this.moved.element, this.outcomes.errors.element, this.replicas,
       card("w6", "Cached prompt tokens", this.sources.element, this.sourcesLegend),
       card("w6", "Requests", this.load.element, legend),
       card("", h("span", {}, "Expected and actual ", h("small", {}, "cached tokens, as estimated by the router and as reported by the replicas")), this.expected),
+      ...this.outcomes.cards,
       card("", "Last decisions", this.decisions),
     );
   }
@@ -49,6 +54,9 @@ export class RouterView {
     this.hit.set(placed ? percent(found / placed) : "–", placed ? `${count(found)} of ${count(placed)}` : "no prompts in this period");
     const firsts = total(`${TTFT}_count`);
     this.first.set(firsts ? seconds(total(`${TTFT}_sum`) / firsts) : "–", `of ${count(firsts)} streamed requests`);
+    const streams = period.delta(`${ITL}_count`);
+    this.next.set(streams ? seconds(period.quantile(ITL, 0.5)) : "–", streams ? `p99 ${seconds(period.quantile(ITL, 0.99))}, of ${count(streams)} requests' means` : "no streams in this period");
+    this.outcomes.draw(timeline, period);
     this.flight.set(count(level("foreword:router_in_flight")), `${count(level("foreword:router_queue_length"))} queued here`);
     this.moved.set(count(total("foreword:router_sessions_moved_total")), `${count(level("foreword:router_sessions"))} sessions known`);
     this.drawReplicas(timeline, period, now);
@@ -117,9 +125,9 @@ function replicaCard(one, sent, all) {
 }
 
 function decisionTable(rows) {
-  return table([["Time"], ["Request", "wide"], ["To"], ["Prompt", "n wide"], ["Expected", "n"], ["Why"]], rows.map((one) =>
+  return table([["Time"], ["Request", "wide"], ["Dialect", "wide"], ["To"], ["Prompt", "n wide"], ["Expected", "n"], ["Why"], ["Cache miss", "wide"]], rows.map((one) =>
     h("tr", { "data-decision": one.request_id, class: one.replica ? null : "bad" },
-      h("td", { class: "t" }, clock(one.time)), h("td", { class: "id wide", title: one.request_id }, one.request_id),
+      h("td", { class: "t" }, clock(one.time)), h("td", { class: "id wide", title: one.request_id }, one.request_id), h("td", { class: "wide" }, one.dialect),
       h("td", { class: "t" }, one.replica ? shortOf(one.replica) : "none", h("br"), h("small", {}, REASONS[one.reason] || one.reason)),
-      h("td", { class: "n wide" }, count(one.prompt_tokens)), h("td", { class: "n" }, count(one.expected_cached_tokens)), h("td", { class: "why" }, shortOf(one.in_words)))));
+      h("td", { class: "n wide" }, count(one.prompt_tokens)), h("td", { class: "n" }, count(one.expected_cached_tokens)), h("td", { class: "why" }, shortOf(one.in_words)), h("td", { class: "why wide" }, missCause(one.miss)))));
 }

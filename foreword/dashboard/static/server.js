@@ -2,18 +2,22 @@
 
 import { Lines, Shares } from "./charts.js";
 import { ago, bytes, clock, count, h, percent, renew, seconds, segment } from "./dom.js";
+import { Outcomes, missCause } from "./outcomes.js";
 import { card, columnsOf, empty, figure, table } from "./parts.js";
 import { devicePlace, tierPlace } from "./places.js";
 import { bySpeed, kindOf, wordOf } from "./sources.js";
 
 const SOURCE = "vllm:prompt_tokens_cached_by_source_total";
 const TTFT = "foreword:time_to_first_token_by_cached_seconds";
+const ITL = "vllm:inter_token_latency_seconds";
 const SHARES = [["none", "No hit", "computed"], ["some", "Under half", "device light"], ["most", "Half or more", "device"]];
 
 export class ServerView {
   constructor(root) {
     this.hit = figure("hit-share", "Prefix cache hit rate");
     this.first = figure("first-token", "Time to first token (TTFT), mean");
+    this.next = figure("inter-token", "Inter-token latency (ITL), median");
+    this.outcomes = new Outcomes("foreword:");
     this.requests = figure("running", "Requests running");
     this.rate = figure("rate", "Tokens per second");
     this.places = h("div", { class: "places", id: "places" });
@@ -27,13 +31,14 @@ export class ServerView {
     const legend = h("p", { class: "legend" },
       h("span", {}, h("span", { class: "swatch-line" }), "running"), h("span", {}, h("span", { class: "swatch-line waiting" }), "waiting"));
     root.replaceChildren(
-      this.hit.element, this.first.element, this.requests.element, this.rate.element,
+      this.hit.element, this.first.element, this.next.element, this.requests.element, this.rate.element, this.outcomes.errors.element,
       card("w7", "Where prompt tokens came from", this.sources.element, this.sourcesLegend),
       card("w5", "Where blocks are", this.places),
       card("w7", "Requests", this.load.element, legend),
       card("w5", h("span", {}, "Time to first token ", h("small", {}, "by the cached share of the prompt")), this.ttft),
       card("w6", h("span", {}, "Named prefixes ", h("small", {}, "pinned until removed")), this.prefixes),
       card("w6", h("span", {}, "Common prefixes ", h("small", {}, "of recent requests")), this.commonPrefixes),
+      ...this.outcomes.cards,
       card("", "Recent requests", this.recent),
     );
   }
@@ -46,6 +51,7 @@ export class ServerView {
     this.drawSources(timeline, period, labels, range);
     this.drawPlaces(timeline, period, now);
     this.drawTtft(period);
+    this.outcomes.draw(timeline, period);
     this.drawLoad(timeline, range);
     if (now) this.drawTables(now, labels);
   }
@@ -63,6 +69,8 @@ export class ServerView {
       firsts ? seconds(period.delta("vllm:time_to_first_token_seconds_sum") / firsts) : "–",
       Number.isFinite(mean("most")) && Number.isFinite(mean("none")) ? `${seconds(mean("most"))} with a hit, ${seconds(mean("none"))} without` : `${count(firsts)} requests`,
     );
+    const tokens = period.delta(`${ITL}_count`);
+    this.next.set(tokens ? seconds(period.quantile(ITL, 0.5)) : "–", tokens ? `p99 ${seconds(period.quantile(ITL, 0.99))}, of ${count(tokens)} tokens` : "no tokens in this period");
     this.requests.set(count(period.gauge("vllm:num_requests_running")), `${count(period.gauge("vllm:num_requests_waiting"))} waiting`);
     const recent = timeline.period(10);
     const speed = (name) => recent.delta(name) / 10;
@@ -163,17 +171,18 @@ function commonPrefixName(one) {
 }
 
 function requestTable(rows, tiers) {
-  const heads = [["Ended"], ["Request", "wide"], ["Prompt", "n"], ["Cached"], ["TTFT", "n"], ["Total", "n wide"], ["Output", "n"], ["Cache miss reason", "wide"]];
+  const heads = [["Ended"], ["Request", "wide"], ["Dialect", "wide"], ["Prompt", "n"], ["Cached"], ["TTFT", "n"], ["Total", "n wide"], ["Output", "n"], ["Cache miss reason", "wide"]];
   return table(heads, rows.slice(0, 25).map((one) => {
     const failed = one.finish_reason === "error" || one.finish_reason === "abort";
     return h("tr", { class: failed ? "bad" : null, "data-request": one.number },
       h("td", { class: "t" }, clock(one.ended)),
       h("td", { class: "id wide", title: one.id }, one.prefix ? h("b", {}, `${one.prefix} `) : null, one.id),
+      h("td", { class: "wide" }, one.dialect),
       h("td", { class: "n" }, count(one.prompt_tokens)),
       h("td", {}, `${percent(one.cached_tokens / one.prompt_tokens)}`, sourceBar(one, tiers)),
       h("td", { class: "n" }, seconds(one.ttft)), h("td", { class: "n wide" }, seconds(one.seconds)),
       h("td", { class: "n" }, failed ? { error: "failed", abort: "aborted" }[one.finish_reason] : count(one.output_tokens)),
-      h("td", { class: "why wide" }, one.report ? one.report.detail : h("span", { title: "Cache reports are made while this page is open." }, "–")));
+      h("td", { class: "why wide" }, missCause(one.miss), one.report ? one.report.detail : one.miss ? null : h("span", { title: "Cache reports are made while this page is open." }, "–")));
   }));
 }
 

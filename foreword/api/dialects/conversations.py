@@ -1,0 +1,45 @@
+"""Conversations of the Responses API: what a later request continues, without the instructions of earlier ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final
+
+from foreword.api.dialects.writer import ChoiceOutput
+from foreword.api.request import GenerateRequest, Message, ToolCall
+
+_BETWEEN: Final = "\n\n"
+
+
+def with_instructions(instructions: str | None, messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Many chat templates allow only one system message."""
+    if not instructions:
+        return tuple(messages)
+    if messages and messages[0].role == "system":
+        text = f"{instructions}{_BETWEEN}{messages[0].content}"
+        return (dataclasses.replace(messages[0], content=text), *messages[1:])
+    return (Message("system", instructions), *messages)
+
+
+def _own_messages(request: GenerateRequest) -> tuple[Message, ...]:
+    """The messages without the instructions, which hold for one response only."""
+    instructions = request.extra.get("instructions")
+    if not instructions:
+        return request.messages
+    first, *others = request.messages
+    rest = first.content.removeprefix(instructions).removeprefix(_BETWEEN)
+    return (dataclasses.replace(first, content=rest), *others) if rest else tuple(others)
+
+
+def continued(request: GenerateRequest, earlier: Sequence[Message]) -> GenerateRequest:
+    """The request after the conversation that `previous` names."""
+    messages = with_instructions(request.extra.get("instructions"), (*earlier, *_own_messages(request)))
+    return dataclasses.replace(request, messages=messages)
+
+
+def conversation(request: GenerateRequest, answer: ChoiceOutput) -> tuple[Message, ...]:
+    """What a later request continues: the messages without instructions, and the answer."""
+    calls = tuple(ToolCall(block.id, block.name, block.text or "{}") for block in answer.calls)
+    said = Message("assistant", answer.joined("text"), tool_calls=calls, reasoning=answer.joined("reasoning"))
+    return (*_own_messages(request), said)

@@ -1,0 +1,58 @@
+"""The table of dialects: which path speaks which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from foreword.api.dialects import chat, completions, messages, messages_writer, responses
+from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.messages_writer import MessagesWriter
+from foreword.api.dialects.openai_writer import ChatWriter, CompletionWriter
+from foreword.api.dialects.responses_writer import ResponsesWriter
+from foreword.api.dialects.writer import ResponseHead, Writer
+from foreword.api.errors import ErrorResponse, error_response
+from foreword.api.request import DialectName, GenerateRequest
+from foreword.errors import ForewordError
+
+
+class ErrorResponder(Protocol):
+    """Makes the response to an error that is known before anything was sent."""
+
+    def __call__(self, error: ForewordError, retry_after: float | None = None, request_id: str = "") -> ErrorResponse:
+        """`retry_after`: seconds after which a retry makes sense."""
+
+
+def _openai_error(error: ForewordError, retry_after: float | None = None, request_id: str = "") -> ErrorResponse:
+    return error_response(error, retry_after)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A format of requests and responses.
+
+    Attributes:
+        path: where clients send it.
+        id_prefix: begins the id of each response.
+        parse: a body to a request. Raises BadRequest and BodyTooLarge.
+        writer: makes the writer of one response.
+    """
+
+    name: DialectName
+    path: str
+    id_prefix: str
+    parse: Callable[[bytes, Limits], GenerateRequest]
+    writer: Callable[[GenerateRequest, ResponseHead], Writer]
+    error_response: ErrorResponder
+
+
+DIALECTS: Final[Mapping[DialectName, Dialect]] = {
+    dialect.name: dialect
+    for dialect in (
+        Dialect("chat", "/v1/chat/completions", "chatcmpl-", chat.parse, ChatWriter, _openai_error),
+        Dialect("completions", "/v1/completions", "cmpl-", completions.parse, CompletionWriter, _openai_error),
+        Dialect("responses", "/v1/responses", "resp_", responses.parse, ResponsesWriter, _openai_error),
+        Dialect("messages", "/v1/messages", "msg_", messages.parse, MessagesWriter, messages_writer.error_response),
+    )
+}

@@ -1,0 +1,326 @@
+"""`POST /v1/responses`: OpenAI's fields, and Foreword's. Conversations are stored by the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from msgspec import Raw, Struct
+
+from foreword.api.dialects.chat import ROLES, reasoning_options
+from foreword.api.dialects.content import (
+    CacheOptions,
+    Part,
+    check_breakpoints,
+    longest,
+    part_breakpoints,
+    text_of,
+)
+from foreword.api.dialects.conversations import with_instructions
+from foreword.api.dialects.decode import check_length, decode, one_of, refuse
+from foreword.api.dialects.limits import UNSET_RAW, Limits, bounded_object
+from foreword.api.dialects.sampling import (
+    Alternatives,
+    OwnFields,
+    Whole,
+    cache_control,
+    refuse_unsupported,
+    schema_format,
+)
+from foreword.api.dialects.tools import make_tool, require
+from foreword.api.request import GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
+
+_LOGPROBS: Final = "message.output_text.logprobs"
+
+
+class Thought(Struct):
+    """A part of a reasoning item."""
+
+    type: str
+    text: str | None = None
+
+
+class Item(Struct):
+    """Any item of the input. Which fields it needs depends on its type."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    summary: list[Thought] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+class FunctionTool(Struct):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: Raw = UNSET_RAW
+    strict: bool | None = None
+
+
+class NamedTool(Struct):
+    type: str
+    name: str | None = None
+
+
+class TextFormat(Struct):
+    type: str
+    name: str | None = None
+    schema: Raw = UNSET_RAW
+    strict: bool | None = None
+
+
+class TextConfig(Struct):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(Struct):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(OwnFields, kw_only=True):
+    input: str | list[Item]
+    model: str | None = None
+    instructions: str | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    max_output_tokens: Whole | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Alternatives | None = None
+    include: list[str] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | float | None = None
+    prompt_cache_options: CacheOptions | None = None
+    service_tier: str | None = None
+    background: Raw = UNSET_RAW
+    conversation: Raw = UNSET_RAW
+    prompt: Raw = UNSET_RAW
+    truncation: Raw = UNSET_RAW
+    # Not OpenAI's.
+    top_k: Whole | None = None
+    min_p: float | None = None
+
+
+def parse(raw: bytes, limits: Limits) -> GenerateRequest:
+    """Raises BadRequest, which names the parameter, and BodyTooLarge."""
+    body = decode(ResponsesBody, raw, limits)
+    refuse_unsupported(body)
+    check_length(body.metadata or (), limits.stop_strings, "metadata")
+    messages = with_instructions(body.instructions, _messages(body, limits))
+    tools = _tools(body.tools, limits)
+    check_breakpoints(messages, tools)
+    transfer = body.kv_transfer_params
+    choice = _choice(body.tool_choice, tools)
+    return GenerateRequest(
+        "responses",
+        model=body.model,
+        messages=messages,
+        sampling=_sampling(body),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        output_format=_output_format(body.text, limits),
+        template_options=_template_options(body, limits),
+        stream=bool(body.stream),
+        include_usage=True,
+        prefix=body.prefix,
+        cache=cache_control(body.prompt_cache_key, body.prompt_cache_retention, body.prompt_cache_options),
+        cache_salt=body.cache_salt or "",
+        cache_report=bool(body.cache_report) or _diagnosed(body),
+        prefill=(transfer.prefill or "") if transfer is not None else "",
+        session=body.user or None,
+        priority=body.priority or 0,
+        store=body.store is not False,
+        previous=body.previous_response_id,
+        extra=_repeated(body, choice, limits),
+    )
+
+
+def _sampling(body: ResponsesBody) -> dict[str, Any]:
+    wanted = _LOGPROBS in (body.include or ()) or body.top_logprobs
+    given: dict[str, Any] = {
+        "max_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": 0 if body.top_k == -1 else body.top_k,
+        "min_p": body.min_p,
+        "seed": body.seed,
+        "ignore_eos": body.ignore_eos,
+        "logprobs": (body.top_logprobs or 0) if wanted else None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _template_options(body: ResponsesBody, limits: Limits) -> dict[str, Any]:
+    given = bounded_object(body.chat_template_kwargs, "chat_template_kwargs", limits) or {}
+    return {**reasoning_options(body.reasoning.effort if body.reasoning is not None else None), **given}
+
+
+def _output_format(text: TextConfig | None, limits: Limits) -> OutputFormat | None:
+    if text is None or text.format is None or text.format.type == "text":
+        return None
+    one_of(text.format.type, ("text", "json_object", "json_schema"), "text.format.type")
+    if text.format.type == "json_object":
+        return OutputFormat("json_object")
+    return schema_format(text.format.schema, "text.format.schema", limits)
+
+
+def _repeated(body: ResponsesBody, choice: ToolChoice, limits: Limits) -> dict[str, Any]:
+    """Fields of the response that repeat the request."""
+    text = body.text or TextConfig()
+    kind = text.format or TextFormat("text")
+    shown: dict[str, Any] = {"type": kind.type}
+    if kind.type == "json_schema":
+        schema = bounded_object(kind.schema, "text.format.schema", limits)
+        shown |= {"name": kind.name or "schema", "schema": schema, "strict": kind.strict}
+    reasoning = body.reasoning or ReasoningConfig()
+    return {
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "text": {"format": shown, **({"verbosity": text.verbosity} if text.verbosity else {})},
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "tool_choice": {"type": "function", "name": choice.name} if choice.mode == "named" else choice.mode,
+        "user": body.user,
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
+        "service_tier": "default" if body.service_tier else None,
+        **({"prompt_cache_diagnostics": None} if _diagnosed(body) else {}),
+    }
+
+
+def _diagnosed(body: ResponsesBody) -> bool:
+    return body.prompt_cache_options is not None and body.prompt_cache_options.comparison_response_id is not None
+
+
+# Tools
+
+
+def _tools(bodies: Sequence[FunctionTool] | None, limits: Limits) -> tuple[Tool, ...]:
+    check_length(bodies or (), limits.tools, "tools")
+    return tuple(_tool(body, f"tools[{number}]", limits) for number, body in enumerate(bodies or ()))
+
+
+def _tool(body: FunctionTool, path: str, limits: Limits) -> Tool:
+    if body.type != "function":
+        raise refuse(
+            f"{path}.type", f"this server has no tool of type {body.type[:40]!r}; only functions of the client"
+        )
+    if body.name is None:
+        raise refuse(f"{path}.name", "is required")
+    return make_tool(body.name, body.description, body.parameters, bool(body.strict), path, limits)
+
+
+def _choice(choice: str | NamedTool | None, tools: Sequence[Tool]) -> ToolChoice:
+    if choice is None or choice == "auto":
+        return ToolChoice()
+    if choice == "none":
+        return ToolChoice("none")
+    if choice == "required":
+        return require(ToolChoice("required"), tools)
+    if isinstance(choice, str) or choice.type != "function":
+        raise refuse("tool_choice", 'must be "none", "auto", "required" or {"type": "function", "name": "..."}')
+    if choice.name is None:
+        raise refuse("tool_choice.name", "is required")
+    return require(ToolChoice("named", choice.name), tools)
+
+
+# Input
+
+
+class _Turn:
+    """An assistant's message, made from the items of one turn: reasoning, text and calls."""
+
+    def __init__(self) -> None:
+        self.reasoning: list[str] = []
+        self.text: list[str] = []
+        self.calls: list[ToolCall] = []
+
+    @property
+    def begun(self) -> bool:
+        return bool(self.reasoning or self.text or self.calls)
+
+    def take(self) -> Message:
+        """The message. The turn is empty afterwards."""
+        message = Message(
+            "assistant", "".join(self.text), tool_calls=tuple(self.calls), reasoning="".join(self.reasoning)
+        )
+        self.reasoning, self.text, self.calls = [], [], []
+        return message
+
+
+def _messages(body: ResponsesBody, limits: Limits) -> list[Message]:
+    if isinstance(body.input, str):
+        return [Message("user", body.input)]
+    check_length(body.input, limits.messages, "input", least=0 if body.previous_response_id else 1)
+    messages: list[Message] = []
+    turn = _Turn()
+    for number, item in enumerate(body.input):
+        _add(item, f"input[{number}]", turn, messages, body.prompt_cache_options)
+    if turn.begun:
+        messages.append(turn.take())
+    return messages
+
+
+def _add(item: Item, path: str, turn: _Turn, messages: list[Message], options: CacheOptions | None) -> None:
+    kind = item.type or "message"
+    if kind == "reasoning":
+        if turn.text or turn.calls:
+            messages.append(turn.take())
+        turn.reasoning += _thoughts(item)
+    elif kind == "function_call":
+        turn.calls.append(_call(item, path))
+    elif kind == "message" and item.role == "assistant":
+        if turn.text:
+            messages.append(turn.take())
+        turn.text.append(text_of(_required(item.content, f"{path}.content"), f"{path}.content"))
+    else:
+        if turn.begun:
+            messages.append(turn.take())
+        messages.append(_result(item, path) if kind == "function_call_output" else _said(item, kind, path, options))
+
+
+def _thoughts(item: Item) -> list[str]:
+    parts: Sequence[Part | Thought] = item.content if isinstance(item.content, list) and item.content else ()
+    return [part.text for part in parts or item.summary or () if part.text]
+
+
+def _call(item: Item, path: str) -> ToolCall:
+    name, call_id = _required(item.name, f"{path}.name"), _required(item.call_id, f"{path}.call_id")
+    return ToolCall(call_id, name, item.arguments or "{}")
+
+
+def _result(item: Item, path: str) -> Message:
+    output = _required(item.output, f"{path}.output")
+    text = text_of(output, f"{path}.output") if output else ""
+    return Message("tool", text, tool_call_id=_required(item.call_id, f"{path}.call_id"))
+
+
+def _said(item: Item, kind: str, path: str, options: CacheOptions | None) -> Message:
+    if kind != "message":
+        raise refuse(f"{path}.type", f"items of type {kind[:40]!r} are not supported")
+    role = ROLES[one_of(_required(item.role, f"{path}.role"), ROLES, f"{path}.role")]
+    content = _required(item.content, f"{path}.content")
+    parts = content if isinstance(content, list) else ()
+    place = f"{path}.content"
+    return Message(role, text_of(content, place), breakpoint=longest(part_breakpoints(parts, place, options)))
+
+
+def _required(value: Any, path: str) -> Any:
+    if value is None:
+        raise refuse(path, "is required")
+    return value

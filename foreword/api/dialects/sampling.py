@@ -1,0 +1,368 @@
+"""Fields that chat completions and completions share: sampling parameters, vLLM's additions and Foreword's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from foreword.api.dialects.content import CacheOptions, openai_ttl
+from foreword.api.dialects.decode import check_length, refuse
+from foreword.api.dialects.limits import UNSET_RAW, Limits, bounded_object, is_set
+from foreword.api.request import CacheControl, Continuation, OutputFormat
+from foreword.engine.request import MAX_LOGPROBS
+
+# Python's integers are unbounded; the code that uses these fields is not.
+Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
+_DAY: Final = 86_400.0
+_RETENTIONS: Final[Mapping[str, float | None]] = {
+    "in_memory": None,
+    "in-memory": None,
+    "5m": 300.0,
+    "1h": 3600.0,
+    "24h": _DAY,
+}
+_MOST_RETENTION: Final = 30 * _DAY
+_SMALL_BYTES: Final = 64
+
+# Fields that would change the answer and are not supported: the values that mean "not used", and the reason.
+UNSUPPORTED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    "functions": (([],), "not supported by this server; use tools"),
+    "function_call": (("none", "auto"), "not supported by this server; use tool_choice"),
+    "suffix": (("",), "text after the completion is not supported by this server"),
+    "prompt_embeds": ((), "only text and token ids are supported as a prompt"),
+    "use_beam_search": ((False,), "beam search is not supported by this server"),
+    "truncate_prompt_tokens": ((), "prompts are never shortened; send a shorter one"),
+    "logits_processors": (([],), "custom logits processors are not supported by this server"),
+    "chat_template": ((), "the model's own chat template is used"),
+    "modalities": ((["text"],), "only text is supported"),
+    "audio": ((), "only text is supported"),
+    "web_search_options": ((), "this server cannot search the web"),
+    "background": ((False,), "responses are not computed in the background by this server"),
+    "conversation": ((), "not supported by this server; use previous_response_id"),
+    "prompt": ((), "prompts are not stored on this server; send input"),
+    "truncation": (("disabled",), "prompts are never shortened; send a shorter one"),
+}
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class TransferParams(Struct):
+    """Set by a router. `prefill`: transfer address of the instance that computes the prompt."""
+
+    prefill: str | None = None
+
+
+class ContinuationBody(Struct):
+    """Set by a router: another server's prompt, and the output that the client has from it."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+
+
+class JsonSchemaBody(Struct):
+    name: str | None = None
+    schema: Raw = UNSET_RAW
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct):
+    type: str
+    json_schema: JsonSchemaBody | None = None
+
+
+class StructuredOutputs(Struct):
+    """vLLM's `structured_outputs`."""
+
+    json: Raw = UNSET_RAW
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Raw = UNSET_RAW
+
+
+class OwnFields(Struct, kw_only=True):
+    """Fields of this server in the dialects of others."""
+
+    seed: Whole | None = None
+    ignore_eos: bool | None = None
+    chat_template_kwargs: Raw = UNSET_RAW
+    prefix: str | None = None
+    cache_report: bool | None = None
+    cache_salt: str | None = None
+    priority: Whole | None = None
+    kv_transfer_params: TransferParams | None = None
+
+
+class SamplingBody(Struct, kw_only=True):
+    """None means the default."""
+
+    model: str | None = None
+    max_tokens: Whole | None = None
+    min_tokens: Whole | None = None
+    temperature: float | None = None
+    top_k: Whole | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: Whole | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, Bias] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Alternatives | None = None
+    n: Whole | None = None
+    best_of: Whole | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Raw = UNSET_RAW
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    prefix: str | None = None
+    cache_report: bool | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    kv_transfer_params: TransferParams | None = None
+    continuation: ContinuationBody | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | float | None = None
+    prompt_cache_options: CacheOptions | None = None
+    priority: Whole | None = None
+    user: str | None = None
+    suffix: Raw = UNSET_RAW
+    prompt_embeds: Raw = UNSET_RAW
+    use_beam_search: Raw = UNSET_RAW
+    truncate_prompt_tokens: Raw = UNSET_RAW
+    logits_processors: Raw = UNSET_RAW
+
+
+def refuse_unsupported(body: Struct) -> None:
+    """Raises BadRequest for a field in `UNSUPPORTED` that is used."""
+    for name in _unsupported_fields(type(body)):
+        value, (neutral, reason) = getattr(body, name), UNSUPPORTED[name]
+        if is_set(value) and not _is_neutral(value, neutral):
+            raise refuse(name, reason)
+
+
+@functools.cache
+def _unsupported_fields(kind: type[Struct]) -> tuple[str, ...]:
+    return tuple(
+        field.name for field in msgspec.structs.fields(kind) if field.name in UNSUPPORTED and field.type is Raw
+    )
+
+
+def _is_neutral(value: Raw, neutral: tuple[Any, ...]) -> bool:
+    text = bytes(memoryview(value)[: _SMALL_BYTES + 1])
+    return len(text) <= _SMALL_BYTES and msgspec.json.decode(text) in neutral
+
+
+def sampling_of(body: SamplingBody, limits: Limits) -> dict[str, Any]:
+    """The fields of `SamplingParams` that the client gave."""
+    given: dict[str, Any] = {
+        "max_tokens": body.max_tokens,
+        "min_tokens": body.min_tokens,
+        "temperature": body.temperature,
+        "top_k": 0 if body.top_k == -1 else body.top_k,
+        "top_p": body.top_p,
+        "min_p": body.min_p,
+        "seed": body.seed,
+        "stop": stop_strings(body.stop, limits) or None,
+        "stop_token_ids": _tuple(body.stop_token_ids),
+        "include_stop": body.include_stop_str_in_output,
+        "ignore_eos": body.ignore_eos,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "logit_bias": body.logit_bias,
+        "allowed_token_ids": _tuple(body.allowed_token_ids),
+        "bad_words": _tuple(body.bad_words),
+        "skip_special_tokens": body.skip_special_tokens,
+        "prompt_logprobs": body.prompt_logprobs,
+        "n": body.n,
+    }
+    check_length(body.stop_token_ids or (), limits.stop_tokens, "stop_token_ids")
+    check_length(body.logit_bias or (), limits.biases, "logit_bias")
+    if body.prompt_logprobs is not None and body.stream:
+        raise refuse("prompt_logprobs", "cannot be streamed")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def stop_strings(stop: str | list[str] | None, limits: Limits, param: str = "stop") -> tuple[str, ...]:
+    """Raises BadRequest."""
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    check_length(strings, limits.stop_strings, param)
+    if not all(strings):
+        raise refuse(param, "must be a string or a list of strings, none of them empty")
+    return strings
+
+
+def streams(body: SamplingBody) -> tuple[bool, bool]:
+    """Whether to stream, and whether with usage. Raises BadRequest."""
+    if body.stream_options is not None and not body.stream:
+        raise refuse("stream_options", "may be set only together with stream")
+    return bool(body.stream), bool(body.stream_options and body.stream_options.include_usage)
+
+
+def cache_control(
+    key: str | None, retention: str | float | None = None, options: CacheOptions | None = None
+) -> CacheControl:
+    """`prompt_cache_key`, `prompt_cache_retention` and `prompt_cache_options`. Raises BadRequest."""
+    seconds = _retention(retention)
+    if options is not None and options.ttl is not None and options.mode != "explicit":
+        seconds = max(seconds or 0.0, openai_ttl(options.ttl, "prompt_cache_options"))
+    return CacheControl(key, seconds)
+
+
+def _retention(given: str | float | None) -> float | None:
+    if isinstance(given, str):
+        if given not in _RETENTIONS:
+            raise refuse("prompt_cache_retention", 'must be "in_memory", "5m", "1h", "24h" or a number of seconds')
+        return _RETENTIONS[given]
+    if given is not None and not 0 < given <= _MOST_RETENTION:
+        raise refuse("prompt_cache_retention", f"must be more than 0 and at most {_MOST_RETENTION:.0f} seconds")
+    return given
+
+
+def _continuation(body: SamplingBody, limits: Limits) -> Continuation | None:
+    given = body.continuation
+    if given is None:
+        return None
+    if not body.stream:
+        raise refuse("continuation", "needs stream")
+    check_length(given.prompt_token_ids, limits.token_ids, "continuation.prompt_token_ids", least=1)
+    check_length(given.token_ids, limits.token_ids, "continuation.token_ids", least=1)
+    return Continuation(tuple(given.prompt_token_ids), tuple(given.token_ids))
+
+
+def common(body: SamplingBody, limits: Limits) -> dict[str, Any]:
+    """Fields of `GenerateRequest` that need no further checks."""
+    stream, include_usage = streams(body)
+    transfer = body.kv_transfer_params
+    return {
+        "model": body.model,
+        "stream": stream,
+        "include_usage": include_usage,
+        "prefix": body.prefix,
+        "cache": cache_control(body.prompt_cache_key, body.prompt_cache_retention, body.prompt_cache_options),
+        "cache_report": bool(body.cache_report),
+        "cache_salt": body.cache_salt or "",
+        "return_token_ids": bool(body.return_token_ids),
+        "prefill": (transfer.prefill or "") if transfer is not None else "",
+        "continuation": _continuation(body, limits),
+        "priority": body.priority or 0,
+        "session": body.user or None,
+    }
+
+
+# Structured output
+
+
+def output_format(body: SamplingBody, limits: Limits) -> OutputFormat | None:
+    """What the text must match, from whichever field says it. Raises BadRequest."""
+    found = [
+        (name, one)
+        for name, one in (
+            ("response_format", _response_format(body.response_format, limits)),
+            ("structured_outputs", _structured_outputs(body.structured_outputs, limits)),
+            ("guided_json", _schema_or_text(body.guided_json, "guided_json", limits)),
+            ("guided_regex", _text("regex", body.guided_regex, "guided_regex", limits)),
+            ("guided_choice", _choice(body.guided_choice, "guided_choice", limits)),
+            ("guided_grammar", _text("grammar", body.guided_grammar, "guided_grammar", limits)),
+        )
+        if one is not None
+    ]
+    if len(found) > 1:
+        raise refuse(found[1][0], f"cannot be combined with {found[0][0]}")
+    return found[0][1] if found else None
+
+
+def _response_format(given: ResponseFormat | None, limits: Limits) -> OutputFormat | None:
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return OutputFormat("json_object")
+    if given.type != "json_schema":
+        raise refuse("response_format.type", "only text, json_object and json_schema are supported")
+    if given.json_schema is None:
+        raise refuse("response_format.json_schema", "is required")
+    return schema_format(given.json_schema.schema, "response_format.json_schema.schema", limits)
+
+
+def schema_format(schema: Raw, param: str, limits: Limits) -> OutputFormat:
+    """Raises BadRequest."""
+    value = bounded_object(schema, param, limits)
+    if value is None:
+        raise refuse(param, "is required")
+    return OutputFormat("json_schema", value)
+
+
+def _structured_outputs(given: StructuredOutputs | None, limits: Limits) -> OutputFormat | None:
+    if given is None:
+        return None
+    if is_set(given.structural_tag):
+        raise refuse("structured_outputs.structural_tag", "is not supported by this server; use grammar")
+    where = "structured_outputs"
+    found = [
+        one
+        for one in (
+            _schema_or_text(given.json, f"{where}.json", limits),
+            _text("regex", given.regex, f"{where}.regex", limits),
+            _choice(given.choice, f"{where}.choice", limits),
+            _text("grammar", given.grammar, f"{where}.grammar", limits),
+            OutputFormat("json_object") if given.json_object else None,
+        )
+        if one is not None
+    ]
+    if len(found) > 1:
+        raise refuse(where, "only one of json, regex, choice, grammar and json_object may be set")
+    return found[0] if found else None
+
+
+def _schema_or_text(given: Raw, param: str, limits: Limits) -> OutputFormat | None:
+    """A schema, or the JSON text of one."""
+    if not is_set(given):
+        return None
+    if bytes(memoryview(given)[:1]) == b'"':
+        given = Raw(msgspec.json.decode(given, type=str).encode())
+    return schema_format(given, param, limits)
+
+
+def _text(kind: Any, given: str | None, param: str, limits: Limits) -> OutputFormat | None:
+    if given is None:
+        return None
+    if not 0 < len(given) <= limits.schema_bytes:
+        raise refuse(param, f"must not be empty and must have at most {limits.schema_bytes} characters")
+    return OutputFormat(kind, given)
+
+
+def _choice(given: list[str] | None, param: str, limits: Limits) -> OutputFormat | None:
+    if given is None:
+        return None
+    check_length(given, limits.choices, param, least=1)
+    if sum(map(len, given)) > limits.schema_bytes:
+        raise refuse(param, f"must have at most {limits.schema_bytes} characters")
+    return OutputFormat("choice", tuple(given))

@@ -1,0 +1,164 @@
+"""What all writers share: the head of a response, and an answer that grows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol
+
+import msgspec
+
+from foreword.api.output import (
+    CallArguments,
+    CallStart,
+    ChoiceDelta,
+    FinishReason,
+    Piece,
+    PromptInfo,
+    Reasoning,
+    Text,
+    TokenEntry,
+    Usage,
+)
+from foreword.api.request import GenerateRequest
+from foreword.errors import ForewordError
+
+to_json: Final = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What identifies a response. `id` includes the dialect's prefix."""
+
+    id: str
+    model: str
+    created: int
+    system_fingerprint: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A run of text or of reasoning, or a call with its arguments."""
+
+    kind: Literal["text", "reasoning", "call"]
+    parts: list[str] = field(default_factory=list)
+    index: int = 0
+    id: str = ""
+    name: str = ""
+
+    @property
+    def text(self) -> str:
+        if len(self.parts) > 1:
+            self.parts = ["".join(self.parts)]
+        return self.parts[0] if self.parts else ""
+
+
+@dataclass(slots=True)
+class ChoiceOutput:
+    """What one choice has so far."""
+
+    blocks: list[Block] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenEntry] | None = None
+    finish_reason: FinishReason | None = None
+    stop_match: str | int | None = None
+    prompt: PromptInfo | None = None
+
+    def add(self, delta: ChoiceDelta) -> None:
+        for piece in delta.pieces:
+            self.add_piece(piece)
+        self.tokens.extend(delta.tokens)
+        if delta.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs.extend(delta.logprobs)
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stop_match = delta.stop_match if delta.stop_match is not None else self.stop_match
+        self.prompt = delta.prompt or self.prompt
+
+    def add_piece(self, piece: Piece) -> Block:
+        """The block that the piece belongs to."""
+        if isinstance(piece, CallStart):
+            block = Block("call", [], piece.index, piece.id, piece.name)
+            self.blocks.append(block)
+            return block
+        if isinstance(piece, CallArguments):
+            block = self._call(piece.index)
+        else:
+            block = self._run("text" if isinstance(piece, Text) else "reasoning")
+        block.parts.append(piece.text)
+        return block
+
+    def _call(self, index: int) -> Block:
+        return next(one for one in reversed(self.blocks) if one.kind == "call" and one.index == index)
+
+    def _run(self, kind: Literal["text", "reasoning"]) -> Block:
+        if not self.blocks or self.blocks[-1].kind != kind:
+            self.blocks.append(Block(kind))
+        return self.blocks[-1]
+
+    def joined(self, kind: Literal["text", "reasoning"]) -> str:
+        """All text of a kind."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    @property
+    def calls(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "call"]
+
+
+class Writer(Protocol):
+    """Writes one response. Deltas go to `events` of a streamed response, or to `add` before `whole` of another one."""
+
+    def start(self, usage: Usage) -> list[bytes]:
+        """Events that need no output. `usage` is what is known before it."""
+
+    def resume(self, index: int, entries: Sequence[TokenEntry] = ()) -> None:
+        """Another server has sent the first part of choice `index`, with these tokens."""
+
+    def events(self, delta: ChoiceDelta, report: Any = None) -> list[bytes]:
+        """Events for a delta. `report` is the cache report, once it is known."""
+
+    def end(self, usage: Usage, report: Any = None) -> bytes:
+        """The last events."""
+
+    def error(self, error: ForewordError) -> bytes:
+        """The event that ends a stream early."""
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Keep a delta for `whole`."""
+
+    def whole(self, usage: Usage, report: Any = None) -> dict[str, Any]:
+        """The response as JSON."""
+
+
+class BaseWriter:
+    """Keeps what was added. Reasoning that the client does not want is left out."""
+
+    def __init__(self, request: GenerateRequest, head: ResponseHead) -> None:
+        self.request = request
+        self.head = head
+        self.choices: dict[int, ChoiceOutput] = {}
+
+    def choice(self, index: int) -> ChoiceOutput:
+        return self.choices.setdefault(index, ChoiceOutput())
+
+    def add(self, delta: ChoiceDelta) -> None:
+        choice = self.choice(delta.index)
+        choice.add(delta if self.request.reasoning else _without_reasoning(delta))
+
+    def shown(self, delta: ChoiceDelta) -> tuple[Piece, ...]:
+        """The pieces that the client wants."""
+        return delta.pieces if self.request.reasoning else _without_reasoning(delta).pieces
+
+    def in_order(self) -> Iterator[tuple[int, ChoiceOutput]]:
+        return iter(sorted(self.choices.items()))
+
+    def start(self, usage: Usage) -> list[bytes]:
+        return []
+
+
+def _without_reasoning(delta: ChoiceDelta) -> ChoiceDelta:
+    if not any(isinstance(piece, Reasoning) for piece in delta.pieces):
+        return delta
+    pieces = tuple(piece for piece in delta.pieces if not isinstance(piece, Reasoning))
+    return dataclasses.replace(delta, pieces=pieces)

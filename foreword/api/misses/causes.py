@@ -1,0 +1,254 @@
+"""Name the cause of a cache miss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from foreword.api.misses.differences import Change, Difference, common_share, first_difference
+from foreword.api.misses.history import CAPACITY, ConversationHistory
+from foreword.api.misses.outline import Conversation, MessageOutline, message_outline, outline
+from foreword.api.output import CallArguments, CallStart, Piece, Reasoning, Text
+from foreword.api.request import GenerateRequest, Message, ToolCall
+
+Outside = Literal[
+    "all_cached",
+    "new_text",
+    "new_conversation",
+    "evicted",
+    "not_computed_yet",
+    "checkpoint_missing",
+    "other_replica",
+    "shorter_than_block",
+    "other_tenant",
+    "disabled",
+]
+"""Causes that are not a change of the conversation."""
+MissCause = Change | Outside
+CAUSES: Final[tuple[MissCause, ...]] = (*get_args(Change), *get_args(Outside))
+# Reasons of an engine that say more than the comparison of conversations can.
+_OF_ENGINE: Final[dict[str, Outside]] = {
+    "evicted": "evicted",
+    "not_computed_yet": "not_computed_yet",
+    "checkpoint_missing": "checkpoint_missing",
+    "shorter_than_block": "shorter_than_block",
+    "other_tenant": "other_tenant",
+    "disabled": "disabled",
+}
+_DETAILS: Final[dict[MissCause, str]] = {
+    "volatile_line": "a date, time, number or id in this line has changed; move it behind the stable text",
+    "tools_reordered": "the same tools come in another order; send them in a fixed order",
+    "json_reordered": "the same JSON is written in another way; keep the order of keys, and send arguments back unchanged",
+    "tools_changed": "the tools differ; offer the same tools in all requests of a session",
+    "reasoning_changed": "the reasoning of an earlier answer was dropped or rewritten; send it back unchanged",
+    "compacted": "earlier messages were dropped, shortened or replaced by a summary",
+    "template_changed": "the chat template or its options differ",
+    "salt_changed": "the cache salt differs; salts do not share a cache",
+    "model_changed": "another model or adapter",
+    "prefix_changed": "another named prefix",
+    "system_prompt_changed": "the system prompt was edited",
+    "message_edited": "an earlier message was edited",
+    "all_cached": "everything was cached",
+    "new_text": "everything that an earlier conversation shares was cached; the rest is new",
+    "new_conversation": "no recent conversation shares text with this one",
+    "evicted": "the KV was computed before and has been evicted",
+    "not_computed_yet": "a request with the same prefix was still being computed",
+    "checkpoint_missing": "the blocks are cached, but no state or window from which the model can continue",
+    "other_replica": "another replica has the KV; this one was chosen",
+    "shorter_than_block": "what is not cached does not fill a block",
+    "other_tenant": "another tenant has this prefix; tenants do not share",
+    "disabled": "prefix caching is switched off",
+}
+# Blocks are reused as a whole, and the length of text in tokens is an estimate: fewer tokens than this are no loss, and
+# less than this share of what was expected is one.
+_BLOCK: Final = 16
+_SURE: Final = 0.7
+_AHEAD, _NEARLY = 1.1, 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why part of a prompt was not cached.
+
+    Attributes:
+        where: the first field of the client's body that differs; empty if none does.
+        tokens_lost: tokens, estimated from the length of the text, that an earlier request computed and that would have been
+            cached without this cause.
+    """
+
+    cause: MissCause
+    where: str
+    tokens_lost: int
+    advice: str
+
+
+class MissFinder:
+    """Compares each request with the recent ones of its tenant. Not thread-safe.
+
+    Args:
+        capacity: numbers (of 8 bytes) that it may keep.
+    """
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._history = ConversationHistory(capacity)
+
+    @property
+    def size(self) -> int:
+        """Numbers kept."""
+        return self._history.size
+
+    def begin(
+        self,
+        request: GenerateRequest,
+        tenant: str = "",
+        *,
+        model: str = "",
+        salt: str = "",
+        template: str = "",
+        began: float = 0.0,
+    ) -> Conversation:
+        """Remember a request. Arguments as for `outline`."""
+        known = self.known_messages(request, tenant)
+        new = outline(request, tenant, model=model, salt=salt, template=template, known=known)
+        new.began = began
+        self.add(new)
+        return new
+
+    def known_messages(self, request: GenerateRequest, tenant: str) -> dict[int, MessageOutline]:
+        """Messages that need not be hashed again."""
+        return self._history.known_messages(tenant, request.cache.key or request.session)
+
+    def add(self, new: Conversation) -> None:
+        """Remember a conversation whose outline was made elsewhere: on another thread, if it is long."""
+        self._history.add(new)
+
+    def explain(
+        self,
+        new: Conversation,
+        prompt_tokens: int,
+        cached_tokens: int,
+        *,
+        reason: str = "",
+        replica: str | None = None,
+        block_size: int = _BLOCK,
+    ) -> Miss:
+        """Name the cause, once the engine has said how much was cached.
+
+        Args:
+            reason: of the engine's own cache report, if it has one.
+            replica: where it was computed.
+            block_size: tokens that are cached together or not at all.
+
+        Set `computed_at` of the conversation before, if the time of its first token is known.
+        """
+        new.prompt_tokens, new.replica = prompt_tokens, replica
+        miss = _explain(new, prompt_tokens, cached_tokens, reason, max(block_size, _BLOCK))
+        self._history.settle(new)
+        return miss
+
+    def answered(self, new: Conversation, pieces: Sequence[Piece]) -> None:
+        """The answer is part of the next prompt of the conversation."""
+        self._history.answered(new, message_outline(_as_message(pieces)))
+
+
+def _explain(new: Conversation, prompt: int, cached: int, reason: str, block: int) -> Miss:
+    computed = prompt - cached
+    old = new.nearest
+    if computed <= 1 or reason == "all_cached":
+        return _miss("all_cached", "", 0)
+    if reason in ("disabled", "shorter_than_block"):
+        return _miss(_OF_ENGINE[reason], "", 0)
+    if old is None:
+        return _miss(_OF_ENGINE.get(reason, "new_conversation"), "", 0)
+    difference = first_difference(old, new)
+    outside = _outside(old, new, difference, prompt, cached, reason, block)
+    if outside is not None:
+        return outside
+    if difference is None or _without_effect(difference, prompt, cached, block):
+        return _miss("new_text", "", 0)
+    lost = min(round(difference.repeated * prompt), computed)
+    if lost < _BLOCK and difference.change != "compacted":
+        return _miss("new_text" if difference.common * prompt >= _BLOCK else "new_conversation", "", 0)
+    return _miss(difference.change, difference.where, lost)
+
+
+def _without_effect(difference: Difference, prompt: int, cached: int, block: int) -> bool:
+    """Whether more was cached than what is ahead of the difference: the template does not show it."""
+    behind = cached > _AHEAD * difference.latest * prompt + 2 * block
+    return behind and cached >= _NEARLY * (difference.common + difference.repeated) * prompt
+
+
+def _outside(
+    old: Conversation,
+    new: Conversation,
+    difference: Difference | None,
+    prompt: int,
+    cached: int,
+    reason: str,
+    block: int,
+) -> Miss | None:
+    """The cause if less was cached than the two conversations have in common."""
+    expected = _expected(old, new, difference, prompt)
+    lost = max(min(expected, prompt - 1) - cached, 0)
+    waited = old.computed_at > new.began
+    if reason in _OF_ENGINE:
+        return _miss("not_computed_yet" if reason == "evicted" and waited else _OF_ENGINE[reason], "", lost)
+    if reason == "diverged" and difference is None and lost >= block:
+        return _rendered_otherwise(new, lost)
+    if lost < block or cached >= _SURE * expected - block:
+        return None
+    if waited:
+        return _miss("not_computed_yet", "", lost)
+    if new.replica != old.replica:
+        return _miss("other_replica", "", lost)
+    if difference is None and _ends_at_reasoning(new, prompt, cached):
+        return _rendered_otherwise(new, lost)
+    return _miss("evicted", "", lost)
+
+
+def _ends_at_reasoning(new: Conversation, prompt: int, cached: int) -> bool:
+    """Whether what was cached ends about where the first reasoning is: many templates drop it from earlier turns."""
+    at = _first_reasoning(new)
+    if at is None or not cached:
+        return False
+    before = new.tool_characters + sum(one.characters for one in new.messages[:at])
+    return cached >= _SURE * prompt * before / max(new.characters, 1)
+
+
+def _first_reasoning(new: Conversation) -> int | None:
+    return next((i for i, one in enumerate(new.messages) if one.reasoning), None)
+
+
+def _expected(old: Conversation, new: Conversation, difference: Difference | None, prompt: int) -> int:
+    """Tokens that both conversations start with."""
+    if difference is not None:
+        return round(difference.common * prompt)
+    return min(old.prompt_tokens, prompt) if old.prompt_tokens else round(common_share(old, new) * prompt)
+
+
+def _rendered_otherwise(new: Conversation, lost: int) -> Miss:
+    """The messages are the same, their tokens are not: the template writes earlier turns differently."""
+    at = _first_reasoning(new)
+    if at is None:
+        return _miss("template_changed", "chat_template", lost)
+    return _miss("reasoning_changed", f"{new.names[at]}.reasoning", lost)
+
+
+def _miss(cause: MissCause, where: str, lost: int) -> Miss:
+    return Miss(cause, where, lost, _DETAILS[cause])
+
+
+def _as_message(pieces: Sequence[Piece]) -> Message:
+    calls: dict[int, tuple[str, list[str]]] = {}
+    for piece in pieces:
+        if isinstance(piece, CallStart):
+            calls[piece.index] = (piece.name, [])
+        elif isinstance(piece, CallArguments):
+            calls[piece.index][1].append(piece.text)
+    return Message(
+        "assistant",
+        "".join(piece.text for piece in pieces if isinstance(piece, Text)),
+        tool_calls=tuple(ToolCall("", name, "".join(parts)) for name, parts in calls.values()),
+        reasoning="".join(piece.text for piece in pieces if isinstance(piece, Reasoning)),
+    )

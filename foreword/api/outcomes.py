@@ -1,0 +1,53 @@
+"""How requests ended, for the metrics of a server or a router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from foreword.api.errors import CLIENT_GONE
+from foreword.errors import ForewordError
+
+Outcome = Literal["ok", "client_error", "overloaded", "server_error", "disconnected"]
+OUTCOMES: Final[tuple[Outcome, ...]] = ("ok", "client_error", "overloaded", "server_error", "disconnected")
+
+
+def outcome_of_status(status: int, *, retry: bool = True) -> Outcome:
+    """The outcome of a response with this status. `retry`: a 503 asks the client to retry."""
+    if status == CLIENT_GONE:
+        return "disconnected"
+    if status == 429 or (status == 503 and retry):
+        return "overloaded"
+    return "ok" if status < 400 else "client_error" if status < 500 else "server_error"
+
+
+@dataclass
+class Ending:
+    """How one request ended, with what is known until now."""
+
+    status: int = 200
+    error: BaseException | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.error is None:
+            return outcome_of_status(self.status)
+        if isinstance(self.error, ForewordError):
+            return outcome_of_status(self.error.status, retry=self.error.retry)
+        return "disconnected" if isinstance(self.error, asyncio.CancelledError) else "server_error"
+
+
+@contextmanager
+def counted(count: Callable[[str, Outcome], None], dialect: str) -> Iterator[Ending]:
+    """Count the request that is served in this block."""
+    ending = Ending()
+    try:
+        yield ending
+    except BaseException as error:
+        ending.error = error
+        raise
+    finally:
+        count(dialect, ending.outcome)

@@ -1,0 +1,174 @@
+"""Rate limits and quotas per tenant: requests per minute, tokens per minute, requests at a time.
+
+Pure: times are given. Requests are limited before they run. Tokens are charged when their number is known, and a tenant that
+has overdrawn waits until its bucket has filled again; so one long request is never refused for its length.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from foreword.errors import ConfigError, RateLimited
+
+# Idle tenants are forgotten beyond this number. Their buckets are as good as full.
+_MAX_TENANTS: Final = 10_000
+_MINUTE: Final = 60.0
+EVERYONE: Final = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Limits of one tenant; None is no limit.
+
+    Attributes:
+        requests: per minute.
+        tokens: prompt and output tokens per minute.
+        concurrent: requests at a time.
+    """
+
+    requests: float | None = None
+    tokens: float | None = None
+    concurrent: int | None = None
+
+
+class Bucket:
+    """A token bucket that holds one minute's worth. It may be overdrawn."""
+
+    __slots__ = ("_at", "_level", "_size")
+
+    def __init__(self, size: float, now: float) -> None:
+        self._size, self._level, self._at = size, size, now
+
+    def level(self, now: float) -> float:
+        """What the bucket holds."""
+        self._level = min(self._size, self._level + max(now - self._at, 0.0) * self._size / _MINUTE)
+        self._at = max(self._at, now)
+        return self._level
+
+    def take(self, amount: float, now: float) -> None:
+        """Take out `amount`, whether or not it is there."""
+        self._level = self.level(now) - amount
+
+    def seconds_until(self, amount: float, now: float) -> float:
+        """Seconds until the bucket holds `amount`."""
+        return max(amount - self.level(now), 0.0) * _MINUTE / self._size
+
+
+@dataclass(slots=True)
+class _Account:
+    """The state of one tenant."""
+
+    requests: Bucket | None
+    tokens: Bucket | None
+    running: int = 0
+
+
+@dataclass(slots=True)
+class Admitted:
+    """One admitted request."""
+
+    tenant: str
+    charged: int = field(default=0)
+
+
+class Quotas:
+    """The quotas of all tenants.
+
+    Args:
+        quotas: by tenant; the tenant `*` stands for all that are not listed. Without it they have no limits.
+    """
+
+    def __init__(self, quotas: Mapping[str, Quota] | None = None) -> None:
+        self._quotas = dict(quotas or {})
+        self._default = self._quotas.get(EVERYONE)
+        self._accounts: OrderedDict[str, _Account] = OrderedDict()
+
+    @classmethod
+    def parse(cls, entries: Iterable[str]) -> Quotas:
+        """From entries such as `alice requests=60 tokens=100000 concurrent=8`. Raises ConfigError."""
+        return cls(dict(map(_parse, entries)))
+
+    def admit(self, tenant: str, now: float) -> Admitted:
+        """Count a request that begins. Raises RateLimited, which says when a retry makes sense."""
+        quota = self._quotas.get(tenant, self._default)
+        if quota is None:
+            return Admitted(tenant)
+        account = self._account(tenant, quota, now)
+        if quota.concurrent is not None and account.running >= quota.concurrent:
+            raise RateLimited(f"{account.running} requests run already and at most {quota.concurrent} may", 1.0)
+        _check(account.requests, 1.0, quota.requests, "requests", now)
+        # A bucket of one token per minute could otherwise never be used.
+        _check(account.tokens, min(1.0, quota.tokens or 1.0), quota.tokens, "tokens", now)
+        if account.requests is not None:
+            account.requests.take(1.0, now)
+        account.running += 1
+        return Admitted(tenant)
+
+    def charge(self, admitted: Admitted, tokens: int, now: float) -> None:
+        """Charge a request for all of its tokens so far. Earlier charges of this request are counted in."""
+        account = self._accounts.get(admitted.tenant)
+        if account is not None and account.tokens is not None:
+            account.tokens.take(tokens - admitted.charged, now)
+        admitted.charged = tokens
+
+    def finish(self, admitted: Admitted) -> None:
+        """The request has ended."""
+        account = self._accounts.get(admitted.tenant)
+        if account is not None:
+            account.running -= 1
+
+    @contextmanager
+    def admitted(self, tenant: str, now: float) -> Iterator[Admitted]:
+        """`admit`, and `finish` at the end of the block."""
+        one = self.admit(tenant, now)
+        try:
+            yield one
+        finally:
+            self.finish(one)
+
+    def _account(self, tenant: str, quota: Quota, now: float) -> _Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            self._forget_idle()
+            account = self._accounts[tenant] = _Account(_bucket(quota.requests, now), _bucket(quota.tokens, now))
+        self._accounts.move_to_end(tenant)
+        return account
+
+    def _forget_idle(self) -> None:
+        if len(self._accounts) < _MAX_TENANTS:
+            return
+        idle = next((name for name, account in self._accounts.items() if account.running == 0), None)
+        if idle is not None:
+            del self._accounts[idle]
+
+
+def _bucket(size: float | None, now: float) -> Bucket | None:
+    return None if size is None else Bucket(size, now)
+
+
+def _check(bucket: Bucket | None, needed: float, limit: float | None, what: str, now: float) -> None:
+    if bucket is not None and bucket.level(now) < needed:
+        raise RateLimited(f"the limit of {limit:g} {what} per minute is reached", bucket.seconds_until(needed, now))
+
+
+def _parse(entry: str) -> tuple[str, Quota]:
+    tenant, *limits = entry.split()
+    values: dict[str, float] = {}
+    for limit in limits:
+        name, _, number = limit.partition("=")
+        if name not in ("requests", "tokens", "concurrent") or not _is_positive(number):
+            raise ConfigError(
+                f"quota {entry!r}: write TENANT and any of requests=N, tokens=N (per minute) and concurrent=N, "
+                "separated by spaces; TENANT is * for all others"
+            )
+        values[name] = float(number)
+    concurrent = values.pop("concurrent", None)
+    return tenant, Quota(**values, concurrent=None if concurrent is None else max(int(concurrent), 1))
+
+
+def _is_positive(number: str) -> bool:
+    return number.isascii() and number.replace(".", "", 1).isdigit() and float(number) > 0

@@ -1,0 +1,172 @@
+"""A client's request in one form, whatever dialect it came in.
+
+A dialect (`foreword.api.dialects`) parses a body into a `GenerateRequest`; server and router know nothing else of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from foreword.engine.request import StructuredOutput as OutputFormat
+
+DialectName = Literal["chat", "completions", "responses", "messages"]
+Role = Literal["system", "user", "assistant", "tool"]
+Prompt = str | tuple[int, ...]
+
+__all__ = [
+    "CacheBreakpoint",
+    "CacheControl",
+    "DialectName",
+    "GenerateRequest",
+    "Message",
+    "OutputFormat",
+    "Prompt",
+    "Role",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model made. `arguments` is JSON text, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBreakpoint:
+    """Keep the KV of everything up to and including a message for `ttl` seconds after its last use."""
+
+    ttl: float
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation.
+
+    Attributes:
+        content: the text; a dialect joins text parts.
+        tool_calls: of an assistant's message. `tool_call_id`: the call that a tool's message answers.
+        reasoning: what the assistant thought before the content.
+        breakpoint: cache control at the end of this message.
+    """
+
+    role: Role
+    content: str
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    reasoning: str = ""
+    breakpoint: CacheBreakpoint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. `parameters` is a JSON schema of its arguments.
+
+    Attributes:
+        breakpoint: cache control at the end of this tool.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
+    breakpoint: CacheBreakpoint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model calls tools: `named` calls the tool `name`, `required` at least one."""
+
+    mode: Literal["none", "auto", "required", "named"] = "auto"
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheControl:
+    """What a client asks of the cache for the whole request.
+
+    Attributes:
+        key: requests with the same key belong together (`prompt_cache_key`); a router keeps them on one replica.
+        retention: seconds to keep the whole prompt (`prompt_cache_retention`); None for the normal eviction order.
+    """
+
+    key: str | None = None
+    retention: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Where another server's stream broke: its prompt, and the output that the client has, as token ids."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One request to generate text.
+
+    Attributes:
+        dialect: the format of the response.
+        model: None for the only model served.
+        messages: of a conversation; empty for `completions`.
+        prompts: of `completions`; empty for a conversation.
+        sampling: fields of `engine.request.SamplingParams` that the client gave (`max_tokens`, `temperature`, `stop` as a
+            tuple, ...), under those names. A missing field has the model's or the server's default.
+        tools, tool_choice, parallel_tool_calls: functions that the model may call.
+        output_format: what the text must match; None for any text.
+        reasoning: the client wants to see reasoning apart from the content.
+        template_options: `chat_template_kwargs`.
+        continue_final_message: the answer continues the last message, which is the assistant's.
+        add_generation_prompt, add_special_tokens, echo: as in vLLM.
+        stream, include_usage: server-sent events, with the usage at the end.
+        prefix: a named prefix before the prompt.
+        cache: cache control of the whole request. Breakpoints are in the messages.
+        cache_salt: the client's own; requests with different ones share no cached blocks.
+        cache_report, return_token_ids: what the client wants to see beside the text.
+        prefill: transfer address of the instance that computes the prompt; set by a router only.
+        continuation: continue after the output of another server; set by a router only. It replaces the prompt.
+        session: names a conversation for routing (`user`, `metadata.user_id`).
+        priority: the client's own; limited by what its tenant may ask.
+        store, previous: of the Responses API: keep the conversation, and continue the one with this id.
+        extra: the dialect's own fields that its response repeats.
+    """
+
+    dialect: DialectName
+    model: str | None = None
+    messages: tuple[Message, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    output_format: OutputFormat | None = None
+    reasoning: bool = True
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = True
+    echo: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    prefix: str | None = None
+    cache: CacheControl = CacheControl()
+    cache_salt: str = ""
+    cache_report: bool = False
+    return_token_ids: bool = False
+    prefill: str = ""
+    continuation: Continuation | None = None
+    session: str | None = None
+    priority: int = 0
+    store: bool = False
+    previous: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,112 @@
+"""Responses that clients may continue or fetch (`store` of the Responses API): in memory, bounded, per tenant."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from foreword.api.request import Message
+from foreword.errors import NotFound
+
+_TENANT_RESPONSES: Final = 1000
+# Of all memory, what one tenant may use.
+_TENANT_SHARE: Final = 0.25
+# Bytes of a message beside its texts, about.
+_MESSAGE_BYTES: Final = 400
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """`messages` is the conversation with the answer; `body` is the response as JSON."""
+
+    messages: tuple[Message, ...]
+    body: bytes
+    expires: float
+
+    @property
+    def size(self) -> int:
+        return len(self.body) + sum(map(_message_size, self.messages))
+
+
+class StoredResponses:
+    """Runs on the event loop's thread. The responses unused for longest make room for others.
+
+    Args:
+        memory: bytes of all responses.
+        ttl: seconds that a response is kept after its last use.
+    """
+
+    def __init__(self, memory: int, ttl: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._memory = memory
+        self._ttl = ttl
+        self._clock = clock
+        self._kept: OrderedDict[tuple[bytes, str], StoredResponse] = OrderedDict()
+        self._bytes: Counter[bytes] = Counter()
+        self._counts: Counter[bytes] = Counter()
+
+    @property
+    def used(self) -> int:
+        """Bytes of all responses."""
+        return self._bytes.total()
+
+    def add(self, owner: bytes, response_id: str, messages: Sequence[Message], body: bytes) -> None:
+        """Keep a response of the tenant with this salt, if it is not too large."""
+        response = StoredResponse(tuple(messages), body, self._clock() + self._ttl)
+        if response.size > self._memory * _TENANT_SHARE:
+            return
+        self._drop((owner, response_id))
+        self._make_room(owner, response.size)
+        self._kept[owner, response_id] = response
+        self._bytes[owner] += response.size
+        self._counts[owner] += 1
+
+    def get(self, owner: bytes, response_id: str) -> StoredResponse:
+        """Raises NotFound."""
+        found = self._kept.get((owner, response_id))
+        if found is None or found.expires < self._clock():
+            self._drop((owner, response_id))
+            raise NotFound(
+                f"No response {response_id[:80]!r} is stored here; it was stored with store=false, on another server, "
+                "or too long ago",
+                param="previous_response_id",
+            )
+        renewed = StoredResponse(found.messages, found.body, self._clock() + self._ttl)
+        self._kept[owner, response_id] = renewed
+        self._kept.move_to_end((owner, response_id))
+        return renewed
+
+    def remove(self, owner: bytes, response_id: str) -> None:
+        """Raises NotFound."""
+        self.get(owner, response_id)
+        self._drop((owner, response_id))
+
+    def forget(self, owner: bytes) -> None:
+        """Remove all responses of a tenant."""
+        for key in [key for key in self._kept if key[0] == owner]:
+            self._drop(key)
+
+    def _make_room(self, owner: bytes, size: int) -> None:
+        now = self._clock()
+        while self._kept and next(iter(self._kept.values())).expires < now:
+            self._drop(next(iter(self._kept)))
+        while self._counts[owner] >= _TENANT_RESPONSES or self._bytes[owner] + size > self._memory * _TENANT_SHARE:
+            self._drop(next(key for key in self._kept if key[0] == owner))
+        while self.used + size > self._memory:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: tuple[bytes, str]) -> None:
+        found = self._kept.pop(key, None)
+        if found is not None:
+            owner = key[0]
+            self._bytes[owner] -= found.size
+            self._counts[owner] -= 1
+            if not self._counts[owner]:
+                del self._bytes[owner], self._counts[owner]
+
+
+def _message_size(message: Message) -> int:
+    calls = sum(len(call.arguments) + len(call.name) + _MESSAGE_BYTES for call in message.tool_calls)
+    return 4 * (len(message.content) + len(message.reasoning)) + calls + _MESSAGE_BYTES

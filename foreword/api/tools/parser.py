@@ -1,0 +1,105 @@
+"""Turn a model's text into text, reasoning and tool calls while it streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from foreword.api.output import Piece
+from foreword.api.request import Tool
+from foreword.api.tools.coder_calls import qwen3_coder
+from foreword.api.tools.detection import AnswerFormats
+from foreword.api.tools.formats import REASONING_TAGS, ReasoningTags
+from foreword.api.tools.harmony import harmony
+from foreword.api.tools.json_calls import hermes, llama3_json, mistral
+from foreword.api.tools.pieces import PieceCollector, call_id, short_call_id
+from foreword.api.tools.reader import SPACE, Reading, TextReader
+
+
+class AnswerParser:
+    """Feed it the text of one choice; it gives the pieces as they become certain.
+
+    No text is lost or reordered, except for white space next to a marker. A start of a marker is held back until the next
+    characters decide. A call that turns out malformed is text; once its name is known it is a call, whatever follows.
+
+    Args:
+        formats: how the model writes calls and reasoning.
+        tools: what the client lets the model call. Without tools, calls are not parsed.
+        reasoning_open: the prompt ends inside the reasoning (`opens_reasoning`).
+        new_id: makes the ids of calls.
+    """
+
+    def __init__(
+        self,
+        formats: AnswerFormats,
+        tools: Sequence[Tool] = (),
+        *,
+        reasoning_open: bool = False,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        self._reader = TextReader()
+        self._pieces = PieceCollector(new_id or (short_call_id if formats.tools == "mistral" else call_id))
+        self._reading: Reading[None] | None = _answer(self._reader, self._pieces, formats, tools, reasoning_open)
+        self._advance()
+
+    @property
+    def buffered(self) -> int:
+        """Characters that wait for the next ones."""
+        return self._reader.buffered
+
+    def feed(self, text: str) -> list[Piece]:
+        self._reader.add(text)
+        self._advance()
+        return self._pieces.take()
+
+    def finish(self) -> list[Piece]:
+        """The text is complete: what was held back is text."""
+        self._reader.closed = True
+        self._advance()
+        self._pieces.end()
+        return self._pieces.take()
+
+    def _advance(self) -> None:
+        if self._reading is not None and next(self._reading, self) is self:
+            self._reading = None
+
+
+def _answer(
+    reader: TextReader, pieces: PieceCollector, formats: AnswerFormats, tools: Sequence[Tool], reasoning_open: bool
+) -> Reading[None]:
+    if formats.reasoning and formats.tools != "harmony":
+        yield from _reasoning(reader, pieces, REASONING_TAGS[formats.reasoning], reasoning_open)
+    if formats.tools == "harmony":
+        yield from harmony(reader, pieces)
+    elif tools and formats.tools:
+        yield from _calls(reader, pieces, formats, tools)
+    while (yield from reader.peek()):
+        pieces.text(reader.available())
+
+
+def _calls(reader: TextReader, pieces: PieceCollector, formats: AnswerFormats, tools: Sequence[Tool]) -> Reading[None]:
+    if formats.tools == "hermes":
+        yield from hermes(reader, pieces)
+    elif formats.tools == "mistral":
+        yield from mistral(reader, pieces)
+    elif formats.tools == "llama3_json":
+        yield from llama3_json(reader, pieces, {tool.name for tool in tools})
+    else:
+        yield from qwen3_coder(reader, pieces, tools)
+
+
+def _reasoning(reader: TextReader, pieces: PieceCollector, tags: ReasoningTags, is_open: bool) -> Reading[None]:
+    """Reasoning at the start of the answer. Its opening tag may be the end of the prompt."""
+    yield from reader.run(SPACE, pieces.text)
+    if not (yield from reader.literal(tags.open)) and not is_open:
+        return
+    pieces.marker()
+    if (yield from reader.until((tags.close,), pieces.reasoning)):
+        pieces.marker()
+
+
+def parse(
+    text: str, formats: AnswerFormats, tools: Sequence[Tool] = (), *, reasoning_open: bool = False
+) -> list[Piece]:
+    """The pieces of a complete text."""
+    parser = AnswerParser(formats, tools, reasoning_open=reasoning_open)
+    return [*parser.feed(text), *parser.finish()]

@@ -1,0 +1,101 @@
+"""Threads for parsing and tokenizing: off the event loop, and long work never ahead of short."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Characters or bytes up to which work counts as short: a few milliseconds.
+SHORT: Final = 32 << 10
+# Seconds that work waits behind newer and shorter work, per byte of its size: ten seconds per MiB.
+_DELAY_PER_BYTE: Final = 10.0 / (1 << 20)
+
+_Entry = tuple[float, int, "Future[Any]", Callable[[], Any]]
+
+
+class WorkQueue:
+    """Two threads: one takes short work only, the other takes all work, by size and age.
+
+    Work counts as having arrived later the longer it is. So short work overtakes long work, and long work still gets its
+    turn.
+
+    Args:
+        clock: seconds, for the age of work.
+    """
+
+    def __init__(self, name: str = "parsing", clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._short: list[_Entry] = []
+        self._long: list[_Entry] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(only_short,), name=f"{name}-{lane}", daemon=True)
+            for lane, only_short in (("short", True), ("any", False))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue `work`, which handles about `size` bytes or characters."""
+        future: Future[T] = Future()
+        entry = (
+            self._clock() + size * _DELAY_PER_BYTE,
+            next(self._numbers),
+            future,
+            lambda: work(*args, **kwargs),
+        )
+        with self._changed:
+            heapq.heappush(self._short if size <= SHORT else self._long, entry)
+            self._changed.notify_all()
+        return future
+
+    async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `work` on a thread of this queue. If the caller is cancelled first, work that has not begun never runs."""
+        return await asyncio.wrap_future(self.submit(size, work, *args, **kwargs))
+
+    def close(self) -> None:
+        """End the threads. Work that has not begun is cancelled."""
+        with self._changed:
+            self._closed = True
+            for _, _, future, _ in (*self._short, *self._long):
+                future.cancel()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, only_short: bool) -> None:
+        while True:
+            with self._changed:
+                while (entry := self._next(only_short)) is None and not self._closed:
+                    self._changed.wait()
+            if entry is None:
+                return
+            _, _, future, work = entry
+            if future.set_running_or_notify_cancel():
+                _complete(future, work)
+
+    def _next(self, only_short: bool) -> _Entry | None:
+        queues = [queue for queue in ((self._short,) if only_short else (self._short, self._long)) if queue]
+        if not queues or self._closed:
+            return None
+        return heapq.heappop(min(queues, key=lambda queue: queue[0][:2]))
+
+
+def _complete(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001 - handed to the caller, who waits on another thread
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,160 @@
+"""The causes of cache misses, found from the requests that the router forwards: for any engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+
+from foreword.api.misses.bodies import conversation_of
+from foreword.api.misses.causes import Miss, MissFinder
+from foreword.api.request import CacheControl, GenerateRequest
+from foreword.events import MissExplained
+from foreword.observability.recording import RequestRecord
+from foreword.router.client_request import ClientRequest
+from foreword.router.decision_log import DecisionLog
+from foreword.router.metrics import RouterMetrics
+
+# Shorter prompts cost too little to ask why.
+_MIN_TOKENS: Final = 256
+_MAX_WAITING: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """A request that a replica has served, `began` and `computed_at` (its first token) on the router's clock."""
+
+    id: str
+    tenant: str
+    request: ClientRequest
+    model: str
+    session: str | None
+    replica: str
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    began: float
+    computed_at: float
+    block_size: int
+
+
+class RouterMisses:
+    """Compares finished requests on a thread. Its methods run on the event loop.
+
+    Args:
+        record: writes a record, with the cause if it is known.
+    """
+
+    def __init__(self, metrics: RouterMetrics, decisions: DecisionLog, record: Callable[[RequestRecord], None]) -> None:
+        self._metrics = metrics
+        self._decisions = decisions
+        self._record = record
+        self._finder = MissFinder()
+        self._thread = ThreadPoolExecutor(1, "misses")
+        self._held: RequestRecord | None = None
+        self._waiting: dict[int, RequestRecord | None] = {}
+
+    def hold(self, record: RequestRecord) -> None:
+        """Keep the record of a request that finishes now; `finished` follows."""
+        self._held = record
+
+    def finished(self, served: ServedRequest) -> asyncio.Future[Miss] | None:
+        """A request succeeded. None if it is not explained."""
+        record, self._held = self._held, None
+        if not _is_compared(served) or len(self._waiting) >= _MAX_WAITING:
+            if record is not None:
+                self._record(record)
+            return None
+        loop = asyncio.get_running_loop()
+        explained: asyncio.Future[Miss] = loop.create_future()
+        self._waiting[id(explained)] = record
+        explained.add_done_callback(lambda done: self._note(served.id, done))
+        work = self._thread.submit(self._explain, served)
+        work.add_done_callback(lambda found: loop.call_soon_threadsafe(_resolve, explained, found))
+        return explained
+
+    def close(self) -> None:
+        """Record what is waiting, without causes."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        for record in self._waiting.values():
+            if record is not None:
+                self._record(record)
+        self._waiting.clear()
+
+    def _explain(self, served: ServedRequest) -> Miss:
+        conversation = self._finder.begin(
+            _conversation(served.request, served.session),
+            served.tenant,
+            model=served.model,
+            salt=served.request.cache_salt or "",
+            began=served.began,
+        )
+        conversation.computed_at = served.computed_at
+        return self._finder.explain(
+            conversation,
+            served.prompt_tokens or 0,
+            served.cached_tokens or 0,
+            replica=served.replica,
+            block_size=served.block_size,
+        )
+
+    def _note(self, request_id: str, done: asyncio.Future[Miss]) -> None:
+        record = self._waiting.pop(id(done), None)
+        if done.cancelled():
+            return
+        miss = done.result()
+        self._metrics.miss(miss.cause, miss.tokens_lost)
+        self._decisions.explained(request_id, miss)
+        if record is not None:
+            explained = MissExplained(request_id, miss.cause, miss.where, miss.tokens_lost)
+            self._record(dataclasses.replace(record, miss=explained))
+
+
+def _resolve(explained: asyncio.Future[Miss], found: Future[Miss]) -> None:
+    if found.cancelled():
+        explained.cancel()
+    elif (error := found.exception()) is not None:
+        explained.set_exception(error)
+    else:
+        explained.set_result(found.result())
+
+
+def _is_compared(served: ServedRequest) -> bool:
+    known = served.cached_tokens is not None and (served.prompt_tokens or 0) >= _MIN_TOKENS
+    return known and served.request.interface != "embedding"
+
+
+def _conversation(request: ClientRequest, session: str | None) -> GenerateRequest:
+    found = conversation_of("chat" if request.interface == "chat" else "completions", request.body)
+    return dataclasses.replace(found, cache=CacheControl(key=session))
+
+
+def report_of(usage: dict[str, Any], miss: Miss) -> dict[str, Any]:
+    """A cache report from what is known of any engine."""
+    return {**_counted(usage), **dataclasses.asdict(miss)}
+
+
+async def with_report(response: web.Response, explained: asyncio.Future[Miss] | None) -> web.Response:
+    """A whole response of an engine that has no cache report of its own, with the cause of its miss."""
+    if explained is None or not isinstance(response.body, bytes):
+        return response
+    body: dict[str, Any] = msgspec.json.decode(response.body)
+    body["cache_report"] = report_of(body.get("usage") or {}, await explained)
+    response.body = msgspec.json.encode(body)
+    return response
+
+
+def _counted(usage: dict[str, Any]) -> dict[str, int | None]:
+    """The prompt's tokens, from the usage in any dialect."""
+    if "cache_read_input_tokens" in usage:  # Anthropic's input tokens do not include those of the cache
+        parts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        prompt = sum(usage.get(name) or 0 for name in parts)
+        return {"prompt_tokens": prompt, "cached_tokens": usage["cache_read_input_tokens"]}
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
+    return {"prompt_tokens": prompt, "cached_tokens": details.get("cached_tokens")}

@@ -1,0 +1,197 @@
+"""Named prefixes for replicas of any kind.
+
+The router remembers what clients registered. Foreword's servers get the registrations, also after a restart. For other servers
+the router puts the prefix itself before the prompt, and computes it once on each of them, so that later requests hit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from foreword.api.tenants import Tenant
+from foreword.errors import BadRequest, ReplicaFailed
+from foreword.router.auth import RouterAuth
+from foreword.router.client_request import PATHS, ClientRequest
+from foreword.router.prefix_registry import NewPrefix, PrefixRegistry, RegisteredPrefix
+from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, Upstream, read_whole
+
+if TYPE_CHECKING:
+    from foreword.router.pool import ReplicaPool
+
+logger = logging.getLogger(__name__)
+
+# To compute one prefix on one replica.
+_SECONDS: Final = 120.0
+# To bring a replica up to date before it gets requests. What is missing then is registered when it is asked for.
+_REPAIR_SECONDS: Final = 30.0
+_AT_A_TIME: Final = 8
+
+
+class _Router(Protocol):
+    """What of the router is needed here."""
+
+    auth: RouterAuth
+    session: aiohttp.ClientSession
+    upstreams: dict[str, Upstream]
+
+    def healthy(self) -> list[Upstream]: ...
+
+    def background(self, work: Coroutine[Any, Any, None]) -> object: ...
+
+
+class RouterPrefixes:
+    """The registrations, and what replicas need of them. Runs on the event loop.
+
+    Raises ConfigError for an unreadable file.
+    """
+
+    def __init__(self, router: _Router, path: str | None) -> None:
+        self.registry = PrefixRegistry(Path(path) if path is not None else None)
+        self._router = router
+        self._writing = asyncio.Lock()
+
+    # Registrations
+
+    def make(self, tenant: Tenant, new: NewPrefix) -> RegisteredPrefix:
+        """Raises BadRequest and PrefixBudgetExceeded."""
+        return self.registry.make(tenant.name, new)
+
+    async def add(self, tenant: Tenant, prefix: RegisteredPrefix) -> None:
+        """Keep a registration, and compute the prefix where the router puts it before prompts."""
+        self.registry.put(prefix)
+        await self._save()
+        for upstream in self._router.healthy():
+            if upstream.info is not None and upstream.kind != "foreword":
+                self._router.background(self._warm(upstream.url, upstream.info, tenant, prefix))
+
+    async def remove(self, tenant: Tenant, name: str) -> RegisteredPrefix:
+        """Raises NotFound."""
+        removed = self.registry.remove(tenant.name, name)
+        await self._save()
+        return removed
+
+    async def _save(self) -> None:
+        async with self._writing:
+            try:
+                await asyncio.to_thread(self.registry.write, list(self.registry))
+            except OSError as error:
+                logger.error("named prefixes could not be written: %s", error)
+
+    # Requests
+
+    def expanded(self, pool: ReplicaPool, tenant: Tenant, request: ClientRequest) -> ClientRequest:
+        """The request with the prefix itself in place of its name, if a replica of the pool does not know names.
+
+        Raises UnknownPrefix and BadRequest.
+        """
+        name = request.body.get("prefix")
+        if name is None or pool.kind == "foreword":
+            return request
+        prefix = self.registry.get(tenant.name, name)
+        body = {field: value for field, value in request.body.items() if field != "prefix"}
+        body |= _with_messages(prefix, body) if request.interface == "chat" else _with_text(prefix, body)
+        return replace(request, body=body, raw=msgspec.json.encode(body))
+
+    async def repair(self, upstream: Upstream, tenant: Tenant, name: object) -> bool:
+        """Register a prefix at a Foreword server that does not know it. Whether it knows it now."""
+        prefix = self.registry.find(tenant.name, name)
+        return prefix is not None and upstream.kind == "foreword" and await self._ensure(upstream.url, tenant, prefix)
+
+    # Replicas
+
+    async def prepare(self, url: str, info: ReplicaInfo) -> None:
+        """Bring a replica that joins or has restarted up to date."""
+        if not len(self.registry):
+            return
+        tenants = self._router.auth.tenants
+        wanted = [(tenant, prefix) for prefix in self.registry if (tenant := tenants.named(prefix.tenant)) is not None]
+        if info.kind != "foreword":
+            self._router.background(self._warm_all(url, info, wanted))
+            return
+        limit = asyncio.Semaphore(_AT_A_TIME)
+
+        async def ensure(tenant: Tenant, prefix: RegisteredPrefix) -> bool:
+            async with limit:
+                return await self._ensure(url, tenant, prefix)
+
+        try:
+            async with asyncio.timeout(_REPAIR_SECONDS):
+                known = await asyncio.gather(*(ensure(tenant, prefix) for tenant, prefix in wanted))
+        except TimeoutError:
+            known = [False]
+        if not all(known):
+            logger.warning("replica %s does not have all named prefixes yet", url)
+
+    async def _ensure(self, url: str, tenant: Tenant, prefix: RegisteredPrefix) -> bool:
+        path = f"/v1/prefixes/{quote(prefix.name, safe='')}"
+        try:
+            status, found = await self._send(url, "foreword", tenant, "GET", path)
+            if status == 200 and isinstance(found, dict) and prefix.body.items() <= found.items():
+                return True
+            status, found = await self._send(url, "foreword", tenant, "PUT", path, prefix.body)
+        except (*CONNECTION_ERRORS, ReplicaFailed) as error:
+            logger.warning("prefix %r could not be registered at %s: %s", prefix.name, url, error)
+            return False
+        if status >= 300:
+            logger.warning("prefix %r could not be registered at %s: status %d", prefix.name, url, status)
+        return status < 300
+
+    async def _warm_all(self, url: str, info: ReplicaInfo, wanted: list[tuple[Tenant, RegisteredPrefix]]) -> None:
+        for tenant, prefix in wanted:
+            if url in self._router.upstreams:
+                await self._warm(url, info, tenant, prefix)
+
+    async def _warm(self, url: str, info: ReplicaInfo, tenant: Tenant, prefix: RegisteredPrefix) -> None:
+        """Compute a prefix, so that the first request that names it hits."""
+        path = PATHS["completion" if prefix.kind == "text" else "chat"]
+        body: dict[str, Any] = {"model": info.models[0], "max_tokens": 1}
+        body["prompt" if prefix.kind == "text" else "messages"] = prefix.content
+        if info.kind == "vllm" and tenant.salt:
+            body["cache_salt"] = tenant.salt.hex()
+        try:
+            await self._send(url, info.kind, tenant, "POST", path, body)
+        except (*CONNECTION_ERRORS, ReplicaFailed) as error:
+            logger.info("prefix %r was not computed on %s: %s", prefix.name, url, error)
+
+    async def _send(
+        self, url: str, kind: str, tenant: Tenant, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> tuple[int, Any]:
+        """Status and JSON. Raises what aiohttp raises, and ReplicaFailed."""
+        headers = {**self._router.auth.headers_of(tenant, kind), "content-type": "application/json"}
+        limit = aiohttp.ClientTimeout(total=_SECONDS)
+        data = None if body is None else msgspec.json.encode(body)
+        async with self._router.session.request(
+            method, url + path, data=data, headers=headers, allow_redirects=False, timeout=limit
+        ) as response:
+            found = await read_whole(response)
+            try:
+                return response.status, msgspec.json.decode(found)
+            except (msgspec.DecodeError, RecursionError):
+                return response.status, None
+
+
+def _with_messages(prefix: RegisteredPrefix, body: Mapping[str, Any]) -> dict[str, Any]:
+    messages = body.get("messages")
+    if isinstance(prefix.content, str) or not isinstance(messages, list):
+        raise BadRequest(f"prefix: {prefix.name!r} is text; a chat needs a prefix of messages", param="prefix")
+    return {"messages": [*prefix.content, *messages]}
+
+
+def _with_text(prefix: RegisteredPrefix, body: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(prefix.content, str):
+        raise BadRequest(f"prefix: {prefix.name!r} is messages; a prompt needs a prefix of text", param="prefix")
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return {"prompt": prefix.content + prompt}
+    if isinstance(prompt, list) and prompt and all(isinstance(one, str) for one in prompt):
+        return {"prompt": [prefix.content + one for one in prompt]}
+    raise BadRequest("prompt: must be text after a named prefix on these replicas", param="prompt")

@@ -1,0 +1,113 @@
+"""Requests of other dialects as chat completions, which every replica knows, and the answers in the client's dialect.
+
+Placement, failover and all guards work on the chat completion below; nothing of them depends on the client's dialect.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from foreword.api.dialects.chat_reader import ChatReader, read_error
+from foreword.api.dialects.chat_request import ReplicaKind, write_request
+from foreword.api.dialects.conversations import conversation
+from foreword.api.dialects.registry import Dialect
+from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
+from foreword.api.errors import ErrorResponse
+from foreword.api.output import Usage
+from foreword.api.request import GenerateRequest, Message
+from foreword.api.sse import DONE, EventParser
+from foreword.errors import BadRequest, ForewordError
+from foreword.router.client_request import ClientRequest
+
+Store = Callable[[str, tuple[Message, ...], bytes], None]
+"""Keeps a response: its id, the conversation with the answer, and the response as JSON."""
+
+
+class Translation:
+    """One request of another dialect.
+
+    Args:
+        store: called with the complete response if the client wants to continue it later.
+    """
+
+    def __init__(
+        self, dialect: Dialect, request: GenerateRequest, model: str, request_id: str, store: Store | None = None
+    ) -> None:
+        self.dialect = dialect
+        self.request = request
+        self._request_id = request_id
+        self._store = store
+        head = ResponseHead(f"{dialect.id_prefix}{request_id}", model, int(time.time()))
+        self._response_id = head.id
+        self._writer = dialect.writer(request, head)
+        self._reader = ChatReader()
+        self._parser = EventParser()
+        self._answer = ChoiceOutput()
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        """The events before any output."""
+        return b"".join(self._writer.start(Usage(prompt_tokens=prompt_tokens)))
+
+    def events(self, data: bytes) -> bytes:
+        """The client's events for events of a chat completion. Raises ReplicaFailed."""
+        found: list[bytes] = []
+        for event in self._parser.feed(data):
+            if event.data == DONE:
+                found.append(self._writer.end(self._reader.usage or Usage(), self._reader.report))
+                self._keep()
+            elif not event.data:
+                found.append(event.raw + b"\n\n")
+            else:
+                for delta in self._reader.read_chunk(event.data):
+                    self._answer.add(delta)
+                    found += self._writer.events(delta)
+        return b"".join(found)
+
+    def whole(self, data: bytes) -> bytes:
+        """The client's response for a whole chat completion. Raises ReplicaFailed."""
+        for delta in self._reader.read_whole(data):
+            self._answer.add(delta)
+            self._writer.add(delta)
+        answer = to_json(self._writer.whole(self._reader.usage or Usage(), self._reader.report))
+        self._keep(answer)
+        return answer
+
+    def error_event(self, error: ForewordError) -> bytes:
+        """The end of a stream that failed."""
+        return self._writer.error(error)
+
+    def error_response(self, status: int, data: bytes) -> ErrorResponse:
+        """The client's response for an error response of a replica."""
+        return self.dialect.error_response(read_error(status, data), None, self._request_id)
+
+    def _keep(self, answer: bytes | None = None) -> None:
+        if self._store is None or not self.request.store:
+            return
+        if answer is None:
+            answer = to_json(self._writer.whole(self._reader.usage or Usage(), self._reader.report))
+        self._store(self._response_id, conversation(self.request, self._answer), answer)
+
+
+def chat_request(request: GenerateRequest, kind: ReplicaKind) -> ClientRequest:
+    """A request of another dialect as a chat completion for replicas of this kind. Raises BadRequest."""
+    if request.prefill:
+        raise BadRequest("kv_transfer_params: only the router may set this", param="kv_transfer_params")
+    body = write_request(request, kind)
+    if request.prefix is not None:
+        body["prefix"] = request.prefix
+    return ClientRequest(
+        "chat",
+        msgspec.json.encode(body),
+        body,
+        request.model,
+        streams=request.stream,
+        single=True,
+        wants_usage=True,
+        wants_token_ids=False,
+        cache_salt=request.cache_salt or None,
+        priority=request.priority or None,
+        session_name=request.cache.key or request.session,
+    )

@@ -1,0 +1,93 @@
+"""What is served, and its tokenizer: models, tokenize, detokenize."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from foreword.api.bodies import DetokenizeBody, TokenizeBody
+from foreword.api.dialects.chat import MessageBody
+from foreword.api.dialects.limits import Limits
+from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids, encode_bounded
+from foreword.server.routes import Routes
+
+if TYPE_CHECKING:
+    from foreword.entrypoints.async_engine import AsyncEngine
+
+
+def add_routes(routes: Routes, context: ServerContext) -> None:
+    created = int(time.time())
+
+    @routes.add("GET", "/v1/models", "models")
+    async def models(request: Request) -> dict[str, Any]:
+        """The model served here. `salt_from` says where the caller's tenant comes from: its `key`, a `router`, or `none`."""
+        source = context.tenant(request).source
+        return {"object": "list", "data": [_describe(context.admission.engine(), created)], "salt_from": source}
+
+    # A model's name may contain slashes.
+    @routes.add("GET", "/v1/models/{name:path}", "models")
+    async def model(request: Request) -> dict[str, Any]:
+        """One model."""
+        context.tenant(request)
+        engine = context.admission.engine()
+        check_model(engine, request.path_params["name"])
+        return _describe(engine, created)
+
+    @routes.add("POST", "/v1/tokenize", "models", TokenizeBody)
+    async def tokenize(request: Request) -> dict[str, Any]:
+        """A prompt, or messages as the chat template renders them, as token ids."""
+        context.tenant(request)
+        engine = context.admission.engine()
+        body = await context.body(request, TokenizeBody)
+        check_model(engine, body.model)
+        tokens = await context.work.run(_size(body), _tokens, engine, body, context.limits)
+        texts = {"token_strs": [engine.tokenizer.token_text(token) for token in tokens]}
+        return {
+            "count": len(tokens),
+            "max_model_len": engine.info.max_model_len,
+            "tokens": tokens,
+            **(texts if body.return_token_strs else {}),
+        }
+
+    @routes.add("POST", "/v1/detokenize", "models", DetokenizeBody)
+    async def detokenize(request: Request) -> dict[str, Any]:
+        """Token ids as text."""
+        context.tenant(request)
+        engine = context.admission.engine()
+        body = await context.body(request, DetokenizeBody)
+        check_model(engine, body.model)
+        check_token_ids(engine, tuple(body.tokens), "tokens")
+        return {"prompt": await context.work.run(len(body.tokens), engine.tokenizer.decode, body.tokens)}
+
+
+def _describe(engine: AsyncEngine, created: int) -> dict[str, Any]:
+    info = engine.info
+    return {
+        "id": info.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "foreword",
+        "max_model_len": info.max_model_len,
+        "fingerprint": info.fingerprint,
+        "dtype": info.dtype,
+        "device": info.device,
+    }
+
+
+def _size(body: TokenizeBody) -> int:
+    return len(body.prompt or "") + sum(map(_message_size, body.messages or ()))
+
+
+def _message_size(message: MessageBody) -> int:
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text or "") for part in content)
+
+
+def _tokens(engine: AsyncEngine, body: TokenizeBody, limits: Limits) -> list[int]:
+    if body.prompt is not None:
+        check_length(engine, len(body.prompt), "prompt")
+        return encode_bounded(engine, body.prompt, "prompt", add_special_tokens=body.add_special_tokens is not False)
+    check_length(engine, _size(body), "messages")
+    return engine.tokenizer.render_chat(**body.template(limits))

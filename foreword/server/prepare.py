@@ -1,0 +1,297 @@
+"""From a client's request to a job: checks, sampling parameters, tokens, and what the answer shows of the prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from foreword.api import breakpoints, logprobs
+from foreword.api.chat_template import template_messages, template_tools
+from foreword.api.dialects.registry import DIALECTS
+from foreword.api.dialects.writer import ResponseHead
+from foreword.api.output import PromptInfo
+from foreword.api.request import Continuation, GenerateRequest, Prompt
+from foreword.api.tenants import Tenant, mix_salt
+from foreword.api.tools.constraint import after_reasoning, forced_calls
+from foreword.api.tools.detection import AnswerFormats, detect, formats_named
+from foreword.blocks.retention import Retention
+from foreword.config import ServerConfig
+from foreword.engine.request import Request, SamplingParams, StructuredOutput
+from foreword.errors import BadRequest
+from foreword.server.answers import prompt_opens_reasoning, reader_for
+from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids, encode_bounded
+from foreword.server.job import Caller, Job
+
+if TYPE_CHECKING:
+    from foreword.engine.tokenizer import Tokenizer
+    from foreword.entrypoints.async_engine import AsyncEngine
+
+_numbers = itertools.count()
+_CHARACTERS_PER_TOKEN = 4
+# Formats whose markers are special tokens, which the text must contain to be parsed.
+_SPECIAL_MARKERS = ("harmony", "mistral", "llama3_json", "mistral_think")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt as the engine takes it, and what the response shows of it."""
+
+    tokens: tuple[int, ...]
+    retain: tuple[Retention, ...] = ()
+    shown: PromptInfo | None = None
+
+
+async def make_job(
+    context: ServerContext, tenant: Tenant, request: GenerateRequest, request_id: str, caller: Caller, body_bytes: int
+) -> Job:
+    """Raises BadRequest, PromptTooLong, UnknownModel, UnknownPrefix or QueueFull; nothing runs yet.
+
+    Args:
+        body_bytes: size of the body, which bounds the work on tools and options.
+    """
+    engine = context.admission.engine()
+    check_model(engine, request.model)
+    _check_supported(request, tenant)
+    formats = formats_of(engine.tokenizer, context.config)
+    _check_tools(request, formats)
+    params = _params(engine, request, formats)
+    context.admission.check_queue(max(len(request.prompts), 1) * params.num_sequences)
+    if request.prefix is not None:
+        await engine.prefixes.refresh(tenant.salt, request.prefix)
+    prompts = await _render_all(context, engine, tenant, request, body_bytes)
+    if request.continuation is not None:
+        prompts = [_continued_prompt(engine, request.continuation, prompts)]
+    structured = _structured(request, formats, engine.tokenizer, prompts[0])
+    if structured is not None:
+        params = dataclasses.replace(params, structured=structured)
+        await engine.compile(params)
+    job = _job(context, engine, tenant, request, request_id, caller, formats, params, prompts)
+    if request.continuation is not None:
+        output = request.continuation.output
+        await context.work.run(_CHARACTERS_PER_TOKEN * len(output), _resume, engine.tokenizer, job, output)
+    size = conversation_size(request) + sum(map(len, request.prompts))
+    job.conversations = await context.misses.outlines(context.work, engine, job, size)
+    return job
+
+
+def _check_supported(request: GenerateRequest, tenant: Tenant) -> None:
+    # A router has ordered its queue by priority already.
+    if request.priority != 0 and tenant.source != "router":
+        raise BadRequest("priority: this server serves requests in the order of their arrival", param="priority")
+
+
+def parser_names(config: ServerConfig) -> tuple[str | None, str | None]:
+    """The configured parsers; None for `auto` and `none`."""
+    names = (config.tool_parser, config.reasoning_parser)
+    tools, reasoning = (None if name in ("auto", "none") else name for name in names)
+    return tools, reasoning
+
+
+@functools.lru_cache(maxsize=16)
+def _formats(template: str, config: ServerConfig) -> AnswerFormats:
+    found, named = detect(template), formats_named(*parser_names(config))
+    return AnswerFormats(
+        found.tools if config.tool_parser == "auto" else named.tools,
+        found.reasoning if config.reasoning_parser == "auto" else named.reasoning,
+    )
+
+
+def formats_of(tokenizer: Tokenizer, config: ServerConfig) -> AnswerFormats:
+    """How the model writes tool calls and reasoning: as configured, or as its chat template does."""
+    return _formats(tokenizer.chat_template, config)
+
+
+def _job(
+    context: ServerContext,
+    engine: AsyncEngine,
+    tenant: Tenant,
+    request: GenerateRequest,
+    request_id: str,
+    caller: Caller,
+    formats: AnswerFormats,
+    params: SamplingParams,
+    prompts: Sequence[RenderedPrompt],
+) -> Job:
+    dialect, created = DIALECTS[request.dialect], int(time.time())
+    fingerprint = f"fp_{engine.info.fingerprint[:12]}"
+    head = ResponseHead(f"{dialect.id_prefix}{request_id}", engine.info.name, created, fingerprint)
+    salt = mix_salt(tenant.salt, request.cache_salt) if request.cache_salt else tenant.salt
+    prefill = _prefill_address(context, engine, tenant, request)
+    # A client may use one X-Request-Id for two requests at a time; the engine's ids must differ.
+    requests = tuple(
+        Request(
+            f"{head.id}:{next(_numbers)}",
+            prompt.tokens,
+            params,
+            salt,
+            want_cache_report=request.cache_report,
+            prefill=prefill,
+            retain=prompt.retain,
+            owner=tenant.salt,
+            output=request.continuation.output if request.continuation is not None else (),
+        )
+        for prompt in prompts
+    )
+    for one in requests:
+        engine.validate(one)
+    readers = tuple(
+        reader_for(engine.tokenizer, request, formats, one, number * params.n + index, prompt.shown)
+        for number, (one, prompt) in enumerate(zip(requests, prompts, strict=True))
+        for index in range(params.n)
+    )
+    writer = dialect.writer(request, head)
+    resumed = len(request.continuation.output) if request.continuation is not None else None
+    return Job(request, head, writer, requests, readers, tenant.salt, request.stream, caller, resumed)
+
+
+def _resume(tokenizer: Tokenizer, job: Job, output: Sequence[int]) -> None:
+    """Bring the reader and the writer to where the other server's stream broke."""
+    sent = job.readers[0].resume(output)
+    wanted = job.requests[0].params.logprobs is not None
+    job.writer.resume(0, logprobs.entries(tokenizer, sent) if wanted else ())
+
+
+def _prefill_address(context: ServerContext, engine: AsyncEngine, tenant: Tenant, request: GenerateRequest) -> str:
+    """The transfer address of the instance that shall compute the prompt; "" computes it here.
+
+    Raises BadRequest, and Forbidden for an address that this client may not name. A router may name any: its own replicas.
+    """
+    instance = engine.instance
+    if not request.prefill or request.continuation is not None or instance is None or instance.role == "prefill":
+        return ""
+    if tenant.source != "router":
+        context.peers.check_address(request.prefill, "kv_transfer_params.prefill")
+    return request.prefill
+
+
+# Sampling parameters
+
+
+def _params(engine: AsyncEngine, request: GenerateRequest, formats: AnswerFormats) -> SamplingParams:
+    given: dict[str, Any] = dict(request.sampling)
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        check_token_ids(engine, tuple(given.get(name) or ()), name)
+    if request.dialect != "completions" and {formats.tools, formats.reasoning}.intersection(_SPECIAL_MARKERS):
+        given["skip_special_tokens"] = False
+    if request.echo and "logprobs" in given and request.continuation is None:
+        given.setdefault("prompt_logprobs", given["logprobs"])
+    return engine.info.sampling_params(given)
+
+
+def _check_tools(request: GenerateRequest, formats: AnswerFormats) -> None:
+    if request.tools and formats.tools is None:
+        raise BadRequest(
+            "tools: the format in which this model calls tools is not known; the server's operator can name it "
+            "with --tool-parser",
+            param="tools",
+        )
+
+
+def _structured(
+    request: GenerateRequest, formats: AnswerFormats, tokenizer: Tokenizer, prompt: RenderedPrompt
+) -> StructuredOutput | None:
+    """What the text must match: a call of a tool, or what the client asks for."""
+    reasoning_open = request.dialect != "completions" and prompt_opens_reasoning(tokenizer, formats, prompt.tokens)
+    if request.tools and request.tool_choice.mode in ("required", "named"):
+        return forced_calls(
+            request.tools,
+            request.tool_choice,
+            formats,
+            tokenizer.token_id,
+            parallel=request.parallel_tool_calls,
+            reasoning_open=reasoning_open,
+        )
+    if request.output_format is None or not reasoning_open:
+        return request.output_format
+    return after_reasoning(request.output_format, formats, tokenizer.token_id)
+
+
+# Tokens
+
+
+async def _render_all(
+    context: ServerContext, engine: AsyncEngine, tenant: Tenant, request: GenerateRequest, body_bytes: int
+) -> list[RenderedPrompt]:
+    run = context.work.run
+    if request.prompts:
+        return [
+            await run(len(prompt), _completion_prompt, engine, tenant, request, prompt) for prompt in request.prompts
+        ]
+    # A continued conversation is longer than its last body.
+    size = max(body_bytes, conversation_size(request))
+    return [await run(size, _chat_prompt, engine, tenant, request)]
+
+
+def conversation_size(request: GenerateRequest) -> int:
+    """Characters of a conversation, about."""
+    calls = sum(len(call.arguments) for message in request.messages for call in message.tool_calls)
+    return calls + sum(len(message.content) + len(message.reasoning) for message in request.messages)
+
+
+def _completion_prompt(engine: AsyncEngine, tenant: Tenant, request: GenerateRequest, prompt: Prompt) -> RenderedPrompt:
+    if isinstance(prompt, str):
+        check_length(engine, len(prompt), "prompt")
+    else:
+        check_token_ids(engine, prompt, "prompt")
+    tokenizer = engine.tokenizer
+    before: tuple[int, ...] = ()
+    if request.prefix is not None:
+        before = tuple(engine.prefixes.service.book.use(request.prefix, "text", salt=tenant.salt).tokens)
+    if isinstance(prompt, str):
+        special = request.add_special_tokens and request.prefix is None
+        prompt_tokens = tuple(encode_bounded(engine, prompt, "prompt", add_special_tokens=special))
+    else:
+        prompt_tokens = prompt
+    tokens = (*before, *prompt_tokens)
+    echo = "" if not request.echo else prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+    return RenderedPrompt(
+        tokens, breakpoints.retentions(tokenizer, request, len(tokens)), _shown(request, tokens, echo)
+    )
+
+
+def count_prompt(engine: AsyncEngine, tenant: Tenant, request: GenerateRequest) -> int:
+    """Tokens of a conversation. Raises BadRequest, PromptTooLong, UnknownPrefix."""
+    return len(_chat_prompt(engine, tenant, request).tokens)
+
+
+def _chat_prompt(engine: AsyncEngine, tenant: Tenant, request: GenerateRequest) -> RenderedPrompt:
+    tokenizer = engine.tokenizer
+    if not tokenizer.has_chat_template:
+        raise BadRequest("This model has no chat template; use /v1/completions", param="messages")
+    check_length(engine, conversation_size(request), "messages")
+    before: Sequence[Any] = ()
+    if request.prefix is not None:
+        content = engine.prefixes.service.book.use(request.prefix, "messages", salt=tenant.salt).content
+        assert not isinstance(content, str)
+        before = content
+    text = tokenizer.chat_text(
+        [*before, *template_messages(request.messages)],
+        tools=template_tools(request.tools),
+        options=request.template_options,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+    )
+    tokens = tuple(encode_bounded(engine, text, "messages", add_special_tokens=False))
+    retain = breakpoints.retentions(tokenizer, request, len(tokens), text, before=before)
+    return RenderedPrompt(tokens, retain, _shown(request, tokens))
+
+
+def _continued_prompt(engine: AsyncEngine, given: Continuation, prompts: Sequence[RenderedPrompt]) -> RenderedPrompt:
+    """The prompt that the other server used, also if it differs here: a template may show the date."""
+    if len(prompts) != 1:
+        raise BadRequest("continuation: needs a request with one prompt", param="continuation")
+    check_token_ids(engine, given.prompt, "continuation")
+    check_token_ids(engine, given.output, "continuation")
+    same = prompts[0].tokens == given.prompt
+    return RenderedPrompt(given.prompt, prompts[0].retain if same else ())
+
+
+def _shown(request: GenerateRequest, tokens: tuple[int, ...], text: str = "") -> PromptInfo | None:
+    if not request.return_token_ids and not text:
+        return None
+    return PromptInfo(tokens if request.return_token_ids else None, text)
