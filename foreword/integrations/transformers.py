@@ -21,10 +21,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from foreword.blocks.keys import Scope, chain_keys
-from foreword.blocks.layout import LayerLayout, Layout
+from foreword.blocks.layout import ROOT_BYTES, LayerLayout, Layout, chain_prefix
 from foreword.engine.model import fingerprint_model
 from foreword.errors import BadRequest, ModelUnsupported, StoreError
 from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
+from foreword.store.integrity import KeyRing
+from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import loss_of, open_store
 
@@ -82,7 +84,9 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         loss = loss_of(urls) if urls else ""
         self._layout = Layout(kv.fingerprint, block_size, kv.layers, kv.dtype, loss=loss)
         self._opened = not isinstance(store, TieredStore)
-        self._store = store if isinstance(store, TieredStore) else open_store(urls, self._layout)
+        self._store = (
+            store if isinstance(store, TieredStore) else open_store(urls, self._layout, keys=KeyRing.from_environment())
+        )
         self._root = Scope(kv.fingerprint, block_size, salt).root()
         self._device = model.device
         self._dtype = getattr(torch, kv.dtype)
@@ -117,7 +121,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         size = self._layout.block_size
         full = (len(self._tokens) - 1) // size
         keys = chain_keys(self._root, self._tokens[: full * size], size)
-        names = [self._layout.fingerprint + key for key in keys]
+        prefix = chain_prefix(self._layout.fingerprint, self._root)
+        names = [prefix + key for key in keys]
         found: list[Tensor] = []
         with contextlib.suppress(StoreError):
             names = names[: self._store.lookup(names, deadline=deadline)]
@@ -137,11 +142,11 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         memory = torch.empty(len(names), length, dtype=torch.uint8)
         rows = [memoryview(cast(Any, row.numpy())) for row in memory]
         count = 0
-        for one in self._store.fetch(names, rows, deadline=deadline):
+        for one in self._store.fetch(names, rows, deadline=deadline, on_late=used_once):
             if one is None or one.frame.header.codec != RAW or len(one.frame.data) != length:
                 break
             count += 1
-        return memory[:count, HEADER_BYTES:]
+        return memory[:count, :-HEADER_BYTES]
 
     def _copy_in(self, payloads: Tensor) -> None:
         """Copy payloads into the layers' tensors, `[1, kv_heads, tokens, dim]` each."""
@@ -166,14 +171,12 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 part = tensor[0, :, low * size : high * size].transpose(0, 1).contiguous().cpu()
                 rows.append(part.reshape(high - low, -1).view(torch.uint8))
         payloads = torch.cat(rows, dim=1)
-        frames = []
+        frames, length, root = [], layout.block_bytes, self._root[:ROOT_BYTES]
         for number in range(low, high):
             parent = keys[number - 1] if number else self._root
-            header = Header(
-                layout.fingerprint, keys[number], parent, number, RAW, layout.block_bytes, layout.block_bytes
-            )
-            buffer = memoryview(bytearray(HEADER_BYTES + layout.block_bytes))
-            buffer[HEADER_BYTES:] = memoryview(cast(Any, payloads[number - low].numpy()))
+            header = Header(layout.fingerprint, root, keys[number], parent, number, RAW, length, length)
+            buffer = memoryview(bytearray(length + HEADER_BYTES))
+            buffer[:length] = memoryview(cast(Any, payloads[number - low].numpy()))
             frames.append(seal(header, buffer))
         return self._store.put(frames, deadline=deadline)
 

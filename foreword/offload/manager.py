@@ -24,9 +24,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from foreword.blocks.layout import Layout
+from foreword.blocks.layout import ROOT_BYTES, Layout
 from foreword.blocks.portable import BlockUnits, whole_blocks
+from foreword.blocks.resume import alignment
 from foreword.errors import StoreError
+from foreword.offload.lending import SlotReader
 from foreword.offload.policy import PATIENCE, blocks_worth_loading, search_timeout
 from foreword.offload.search import Found, StoredGroup, find_resumable
 from foreword.offload.slots import StagingSlots
@@ -34,7 +36,8 @@ from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBehind
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, RAW, Header
-from foreword.store.tiered import FetchedBlock, Rate, TieredStore
+from foreword.store.tier import Rate
+from foreword.store.tiered import FetchedBlock, TieredStore
 
 if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena
@@ -46,6 +49,10 @@ _PROBE_BYTES: Final = 1 << 20  # the first group from a store of unknown speed
 _MIN_PATIENCE: Final = 0.05  # seconds
 _QUICK_SEARCH: Final = 0.0005  # seconds; the engine's thread waits a moment for searches that usually are this quick
 _SEARCH_WEIGHT: Final = 0.2
+# A search ends a little before its request stops waiting, so that what it has found until then is used.
+_SEARCH_MARGIN: Final = 0.04  # seconds
+_SEARCH_SHARE: Final = 0.2
+_MEMORY_LOADERS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +89,26 @@ class StoreLoad:
 
     Attributes:
         names: names of the blocks that are searched, then loaded.
+        root: root key of the chain, if the search is for a position.
         groups: the KV group of each block; empty if there is one group only.
         deadline: end of the search, then of the load.
         places: the tier of each block that the search found, in chain order; None while the search runs.
         found: the result of a search for a position.
         tokens: how many tokens the load saves, if that does not follow from the number of blocks.
         skip, requested: the load skips the first `skip` blocks and loads the next `requested` into the device blocks `blocks`.
+        patient: load all that is found, even if computing it would be faster: no request waits for it.
         loaded: number of blocks that were loaded; `tiers` are the tiers that they came from.
         finished: the load has ended.
     """
 
     names: Sequence[Name]
     deadline: float
+    root: bytes = b""
     places: list[int] | None = None
     groups: Sequence[int] = ()
     found: Found | None = None
     tokens: int = 0
+    patient: bool = False
     skip: int = 0
     requested: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -171,11 +182,15 @@ class OffloadManager:
         half = staging.slots // 2
         self._saving_slots = StagingSlots(range(half))
         self._loading_slots = StagingSlots(range(half, staging.slots))
+        self._reader = SlotReader(store, staging, self._loading_slots, staging.slots - half)
         self._writer = WriteBehind(store, staging)
         self._lookup_timeout = lookup_timeout
         self._load_timeout = load_timeout
+        # Searches and loads in memory have threads of their own: they never wait for a store that may block.
         self._finders = ThreadPoolExecutor(loaders, "foreword-find", use_background_cores)
+        self._memory_finder = ThreadPoolExecutor(1, "foreword-find-memory", use_background_cores)
         self._loaders = ThreadPoolExecutor(loaders, "foreword-load", use_background_cores)
+        self._memory_loaders = ThreadPoolExecutor(_MEMORY_LOADERS, "foreword-load-memory", use_background_cores)
         self._control = ThreadPoolExecutor(1, "foreword-control", use_background_cores)
         self._tasks: list[Future[Any]] = []
         self._changed = threading.Condition()
@@ -188,45 +203,83 @@ class OffloadManager:
 
     # Loading
 
-    def find(self, keys: Sequence[bytes]) -> StoreLoad:
-        """Start a search for a chain's blocks, of a model with one KV group. `StoreLoad.places` has the result."""
-        store_load = StoreLoad(self.units[0].names(keys), self._search_deadline(len(keys) * self._block_size))
+    def find(
+        self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes] = (), *, patient: bool = False
+    ) -> StoreLoad:
+        """Start a search for a chain's blocks, of a model with one KV group. `StoreLoad.places` has the result.
 
-        def search() -> None:
-            store_load.places = self.store.locate(store_load.names, deadline=store_load.deadline)
+        `before` are the keys of the blocks before them, which are on the device.
+        """
+        deadline = self._search_deadline(len(keys) * self._block_size, patient=patient)
+        store_load = StoreLoad(self.units[0].names(root, keys), deadline, root, patient=patient)
+
+        until = _earlier(deadline)
+        ahead = self.units[0].names(root, before)
+
+        def search(inline: bool) -> bool:
+            places = self.store.locate(store_load.names, deadline=until, inline=inline, before=ahead)
+            if inline and len(places) < len(store_load.names):
+                return False
+            store_load.places = places
+            return True
 
         self._search(search)
         return store_load
 
-    def find_position(self, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, limit: int) -> StoreLoad:
+    def find_position(
+        self,
+        groups: Sequence[StoredGroup],
+        root: bytes,
+        keys: Sequence[bytes],
+        held: int,
+        limit: int,
+        *,
+        patient: bool = False,
+    ) -> StoreLoad:
         """Start a search for the longest position up to `limit` tokens from which the model can continue.
 
         Blocks of the first `held` tokens are on the device. `StoreLoad.found` has the result. A search that usually ends at
         once has ended when this returns.
         """
-        store_load = StoreLoad([], self._search_deadline(limit - held))
+        store_load = StoreLoad([], self._search_deadline(limit - held, patient=patient), root, patient=patient)
 
-        def search() -> None:
-            deadline = store_load.deadline
-            store_load.found = find_resumable(self.store, groups, keys, held, limit, deadline=deadline)
+        until = _earlier(store_load.deadline)
+        best = limit - limit % alignment([one.group for one in groups])
+
+        def search(inline: bool) -> bool:
+            found = find_resumable(self.store, groups, root, keys, held, limit, deadline=until, inline=inline)
+            if inline and found.position < best:
+                return False
+            store_load.found = found
+            return True
 
         searching = self._search(search)
         if self._search_seconds < _QUICK_SEARCH:
             futures.wait([searching], 4 * _QUICK_SEARCH)
         return store_load
 
-    def _search_deadline(self, tokens: int) -> float:
+    def _search_deadline(self, tokens: int, *, patient: bool) -> float:
+        if patient:
+            return time.monotonic() + self._load_timeout
         compute = (self._seconds_per_token() or 0.0) * tokens
         return time.monotonic() + search_timeout(self._lookup_timeout, compute)
 
-    def _search(self, search: Callable[[], None]) -> Future[None]:
-        def timed() -> None:
-            started = time.monotonic()
-            search()
+    def _search(self, search: Callable[[bool], bool]) -> Future[None]:
+        """Start a search in memory and then, if that does not find everything, in all tiers."""
+        done: Future[None] = Future()
+        started = time.monotonic()
+
+        def run(inline: bool) -> None:
+            if not search(inline):
+                self._finders.submit(run, False)
+                return
             self._search_seconds += _SEARCH_WEIGHT * (time.monotonic() - started - self._search_seconds)
+            done.set_result(None)
             self._notify()
 
-        return self._finders.submit(timed)
+        both = len({tier.blocking for tier in self.store.tiers}) == 2
+        (self._memory_finder if both else self._finders).submit(run, both)
+        return done
 
     def seconds_saved(self, places: Mapping[tuple[int, int], int], tokens: int) -> float:
         """How much faster it is to load these blocks than to compute `tokens` tokens; infinite while a speed is unknown."""
@@ -247,7 +300,8 @@ class OffloadManager:
 
         `tokens` is the length of the prompt. While the prefill speed is unknown, all blocks found are worth loading.
         """
-        return self.blocks_worth_loading((store_load.places or [])[skip:])
+        places = (store_load.places or [])[skip:]
+        return len(places) if store_load.patient else self.blocks_worth_loading(places)
 
     def blocks_worth_loading(self, places: Sequence[int]) -> int:
         """How many of the blocks, in chain order, to load from these tiers because that is faster than computing them."""
@@ -275,11 +329,26 @@ class OffloadManager:
         store_load.started = time.monotonic()
         per_token = self._seconds_per_token()
         tokens = store_load.tokens or len(blocks) * self._block_size
-        compute = tokens * per_token if per_token is not None else self._load_timeout
+        known = per_token is not None and not store_load.patient
+        compute = tokens * per_token if known and per_token is not None else self._load_timeout
         # Twice the compute time is a fallback: a slow load is cut off earlier, by its measured rate.
         limit = max(2 * compute, 2 * _MIN_PATIENCE)
         store_load.deadline = store_load.started + min(self._load_timeout, limit)
-        self._loaders.submit(self._load, store_load, compute)
+        blocking = self._is_blocking(store_load, skip, len(blocks))
+        (self._loaders if blocking else self._memory_loaders).submit(self._load, store_load, compute)
+
+    def _is_blocking(self, store_load: StoreLoad, first: int, count: int) -> bool:
+        """Whether some of these blocks are in a tier that may block."""
+        places = set((store_load.places or [])[first : first + count])
+        return any(self.store.tiers[place].blocking for place in places)
+
+    def hurry(self, store_load: StoreLoad) -> None:
+        """A request waits for this patient load: from now on it may take as long as computing its blocks."""
+        per_token = self._seconds_per_token()
+        if store_load.patient and per_token is not None:
+            store_load.patient = False
+            compute = (store_load.tokens or store_load.requested * self._block_size) * per_token
+            store_load.deadline = min(store_load.deadline, time.monotonic() + max(compute, _MIN_PATIENCE))
 
     def load_position(
         self,
@@ -301,7 +370,7 @@ class OffloadManager:
         ]
         names, numbers, places, rows = [], [], [], []
         for (number, block), device_block in zip(wanted, blocks, strict=True):
-            frames = self.units[number].names(groups[number].keys(keys, [block]))
+            frames = self.units[number].names(store_load.root, groups[number].keys(keys, [block]))
             names += frames
             numbers += [number] * len(frames)
             places += [found.places[number, block]] * len(frames)
@@ -351,8 +420,10 @@ class OffloadManager:
         first = store_load.skip + done
         names = store_load.names[first : first + len(slots)]
         promoted = 0
+        kept: set[int] = set()
         try:
-            found = self.store.fetch(names, [self._staging.buffer(slot) for slot in slots], deadline=deadline)
+            blocking = self._is_blocking(store_load, first, len(slots))
+            found, kept = self._reader.read(names, slots, deadline=deadline, blocking=blocking)
             groups = store_load.groups[first : first + len(slots)] or [0] * len(slots)
             pairs = itertools.takewhile(self._is_usable, zip(found, groups, strict=True))
             usable = [one for one, _ in pairs if one is not None]
@@ -364,7 +435,7 @@ class OffloadManager:
             self._promote(usable, slots[:count])
             return count
         finally:
-            self._loading_slots.give(slots[promoted:])
+            self._loading_slots.give(slot for slot in slots[promoted:] if slot not in kept)
 
     def _scatter(self, store_load: StoreLoad, done: int, slots: Sequence[int], groups: Sequence[int]) -> None:
         """Copy the payloads of `slots` into the device blocks from number `done` on."""
@@ -408,8 +479,11 @@ class OffloadManager:
 
     # Saving
 
-    def save(self, keys: Sequence[bytes], parent: bytes, depth: int, blocks: Sequence[int], group: int = 0) -> None:
-        """Queue full, computed blocks of a KV group for writing. They follow `parent` at position `depth` of their chain.
+    def save(
+        self, root: bytes, keys: Sequence[bytes], parent: bytes, depth: int, blocks: Sequence[int], group: int = 0
+    ) -> None:
+        """Queue full, computed blocks of a KV group for writing. They follow `parent` at position `depth` of the chain with
+        the root key `root`.
 
         The blocks are copied before the call returns. If the queue is full, its oldest blocks are dropped. Blocks are written
         even if they were written before: the engine computed them because no store had them. Where blocks are divided, keys
@@ -418,7 +492,7 @@ class OffloadManager:
         if not self.store.writable:
             return
         units = self.units[group].of_blocks(blocks)
-        headers = self._headers(keys, parent, depth, group)
+        headers = self._headers(root, keys, parent, depth, group)
         step = max(min(WRITE_BLOCKS, self._staging.slots // 4), 1)
         for low in range(0, len(units), step):
             part = units[low : low + step]
@@ -429,10 +503,11 @@ class OffloadManager:
             self._staging.gather(part, slots, group)
             self._writer.add(headers[low : low + step], slots, self._saving_slots, self.store.writable)
 
-    def _headers(self, keys: Sequence[bytes], parent: bytes, depth: int, group: int) -> list[Header]:
+    def _headers(self, root: bytes, keys: Sequence[bytes], parent: bytes, depth: int, group: int) -> list[Header]:
+        root = root[:ROOT_BYTES]
         size, fingerprints = self._staging.block_bytes[group], self._fingerprints[group]
         return [
-            Header(fingerprint, key, before, position, RAW, size, size)
+            Header(fingerprint, root, key, before, position, RAW, size, size, group)
             for position, (key, before) in enumerate(zip(keys, (parent, *keys[:-1]), strict=True), start=depth)
             for fingerprint in fingerprints
         ]
@@ -457,9 +532,9 @@ class OffloadManager:
 
         return self._later(work)
 
-    def pin(self, keys: Sequence[bytes], *, pinned: bool = True, group: int = 0) -> Future[int]:
+    def pin(self, root: bytes, keys: Sequence[bytes], *, pinned: bool = True, group: int = 0) -> Future[int]:
         """Pin or unpin blocks of a KV group in every tier. Queued blocks are written first."""
-        names = self.units[group].names(keys)
+        names = self.units[group].names(root, keys)
 
         def work() -> int:
             self._writer.flush(WRITE_TIMEOUT)
@@ -516,6 +591,11 @@ class OffloadManager:
         self._closed = True
         self.flush(timeout)
         self._writer.close()
-        for pool in (self._finders, self._loaders, self._control):
+        for pool in (self._finders, self._memory_finder, self._loaders, self._memory_loaders, self._control):
             pool.shutdown(wait=False, cancel_futures=True)
         self.store.close()
+
+
+def _earlier(deadline: float) -> float:
+    """When a search ends for which a request waits until `deadline`."""
+    return deadline - min(_SEARCH_MARGIN, _SEARCH_SHARE * max(deadline - time.monotonic(), 0.0))

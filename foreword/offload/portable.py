@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from foreword.errors import ModelUnsupported
-from foreword.store.frame import HEADER_BYTES
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -86,12 +85,12 @@ class UnitGroup:
         self._per_row = 0
         self._head_units = head_units
         self._planes: list[UnitPlane] = []
-        offset = HEADER_BYTES
+        offset = 0
         for tensor in tensors:
             plane = self._plane(tensor, unit_tokens, offset)
             self._planes.append(plane)
             offset += plane.unit_bytes
-        self.block_bytes = offset - HEADER_BYTES
+        self.block_bytes = offset
         self._make_copy = make_copy or copy_with_views
         self._copy: UnitCopy | None = None
 

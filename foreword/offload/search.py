@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from foreword.blocks.layout import chain_prefix
 from foreword.blocks.resume import KVGroup, alignment, longest_resumable
 from foreword.store.tiered import TieredStore
 
+# Blocks before a lookup whose names the stores get.
+_BEFORE = 1024
 # Blocks of windows and recurrent states are looked up in batches of this size, from the end of the prompt.
 _BATCH = 64
 
@@ -55,13 +59,22 @@ class Found:
 
 
 def find_resumable(
-    store: TieredStore, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, limit: int, *, deadline: float
+    store: TieredStore,
+    groups: Sequence[StoredGroup],
+    root: bytes,
+    keys: Sequence[bytes],
+    held: int,
+    limit: int,
+    *,
+    deadline: float,
+    inline: bool = False,
 ) -> Found:
     """Find the longest position up to `limit` tokens that the blocks of the first `held` tokens and the stores allow.
 
-    `keys` are those of the chain's blocks, at least up to `limit`. Never raises: a store that fails has nothing.
+    `root` is the chain's root key, `keys` are those of its blocks, at least up to `limit`. Never raises: a store that fails
+    has nothing, and a slow one has what it tells until the deadline. With `inline`, only tiers that do not block are asked.
     """
-    lookup = _Lookup(store, groups, keys, held, deadline)
+    lookup = _Lookup(store, groups, root, keys, held, deadline, inline)
     kinds = [one.group for one in groups]
     step = alignment(kinds)
     limit -= limit % step
@@ -82,13 +95,26 @@ class _Lookup:
     """What the stores have of one chain, asked in batches."""
 
     def __init__(
-        self, store: TieredStore, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, deadline: float
+        self,
+        store: TieredStore,
+        groups: Sequence[StoredGroup],
+        root: bytes,
+        keys: Sequence[bytes],
+        held: int,
+        deadline: float,
+        inline: bool,
     ) -> None:
         self._store = store
         self._groups = groups
+        self._root = root
         self._keys = keys
         self._held = held
         self._deadline = deadline
+        self._inline = inline
+        # Lookups that still share the time: one of each layout, and one for the groups that do not need every block.
+        self._turns = sum(len(one.layouts) for one in groups if one.group.whole) + any(
+            not one.group.whole for one in groups
+        )
         self.places: dict[tuple[int, int], int] = {}
 
     def run(self, number: int, limit: int) -> int:
@@ -97,15 +123,31 @@ class _Lookup:
         size = one.group.block_size
         blocks = range(self._held // size, limit // size)
         keys = one.keys(self._keys, blocks)
+        ahead = self._keys_before(one, blocks.start)
         found: list[int] | None = None
-        for layout in one.layouts:
-            names = [layout + key for key in keys]
-            places = self._store.locate(names, deadline=self._deadline) if names else []
+        for layout in one.layouts if keys else ():
+            names, before = self._names(layout, keys), self._names(layout, ahead)
+            places = self._store.locate(names, deadline=self._share(), inline=self._inline, before=before)
             found = places if found is None or len(places) < len(found) else found[: len(places)]
         count = len(found or ()) // one.frames
         for at, block in enumerate(blocks[:count]):
             self.places[number, block] = max((found or [])[at * one.frames : (at + 1) * one.frames])
         return (blocks.start + count) * size
+
+    def _keys_before(self, group: StoredGroup, block: int) -> list[bytes]:
+        """Keys of a group's last frames before a block."""
+        return group.keys(self._keys, range(max(block - _BEFORE // group.frames, 0), block))
+
+    def _names(self, layout: bytes, keys: Sequence[bytes]) -> list[bytes]:
+        prefix = chain_prefix(layout, self._root)
+        return [prefix + key for key in keys]
+
+    def _share(self) -> float:
+        """The deadline of the next lookup: a slow store must not take the time of those that follow."""
+        now = time.monotonic()
+        share = now + (self._deadline - now) / max(self._turns, 1)
+        self._turns -= 1
+        return share
 
     def present(self, number: int, block: int) -> bool:
         one = self._groups[number]
@@ -124,7 +166,16 @@ class _Lookup:
         first = max(last + 1 - _BATCH, self._held // one.group.block_size)
         blocks = [block for block in range(first, last + 1) if (number, block) not in self.places]
         keys = one.keys(self._keys, blocks)
-        parts = [self._store.find([layout + key for key in keys], deadline=self._deadline) for layout in one.layouts]
+        ahead = self._keys_before(one, blocks[0])
+        parts = [
+            self._store.find(
+                self._names(layout, keys),
+                deadline=self._deadline,
+                inline=self._inline,
+                before=self._names(layout, ahead),
+            )
+            for layout in one.layouts
+        ]
         for at, block in enumerate(blocks):
             places = [place for part in parts for place in part[at * one.frames : (at + 1) * one.frames]]
             self.places[number, block] = -1 if -1 in places else max(places)

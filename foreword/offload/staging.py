@@ -56,7 +56,7 @@ class StagedGroup(Protocol):
         ...
 
     def bind(self, arena: Tensor) -> None:
-        """Prepare copies to and from the slots of `arena`, bytes `[slots, stride]`: after 128 bytes, a payload."""
+        """Prepare copies to and from the slots of `arena`, bytes `[slots, stride]`, each of which begins with a payload."""
         ...
 
     def gather(self, first: int, slot: int, count: int) -> None:
@@ -97,7 +97,7 @@ class RowGroup:
 
 
 class StagingArena:
-    """Preallocated host memory with slots for frames: a header of 128 bytes, then the payload of one block.
+    """Preallocated host memory with slots for frames: the payload of one block, then a header.
 
     The memory is pinned (page-locked) unless the device is the CPU. Consecutive blocks that go to consecutive slots are copied
     together. Several threads may copy at once, for different blocks and slots.
@@ -162,7 +162,7 @@ def _word_views(tensors: Sequence[Tensor], arena: Tensor) -> Iterator[tuple[Tens
 
     The views share the tensors' memory.
     """
-    offset = HEADER_BYTES
+    offset = 0
     for rows in _joined([_byte_rows(tensor) for tensor in tensors]):
         size = rows.shape[1]
         aligned = math.gcd(size, offset, rows.stride(0), rows.storage_offset(), rows.data_ptr())

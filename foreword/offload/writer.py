@@ -68,6 +68,8 @@ class WriteBehind:
     def __init__(self, store: TieredStore, staging: StagingArena) -> None:
         self._store = store
         self._staging = staging
+        # A store whose write hangs keeps these slots; others remain for the writes to other tiers.
+        self._max_write_slots = min(WRITE_BLOCKS, max(staging.slots // 4, 1))
         self._max_promotion_slots = max(staging.slots // 4, 1)
         self._batches: list[_WriteBatch] = []  # oldest first
         self._changed = threading.Condition()
@@ -159,7 +161,7 @@ class WriteBehind:
             self._finish(taken, kept)
 
     def _take(self, tier: int) -> list[_WriteBatch] | None:
-        """Wait for batches that this tier has not written, and take the oldest, up to WRITE_BLOCKS blocks. None at the end."""
+        """Wait for batches that this tier has not written, and take the oldest, up to `_max_write_slots`. None at the end."""
         with self._changed:
             while True:
                 self._unseen = 0
@@ -185,7 +187,7 @@ class WriteBehind:
         taken: list[_WriteBatch] = []
         size = 0
         for batch in mine:
-            if taken and size + len(batch.slots) > WRITE_BLOCKS:
+            if taken and size + len(batch.slots) > self._max_write_slots:
                 break
             batch.pending.discard(tier)
             batch.writing += 1

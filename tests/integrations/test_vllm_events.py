@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from vllm_process import BLOCK, attempt, make_model, needs_vllm, prompts, result
 
+from foreword.store.frame import HEADER_BYTES
+
 pytestmark = needs_vllm
 
 # Five prompts of nine blocks, into smaller tiers: both evict the end of the first.
 ASKED = prompts(21, [300] * 5)
 BLOCKS = 9 * len(ASKED)
-FRAME = 49280
+FRAME = 49152 + HEADER_BYTES
 ROOM = {"near": 31, "disk": 40}
 
 

@@ -46,7 +46,7 @@ def test_every_kind_of_model(name: str, tmp_path: Path) -> None:
     reset of that cache, and from the store after a restart. No prompt has fewer cached tokens than under vLLM alone.
 
     Some models' answers depend on what is computed together (all in bfloat16): they give the answers of vLLM's own cache with
-    as many cached tokens."""
+    as many cached tokens. Where vLLM computes whole prompts only, nothing is loaded."""
     kind, prompts, store = KINDS[name], {"seed": 1, "count": 8}, [disk(tmp_path)]
     runs: Runs = [
         {"store": None, "passes": ["ask", "ask"]},
@@ -56,6 +56,9 @@ def test_every_kind_of_model(name: str, tmp_path: Path) -> None:
     alone, first, restarted = vllms(kind.build(tmp_path / "model"), kind, prompts, runs)
     cold, warm = alone["answers"]
     computed, *reused = [*first["answers"], *restarted["answers"]]
+    if kind.reuse_needs_amx and not any(one["cached"] for one in warm):
+        assert all(found == cold for found in (computed, *reused))
+        return
     assert agree(computed, cold, kind.exact) >= 4
     assert all(agree(found, cold if kind.exact else warm, kind.exact) >= 4 for found in reused)
     assert no_fewer(computed, cold)

@@ -31,10 +31,13 @@ def test_handoff_message(vllm: Callable[[str], Any]) -> None:
     """A hand-off message is read as it was written. One that was changed, of another block size or layout, or without a
     secret is refused with a reason."""
     terms = vllm("handoff").HandoffTerms
-    mine = terms(32, (b"a" * 16, b"b" * 16), SECRET)
+    mine = terms(32, (b"a" * 16, b"b" * 16), (SECRET,))
     message = mine.write(b"l" * 16, ("host:1", "host:2"), 64, b"k" * 32)
     read = mine.read({"do_remote_prefill": True, "foreword": message})
     assert (read.tokens, read.last) == (64, (b"k" * 32).hex())
+    assert terms(32, mine.layouts, ("another " + SECRET, SECRET)).read({"foreword": message}), (
+        "secrets are being changed"
+    )
     assert read.producer.addresses == ("host:1", "host:2") and read.producer.lease == b"l" * 16
     for reader, params, reason in (
         (mine, {}, "another KV connector"),
@@ -42,10 +45,10 @@ def test_handoff_message(vllm: Callable[[str], Any]) -> None:
         (mine, {"foreword": {**message, "extra": 1}}, "are not valid"),
         (mine, {"foreword": {**message, "addresses": ["evil:1", "evil:2"]}}, "another secret"),
         (mine, {"foreword": {**message, "proof": ""}}, "another secret"),
-        (terms(32, mine.layouts, ""), {"foreword": message}, "another secret"),
-        (terms(64, mine.layouts, SECRET), {"foreword": message}, "block size is 32 there and 64 here"),
-        (terms(32, mine.layouts[:1], SECRET), {"foreword": message}, "2 ranks there and 1 here"),
-        (terms(32, (b"a" * 16, b"c" * 16), SECRET), {"foreword": message}, "another layout"),
+        (terms(32, mine.layouts, ("",)), {"foreword": message}, "another secret"),
+        (terms(64, mine.layouts, (SECRET,)), {"foreword": message}, "block size is 32 there and 64 here"),
+        (terms(32, mine.layouts[:1], (SECRET,)), {"foreword": message}, "2 ranks there and 1 here"),
+        (terms(32, (b"a" * 16, b"c" * 16), (SECRET,)), {"foreword": message}, "another layout"),
     ):
         with pytest.raises(TransferRefused, match=reason):
             reader.read(params)
@@ -108,6 +111,12 @@ class MemoryStorage:
     def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
         self.pinned.remove(tuple(tokens))
 
+    def position(self, num_tokens: int) -> int:
+        return num_tokens // 2 * 2
+
+    def stored(self, tokens: Sequence[int], salt: bytes) -> int:
+        return 0 if salt else min(self.position(len(tokens)), 4)
+
     def close(self) -> None:
         pass
 
@@ -157,12 +166,35 @@ def served(vllm: Callable[[str], Any], check: Callable[[httpx.AsyncClient, FakeV
         fake, storage = FakeVllm(), MemoryStorage(vllm("prefix_storage"))
         prefixes = vllm("prefixes").VllmPrefixes(storage, vllm("prefixes").InnerServer(fake.app, fake.app, None))
         weights = vllm("middleware").WeightsEndpoints(fake)
-        routes = vllm("middleware").PrefixRoutes(fake.app, prefixes, weights)
+        inner = vllm("prefixes").InnerServer(fake.app, fake.app, None)
+        prefetch = vllm("prefetch").PrefetchEndpoint(storage, inner)
+        routes = vllm("middleware").PrefixRoutes(fake.app, prefixes, weights, prefetch)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(routes), base_url="http://vllm") as client:
             await check(client, fake, storage)
         await prefixes.close()
 
     asyncio.run(main())
+
+
+def test_prefetch(vllm: Callable[[str], Any]) -> None:
+    """vLLM gets a request for what the stores have and one more token. Where they have nothing it gets none."""
+
+    async def check(client: httpx.AsyncClient, fake: FakeVllm, storage: MemoryStorage) -> None:
+        async def ask(**body: Any) -> tuple[str, int, str | None]:
+            found = (await client.post("/v1/cache/prefetch", json=body)).json()
+            return found["status"], found["tokens"], found["where"]
+
+        asked = {"max_tokens": 1, "temperature": 0.0, "stream": False}
+        assert await ask(prompt="abcd") == ("accepted", 4, "device")
+        assert await ask(messages=[{"role": "user", "content": "hi"}]) == ("clipped", 4, "device")
+        assert fake.bodies == [{"prompt": [97, 98, 99, 100, 100], **asked}, {"prompt": [*b"<user"], **asked}]
+        assert await ask(prompt="abcd", cache_salt="x") == ("refused", 0, None)
+        assert await ask(prompt="a") == ("refused", 0, None)
+        assert len(fake.bodies) == 2
+        assert (await client.post("/v1/cache/prefetch", json={})).status_code == 400
+        assert (await client.get("/v1/cache/prefetch")).status_code == 404
+
+    served(vllm, check)
 
 
 def test_named_prefixes(vllm: Callable[[str], Any]) -> None:

@@ -22,6 +22,7 @@ CASES = {
     "session": prompts(16, [70, 40, 90]),
     "not_cached": prompts(18, [100]),
     "refused": [],
+    "retained": prompts(19, [150, 200]),
     "preempt": prompts(17, [150, 160, 170, 180]),
 }
 
@@ -78,6 +79,20 @@ def test_finish_before_blocks_are_written(found: dict[str, Any], alone: Any) -> 
     assert case["queued"] == sum(len(prompt) // BLOCK for prompt in asked)
     assert case["answers"] == alone(asked)
     assert case["cached"] == [len(prompt) // BLOCK * BLOCK for prompt in asked]
+
+
+def test_retained_prefixes(found: dict[str, Any]) -> None:
+    """A request's cache control, by `kv_hints` or `kv_transfer_params`, pins its blocks in the stores for its ttl; the answer
+    says how many tokens. What is malformed is skipped."""
+    case = found["retained"]
+    assert case["answers"] == [
+        [{"status": "accepted", "tokens": 128, "ttl": 600.0, "reason": ""}],
+        [{"status": "accepted", "tokens": 64, "ttl": None, "reason": ""}],
+        None,
+    ]
+    assert case["pinned"] == (128 + 64) // BLOCK
+    assert case["released"] == [{"status": "accepted", "tokens": 128, "ttl": None, "reason": ""}]
+    assert case["expired"] == 64 // BLOCK
 
 
 def test_preempted(found: dict[str, Any], alone: Any) -> None:

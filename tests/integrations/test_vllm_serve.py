@@ -235,6 +235,26 @@ def test_servers_share_blocks(pair: Pair) -> None:
     assert pair.second.metric("vllm:external_prefix_cache_hits_total") - before == 400 // BLOCK * BLOCK
 
 
+def test_prefetch(pair: Pair) -> None:
+    """What the store has of a coming prompt is brought to the device of a server that never saw it; the next turn computes the
+    rest only. The answer is clipped to what is stored, and refused where nothing is, as for another salt."""
+    known, turn = text(61, 400), text(62, 100)
+    path, held = "/v1/cache/prefetch", 400 // BLOCK * BLOCK
+    assert pair.first.complete(known)["cached"] == 0
+    wait_for(lambda: pair.second.ask("POST", path, {"prompt": known}).json()["tokens"] == held)
+    before = pair.second.metric("vllm:external_prefix_cache_hits_total")
+    answer = pair.second.ask("POST", path, {"prompt": known + turn}).json()
+    assert (answer["status"], answer["tokens"], answer["where"]) == ("clipped", held, "device")
+    assert answer["prompt_tokens"] == 500
+    assert pair.second.complete(known + turn)["cached"] == held
+    assert pair.second.metric("vllm:external_prefix_cache_hits_total") == before, "it was on the device"
+    for body in ({"prompt": text(63, 200)}, {"prompt": known, "cache_salt": "other"}):
+        answer = pair.second.ask("POST", path, body).json()
+        assert (answer["status"], answer["tokens"], answer["where"]) == ("refused", 0, None)
+    assert pair.second.ask("POST", path, {}).status_code == 400
+    assert pair.second.ask("POST", path, {"prompt": known}, key="wrong").status_code == 401
+
+
 def test_the_openai_client_streams(pair: Pair) -> None:
     """OpenAI's client streams a chat with a named prefix, and gets the answer for the full messages."""
     client = openai.OpenAI(base_url=pair.second.url + "/v1", api_key=KEY, max_retries=0)

@@ -58,7 +58,6 @@ from vllm.v1.worker.worker_base import get_current_attn_backends
 
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.offload.staging import StagingArena
-from foreword.store.frame import HEADER_BYTES
 
 BLOCKS = 53
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -442,7 +441,7 @@ def payloads(built: Registered) -> str:
             cache.copy_(_all_noise()[start : start + cache.numel()].view(cache.shape))
         arena.gather([5, 6, 2], [0, 1, 2], number)
         for slot in range(3):
-            digest.update(arena.buffer(slot)[HEADER_BYTES : HEADER_BYTES + arena.block_bytes[number]])
+            digest.update(arena.buffer(slot)[: arena.block_bytes[number]])
         digest.update(repr(one).encode())
     return digest.hexdigest()
 

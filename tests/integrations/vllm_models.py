@@ -39,6 +39,11 @@ class Kind:
     exact: bool = True
     llm: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def reuse_needs_amx(self) -> bool:
+        """Whether vLLM's CPU build reuses prefixes only on processors with AMX."""
+        return self.layers.startswith("latent attention") and self.dtype == "bfloat16"
+
     def build(self, folder: Path, seed: int = 0) -> Path:
         """Write the model into the folder."""
         torch.manual_seed(seed)

@@ -75,7 +75,7 @@ def check(job: dict[str, Any], dtype: torch.dtype, head_size: int) -> tuple[int,
         group = UnitGroup(cpu_planes(caches[packing, size], packing, head_size), UNIT, HEAD_UNITS, make_copy)
         arena = StagingArena([group], len(units))
         arena.gather(units, units)
-        if [bytes(arena.buffer(unit)[HEADER_BYTES:]) for unit in units] != expected:
+        if [bytes(arena.buffer(unit)[:-HEADER_BYTES]) for unit in units] != expected:
             different.append(f"frames of {packing} {dtype} {size} {head_size}")
         for other, other_size in sizes:
             target = torch.zeros_like(caches[other, other_size])

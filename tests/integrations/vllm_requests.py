@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -191,13 +192,51 @@ def _names(engine: Engine, prompt: list[int]) -> list[bytes]:
 
     worker = worker_of(engine.llm)
     root = scheduler_of(engine.llm).connector._scheduler._info.root(b"")
-    return [worker.offload.units[0].layouts[0].fingerprint + key for key in chain_keys(root, prompt, 32)]
+    return worker.offload.units[0].names(root, chain_keys(root, prompt, 32))
 
 
 def _soon() -> float:
-    import time
-
     return time.monotonic() + WITHIN
+
+
+def retained(engine: Engine, prompts: Prompts) -> dict[str, Any]:
+    """One prompt is retained by `kv_transfer_params`, a part of the other is pinned by `kv_hints`; then one is released."""
+    from vllm import SamplingParams
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    def ask(name: str, prompt: list[int], actions: Any = None, hints: Any = None) -> Any:
+        extra = None if actions is None else {"kv_transfer_params": {"foreword_cache": actions}}
+        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra)
+        engine.engine.add_request(name, {"prompt_token_ids": prompt}, params, kv_hints=hints)
+        found = []
+        while engine.engine.has_unfinished_requests():
+            found += [one.kv_transfer_params for one in engine.engine.step() if one.finished]
+        engine.settle()
+        return (found[0] or {}).get("foreword_cache")
+
+    def pinned(count: int) -> int:
+        """Pinned blocks, once they are `count` or it takes too long."""
+        [tier] = worker_of(engine.llm).offload.store.tiers
+        deadline = _soon()
+        while True:
+            found = sum(one.pinned for one in tier.store.scan(deadline=deadline))
+            if found == count or time.monotonic() > deadline:
+                return found
+            time.sleep(0.05)
+
+    retain = {"action": "retain", "ttl": 600}
+    hint = KvHintAction("1", "pin", "1", {"tokens": 70})
+    hints = KvHintsEnvelope("1", "1", [hint, KvHintAction("2", "retain", "1", {"ttl": "x"})])
+    answers = [ask("kept", prompts[0], [retain, {"action": "other"}]), ask("hinted", prompts[1], None, hints)]
+    answers.append(
+        ask("malformed", prompts[1], [{"action": "retain", "ttl": -1}, {"action": "retain", "tokens": "x"}, 7])
+    )
+    found = {"answers": answers, "pinned": pinned(6)}
+    found["released"] = ask("release", prompts[0], [{"action": "release"}])
+    found["expired"] = pinned(2)
+    ask("end", prompts[1], [{"action": "release"}])
+    assert pinned(0) == 0
+    return found
 
 
 def session(engine: Engine, prompts: Prompts) -> dict[str, Any]:
@@ -311,6 +350,7 @@ CASES: dict[str, Callable[[Engine, Prompts], dict[str, Any]]] = {
         session,
         not_cached,
         refused,
+        retained,
     )
 }
 

@@ -147,6 +147,15 @@ def _digest(text: object) -> str:
     return found.hex()
 
 
+def _continues_prompts(vllm_config: Any) -> bool:
+    """False for latent attention on CPUs without AMX. vLLM's kernels there compute whole prompts only, and vLLM turns off
+    chunked prefill and its own prefix cache (`CpuPlatform.check_and_update_config`)."""
+    if not getattr(vllm_config.model_config, "use_mla", False):
+        return True
+    chunked = vllm_config.scheduler_config.enable_chunked_prefill
+    return bool(chunked or vllm_config.cache_config.enable_prefix_caching)
+
+
 class KVCacheInfo:
     """vLLM's model and KV cache as both sides of the connector need to know them.
 
@@ -159,6 +168,7 @@ class KVCacheInfo:
         chunk: the most tokens that one step computes.
         whole: every group has full attention, so a request can continue behind any block, and at the end of its prompt.
         events: whether vLLM publishes KV events.
+        loads: whether vLLM can compute the rest of a prompt whose start is loaded.
         separate: whether the scheduler is in another process than the workers.
     """
 
@@ -183,6 +193,7 @@ class KVCacheInfo:
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) != 1:
                 raise ModelUnsupported("context parallelism is not supported by Foreword's connector")
+        self.loads = _continues_prompts(vllm_config)
         self.model = model_digest(vllm_config, settings)
         self.loss = loss_of(settings.store.urls)
         self.units(0)

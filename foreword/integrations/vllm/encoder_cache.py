@@ -34,13 +34,15 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from foreword.blocks.keys import Scope
-from foreword.blocks.layout import Layout
+from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, StoreError
 from foreword.integrations.vllm.config import ConnectorSettings, model_digest
 from foreword.integrations.vllm.identity import MediaDigests, framed, tenant_salt
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
+from foreword.store.integrity import KeyRing
+from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
 
@@ -93,7 +95,7 @@ class EncoderStore:
         dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
         self._model = _encoder_digest(vllm_config, settings)
         self._layout = Layout(self._model, 1, (), dtype, order="encoder").fingerprint
-        self._store: TieredStore = open_store(settings.store.urls)
+        self._store: TieredStore = open_store(settings.store.urls, keys=KeyRing.from_environment())
         self._settings = settings
 
     def name(self, request: Any, version: bytes, content: bytes) -> OutputName:
@@ -102,11 +104,12 @@ class EncoderStore:
 
     def read(self, name: OutputName, rows: int, size: int) -> EncoderOutput | None:
         """The verified output with `rows` rows; None if there is none. `size`: bytes that it has at most."""
-        full, config = self._layout + name.key, self._settings.store
+        full, config = chain_prefix(self._layout, name.parent) + name.key, self._settings.store
         if not self._store.locate([full], deadline=time.monotonic() + config.lookup_timeout):
             return None
         buffer = memoryview(bytearray(HEADER_BYTES + _SHAPE.size + size))
-        found = self._store.fetch([full], [buffer], deadline=time.monotonic() + config.load_timeout)[0]
+        until = time.monotonic() + config.load_timeout
+        found = self._store.fetch([full], [buffer], deadline=until, on_late=used_once)[0]
         output = _unpacked(found.frame.payload) if found is not None else None
         return output if output is not None and output.shape[0] == rows else None
 
@@ -116,9 +119,10 @@ class EncoderStore:
         size = _SHAPE.size + data.nbytes
         buffer = memoryview(bytearray(HEADER_BYTES + size))
         dtype = str(output.dtype).removeprefix("torch.").encode()
-        _SHAPE.pack_into(buffer, HEADER_BYTES, dtype, *output.shape)
-        buffer[HEADER_BYTES + _SHAPE.size :] = data
-        return seal(Header(self._layout, name.key, name.parent, 0, 0, size, size), buffer)
+        _SHAPE.pack_into(buffer, 0, dtype, *output.shape)
+        buffer[_SHAPE.size : size] = data
+        root = name.parent[:ROOT_BYTES]
+        return seal(Header(self._layout, root, name.key, name.parent, 0, 0, size, size), buffer)
 
     def write(self, frame: Frame) -> None:
         self._store.put([frame], deadline=time.monotonic() + _WRITE_TIMEOUT)

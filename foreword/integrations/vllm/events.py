@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.layout import FINGERPRINT_BYTES, key_of
 from foreword.blocks.portable import BlockUnits
 from foreword.integrations.vllm.step_messages import TierChange
 from foreword.routing.kv_event_wire import LOCAL, REMOTE
@@ -55,7 +55,7 @@ class TierWatch:
 
     def _note(self, tier: int, stored: bool, names: Sequence[Name]) -> None:
         for layout, some in itertools.groupby(names, key=lambda name: name[:FINGERPRINT_BYTES]):
-            keys = tuple(name[FINGERPRINT_BYTES:] for name in some)
+            keys = tuple(key_of(name) for name in some)
             if layout in self._parts:
                 part, group = self._parts[layout]
                 with self._lock:

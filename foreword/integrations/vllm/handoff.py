@@ -25,6 +25,7 @@ import msgspec
 from vllm.v1.request import RequestStatus
 
 from foreword.blocks.keys import TokenChain
+from foreword.config import ALL_RIGHTS
 from foreword.errors import TransferRefused
 from foreword.integrations.vllm.config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
@@ -75,18 +76,18 @@ class KVHandoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 @dataclass(frozen=True, slots=True)
 class HandoffTerms:
-    """What both instances must have in common: the layout of blocks, and the secret."""
+    """What both instances must have in common: the layout of blocks, and a secret. The first one authenticates messages."""
 
     block_size: int
     layouts: tuple[bytes, ...]
-    secret: str = field(repr=False)
+    secrets: tuple[str, ...] = field(repr=False)
 
     def write(self, lease: bytes, addresses: Sequence[str], tokens: int, last: bytes) -> dict[str, Any]:
         """The value of `kv_transfer_params["foreword"]`."""
         layouts = tuple(one.hex() for one in self.layouts)
         handoff = KVHandoff(_VERSION, lease.hex(), tuple(addresses), tokens, self.block_size, layouts, last.hex())
         found: dict[str, Any] = json.loads(msgspec.json.encode(handoff))
-        return {**found, "proof": handoff.proof_with(self.secret)}
+        return {**found, "proof": handoff.proof_with(self.secrets[0])}
 
     def read(self, params: dict[str, Any]) -> KVHandoff:
         """The message of another instance. Raises TransferRefused if its blocks cannot be used here."""
@@ -97,7 +98,8 @@ class HandoffTerms:
             lease, last = bytes.fromhex(handoff.lease), bytes.fromhex(handoff.last)
         except (msgspec.ValidationError, ValueError) as error:
             raise TransferRefused(f"kv_transfer_params are not valid: {error}") from None
-        if not hmac.compare_digest(handoff.proof.encode(), handoff.proof_with(self.secret).encode()):
+        proofs = [handoff.proof_with(secret).encode() for secret in self.secrets]
+        if not any(hmac.compare_digest(handoff.proof.encode(), proof) for proof in proofs):
             raise TransferRefused(
                 "kv_transfer_params were written with another secret; give both the same transfer.secret_env"
             )
@@ -142,8 +144,9 @@ class HandoffScheduler:
     def __init__(self, info: KVCacheInfo, settings: ConnectorSettings) -> None:
         self._info = info
         layouts = tuple(b"".join(rank) for rank in info.fingerprints())
-        secret = (settings.transfer.secret if settings.transfer is not None else None) or ""
-        self._terms = HandoffTerms(info.key_size, layouts, secret)
+        known = settings.transfer.shared_secrets() if settings.transfer is not None else ()
+        secrets = tuple(secret.text for secret in known if secret.rights == ALL_RIGHTS) or ("",)
+        self._terms = HandoffTerms(info.key_size, layouts, secrets)
         self._settings = settings
         self._addresses: tuple[str, ...] = ()
         # As producer: requests that run with leased blocks, and requests that have ended and whose blocks are kept.

@@ -62,7 +62,12 @@ _PLAIN = RequestIdentity()
 
 def tenant_salt(request: Any) -> bytes:
     """The salt of the root of a request's chain: its `cache_salt`."""
-    return _SALT + request.cache_salt.encode() if request.cache_salt else b""
+    return salt_of(request.cache_salt)
+
+
+def salt_of(cache_salt: str | None) -> bytes:
+    """The salt of a chain's root for a `cache_salt`."""
+    return _SALT + cache_salt.encode() if cache_salt else b""
 
 
 def framed(*parts: bytes) -> bytes:

@@ -15,7 +15,7 @@ from foreword.offload.manager import StoreLoad
 from foreword.offload.policy import search_timeout
 from foreword.offload.search import StoredGroup, find_resumable
 from foreword.store.base import Store
-from foreword.store.tiered import Rate
+from foreword.store.tier import Rate
 from foreword.store.urls import StoreUrl
 
 
@@ -57,14 +57,16 @@ class StoreLookup:
             )
             self._memory.set_ranks({layout.fingerprint: store for store, layout in layouts})
 
-    def find_position(self, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, limit: int) -> StoreLoad:
+    def find_position(
+        self, groups: Sequence[StoredGroup], root: bytes, keys: Sequence[bytes], held: int, limit: int
+    ) -> StoreLoad:
         """Start a search."""
         rate = self.prefill_rate.value
         seconds = search_timeout(self._timeout, (limit - held) / rate if rate else 0.0)
-        load = StoreLoad([], time.monotonic() + seconds)
+        load = StoreLoad([], time.monotonic() + seconds, root)
 
         def search() -> None:
-            load.found = find_resumable(self.store, groups, keys, held, limit, deadline=load.deadline)
+            load.found = find_resumable(self.store, groups, root, keys, held, limit, deadline=load.deadline)
 
         self._pool.submit(search)
         return load

@@ -3,9 +3,9 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "ForewordConnector", ...}' \\
         --middleware foreword.integrations.vllm.NamedPrefixes
 
-It adds `/v1/prefixes`, as Foreword's own server has it, and understands `"prefix": "NAME"` in the bodies of `/v1/completions`
-and `/v1/chat/completions`: the prefix is put before the prompt or the messages, and vLLM sees an ordinary request. It also adds
-`/v1/foreword/weights_version`, for weights that are updated in place.
+It adds `/v1/prefixes` and `/v1/cache/prefetch`, as Foreword's own server has them. It understands `"prefix": "NAME"` in the
+bodies of `/v1/completions` and `/v1/chat/completions`: the prefix is put before the prompt or the messages, and vLLM sees an
+ordinary request. It also adds `/v1/foreword/weights_version`, for weights that are updated in place.
 
 vLLM runs such a middleware outside its own, before the one that checks the API key. So this one only installs `PrefixRoutes`
 directly before vLLM's routes when the server starts: what gets there has passed all other middleware.
@@ -18,22 +18,26 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from msgspec import Meta
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foreword.api.bodies import Body, NewOpenPrefixBody, OpenPrefixBody, parse_body
+from foreword.api.dialects.limits import Limits
 from foreword.api.errors import error_response
 from foreword.api.prefixes import PrefixEndpoints
-from foreword.api.schemas import Body, NewPrefix, PrefixContent, parse
 from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound
+from foreword.integrations.vllm.prefetch import PrefetchEndpoint
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage
 from foreword.integrations.vllm.prefixes import InnerServer, VllmPrefixes
 from foreword.prefixes.book import NamedPrefix
 
+_LIMITS = Limits()
 _PREFIXES = "/v1/prefixes"
+_PREFETCH = "/v1/cache/prefetch"
 _COMPLETIONS = "/v1/completions"
 _CHAT = "/v1/chat/completions"
 # Under /v1, where vLLM asks for its API key.
@@ -76,9 +80,10 @@ class NamedPrefixes:
         if config is None or routes is None:
             raise ConfigError("NamedPrefixes is a middleware for `vllm serve` of vLLM 0.31 or later")
         storage = await asyncio.to_thread(ConnectorStorage, config)
-        prefixes = VllmPrefixes(storage, InnerServer(self.app, host, _api_key(host.state)))
+        inner = InnerServer(self.app, host, _api_key(host.state))
+        prefixes = VllmPrefixes(storage, inner)
         weights = WeightsEndpoints(getattr(host.state, "engine_client", None))
-        host.router.middleware_stack = PrefixRoutes(routes, prefixes, weights)
+        host.router.middleware_stack = PrefixRoutes(routes, prefixes, weights, PrefetchEndpoint(storage, inner))
         return prefixes
 
 
@@ -89,22 +94,8 @@ def _api_key(state: Any) -> str | None:
     return next((key for key in keys if key), None)
 
 
-class _VllmPrefixContent(PrefixContent):
-    """`PUT`, with messages in any form that vLLM reads."""
-
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)  # type: ignore[assignment]
-
-
-class _NewVllmPrefix(NewPrefix):
-    """`POST`, likewise."""
-
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)  # type: ignore[assignment]
-
-
-class _NewVersion(Body):
-    model_config = ConfigDict(extra="forbid")
-
-    version: str = Field(min_length=1, max_length=256)
+class _NewVersion(Body, kw_only=True, forbid_unknown_fields=True):
+    version: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class WeightsEndpoints:
@@ -122,7 +113,7 @@ class WeightsEndpoints:
         if not hasattr(self._client, "update_weight_version"):
             raise NotFound("this vLLM knows no version of weights; vLLM 0.32 does")
         if method == "POST":
-            await self._set(parse(_NewVersion, body).version)
+            await self._set(parse_body(_NewVersion, body, _LIMITS).version)
         elif method != "GET":
             raise NotFound(f"there is no {method} {_WEIGHTS}")
         return {"version": await self._client.get_weight_version()}
@@ -139,17 +130,20 @@ class WeightsEndpoints:
 
 
 class PrefixRoutes:
-    """The routes of named prefixes and of the weights' version, before those of vLLM."""
+    """The routes of named prefixes, prefetches and the weights' version, before those of vLLM."""
 
-    def __init__(self, app: ASGIApp, prefixes: VllmPrefixes, weights: WeightsEndpoints) -> None:
+    def __init__(
+        self, app: ASGIApp, prefixes: VllmPrefixes, weights: WeightsEndpoints, prefetch: PrefetchEndpoint
+    ) -> None:
         self._app = app
         self._prefixes = prefixes
         self._endpoints = PrefixEndpoints(prefixes)
         self._weights = weights
+        self._prefetch = prefetch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
-        manages = path in (_PREFIXES, _WEIGHTS) or path.startswith(_PREFIXES + "/")
+        manages = path in (_PREFIXES, _WEIGHTS, _PREFETCH) or path.startswith(_PREFIXES + "/")
         if not manages and (path not in (_COMPLETIONS, _CHAT) or scope["method"] != "POST"):
             await self._app(scope, receive, send)
             return
@@ -177,7 +171,11 @@ class PrefixRoutes:
             self._prefixes.used(prefix, watched.count)
 
     async def _manage(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        """`/v1/prefixes` and the weights' version: status and JSON."""
+        """All but completions: status and JSON."""
+        if path == _PREFETCH:
+            if method != "POST":
+                raise NotFound(f"there is no {method} {_PREFETCH}")
+            return 200, await self._prefetch.answer(body, _LIMITS)
         if path == _WEIGHTS:
             return 200, await self._weights.answer(method, body)
         name = path[len(_PREFIXES) + 1 :]
@@ -185,12 +183,12 @@ class PrefixRoutes:
             case "GET", "":
                 return 200, await self._endpoints.list()
             case "POST", "":
-                new = parse(_NewVllmPrefix, body)
+                new = parse_body(NewOpenPrefixBody, body, _LIMITS)
                 return await self._endpoints.add(new.name, new.content, new.messages, replace=new.replace)
             case "GET", _:
                 return 200, await self._endpoints.show(name)
             case "PUT", _ if name:
-                content = parse(_VllmPrefixContent, body)
+                content = parse_body(OpenPrefixBody, body, _LIMITS)
                 return await self._endpoints.add(name, content.content, content.messages, replace=True)
             case "DELETE", _ if name:
                 return 200, await self._endpoints.remove(name)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreword.blocks.keys import Scope, chain_keys
-from foreword.blocks.layout import ITEM_BYTES
-from foreword.blocks.resume import KVGroup, alignment
+from foreword.blocks.layout import ITEM_BYTES, chain_prefix
+from foreword.blocks.resume import KVGroup, alignment, longest_resumable
 from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
 from foreword.integrations.vllm.config import ConnectorSettings, model_digest
 from foreword.integrations.vllm.identity import RequestIdentity
@@ -22,7 +22,8 @@ from foreword.prefixes.erasure import LayoutRecord, layouts
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
 from foreword.prefixes.stored import PrefixStorage, common_length
 from foreword.store.base import Name
-from foreword.store.tiered import StoreTier
+from foreword.store.integrity import KeyRing
+from foreword.store.tier import StoreTier
 from foreword.store.urls import open_store, parse
 
 logger = logging.getLogger(__name__)
@@ -88,10 +89,11 @@ class ConnectorStorage(PrefixStorage):
         self._units = settings.units
         self._name = str(vllm_config.model_config.model)
         self._dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+        self._longest = int(vllm_config.model_config.max_model_len)
         self._ranks = int(vllm_config.parallel_config.tensor_parallel_size)
         urls = [url for url in settings.store.urls if parse(url).persistent]
         self._visible = bool(urls)
-        self._store = open_store(urls or ["memory://?size=1MiB"])
+        self._store = open_store(urls or ["memory://?size=1MiB"], keys=KeyRing.from_environment())
         self._limits = [_pin_limit(tier, url) for tier, url in zip(self._store.tiers, urls, strict=False)]
         self.budget_bytes = min((limit for limit in self._limits if limit is not None), default=None)
         self._layouts: list[_GroupLayout] = []
@@ -138,15 +140,41 @@ class ConnectorStorage(PrefixStorage):
             and (shard[1] if isinstance(shard, list) and len(shard) == 2 else None) == self._ranks
         )
 
-    def _position(self, num_tokens: int) -> int:
+    def position(self, num_tokens: int) -> int:
         """The last position in a prefix from which requests can continue."""
         step = alignment([layout.group for layout in self._layouts]) if self._layouts else 1
         return num_tokens - num_tokens % step
 
     def size_of(self, num_tokens: int) -> int:
         """Bytes of the blocks with which a request continues after `num_tokens` tokens, all ranks together."""
-        position = self._position(num_tokens)
+        position = self.position(num_tokens)
         return sum(len(layout.needed(position)) * layout.block_bytes for layout in self._layouts)
+
+    def stored(self, tokens: Sequence[int], salt: bytes) -> int:
+        """After how many tokens of a prompt a request with this salt can continue, with what the stores have."""
+        if not self._find_layouts():
+            return 0
+        root = Scope(self._model, self._key_size, salt).root()
+        keys = chain_keys(root, tokens[: self._longest], self._key_size, self._extras)
+        deadline = time.monotonic() + _CALL_WITHIN
+
+        def names(layout: _GroupLayout, blocks: Iterable[int]) -> list[Name]:
+            stride = layout.group.block_size // self._key_size
+            return [chain_prefix(layout.fingerprint, root) + keys[(block + 1) * stride - 1] for block in blocks]
+
+        def run(layout: _GroupLayout) -> int:
+            every = range(len(keys) * self._key_size // layout.group.block_size)
+            return self._store.lookup(names(layout, every), deadline=deadline) if layout.group.whole else 0
+
+        runs = [run(layout) for layout in self._layouts]
+
+        def present(number: int, block: int) -> bool:
+            layout = self._layouts[number]
+            if layout.group.whole:
+                return block < runs[number]
+            return self._store.lookup(names(layout, [block]), deadline=deadline) == 1
+
+        return longest_resumable([layout.group for layout in self._layouts], len(keys) * self._key_size, present)
 
     def keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
         """Named prefixes of vLLM have no salt."""
@@ -158,7 +186,11 @@ class ConnectorStorage(PrefixStorage):
         return self._layouts[0].key_size if self._layouts else 0
 
     def _chain_keys(self, tokens: Sequence[int]) -> list[bytes]:
-        return chain_keys(Scope(self._model, self._key_size).root(), tokens, self._key_size, self._extras)
+        return chain_keys(self._root, tokens, self._key_size, self._extras)
+
+    @property
+    def _root(self) -> bytes:
+        return Scope(self._model, self._key_size).root()
 
     # Records
 
@@ -214,8 +246,9 @@ class ConnectorStorage(PrefixStorage):
 
     def _names(self, tokens: Sequence[int], layout: _GroupLayout) -> list[Name]:
         keys, stride = self._chain_keys(tokens), layout.group.block_size // self._key_size
-        blocks = layout.needed(self._position(len(tokens)))
-        return [layout.fingerprint + keys[(block + 1) * stride - 1] for block in blocks]
+        blocks = layout.needed(self.position(len(tokens)))
+        prefix = chain_prefix(layout.fingerprint, self._root)
+        return [prefix + keys[(block + 1) * stride - 1] for block in blocks]
 
     def close(self) -> None:
         self._store.close()

@@ -17,7 +17,7 @@ from foreword.errors import ConfigError, TransferError, TransferTimeout
 from foreword.integrations.vllm.step_messages import KVProducer
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
-from foreword.store.tiered import StoreTier
+from foreword.store.tier import StoreTier
 from foreword.store.wrappers import ReadOnlyStore
 from foreword.transfer.connection import Connection
 from foreword.transfer.endpoint import TransferEndpoint

@@ -10,6 +10,7 @@ from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.config import TransferConfig
 from foreword.errors import ConfigError
 from foreword.store.base import Name, Store
+from foreword.store.integrity import KeyRing
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import Opener, StoreUrl, open_store
 from foreword.store.wrappers import ReadOnlyStore
@@ -56,7 +57,10 @@ def open_tiers(urls: Sequence[str], layouts: Sequence[Layout], openers: Mapping[
     """Like `open_store`, but without URLs there are no tiers: an instance may only hand prompts off. Codecs encode keys and
     values of all layouts."""
     coded = [layout for layout in layouts[1:] if layout.layers]
-    return open_store(urls, layouts[0] if layouts else None, openers, more_layouts=coded) if urls else TieredStore([])
+    if not urls:
+        return TieredStore([])
+    keys = KeyRing.from_environment()
+    return open_store(urls, layouts[0] if layouts else None, openers, more_layouts=coded, keys=keys)
 
 
 def rank_peer_opener(config: TransferConfig, rank: int, ranks: int) -> Opener:

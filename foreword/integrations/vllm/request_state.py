@@ -11,6 +11,7 @@ from foreword.blocks.keys import TokenChain
 from foreword.blocks.runs import consecutive_runs
 from foreword.integrations.vllm.config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.identity import RequestIdentity
+from foreword.integrations.vllm.retentions import CacheAction
 from foreword.integrations.vllm.step_messages import BlockSave
 from foreword.offload.manager import StoreLoad
 from foreword.offload.search import Found
@@ -32,6 +33,7 @@ class RequestState:
         ends: position and key of the recurrent states that were saved at the ends of the prompt and of the turn.
         no_more_loads: a load of this request has failed, and another would fail again.
         tiers: tokens loaded, by the label of the tier.
+        actions: the request's cache control; `retained` are the positions that it keeps.
     """
 
     request: Any
@@ -48,6 +50,8 @@ class RequestState:
     ends: dict[int, bytes] = field(default_factory=dict)
     no_more_loads: bool = False
     tiers: dict[str, int] = field(default_factory=dict)
+    actions: Sequence[CacheAction] = ()
+    retained: Sequence[int] = ()
 
     def start_over(self, info: KVCacheInfo, held: int) -> None:
         """vLLM is about to schedule the request with the first `held` tokens from its own cache."""
@@ -79,6 +83,8 @@ class RequestState:
                 resumed=resumed,
                 cached=max(self.reach, getattr(request, "shared_prefix_boundary", 0) or 0),
             )
+            for position in self.retained:
+                self.plan.add(position)
         return self.plan
 
     def filled(self, info: KVCacheInfo, known: int, ids: BlockIds) -> Iterator[BlockSave]:
@@ -105,7 +111,7 @@ class RequestState:
         size = info.groups[group].block_size
         keys, depth = self.frame_keys(info, group, numbers), numbers[0] * info.keys_before(group)
         parent = self.key_at(info, numbers[0] * size)
-        return BlockSave(group, keys, parent, depth, tuple(ids), self.identity.adapter)
+        return BlockSave(group, self.chain.root, keys, parent, depth, tuple(ids), self.identity.adapter)
 
     def frame_keys(self, info: KVCacheInfo, group: int, numbers: Iterable[int]) -> tuple[bytes, ...]:
         """Keys of the frames of a group's blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from array import array
@@ -20,6 +21,7 @@ from foreword.integrations.vllm.handoff import HandoffScheduler
 from foreword.integrations.vllm.identity import RequestIdentity, request_identities, tenant_salt
 from foreword.integrations.vllm.lookup import StoreLookup
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
+from foreword.integrations.vllm.retentions import PARAMS_KEY, ConnectorRetentions, actions_of
 from foreword.integrations.vllm.step_messages import (
     BlockLoad,
     BlockSave,
@@ -62,8 +64,12 @@ class ForewordConnectorScheduler:
         self._version = settings.version_of(info.config)
         follow_engine(info.config, "set_weight_version", self.set_weights_version)
         self._replaced = ReplacedCheckpoints()
-        self._to_delete: list[tuple[int, bytes]] = []
+        self._to_delete: list[tuple[int, bytes, bytes]] = []
         self._events_until = 0.0
+        if not info.loads:
+            logger.warning(
+                "vLLM cannot continue this model's prompts on this processor: KV is saved, and none is loaded"
+            )
         self._step = (0, 0.0)  # tokens of the last step, and when it was scheduled
         self._worker: ForewordConnectorWorker | None = worker_of(engine)
         self._lookup = None if self._worker is not None else StoreLookup(info, settings)
@@ -75,6 +81,10 @@ class ForewordConnectorScheduler:
         self._schemes = dict(zip(labels, schemes, strict=True))
         self._producers_tier = len(schemes)  # after the stores
         self._handoff = HandoffScheduler(info, settings)
+        per_key = sum(one.block_bytes * info.key_size // one.block_size for one in info.groups) * info.ranks
+        self._retentions = ConnectorRetentions(
+            stores.store, self._groups, info.model, info.key_size, info.step, per_key
+        )
         tiers = [(scheme, label) for label, scheme in self._schemes.items()]
         sizes = [one.block_size for one in info.groups]
         self.events = TierEvents(tiers, [len(one.layouts) for one in self._groups], sizes) if info.events else None
@@ -88,11 +98,13 @@ class ForewordConnectorScheduler:
             return 0, False
         state.start_over(self._info, num_computed_tokens)
         limit = self._info.limit(request.num_tokens) // self._info.step * self._info.step
-        if num_computed_tokens >= limit or state.no_more_loads or getattr(request, "skip_reading_prefix_cache", False):
+        unread = state.no_more_loads or getattr(request, "skip_reading_prefix_cache", False)
+        if num_computed_tokens >= limit or unread or not self._info.loads:
             return 0, False
         if state.search is None or num_computed_tokens < state.searched_from:
             keys = state.chain.keys_to(limit // self._info.key_size)
-            state.search = self._stores.find_position(self._groups, keys, num_computed_tokens, limit)
+            root = state.chain.root
+            state.search = self._stores.find_position(self._groups, root, keys, num_computed_tokens, limit)
             state.searched_from, state.found = num_computed_tokens, None
         if state.found is None:
             if not state.search.answered:
@@ -158,6 +170,7 @@ class ForewordConnectorScheduler:
             state = RequestState(request, self._chain(request, identity, tokens), identity)
             self._requests[request.request_id] = state
             state.start_over(self._info, 0)
+            self._note_retentions(state)
             return state
         if state.identity is not identity:
             state.identity, state.chain = identity, self._chain(request, identity, state.chain.tokens)
@@ -166,6 +179,16 @@ class ForewordConnectorScheduler:
         if len(state.chain) < len(tokens):
             state.chain.tokens.extend(tokens[len(state.chain) :])
         return state
+
+    def _note_retentions(self, state: RequestState) -> None:
+        """Renew what a new request uses, and plan checkpoints for what it asks to keep."""
+        request, prompt = state.request, state.request.num_prompt_tokens
+        state.actions = actions_of(request)
+        state.retained = self._retentions.positions(state.actions, prompt)
+        if len(self._retentions.book):
+            self._retentions.used(state.chain.keys_to(prompt // self._info.key_size))
+        if state.retained and hasattr(request, "shared_prefix_boundary"):
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, state.retained[-1])
 
     def _chain(self, request: Any, identity: RequestIdentity, tokens: Sequence[int]) -> TokenChain:
         root = self._info.root(tenant_salt(request))
@@ -199,7 +222,8 @@ class ForewordConnectorScheduler:
         if not any(self._producers_tier in part.places for part in parts):
             self._handoff.release(request)
         producer = self._handoff.take(request.request_id)
-        load = BlockLoad(request.request_id, state.held, position, parts, producer, state.identity.adapter)
+        root, adapter = state.chain.root, state.identity.adapter
+        load = BlockLoad(request.request_id, root, state.held, position, parts, producer, adapter)
         self._to_load.append(load)
         self._loading[request.request_id] = load
         state.skip_to(self._info, position)
@@ -399,7 +423,17 @@ class ForewordConnectorScheduler:
         self._last_saves += last
         if last and params is None:
             self._finished.append(request.request_id)
-        return bool(last) or params is not None, params
+        answers = self._retain(state) if state is not None and state.actions else None
+        return bool(last) or params is not None, params if answers is None else {**(params or {}), PARAMS_KEY: answers}
+
+    def _retain(self, state: RequestState) -> list[dict[str, Any]] | None:
+        """Follow the cache control of a request that has ended. The answers, for its `kv_transfer_params`."""
+        request, prompt = state.request, state.request.num_prompt_tokens
+        if request.status not in _ENDED or request.num_computed_tokens < prompt:
+            return None
+        keys = state.chain.keys_to(prompt // self._info.key_size)[: prompt // self._info.key_size]
+        answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, tenant_salt(request))
+        return [dataclasses.asdict(one) for one in answers]
 
     def _end_of_turn(self, state: RequestState, ids: BlockIds) -> list[BlockSave]:
         """The windows with which the next turn continues. (Recurrent states were saved when they were computed.)"""
@@ -429,7 +463,7 @@ class ForewordConnectorScheduler:
         key_before = b"" if diverged else state.key_at(self._info, resumed)
         for key in self._replaced.ended(state.ends, resumed, key_before):
             groups = (number for number, one in enumerate(self._info.groups) if one.group.kind is GroupKind.STATE)
-            self._to_delete += [(number, key) for number in groups]
+            self._to_delete += [(number, state.chain.root, key) for number in groups]
 
     def set_workers(self, workers: Mapping[int, WorkerHandshake]) -> None:
         """Where the workers listen, by rank."""
@@ -472,5 +506,6 @@ class ForewordConnectorScheduler:
             state.chain = self._chain(state.request, state.identity, state.chain.tokens)
 
     def close(self) -> None:
+        self._retentions.close()
         if self._lookup is not None:
             self._lookup.close()

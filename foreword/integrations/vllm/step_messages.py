@@ -55,12 +55,14 @@ class BlockLoad:
     """What is to be loaded for one request.
 
     Attributes:
+        root: root key of the request's chain.
         held, position: tokens that the request has before the load, and after it.
         producer: who has what the stores do not have. Its lease ends with this load.
         adapter: the adapter that the blocks were computed with.
     """
 
     request_id: str
+    root: bytes
     held: int
     position: int
     parts: tuple[GroupBlocks, ...]
@@ -70,10 +72,12 @@ class BlockLoad:
 
 @dataclass(frozen=True, slots=True)
 class BlockSave:
-    """Consecutive blocks of a KV group that are computed when this step ends: the keys of their frames, the key before them,
-    the index of the first frame in the chain, vLLM's block ids, and the adapter with which they are computed."""
+    """Consecutive blocks of a KV group that are computed when this step ends: the root key of their chain, the keys of their
+    frames, the key before them, the index of the first frame in the chain, vLLM's block ids, and the adapter with which they
+    are computed."""
 
     group: int
+    root: bytes
     keys: tuple[bytes, ...]
     parent: bytes
     depth: int
@@ -108,7 +112,7 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
         tokens: how many tokens the step computes.
         leases, revoked: blocks to keep for other instances, and blocks not to keep any longer.
         released: producers whose blocks are not needed.
-        deletes: group and key of blocks that are not needed any more.
+        deletes: group, root key and key of blocks that are not needed any more.
         finished: requests that have ended and whose last blocks are among `saves`; vLLM gets their blocks back then.
     """
 
@@ -118,7 +122,7 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     leases: list[BlockLease] = field(default_factory=list)
     revoked: list[LeaseRevocation] = field(default_factory=list)
     released: list[KVProducer] = field(default_factory=list)
-    deletes: list[tuple[int, bytes]] = field(default_factory=list)
+    deletes: list[tuple[int, bytes, bytes]] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from foreword import __version__
-from foreword.blocks.layout import Layout
+from foreword.blocks.layout import Layout, chain_prefix
 from foreword.config import TransferConfig, parse_bytes
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.config import ConnectorSettings, KVCacheInfo
@@ -42,7 +42,8 @@ from foreword.offload.staging import StagedGroup, StagingArena
 from foreword.store.background import set_background_cores, use_background_cores
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
-from foreword.store.tiered import StoreTier, TieredStore
+from foreword.store.tier import StoreTier
+from foreword.store.tiered import TieredStore
 from foreword.store.urls import parse
 
 logger = logging.getLogger(__name__)
@@ -213,7 +214,9 @@ class ForewordConnectorWorker:
     def _store_load(self, load: BlockLoad) -> StoreLoad:
         assert self.offload is not None
         units = self.offload.units
-        found = StoreLoad([name for part in load.parts for name in units[part.group].names(part.keys)], math.inf)
+        found = StoreLoad(
+            [name for part in load.parts for name in units[part.group].names(load.root, part.keys)], math.inf
+        )
         places = [(part, place) for part in load.parts for place in part.places]
         found.places = [place for part, place in places for _ in range(units[part.group].block_units)]
         found.groups = [part.group for part, _ in places for _ in range(units[part.group].block_units)]
@@ -287,11 +290,11 @@ class ForewordConnectorWorker:
             self.offload.prefill_rate.note(metadata.tokens, time.monotonic() - self.step_started)
         for save in metadata.saves:
             if self._saves[save.group] and self._may_save(save):
-                self.offload.save(save.keys, save.parent, save.depth, save.blocks, save.group)
+                self.offload.save(save.root, save.keys, save.parent, save.depth, save.blocks, save.group)
         self._saved_requests.update(metadata.finished)
         if metadata.deletes:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]
-            self.offload.delete([layouts[group] + key for group, key in metadata.deletes])
+            self.offload.delete([chain_prefix(layouts[group], root) + key for group, root, key in metadata.deletes])
         if self._leases is not None:
             for lease in metadata.leases:
                 if all(map(self._may_save, (*lease.held, *lease.copied))):

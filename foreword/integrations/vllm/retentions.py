@@ -1,0 +1,171 @@
+"""Cache control under vLLM: requests ask the connector to keep their prefixes in the stores.
+
+A request says so with vLLM's `kv_hints`, or with `kv_transfer_params`:
+
+    {"foreword_cache": [{"action": "retain", "tokens": 2048, "ttl": 300, "priority": 10}]}
+
+An action of `kv_hints` has the `action_type` `retain`, `pin` or `release`, and the other fields as its payload. Without
+`tokens` it is about the whole prompt. What vLLM's own cache keeps, the connector cannot change.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from foreword.blocks.keys import tenant_digest
+from foreword.blocks.layout import chain_prefix
+from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer, RetentionBook
+from foreword.offload.search import StoredGroup
+from foreword.prefixes.stored_retentions import StoredRetentions
+from foreword.store.base import Name, Store
+
+logger = logging.getLogger(__name__)
+
+PARAMS_KEY: Final = "foreword_cache"
+MAX_ACTIONS: Final = 16
+_DEFAULT_TTL: Final = 300.0
+_PIN_SHARE: Final = 0.5
+_UNBOUNDED: Final = 1 << 40
+_PIN_TIMEOUT: Final = 5.0
+# Blocks are written after they were asked for: they are pinned when they are there, within this many tries.
+_TRIES: Final = 60
+_MAX_PENDING: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAction:
+    """What a request asks for. `tokens`: None for the whole prompt; `ttl`: None for a pin."""
+
+    verb: Literal["retain", "pin", "release"]
+    tokens: int | None = None
+    ttl: float | None = _DEFAULT_TTL
+    priority: int = 0
+
+
+def actions_of(request: Any) -> list[CacheAction]:
+    """What a request asks for. Actions that are malformed or of another kind are skipped."""
+    hints = getattr(getattr(request, "kv_hints", None), "actions", None) or ()
+    given = [(one.action_type, one.payload) for one in hints[:MAX_ACTIONS]]
+    listed = (request.kv_transfer_params or {}).get(PARAMS_KEY) or ()
+    if isinstance(listed, list):
+        given += [(one.get("action"), one) for one in listed[:MAX_ACTIONS] if isinstance(one, dict)]
+    found = (_action(verb, fields) for verb, fields in given)
+    return [action for action in found if action is not None][:MAX_ACTIONS]
+
+
+def _action(verb: object, fields: Any) -> CacheAction | None:
+    if verb not in ("retain", "pin", "release") or not isinstance(fields, dict):
+        return None
+    tokens, ttl, priority = fields.get("tokens"), fields.get("ttl", _DEFAULT_TTL), fields.get("priority", 0)
+    numbers = [0 if tokens is None else tokens, ttl, priority]
+    if not all(type(one) in (int, float) and math.isfinite(one) for one in numbers):
+        return None
+    if ttl <= 0 or not 0 <= priority <= MAX_PRIORITY or (tokens is not None and tokens <= 0):
+        return None
+    return CacheAction(
+        verb,
+        None if tokens is None else int(tokens),
+        None if verb == "pin" else float(ttl),
+        MAX_PRIORITY if verb == "pin" else int(priority),
+    )
+
+
+class ConnectorPins:
+    """Pins blocks of the connector's KV groups in its stores, as soon as they have been written."""
+
+    def __init__(self, store: Store, groups: Sequence[StoredGroup], key_size: int) -> None:
+        self.needed: list[Callable[[], Iterable[Sequence[bytes]]]] = []
+        self._store = store
+        self._groups = groups
+        self._key_size = key_size
+        self._pending: dict[bytes, tuple[bytes, Sequence[bytes], int]] = {}
+
+    def pin(self, root: bytes, keys: Sequence[bytes]) -> None:
+        """Pin what continuing behind these blocks needs."""
+        if not self._pinned(root, keys) and len(self._pending) < _MAX_PENDING:
+            self._pending[keys[-1]] = root, keys, _TRIES
+
+    def tick(self) -> None:
+        """Try again to pin what was not written yet."""
+        pending, self._pending = self._pending, {}
+        for key, (root, keys, tries) in pending.items():
+            if not self._pinned(root, keys) and tries > 1:
+                self._pending[key] = root, keys, tries - 1
+
+    def unpin(self, root: bytes, keys: Sequence[bytes]) -> None:
+        """Unpin what no other prefix needs."""
+        self._pending.pop(keys[-1], None)
+        kept = {name for source in self.needed for chain in source() for name in self._names(root, chain)}
+        names = [name for name in self._names(root, keys) if name not in kept]
+        self._store.pin(names, pinned=False, deadline=time.monotonic() + _PIN_TIMEOUT)
+
+    def _pinned(self, root: bytes, keys: Sequence[bytes]) -> bool:
+        names = self._names(root, keys)
+        return self._store.pin(names, deadline=time.monotonic() + _PIN_TIMEOUT) == len(names)
+
+    def _names(self, root: bytes, keys: Sequence[bytes]) -> list[Name]:
+        position = len(keys) * self._key_size
+        return [
+            chain_prefix(layout, root) + key
+            for group in self._groups
+            for key in group.keys(keys, sorted(group.group.needed(position)))
+            for layout in group.layouts
+        ]
+
+
+class ConnectorRetentions:
+    """The retentions of a vLLM engine. The book counts keys of blocks, which the stores pin.
+
+    Args:
+        step: positions from which requests can continue are multiples of this.
+        key_bytes: bytes that the stores keep per block key, about.
+    """
+
+    def __init__(
+        self, store: Store, groups: Sequence[StoredGroup], model: bytes, key_size: int, step: int, key_bytes: int
+    ) -> None:
+        size = store.status().budget
+        budget = int(size * _PIN_SHARE) // max(key_bytes, 1) if size > 0 else _UNBOUNDED
+        self.book = RetentionBook(budget, budget)
+        self._step = step
+        self._key_size = key_size
+        self._whole = any(not group.group.whole for group in groups)
+        pins = ConnectorPins(store, groups, key_size)
+        self._stored = StoredRetentions(self.book, store, pins, model.hex(), key_size)
+
+    def positions(self, actions: Sequence[CacheAction], num_prompt: int) -> list[int]:
+        """Where the KV that actions keep ends."""
+        ends = (min(one.tokens or num_prompt, num_prompt) for one in actions if one.verb != "release")
+        return sorted({end - end % self._step for end in ends} - {0})
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """A request begins with these blocks."""
+        self.book.on_path(keys)
+
+    def apply(
+        self, actions: Sequence[CacheAction], root: bytes, keys: Sequence[bytes], num_prompt: int, salt: bytes
+    ) -> list[RetentionAnswer]:
+        """Follow the actions of a request whose prompt was computed. `keys`: of the prompt's blocks."""
+        return [self._apply(one, root, keys, num_prompt, tenant_digest(salt)) for one in actions]
+
+    def _apply(
+        self, action: CacheAction, root: bytes, keys: Sequence[bytes], num_prompt: int, tenant: str
+    ) -> RetentionAnswer:
+        end = min(action.tokens or num_prompt, num_prompt)
+        if action.verb == "release":
+            released = self.book.release(tenant, keys[: end // self._key_size])
+            return RetentionAnswer("accepted", max((one.tokens for one in released), default=0))
+        chain = list(keys[: end // self._step * self._step // self._key_size])
+        if not chain:
+            return RetentionAnswer("refused", 0, None, f"shorter than {self._step} tokens")
+        numbers = [int.from_bytes(key[:8], "little") for key in chain]
+        wish = Retention(end, action.ttl, action.priority)
+        return self.book.retain(tenant, root, chain, numbers, wish, block_size=self._key_size, whole=self._whole)
+
+    def close(self) -> None:
+        self._stored.close(_PIN_TIMEOUT)
