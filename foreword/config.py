@@ -29,6 +29,8 @@ T = TypeVar("T")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 ENV_PREFIX = "FOREWORD_"
+# Text, escapes, roles and tools. A token of text has about four bytes, a token id up to eight.
+_BODY_BYTES_PER_TOKEN = 64
 ROLES = ("prefill", "decode", "both")
 
 
@@ -100,6 +102,8 @@ class EngineConfig:
             there is a C++ compiler).
         self_check: compare the engine with the model's own forward pass at start, and refuse a model that differs.
         trust_remote_code: run Python code that a checkpoint contains.
+        generation_config: sampling where a request says nothing: `model` (temperature, top_p, top_k, min_p and
+            repetition_penalty of the model's generation_config.json) or `openai` (temperature 1 and no filters).
         seed: seed for requests without one; by default random.
         history_tokens: tokens of recent prompts kept to explain cache misses in cache reports.
         report_other_tenants: let a cache report say that another tenant has a prefix cached. This reveals that it does.
@@ -124,6 +128,7 @@ class EngineConfig:
     kernels: str = _one_of(("auto", "native", "torch"), "auto")
     self_check: bool = True
     trust_remote_code: bool = False
+    generation_config: str = _one_of(("model", "openai"), "model")
     seed: int | None = None
     history_tokens: int = _at_least(0, 1 << 20)
     report_other_tenants: bool = False
@@ -158,6 +163,21 @@ class ServerConfig:
         kv_events_replay: address for subscribers that ask for missed events; by default the port after that of kv_events.
         record: new file for a trace of the traffic without text, for `foreword simulate`.
         record_salt: salt of the recorded hashes; recordings with equal salts can be combined. By default random.
+        quotas: limits of a tenant as `TENANT requests=N tokens=N concurrent=N`: requests and tokens per minute, and requests
+            at a time; TENANT is `*` for all others. By default there are none.
+        max_body: largest body of a request: a size, or `auto` for 64 bytes per token of the longest prompt, at least 1MiB.
+        max_connections: maximum number of connections; at the limit an idle one is closed for a new one.
+        head_timeout: seconds that a client may take to send the head of a request.
+        body_timeout: seconds that a client may take to send a body, or longer if it sends at least 16 KiB per second.
+        write_timeout: seconds that a client may read nothing of its response before its connection is closed.
+        keep_alive: seconds that an idle connection stays open.
+        stream_keep_alive: seconds without an event after which a stream sends a comment, so that proxies keep it open.
+        tool_parser: how the model writes tool calls: `auto` (as its chat template does), `none`, hermes, llama3_json, mistral,
+            harmony or qwen3_coder.
+        reasoning_parser: how the model writes reasoning: `auto`, `none`, think or mistral_think.
+        response_memory: memory for responses that clients may continue (`/v1/responses` with `store`); one tenant uses at most
+            a quarter of it.
+        response_ttl: seconds that a stored response is kept after its last use.
     """
 
     host: str = "127.0.0.1"
@@ -177,37 +197,78 @@ class ServerConfig:
     kv_events_replay: str | None = None
     record: str | None = None
     record_salt: str | None = field(default=None, repr=False)
+    quotas: tuple[str, ...] = ()
+    max_body: str = "auto"
+    max_connections: int = _at_least(1, 4096)
+    head_timeout: float = _positive(10.0)
+    body_timeout: float = _positive(30.0)
+    write_timeout: float = _positive(60.0)
+    keep_alive: float = _positive(65.0)
+    stream_keep_alive: float = _positive(15.0)
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    response_memory: str = "64MiB"
+    response_ttl: float = _positive(86_400.0)
 
     def __post_init__(self) -> None:
         _check("server", self)
+        self.body_limit(1)
+        if self.tenant_secret is not None:
+            check_secret("server.tenant_secret", self.tenant_secret)
+        parse_bytes(self.response_memory, "server.response_memory (--response-memory)")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ConfigError("server.kv_events_replay needs server.kv_events")
+
+    def body_limit(self, max_model_len: int) -> int:
+        """The largest body in bytes for prompts of up to `max_model_len` tokens."""
+        if self.max_body != "auto":
+            return parse_bytes(self.max_body, "server.max_body (--max-body)")
+        return max(max_model_len * _BODY_BYTES_PER_TOKEN, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixConfig:
-    """Named prefixes.
+    """Named prefixes, and prefixes that requests keep (cache control).
 
     Attributes:
         budget: KV memory that named prefixes may pin: a size (`1GiB`) or a share of the pool (`25%`).
+        retain_budget: KV memory that all tenants together may keep with cache control: a size or a share of the pool.
+        retain_tenant_share: share of retain_budget that one tenant may keep.
+        retain_entries: maximum number of prefixes that a tenant keeps with cache control.
+        retain_seconds: longest time to live of a kept prefix, counted from its last use.
     """
 
     budget: str = "50%"
+    retain_budget: str = "25%"
+    retain_tenant_share: float = _between(0.0, 1.0, 1.0)
+    retain_entries: int = _between(1, 1024, 128)
+    retain_seconds: float = _positive(86_400.0)
 
     def __post_init__(self) -> None:
+        _check("prefixes", self)
         self.budget_bytes(0)
+        self.retain_bytes(0)
 
     def budget_bytes(self, pool_bytes: int) -> int:
-        """The budget in bytes for a pool of `pool_bytes`."""
-        if self.budget.endswith("%"):
-            try:
-                share = float(self.budget[:-1])
-            except ValueError:
-                share = -1.0
-            if not 0 <= share <= 90:
-                raise ConfigError(f"prefixes.budget must be between 0% and 90% of the pool, not {self.budget!r}")
-            return int(pool_bytes * share / 100)
-        return parse_bytes(self.budget, "prefixes.budget (--prefix-budget)")
+        """The budget of named prefixes for a pool of `pool_bytes`."""
+        return _share_of(self.budget, pool_bytes, "budget")
+
+    def retain_bytes(self, pool_bytes: int) -> int:
+        """The budget of cache control for a pool of `pool_bytes`."""
+        return _share_of(self.retain_budget, pool_bytes, "retain_budget")
+
+
+def _share_of(text: str, pool_bytes: int, key: str) -> int:
+    """A size, or a share of the pool, in bytes. Raises ConfigError."""
+    if not text.endswith("%"):
+        return parse_bytes(text, f"prefixes.{key} (--prefix-{key.replace('_', '-')})")
+    try:
+        share = float(text[:-1])
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 90:
+        raise ConfigError(f"prefixes.{key} must be between 0% and 90% of the pool, not {text!r}")
+    return int(pool_bytes * share / 100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +282,8 @@ class StoreConfig:
             that is longer.
         load_timeout: maximum seconds for loading blocks; loading ends earlier if computing them is faster.
         flush_seconds: seconds that the process waits at exit for blocks that are not written yet.
+        integrity_secrets: secrets that authenticate what is written to shared stores, each as `ID:SECRET` with a number: the
+            first signs, all verify. What is not signed with one of them is refused.
     """
 
     urls: tuple[str, ...] = field(default=(), repr=False)  # they may contain passwords
@@ -228,10 +291,52 @@ class StoreConfig:
     lookup_timeout: float = _positive(0.25)
     load_timeout: float = _positive(30.0)
     flush_seconds: float = 20.0
+    integrity_secrets: tuple[str, ...] = field(default=(), repr=False)
+
+    def integrity_keys(self) -> list[tuple[int, str]]:
+        """The numbers and texts of `integrity_secrets`. Raises ConfigError."""
+        found = []
+        for entry in self.integrity_secrets:
+            number, _, text = entry.partition(":")
+            if not number.isascii() or not number.isdecimal() or not 0 < int(number[:12]) < (1 << 32) - 1:
+                raise ConfigError("store.integrity_secrets are written ID:SECRET, with a number from 1 as ID")
+            check_secret("store.integrity_secrets", text)
+            found.append((int(number), text))
+        if len({number for number, _ in found}) < len(found):
+            raise ConfigError("store.integrity_secrets has a number twice")
+        return found
 
     def __post_init__(self) -> None:
+        self.integrity_keys()
         parse_bytes(self.staging, "store.staging (--store-staging)")
         _check("store", self)
+
+
+ALL_RIGHTS = frozenset({"pull", "push", "get"})
+_SHORTEST_SECRET = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSecret:
+    """A secret that peers may prove, and what a peer that proves it may begin."""
+
+    text: str = field(repr=False)
+    rights: frozenset[str] = ALL_RIGHTS
+
+    @classmethod
+    def parse(cls, entry: str) -> SharedSecret:
+        """`SECRET` or `RIGHTS=SECRET`; RIGHTS are `pull`, `push` and `get`, joined by `+`."""
+        rights, equals, text = entry.partition("=")
+        names = frozenset(rights.split("+"))
+        return cls(text, names) if equals and names <= ALL_RIGHTS else cls(entry)
+
+
+def check_secret(key: str, text: str) -> None:
+    """Raises ConfigError for a secret that can be guessed, without repeating it."""
+    if len(text) < _SHORTEST_SECRET:
+        raise ConfigError(
+            f"{key} must have at least {_SHORTEST_SECRET} characters; create one with `openssl rand -hex 32`"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +348,15 @@ class TransferConfig:
             require a secret.
         advertise: address under which other instances reach this one; by default the one in bind.
         secret: secret shared by all instances, at least 16 characters; without one, only peers on this host are accepted.
-        secret_file: file with the secret.
+        secret_file: file with the secret, one per line: the first is `secret`, further ones are `previous_secrets`, and
+            those written `RIGHTS=SECRET` are `limited_secrets`.
+        previous_secrets: secrets that are accepted besides `secret`, while it is being changed on all instances.
+        limited_secrets: secrets of peers that may do less, each as `RIGHTS=SECRET`: they may begin a remote prefill (`pull`),
+            a migration to this instance (`push`) or a read of its blocks (`get`), for example `get=...` or `pull+get=...`.
+        tls: encrypt connections over TCP with TLS 1.3; all instances or none. It needs a secret, and where this instance
+            listens a certificate.
+        tls_certificate_file: certificate in PEM; it may be self-signed, because the secret authenticates it.
+        tls_key_file: its private key in PEM; by default in the same file.
         links: links to use for payloads, of shm and tcp: the first one that both sides support, in the order of the side
             that connects. tcp is required and ends the list.
         ring: receive buffer per connection and direction; also the limit for the size of a part (half of it with shared
@@ -263,6 +376,11 @@ class TransferConfig:
     advertise: str | None = None
     secret: str | None = field(default=None, repr=False)
     secret_file: str | None = None
+    previous_secrets: tuple[str, ...] = field(default=(), repr=False)
+    limited_secrets: tuple[str, ...] = field(default=(), repr=False)
+    tls: bool = False
+    tls_certificate_file: str | None = None
+    tls_key_file: str | None = None
     links: tuple[str, ...] = ("shm", "tcp")
     ring: str = "32MiB"
     queue: str = "32MiB"
@@ -278,10 +396,14 @@ class TransferConfig:
     def __post_init__(self) -> None:
         if self.secret is not None and self.secret_file is not None:
             raise ConfigError("give transfer.secret or transfer.secret_file, not both")
-        if self.secret is not None and len(self.secret) < 16:
+        for secret in self.shared_secrets():
+            check_secret("transfer.secret", secret.text)
+        if any(SharedSecret.parse(entry).rights == ALL_RIGHTS for entry in self.limited_secrets):
             raise ConfigError(
-                "transfer.secret must have at least 16 characters; create one with `openssl rand -hex 32`"
+                "transfer.limited_secrets are written RIGHTS=SECRET, with fewer rights than pull+push+get"
             )
+        if self.secret is None and self.secret_file is None and (self.tls or self.shared_secrets()):
+            raise ConfigError("transfer.tls, previous_secrets and limited_secrets need transfer.secret")
         unknown = [link for link in self.links if link not in ("shm", "tcp")]
         if unknown:
             raise ConfigError(f"transfer.links: unknown link {', '.join(unknown)}; the known links are shm and tcp")
@@ -297,10 +419,26 @@ class TransferConfig:
         if self.secret_file is None:
             return self
         try:
-            secret = Path(self.secret_file).read_text(encoding="utf-8").strip()
+            text = Path(self.secret_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read transfer.secret_file {self.secret_file}: {error}") from error
-        return dataclasses.replace(self, secret=secret, secret_file=None)
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        limited = tuple(line for line in lines if SharedSecret.parse(line).rights != ALL_RIGHTS)
+        full = [line for line in lines if line not in limited]
+        if not full:
+            raise ConfigError(f"transfer.secret_file {self.secret_file} contains no secret")
+        return dataclasses.replace(
+            self,
+            secret=full[0],
+            secret_file=None,
+            previous_secrets=(*full[1:], *self.previous_secrets),
+            limited_secrets=(*limited, *self.limited_secrets),
+        )
+
+    def shared_secrets(self) -> tuple[SharedSecret, ...]:
+        """All secrets that peers may prove, this instance's own first."""
+        full = (SharedSecret(text) for text in (self.secret, *self.previous_secrets) if text is not None)
+        return (*full, *map(SharedSecret.parse, self.limited_secrets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,8 +460,16 @@ class RouterConfig:
         max_in_flight: maximum number of requests per replica; further requests queue in the router.
         max_queue: maximum number of requests that queue in the router; further requests are answered with status 429.
         tenant_weights: weights in the queue as `TENANT=WEIGHT`; other tenants have weight 1.
-        request_timeout: maximum seconds for a request, including its time in the queue.
-        stall_timeout: seconds without data after which a replica that streams a response counts as failed.
+        tenant_priorities: the most urgent `priority` that a tenant may ask for, as `TENANT=NUMBER`; lower numbers are more
+            urgent, as in vLLM. Other tenants may ask for 0 and above.
+        drop_lines: regular expressions: lines of the system prompt in which one is found, such as a date, are dropped, so that
+            prompts have the same prefix.
+        sort_tools: sort the tools of a chat and the keys of their schemas, so that prompts have the same prefix.
+        keep_answers: restore the reasoning and the arguments of earlier answers, if clients drop or rewrite them.
+        prefix_file: file that keeps the named prefixes of clients over restarts of the router.
+        request_timeout: maximum seconds for a request, including its time in the queue; for a stream, until its first token.
+        stall_timeout: seconds without data after which a replica that streams a response counts as failed. A replica that is
+            silent before the first token gets a small test request, and counts as failed if it does not answer that.
         max_attempts: maximum number of replicas that a request is sent to.
         connect_timeout: seconds to connect to a replica.
         health_interval: seconds between health checks of a replica.
@@ -348,6 +494,11 @@ class RouterConfig:
     max_in_flight: int = _at_least(1, 512)
     max_queue: int = _at_least(1, 1024)
     tenant_weights: tuple[str, ...] = ()
+    tenant_priorities: tuple[str, ...] = ()
+    drop_lines: tuple[str, ...] = ()
+    sort_tools: bool = False
+    keep_answers: bool = False
+    prefix_file: str | None = None
     request_timeout: float = _positive(600.0)
     stall_timeout: float = _positive(60.0)
     max_attempts: int = _at_least(1, 3)

@@ -21,6 +21,7 @@ class ForewordError(Exception):
         retry: whether the same call may succeed later.
         code: stable identifier for programs; OpenAI's code where one exists.
         param: name of the wrong parameter, if there is one.
+        retry_after: seconds after which a retry makes sense, where they are known.
     """
 
     fault: ClassVar[Fault] = "server"
@@ -45,6 +46,7 @@ class ForewordError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+        self.retry_after: float | None = None
 
 
 class BadRequest(ForewordError, status=400, code="invalid_request", fault="client"):
@@ -53,6 +55,10 @@ class BadRequest(ForewordError, status=400, code="invalid_request", fault="clien
 
 class PromptTooLong(BadRequest, code="context_length_exceeded"):
     """The prompt and the requested tokens exceed the maximum length of the model or the size of the block pool."""
+
+
+class GrammarTooComplex(BadRequest, code="grammar_too_complex"):
+    """What the text must match cannot be followed within the limits of a step. Known only when the text has come so far."""
 
 
 class Unauthorized(ForewordError, status=401, code="invalid_api_key", fault="client"):
@@ -80,6 +86,14 @@ class PrefixBudgetExceeded(ForewordError, status=409, code="prefix_budget_exceed
 
 class QueueFull(ForewordError, status=429, code="queue_full", retry=True):
     """The server's queue is full."""
+
+
+class RateLimited(ForewordError, status=429, code="rate_limit_exceeded", retry=True):
+    """The tenant has used up its quota of requests or tokens per minute, or of requests at a time."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(f"Rate limit: {message}; retry later")
+        self.retry_after = retry_after
 
 
 class ShuttingDown(ForewordError, status=503, code="shutting_down", retry=True):
@@ -136,6 +150,10 @@ class StoreUnavailable(StoreError, code="store_unavailable"):
 
 class StoreTimeout(StoreError, code="store_timeout"):
     """A store did not respond before the deadline."""
+
+
+class StoreHung(StoreTimeout, code="store_hung"):
+    """A call of a store had not returned shortly after its deadline. It may still return."""
 
 
 class StoreFull(StoreError, code="store_full"):

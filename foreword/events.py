@@ -118,6 +118,17 @@ class TransferEnded:
     pause: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class MissExplained:
+    """Why part of a request's prompt was not cached: the cause, the field of the request that differs, and the tokens that it
+    cost. It comes after the request's first token, and may come after its end."""
+
+    request_id: str
+    cause: str
+    where: str
+    tokens_lost: int
+
+
 Event = (
     BlocksStored
     | BlocksRemoved
@@ -128,6 +139,7 @@ Event = (
     | RequestFinished
     | StepFinished
     | TransferEnded
+    | MissExplained
 )
 
 

@@ -192,7 +192,7 @@ def test_any_environment_is_taken_or_explained(environ: dict[str, str]) -> None:
 
 SECRETS = {
     ("server", "api_keys"): "alice=QuietPlease,QuietPlease",
-    ("server", "tenant_secret"): "QuietPlease",
+    ("server", "tenant_secret"): "QuietPlease-QuietPlease",
     ("server", "admin_key"): "QuietPlease",
     ("server", "router_key"): "QuietPlease",
     ("server", "record_salt"): "QuietPlease",

@@ -20,7 +20,7 @@ from foreword.offload.manager import OffloadStatus
 from foreword.router.metrics import RouterMetrics
 from foreword.router.state_metrics import RouterStateCollector
 from foreword.store.base import StoreStatus
-from foreword.store.tiered import TierCounters
+from foreword.store.tier import TierCounters
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 # (name, type, labels)
@@ -54,13 +54,22 @@ def collectors(registry: CollectorRegistry) -> Iterator[Any]:
 def server_engine() -> Any:
     """What the server's metrics read of an engine with a store and a role."""
     info = SimpleNamespace(
-        name="m", max_model_len=100, fingerprint="f", dtype="float32", device="cpu", block_size=16, num_blocks=4
+        name="m",
+        max_model_len=100,
+        fingerprint="f",
+        dtype="float32",
+        device="cpu",
+        block_size=16,
+        num_blocks=4,
+        kv_bytes_per_block=8,
     )
-    status = SimpleNamespace(running=0, waiting=0, kv_usage=0.0, free_blocks=4, cached_blocks=0, pinned_blocks=0)
+    status = SimpleNamespace(
+        running=0, waiting=0, kv_usage=0.0, free_blocks=4, cached_blocks=0, pinned_blocks=0, retained_blocks=0
+    )
     tier = SimpleNamespace(
         label="memory",
         counters=TierCounters(errors=Counter(timeout=1), bad=Counter(checksum=1)),
-        store=SimpleNamespace(status=StoreStatus),
+        status=StoreStatus,
         breaker=SimpleNamespace(is_open=False),
     )
     endpoint = SimpleNamespace(connections={}, transfers={}, queued_bytes=0, traffic={})

@@ -15,7 +15,7 @@ import torch
 
 import foreword.offload.manager
 from foreword.blocks.keys import chain_keys
-from foreword.blocks.layout import LayerLayout, Layout
+from foreword.blocks.layout import LayerLayout, Layout, chain_prefix
 from foreword.conformance import FlakyStore, soon
 from foreword.offload.manager import OffloadManager, StoreLoad
 from foreword.offload.policy import blocks_worth_loading, search_timeout
@@ -67,12 +67,12 @@ class Device:
 
     def save(self, chain: int, first: int, count: int) -> None:
         """Save device blocks from number `first` on as a new chain."""
-        self.offload.save(self.keys(chain, count), ROOT, 0, range(first, first + count))
+        self.offload.save(ROOT, self.keys(chain, count), ROOT, 0, range(first, first + count))
 
     def load(self, chain: int, first: int, count: int) -> StoreLoad:
         """Load a chain into the device blocks from number `first` on, and wait for the end of it."""
         self.blocks[first : first + count] = 0.0
-        store_load = self.offload.find(self.keys(chain, count))
+        store_load = self.offload.find(ROOT, self.keys(chain, count))
         self.wait(lambda: store_load.places is not None)
         self.offload.load(store_load, 0, range(first, first + count))
         self.wait(lambda: store_load.finished)
@@ -85,7 +85,7 @@ class Device:
             self.offload.wait(self.offload.changes, 0.01)
 
     def names(self, chain: int, count: int) -> list[Name]:
-        return [LAYOUT.fingerprint + key for key in self.keys(chain, count)]
+        return [chain_prefix(LAYOUT.fingerprint, ROOT) + key for key in self.keys(chain, count)]
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_no_count_of_several_loads_is_lost(made: Callable[..., Device]) -> None:
         assert device.offload.flush(PATIENCE)
         for _ in range(10):
             changes = device.offload.changes  # one more for each search and for each load
-            store_loads = [device.offload.find(device.keys(0, 1)) for _ in range(4)]
+            store_loads = [device.offload.find(ROOT, device.keys(0, 1)) for _ in range(4)]
             device.wait(lambda changes=changes: device.offload.changes == changes + 4)
             for block, store_load in enumerate(store_loads):
                 device.offload.load(store_load, 0, [block])
@@ -279,7 +279,7 @@ def test_blocks_of_several_groups_move_through_frames(groups: list[list[tuple[in
         arena.gather(sources, slots, number)
         for source, slot, target in zip(sources, slots, targets, strict=True):
             content = b"".join(expected[source, start : start + size].numpy().tobytes() for start, size, _ in one)
-            assert bytes(arena.buffer(slot)[HEADER_BYTES : HEADER_BYTES + len(content)]) == content
+            assert bytes(arena.buffer(slot)[: len(content)]) == content
             for start, size, _ in one:
                 expected[target, start : start + size] = expected[source, start : start + size]
         arena.scatter(slots, targets, number)

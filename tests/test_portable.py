@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foreword.blocks.keys import chain_keys
-from foreword.blocks.layout import LayerLayout, Layout
+from foreword.blocks.layout import LayerLayout, Layout, chain_prefix, key_of
 from foreword.blocks.portable import portable_units
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.conformance import soon
@@ -102,7 +102,7 @@ def test_units_of_any_packing(
 
     for unit, slot in zip(units, slots, strict=True):
         content = b"".join(value[of_unit(unit)].contiguous().view(torch.uint8).numpy().tobytes() for value in values)
-        assert bytes(arena.buffer(slot)[HEADER_BYTES:]) == content
+        assert bytes(arena.buffer(slot)[:-HEADER_BYTES]) == content
     targets = order.sample(range(count), len(units))
     expected = [value.clone() for value in values]
     for unit, target in zip(units, targets, strict=True):
@@ -254,12 +254,12 @@ class Rank:
 
     def save(self, keys: Sequence[bytes]) -> None:
         if self.units.writes:
-            self.offload.save(keys, ROOT, 0, self.blocks)
+            self.offload.save(ROOT, keys, ROOT, 0, self.blocks)
             assert self.offload.flush(60.0)
 
     def load(self, keys: Sequence[bytes]) -> int:
         """How many frames were loaded."""
-        found = self.offload.find(keys)
+        found = self.offload.find(ROOT, keys)
         wait_for(lambda: found.places is not None)
         self.offload.load(found, 0, self.units.of_blocks(self.blocks))
         wait_for(lambda: found.finished)
@@ -315,17 +315,18 @@ def test_units_of_others_are_misses() -> None:
     group = StoredGroup(KVGroup(GroupKind.FULL, 32), layouts, 2, divided=True)
 
     def position() -> int:
-        return find_resumable(TieredStore([store]), [group], keys, 0, 128, deadline=soon()).position
+        return find_resumable(TieredStore([store]), [group], ROOT, keys, 0, 128, deadline=soon()).position
 
     assert position() == 128
-    names = [layouts[3] + keys[5], layouts[0] + keys[2]]
+    prefixes = [chain_prefix(layout, ROOT) for layout in layouts]
+    names = [prefixes[3] + keys[5], prefixes[0] + keys[2]]
     for name, expected in zip(names, (64, 32), strict=True):
         assert store.delete([name], deadline=soon()) == 1
         assert position() == expected
     wrong = memoryview(bytearray(HEADER_BYTES + alone.units.layouts[0].block_bytes))
-    for source, name in zip((layouts[2] + keys[5], layouts[0] + keys[3]), names, strict=True):
+    for source, name in zip((prefixes[2] + keys[5], prefixes[0] + keys[3]), names, strict=True):
         assert store.get([source], [wrong], deadline=soon()) == [len(wrong)]
-        header = replace(read_header(wrong), layout=name[:16], key=name[16:])
+        header = replace(read_header(wrong), layout=name[:16], key=key_of(name))
         store.put([Frame(header, wrong)], deadline=soon())
     assert position() == 128
     assert alone.load(keys) == 2 * 4

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from foreword.api.dialects.chat import ChatBody
+from foreword.api.dialects.completions import CompletionBody
+from foreword.api.dialects.messages import MessagesBody
+from foreword.api.dialects.responses import ResponsesBody
+from foreword.api.dialects.sampling import UNSUPPORTED
 
 GENERATE = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "generate.py"))
 
@@ -15,3 +23,12 @@ def test_reference_is_up_to_date(name: str) -> None:
     """The pages about the command line and the configuration are what `python docs/generate.py` writes."""
     [(path, text)] = [(path, text) for path, text in GENERATE["pages"]().items() if path.name == name]
     assert path.read_text(encoding="utf-8") == text, "run: python docs/generate.py"
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
+def test_fields_of_requests_are_documented(kind: type[Any]) -> None:
+    """The page about requests names every field that a dialect reads, except those that it only refuses or ignores."""
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "requests.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"`([^`]*)`", page))))
+    quiet = {*UNSUPPORTED, "model", "parallel_tool_calls", "service_tier", "safety_identifier", "mcp_servers"}
+    assert not set(kind.__struct_fields__) - named - quiet

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.layout import chain_prefix, key_of
 from foreword.blocks.resume import GroupKind, KVGroup, alignment
 from foreword.offload.search import Found, StoredGroup, find_resumable
 from foreword.store.base import Name
@@ -17,21 +18,22 @@ from foreword.store.tiered import TieredStore
 
 KEY_SIZE = 4
 TOKENS = 160
-KEYS = chain_keys(Scope(b"model", KEY_SIZE).root(), range(TOKENS), KEY_SIZE)
+ROOT = Scope(b"model", KEY_SIZE).root()
+KEYS = chain_keys(ROOT, range(TOKENS), KEY_SIZE)
 
 
 def _put(store: MemoryStore, names: list[Name]) -> None:
-    frames = [frame(Header(name[:16], name[16:], bytes(32), 0, RAW, 8, 8), bytes(8)) for name in names]
+    frames = [frame(Header(name[:16], name[16:32], key_of(name), bytes(32), 0, RAW, 8, 8), bytes(8)) for name in names]
     assert store.put(frames, deadline=time.monotonic() + 10) == len(names)
 
 
 def _name(one: StoredGroup, block: int, rank: int = 0) -> Name:
     [key] = one.keys(KEYS, [block])
-    return one.layouts[rank] + key
+    return chain_prefix(one.layouts[rank], ROOT) + key
 
 
 def _search(tiers: TieredStore, groups: list[StoredGroup], held: int, limit: int) -> Found:
-    return find_resumable(tiers, groups, KEYS, held, limit, deadline=time.monotonic() + 10)
+    return find_resumable(tiers, groups, ROOT, KEYS, held, limit, deadline=time.monotonic() + 10)
 
 
 def _draw_groups(rng: random.Random, ranks: int) -> list[StoredGroup]:

@@ -73,9 +73,9 @@ def _sharing_groups(ordered: Sequence[array[int]], block_size: int) -> Iterator[
             open_groups.append((depth, start))
 
 
-def common_prefix_length(first: array[int], second: array[int]) -> int:
-    """Number of leading items that are equal. A binary search over memory comparisons."""
-    a, b = memoryview(first), memoryview(second)
+def common_prefix_length(first: array[int] | str, second: array[int] | str) -> int:
+    """Number of leading items or characters that are equal. A binary search over comparisons of slices."""
+    a, b = _sliceable(first), _sliceable(second)
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -84,3 +84,7 @@ def common_prefix_length(first: array[int], second: array[int]) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _sliceable(items: array[int] | str) -> memoryview | str:
+    return items if isinstance(items, str) else memoryview(items)  # a slice of an array would be a copy

@@ -1,6 +1,6 @@
 """Block keys: chained SHA-256 hashes of tokens. The format is specified in docs/reference/formats.md.
 
-    key_0     = SHA-256(scope)
+    key_0     = tenant (16 bytes) || first 16 bytes of SHA-256(scope)
     key_{i+1} = SHA-256(key_i || tokens of block i as uint32 little-endian || extras of block i)
 
 Keys are equal in all processes, on all machines and after restarts. The block size is part of the scope. It fixes the
@@ -18,7 +18,7 @@ from hashlib import sha256
 
 from foreword.errors import BadRequest
 
-KEY_FORMAT = 1
+KEY_FORMAT = 2
 KEY_BYTES = 32
 _MAGIC = b"foreword/key\x00"
 _TOKEN_BYTES = 4
@@ -48,8 +48,13 @@ class Scope:
         return _MAGIC + head + b"".join(parts)
 
     def root(self) -> bytes:
-        """`key_0`, the parent of a chain's first block."""
-        return sha256(self.encode()).digest()
+        """`key_0`, the parent of a chain's first block. Its first 16 bytes are those of `tenant_digest`."""
+        return bytes.fromhex(tenant_digest(self.salt)) + sha256(self.encode()).digest()[:16]
+
+
+def tenant_digest(salt: bytes) -> str:
+    """Identifies a tenant without revealing the salt."""
+    return sha256(b"foreword/tenant\x00" + salt).hexdigest()[:32]
 
 
 def token_bytes(tokens: Iterable[int]) -> bytes:

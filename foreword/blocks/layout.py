@@ -1,7 +1,9 @@
 """The layout of a block's KV bytes: layers, heads, dimensions, dtype, block size, order, shard, loss.
 
-The layout is not part of a block's key (a router knows the tokens, not the tensors), but of the name under
-which a store keeps it: `name = layout fingerprint (16 bytes) || key (32 bytes)`. The written format is in
+The layout is not part of a block's key (a router knows the tokens, not the tensors), but of the name under which a store
+keeps it: `name = layout fingerprint (16 bytes) || root (first 16 bytes of the chain's root key) || key (32 bytes)`. The
+layout implies the model, and the root begins with a digest of the tenant, so all blocks of a tenant in one layout have names
+with the same first 32 bytes. The written format is in
 docs/reference/formats.md.
 """
 
@@ -16,7 +18,9 @@ from foreword.errors import BadRequest
 
 LAYOUT_FORMAT = 1
 FINGERPRINT_BYTES = 16
-NAME_BYTES = FINGERPRINT_BYTES + KEY_BYTES
+ROOT_BYTES = 16
+PREFIX_BYTES = FINGERPRINT_BYTES + ROOT_BYTES
+NAME_BYTES = PREFIX_BYTES + KEY_BYTES
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
@@ -89,3 +93,13 @@ class Layout:
         """The first 16 bytes of the SHA-256 of the canonical JSON (sorted keys, no spaces, ASCII)."""
         canonical = json.dumps(self.describe(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return sha256(b"foreword/layout\x00" + canonical.encode()).digest()[:FINGERPRINT_BYTES]
+
+
+def chain_prefix(layout: bytes, root: bytes) -> bytes:
+    """The first bytes of the names of all blocks with this layout and root key: those of one tenant in one layout."""
+    return layout + root[:ROOT_BYTES]
+
+
+def key_of(name: bytes) -> bytes:
+    """The block key in a name."""
+    return name[PREFIX_BYTES:]

@@ -11,7 +11,14 @@ from typing import Literal
 from foreword.blocks.common_prefixes import common_prefix_length
 
 MissReason = Literal[
-    "all_cached", "never_seen", "diverged", "evicted", "shorter_than_block", "other_tenant", "disabled"
+    "all_cached",
+    "never_seen",
+    "diverged",
+    "evicted",
+    "checkpoint_missing",
+    "shorter_than_block",
+    "other_tenant",
+    "disabled",
 ]
 # Texts that `add` measures again.
 _MEASURED_AGAIN = 4

@@ -30,7 +30,17 @@ class BlockPool:
         on_removed: called with the keys that no block has any more.
     """
 
-    __slots__ = ("_copies", "_free", "_index", "_keys", "_on_removed", "_refs", "_unfilled_first", "num_blocks")
+    __slots__ = (
+        "_copies",
+        "_free",
+        "_index",
+        "_keys",
+        "_on_removed",
+        "_owners",
+        "_refs",
+        "_unfilled_first",
+        "num_blocks",
+    )
 
     def __init__(
         self,
@@ -47,6 +57,7 @@ class BlockPool:
         self._free = FreeList(num_blocks)
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
+        self._owners = [b""] * num_blocks  # of blocks with a key
         self._index: dict[bytes, int] = {}
         self._copies: dict[bytes, list[int]] = {}
 
@@ -125,11 +136,13 @@ class BlockPool:
                 remove(block)
             refs[block] += 1
 
-    def publish(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Give full blocks in use their keys, so that lookups find them. A known key stays mapped to its first block."""
-        block_keys, index = self._keys, self._index
+    def publish(self, blocks: Sequence[int], keys: Sequence[bytes], owner: bytes = b"") -> None:
+        """Give full blocks in use their keys, so that lookups find them. A known key stays mapped to its first block. `owner`
+        is for `clear`."""
+        block_keys, owners, index = self._keys, self._owners, self._index
         for block, key in zip(blocks, keys, strict=True):
             block_keys[block] = key
+            owners[block] = owner
             first = index.setdefault(key, block)
             if first != block:
                 self._copies.setdefault(key, []).append(block)
@@ -213,9 +226,11 @@ class BlockPool:
         if keys and self._on_removed is not None:
             self._on_removed(keys)
 
-    def clear(self) -> int:
-        """Drop the cached content of all free blocks and return their number. Blocks in use keep their keys."""
-        dropped = [(block, key) for block in self._free if (key := self._keys[block]) is not None]
+    def clear(self, owner: bytes | None = None) -> int:
+        """Drop the cached content of all free blocks, or of those of one owner, and return their number. Blocks in use keep
+        their keys."""
+        cached = [(block, key) for block in self._free if (key := self._keys[block]) is not None]
+        dropped = [(block, key) for block, key in cached if owner is None or self._owners[block] == owner]
         removed = []
         for block, key in dropped:
             self._keys[block] = None

@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from foreword.blocks.layout import LayerLayout, Layout
+from foreword.blocks.layout import LayerLayout, Layout, chain_prefix
 from foreword.errors import ConfigError
 
 # Any block size that is usual, and tensor-parallel sizes up to 8.
@@ -55,10 +55,10 @@ class BlockUnits:
         """Units of a block."""
         return self.per_block * len(self.layouts)
 
-    def names(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Names of the rank's units, given the keys of a chain's units of tokens."""
-        fingerprints = [layout.fingerprint for layout in self.layouts]
-        return [fingerprint + key for key in keys for fingerprint in fingerprints]
+    def names(self, root: bytes, keys: Sequence[bytes]) -> list[bytes]:
+        """Names of the rank's units, given the root key of a chain and the keys of its units of tokens."""
+        prefixes = [chain_prefix(layout.fingerprint, root) for layout in self.layouts]
+        return [prefix + key for key in keys for prefix in prefixes]
 
     def of_blocks(self, blocks: Sequence[int]) -> list[int]:
         """Numbers of the units of blocks, in the order of `names`: block `b` has those from `b * block_units` on."""

@@ -160,8 +160,8 @@ class PrefixCache:
         self._lookahead = lookahead_blocks * len(self.groups)
         self._on_published = on_published
         self._roots: dict[bytes, bytes] = {}
-        # Partly filled blocks: parent key -> (a block of each group, its tokens), least recently noted first.
-        self._partials: OrderedDict[bytes, tuple[tuple[int, ...], array[int]]] = OrderedDict()
+        # Partly filled blocks: parent key -> (a block of each group, its tokens, the root), least recently noted first.
+        self._partials: OrderedDict[bytes, tuple[tuple[int, ...], array[int], bytes]] = OrderedDict()
         self._partial_parents: dict[int, bytes] = {}
 
     def open(self, tokens: Iterable[int], *, salt: bytes = b"", extras: Sequence[bytes] = ()) -> BlockTable:
@@ -174,8 +174,12 @@ class PrefixCache:
         if root is None:
             if len(self._roots) >= 1024:
                 self._roots.clear()
-            root = self._roots[salt] = Scope(self._model, self.block_size, salt).root()
+            root = self._roots[salt] = self.scope(salt).root()
         return root
+
+    def scope(self, salt: bytes) -> Scope:
+        """What determines a tenant's keys. From any thread."""
+        return Scope(self._model, self.block_size, salt)
 
     def salt_of(self, root: bytes) -> bytes | None:
         """The salt of a recently used root key."""
@@ -212,7 +216,7 @@ class PrefixCache:
         known = self._partials.get(table.chain.key_before(depth))
         if known is None:
             return (-1,), 0
-        blocks, held = known
+        blocks, held, _ = known
         start = depth * self.block_size
         wanted = table.chain.tokens[start : min(start + self.block_size, len(table) - 1)]
         same = common_prefix_length(wanted, held)
@@ -351,7 +355,7 @@ class PrefixCache:
             return
         keys = table.chain.keys_to(num_blocks)[start:num_blocks]
         if self._simple:
-            self.pool.publish(table.blocks[start:num_blocks], keys)
+            self.pool.publish(table.blocks[start:num_blocks], keys, table.chain.root)
         else:
             self._publish_groups(table, start, keys)
         if self._on_published is not None:
@@ -363,7 +367,7 @@ class PrefixCache:
         for number, blocks in enumerate(table.groups):
             pairs = zip(blocks[start : start + len(keys)], keys, strict=True)
             held = [(block, _group_key(number, key)) for block, key in pairs if block != HOLE]
-            self.pool.publish([block for block, _ in held], [key for _, key in held])
+            self.pool.publish([block for block, _ in held], [key for _, key in held], table.chain.root)
 
     def whole_run(self, table: BlockTable) -> int:
         """Tokens up to which the groups of full attention have every block cached; 0 if there is no such group."""
@@ -425,7 +429,7 @@ class PrefixCache:
         elif len(self._partials) >= MAX_PARTIAL_BLOCKS:
             self._forget_partial(next(iter(self._partials)))
         start = depth * self.block_size
-        self._partials[key] = (blocks, table.chain.tokens[start : start + held])
+        self._partials[key] = (blocks, table.chain.tokens[start : start + held], table.chain.root)
         self._partial_parents.update(dict.fromkeys(blocks, key))
 
     def _forget_partial(self, parent: bytes) -> None:
@@ -467,16 +471,17 @@ class PrefixCache:
     def unpin(self, blocks: Sequence[int]) -> None:
         self.pool.release(blocks)
 
-    def clear(self) -> int:
-        """Drop all cached blocks that are not in use, and return their number."""
-        self._partials.clear()
-        self._partial_parents.clear()
-        return self.pool.clear()
+    def clear(self, salt: bytes | None = None) -> int:
+        """Drop all cached blocks that are not in use, or those of one tenant, and return their number."""
+        root = None if salt is None else self.root(salt)
+        for parent in [key for key, (_, _, owner) in self._partials.items() if root in (None, owner)]:
+            self._forget_partial(parent)
+        return self.pool.clear(root)
 
     def check(self) -> None:
         """Verify the invariants of the pool and of the partial blocks. Raises IntegrityError."""
         self.pool.check()
-        blocks = {block: key for key, (group, _) in self._partials.items() for block in group}
+        blocks = {block: key for key, (group, _, _) in self._partials.items() for block in group}
         if blocks != self._partial_parents:
             raise IntegrityError("prefix cache: broken invariant: a noted partial block and its key know each other")
 

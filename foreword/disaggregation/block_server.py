@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
+from foreword.blocks.layout import Layout, key_of
 from foreword.blocks.pool import BlockPool
 from foreword.disaggregation.frame_server import FrameServer, HeldBlock
 from foreword.events import BlocksRemoved, BlocksStored, Event
@@ -108,7 +108,7 @@ class BlockServer(FrameServer):
     # On the endpoint's threads
 
     def _on_device(self, names: Sequence[Name]) -> int:
-        return len(self._pool.lookup([name[FINGERPRINT_BYTES:] for name in names]))
+        return len(self._pool.lookup([key_of(name) for name in names]))
 
     def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> list[HeldBlock]:
         """Refer to the named blocks that are on the device; to none if the engine's thread does not do it in time."""
@@ -140,7 +140,7 @@ class BlockServer(FrameServer):
         held: list[HeldBlock] = []
         spare = pool.num_free // _FREE_SHARE
         for number, name in wanted:
-            key = name[FINGERPRINT_BYTES:]
+            key = key_of(name)
             blocks, place = pool.lookup([key]), self._chains.place(key)
             if not blocks or place is None:
                 continue

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from foreword.engine.loop import EngineCore
-from foreword.engine.request import Delta, Request
+from foreword.engine.request import Delta, Request, SamplingParams
+from foreword.errors import ForewordError
 
 if TYPE_CHECKING:
     from foreword.disaggregation.kv_view import KVView
+    from foreword.engine.structured.compiler import CompiledOutput
     from foreword.transfer.connection import Connection
 
 
@@ -48,3 +50,24 @@ class EngineContext:
     thread: EngineThread
     dial: Callable[[str], Connection]
     background: Callable[[Callable[[], None]], None]
+
+    def compile(
+        self,
+        params: SamplingParams,
+        done: Callable[[CompiledOutput | None], None],
+        failed: Callable[[ForewordError], None],
+    ) -> None:
+        """Compile what a text must match in the background, then call `done` on the engine's thread."""
+
+        def work() -> None:
+            try:
+                compiled = self.core.compile(params)
+            except ForewordError as error:
+                failed(error)
+                return
+            self.thread.post(lambda: done(compiled))
+
+        if params.structured is None:
+            self.thread.post(lambda: done(None))
+        else:
+            self.background(work)

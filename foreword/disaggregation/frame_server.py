@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
+from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, Layout, key_of
 from foreword.errors import StoreError
 from foreword.offload.slots import StagingSlots
 from foreword.store.base import Name, Store
@@ -172,9 +172,10 @@ class FrameServer:
             self._counts.update(more)
 
     def _header(self, name: Name, parent: bytes, depth: int) -> Header:
-        layout, key = name[:FINGERPRINT_BYTES], name[FINGERPRINT_BYTES:]
-        size = self._staging.block_bytes[self._groups[layout]]
-        return Header(layout, key, parent, depth, RAW, size, size)
+        layout, root = name[:FINGERPRINT_BYTES], name[FINGERPRINT_BYTES:PREFIX_BYTES]
+        group = self._groups[layout]
+        size = self._staging.block_bytes[group]
+        return Header(layout, root, key_of(name), parent, depth, RAW, size, size, group)
 
 
 def found_in(stores: Sequence[Store], names: Sequence[Name], deadline: float) -> int:

@@ -23,7 +23,7 @@ from foreword.disaggregation.remote_prefill import RemotePrefill
 from foreword.engine.loop import EngineCore
 from foreword.engine.request import Request, TokenLogprob
 from foreword.engine.sequence import SequenceState, Step
-from foreword.errors import BadRequest
+from foreword.errors import BadRequest, ForewordError
 from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.link import Payload
 from foreword.transfer.messages import Buffer, KVPart, Reason
@@ -111,7 +111,11 @@ class Instance(TransferService):
         task = self._read(source, PrefillTask, "decode", why)
         if task is not None:
             source.accept()
-            self._thread.post(lambda: self._prefills.begin(source, task))
+
+            def refuse(error: ForewordError) -> None:
+                source.cancel(Reason.REQUEST, error.message)
+
+            self._context.compile(task.params, lambda compiled: self._prefills.begin(source, task, compiled), refuse)
 
     def push_requested(self, destination: KVDestination) -> None:
         why = "this instance computes prompts; it takes no requests over"

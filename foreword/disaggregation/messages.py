@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from foreword.blocks.keys import token_bytes
+from foreword.blocks.retention import Retention
 from foreword.engine.request import MAX_N, CacheReport, SamplingParams, TokenLogprob
 from foreword.errors import BadRequest
 
@@ -61,6 +62,7 @@ class MigrationOffer:
         max_total: length at which it ends.
         room: the destination needs blocks for so many tokens: no more have KV when it arrives.
         envelope: the server's: how the response is written. Opaque to engines.
+        retain, owner: what it keeps, and whose budget counts that, as in `engine.request.Request`.
     """
 
     id: str
@@ -75,6 +77,8 @@ class MigrationOffer:
     want_cache_report: bool = False
     envelope: bytes = b""
     version: int = VERSION
+    retain: tuple[Retention, ...] = ()
+    owner: bytes | None = None
 
     def __post_init__(self) -> None:
         _check_draw(self.seed, self.index)

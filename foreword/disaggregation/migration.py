@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from foreword.disaggregation.context import EngineContext
 from foreword.disaggregation.kv_receive import KVReceive
@@ -31,6 +31,9 @@ from foreword.transfer.messages import PushRequest, Reason
 from foreword.transfer.protocol import TransferOutcome
 from foreword.transfer.transfers import KVDestination, KVSource
 
+if TYPE_CHECKING:
+    from foreword.engine.structured.compiler import CompiledOutput
+
 log = logging.getLogger(__name__)
 
 # Tokens that a request may generate while its KV is copied; then it is paused, however much is left.
@@ -39,6 +42,7 @@ GROWTH: Final = 64
 _LAST_BLOCKS: Final = 1
 _ROUNDS: Final = 8
 # The destination cannot take the request, now or ever; the request itself and the connection are fine.
+_WRONG_KEYS: Final = "the keys of its blocks are not those of its tokens"
 _REFUSALS: Final = (Reason.FULL, Reason.ROLE, Reason.DRAINING, Reason.REQUEST, Reason.LAYOUT)
 
 
@@ -156,7 +160,8 @@ class Migrations:
         request, tokens = sequence.request, pack(sequence.table.chain.tokens)
         limits = (request.params, sequence.seed, sequence.max_total, room)
         rest = (request.index, request.salt, request.want_cache_report, envelope)
-        offer = MigrationOffer(new_id, tokens, sequence.num_prompt, *limits, *rest)
+        retain, owner = request.retain, request.owner
+        offer = MigrationOffer(new_id, tokens, sequence.num_prompt, *limits, *rest, retain=retain, owner=owner)
         migration = OutgoingMigration(sequence, address, to, offer, future, time.monotonic())
         self._outgoing[sequence] = migration
         full = kv // self._block_size
@@ -172,6 +177,8 @@ class Migrations:
             raise CannotMigrate("the request is migrating already")
         if sequence.request.params.max_tokens == 0:
             raise CannotMigrate("a request that generates nothing is not worth migrating")
+        if sequence.needs_logits:
+            raise CannotMigrate("the log-probabilities of its prompt are being computed; try again", reason="busy")
         if sequence not in scheduler.running and sequence not in scheduler.waiting:
             raise CannotMigrate("the request waits for KV of its prompt; try again in a moment", reason="busy")
         return sequence
@@ -314,24 +321,32 @@ class Migrations:
     def push_requested(self, destination: KVDestination, offer: MigrationOffer) -> None:
         """On the connection's thread."""
         destination.context = incoming = IncomingMigration(self, self._context, destination, offer)
-        self._context.thread.post(lambda: self._consider(incoming))
+        self._context.compile(
+            offer.params,
+            lambda compiled: self._consider(incoming, compiled),
+            lambda error: _refuse(destination, Reason.REQUEST, error.message),
+        )
 
-    def _consider(self, incoming: IncomingMigration) -> None:
+    def _consider(self, incoming: IncomingMigration, compiled: CompiledOutput | None) -> None:
         """Take blocks for an offered request, or refuse it."""
         destination, offer = incoming.destination, incoming.offer
         opening = destination.opening
         assert isinstance(opening, PushRequest)
         try:
-            sequence = incoming.sequence = self._open(offer, opening.tokens)
+            sequence = incoming.sequence = self._open(offer, opening.tokens, compiled)
         except ForewordError as error:
             _refuse(destination, Reason.REQUEST, error.message)
             return
         full = opening.tokens // self._block_size
+        if _keys_differ(destination, sequence, full):
+            self._core.discard(sequence)
+            _refuse(destination, Reason.CONTENT, _WRONG_KEYS)
+            return
         if not self._core.scheduler.admit_migrated(sequence, incoming, offer.room, full):
             self._core.discard(sequence)
             _refuse(destination, Reason.FULL, "no blocks, or no place in the batch, are free for it")
 
-    def _open(self, offer: MigrationOffer, kv_tokens: int) -> SequenceState:
+    def _open(self, offer: MigrationOffer, kv_tokens: int, compiled: CompiledOutput | None) -> SequenceState:
         """The sequence of an offered request, not in any queue yet. Raises BadRequest if it cannot continue here."""
         tokens, limits = unpack(offer.tokens), self._core.limits
         if offer.max_total > limits.max_model_len:
@@ -340,8 +355,9 @@ class Migrations:
         if not fits or not all(token < limits.vocab_size for token in tokens):
             raise BadRequest("its description contradicts itself")
         prompt, output = tokens[: offer.prompt], tokens[offer.prompt :]
-        request = Request(offer.id, prompt, offer.params, offer.salt, offer.index, offer.want_cache_report)
-        sequence = self._core.open(request, offer.seed)
+        given = (offer.id, prompt, offer.params, offer.salt, offer.index, offer.want_cache_report)
+        request = Request(*given, retain=offer.retain, owner=offer.owner)
+        sequence = self._core.open(request, offer.seed, compiled)
         sequence.table.chain.tokens.extend(output)
         sequence.max_total = offer.max_total
         return sequence
@@ -356,18 +372,23 @@ class Migrations:
         if not (tokens <= incoming.offer.room and tokens < length < sequence.max_total):
             destination.cancel(Reason.CONTENT, f"KV of {tokens} tokens does not belong to a text of {length}")
             return
+        sequence.table.chain.tokens.extend(output)
+        if _keys_differ(destination, sequence, tokens // self._block_size):
+            destination.cancel(Reason.CONTENT, _WRONG_KEYS)
+            return
         if self._is_draining():  # the drain has listed the requests here already, and would miss this one
             destination.cancel(Reason.DRAINING, "this instance is about to stop")
             return
         if not destination.take():
             return
         now = time.monotonic()
-        sequence.table.chain.tokens.extend(output)
         sequence.arrived, sequence.admitted_at = now - state.age, now
         sequence.last_token_at = now - state.token_age if state.token_age >= 0 else -1.0
         sequence.cached_tokens, sequence.shared_tokens = state.cached_tokens, state.shared_tokens
         sequence.preemptions, sequence.report = state.preemptions, state.report
         self._core.replay_output(sequence)
+        if sequence.kept is not None and sequence.cached_tokens >= 0:  # otherwise it is admitted here
+            self._core.kept.admitted(sequence.kept, sequence.table, sequence.num_prompt)
         self._context.thread.add_migrated(sequence.request, sequence.output, incoming.offer.envelope)
         incoming.kv_tokens, incoming.done = tokens, True
         self._core.scheduler.collect_one(sequence)
@@ -379,6 +400,11 @@ class Migrations:
         if outcome != "taken" and known and sequence is not None:
             self._core.discard(sequence)
         self._core.notify(incoming.event("move", outcome))
+
+
+def _keys_differ(destination: KVDestination, sequence: SequenceState, full: int) -> bool:
+    """Whether the source names one of the first `full` blocks otherwise than its tokens do. Its KV must not be published."""
+    return destination.differing_key(sequence.table.chain.keys_to(full)[:full]) is not None
 
 
 def _refuse(destination: KVDestination, reason: Reason, message: str) -> None:

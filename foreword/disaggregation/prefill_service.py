@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from foreword.disaggregation.context import EngineContext
 from foreword.disaggregation.kv_send import KVRange, KVSend, KVSender
@@ -19,6 +20,9 @@ from foreword.engine.sequence import SequenceState, Step
 from foreword.errors import ForewordError
 from foreword.transfer.messages import Reason
 from foreword.transfer.transfers import KVSource
+
+if TYPE_CHECKING:
+    from foreword.engine.structured.compiler import CompiledOutput
 
 
 @dataclass(slots=True)
@@ -45,13 +49,13 @@ class PrefillService:
         """Prompts wait or are being computed."""
         return bool(self._sends)
 
-    def begin(self, source: KVSource, task: PrefillTask) -> None:
+    def begin(self, source: KVSource, task: PrefillTask, compiled: CompiledOutput | None) -> None:
         """Queue a prompt. If it is invalid, the transfer ends with the reason."""
         params = replace(task.params, n=1, max_tokens=max(task.params.max_tokens or 1, 1))
         only_first = replace(params, max_tokens=1)
         try:
             request = Request(f"prefill-{source.id.hex()}", unpack(task.tokens), only_first, task.salt, task.index)
-            sequence = self._core.open(request, task.seed)
+            sequence = self._core.open(request, task.seed, compiled)
         except ForewordError as error:
             source.cancel(Reason.REQUEST, error.message)
             return

@@ -32,6 +32,8 @@ class CacheReports:
                 self._cache.block_size,
                 tell_other_tenants=self._tell_other_tenants,
             )
+        if found.reason == "evicted" and sequence.reach > cached:
+            found = _without_window(sequence.reach)
         loaded = self.loaded_tokens(sequence)
         return CacheReport(
             prompt_tokens=length,
@@ -64,3 +66,8 @@ class CacheReports:
         if arrival is None or arrival.tokens == arrival.start:
             return {}
         return {arrival.origin: arrival.tokens - arrival.start}
+
+
+def _without_window(reach: int) -> Explanation:
+    detail = f"The KV of tokens up to {reach} is cached, but not that of a window from which the model can continue."
+    return Explanation("checkpoint_missing", None, detail)

@@ -87,7 +87,10 @@ class PositionSearch(BlockSearch, Protocol):
 class BlockStores(Protocol):
     """The stores that may hold blocks (`offload.manager.OffloadManager`). They get their own `BlockSearch` back."""
 
-    def find(self, keys: Sequence[bytes], /) -> BlockSearch: ...
+    def find(
+        self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes], /, *, patient: bool = False
+    ) -> BlockSearch: ...
+    def hurry(self, search: Any, /) -> None: ...
     def worth_loading(self, search: Any, skip: int, tokens: int, /) -> int: ...
     def load(self, search: Any, skip: int, blocks: Sequence[int], /) -> None: ...
 
@@ -96,8 +99,17 @@ class PositionStores(Protocol):
     """The stores of a model with windows (`offload.manager.OffloadManager`). They get their own `PositionSearch` back."""
 
     def find_position(
-        self, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, limit: int, /
+        self,
+        groups: Sequence[StoredGroup],
+        root: bytes,
+        keys: Sequence[bytes],
+        held: int,
+        limit: int,
+        /,
+        *,
+        patient: bool = False,
     ) -> PositionSearch: ...
+    def hurry(self, search: Any, /) -> None: ...
     def seconds_saved(self, places: Mapping[tuple[int, int], int], tokens: int, /) -> float: ...
     def load_position(
         self, search: Any, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, blocks: Sequence[int], /
@@ -116,20 +128,30 @@ class StoreKV:
     """Blocks of one sequence in the stores: searched from block `first` on, then loaded if that is faster than computing.
 
     Args:
-        keys: of the blocks from `first` on.
+        root: root key of the chain.
+        keys: of all blocks of the chain.
         in_flight: keys of the blocks that are being loaded for any sequence. This load adds its own.
+        patient: load all that is found, however long it takes.
     """
 
     from_store = True
 
     def __init__(
-        self, stores: BlockStores, keys: Sequence[bytes], first: int, block_size: int, in_flight: set[bytes]
+        self,
+        stores: BlockStores,
+        root: bytes,
+        keys: Sequence[bytes],
+        first: int,
+        block_size: int,
+        in_flight: set[bytes],
+        *,
+        patient: bool = False,
     ) -> None:
         self.first = first
         self._stores = stores
         self._block_size = block_size
         self._in_flight = in_flight
-        self._search = stores.find(keys)
+        self._search = stores.find(root, keys[first:], keys[:first], patient=patient)
         self._held = 0
         self._loading: Sequence[bytes] = ()
 
@@ -145,6 +167,11 @@ class StoreKV:
     @property
     def done(self) -> bool:
         return self._search.done
+
+    def hurry(self, key: bytes) -> None:
+        """A request waits for this block: loading may take no longer than computing."""
+        if key in self._loading:
+            self._stores.hurry(self._search)
 
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
         self._held, self._loading = held, keys[held:]
@@ -163,14 +190,24 @@ class StorePosition:
     have. It is loaded whole or not at all.
 
     Args:
+        root: root key of the chain.
         keys: of all full blocks.
         first: blocks of the sequence that are on the device.
+        patient: load what is found, however long it takes.
     """
 
     from_store = True
 
     def __init__(
-        self, stored: GroupedStores, keys: Sequence[bytes], first: int, block_size: int, in_flight: set[bytes]
+        self,
+        stored: GroupedStores,
+        root: bytes,
+        keys: Sequence[bytes],
+        first: int,
+        block_size: int,
+        in_flight: set[bytes],
+        *,
+        patient: bool = False,
     ) -> None:
         self.first = first
         self._stores = stored.stores
@@ -179,7 +216,9 @@ class StorePosition:
         self._block_size = block_size
         self._in_flight = in_flight
         limit = len(keys) * block_size
-        self._search = self._stores.find_position(self._groups, keys, first * block_size, limit)
+        self._patient = patient
+        held = first * block_size
+        self._search = self._stores.find_position(self._groups, root, keys, held, limit, patient=patient)
         self._held = self._wanted = 0
         self._loading: Sequence[bytes] = ()
 
@@ -198,6 +237,8 @@ class StorePosition:
         found, size = self._search.found, self._block_size
         if found is None or found.position <= held * size:
             return 0
+        if self._patient:
+            return found.position // size - held
         places = {at: place for at, place in found.places.items() if at[1] >= held}
         saved = self._stores.seconds_saved(places, found.position - held * size)
         return found.position // size - held if saved > 0 else 0
@@ -205,6 +246,11 @@ class StorePosition:
     @property
     def done(self) -> bool:
         return self._search.done
+
+    def hurry(self, key: bytes) -> None:
+        """A request waits for this block: loading may take no longer than computing."""
+        if key in self._loading:
+            self._stores.hurry(self._search)
 
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
         self._held, self._wanted, self._loading = held, len(blocks), keys[held:]

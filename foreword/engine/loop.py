@@ -5,28 +5,42 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from foreword.blocks import PrefixCache
 from foreword.blocks.checkpoints import CheckpointPlan
 from foreword.blocks.miss_history import MissHistory
-from foreword.blocks.prefix_cache import HOLE
+from foreword.blocks.prefix_cache import HOLE, BlockTable
+from foreword.blocks.retention import MAX_PRIORITY, PREFETCH_PRIORITY
 from foreword.blocks.runs import consecutive_runs
+from foreword.engine.best_of import BestOf, sampled_params
 from foreword.engine.cache_report import CacheReports
 from foreword.engine.external_kv import RemoteKV
-from foreword.engine.request import Delta, FinishReason, MigratedTo, Request, SamplingParams, TokenLogprob
+from foreword.engine.kept import KeptPrefixes
+from foreword.engine.prefetch import MAX_PREFETCHES, Prefetch
+from foreword.engine.prompt_logprobs import PromptLogprobs
+from foreword.engine.request import (
+    MAX_RETENTIONS,
+    Delta,
+    FinishReason,
+    MigratedTo,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from foreword.engine.runner import Runner, draw_of
 from foreword.engine.sampling import Sampled
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.engine.stops import StopFinder
 from foreword.engine.tokenizer import TextStream, Tokenizer
-from foreword.errors import BadRequest, PromptTooLong
+from foreword.errors import BadRequest, PromptTooLong, QueueFull
 from foreword.events import (
     Event,
     FirstToken,
@@ -38,6 +52,10 @@ from foreword.events import (
     StepFinished,
 )
 from foreword.offload.manager import OffloadManager
+
+if TYPE_CHECKING:
+    from foreword.engine.structured.compiler import CompiledOutput, GrammarCompiler
+    from foreword.engine.structured.constraint import Constraint
 
 # Seconds that a step without work waits for a store, or for another instance.
 _STORE_WAIT = 0.005
@@ -105,8 +123,11 @@ class EngineCore:
         observers: Iterable[Observer] = (),
         clock: Callable[[], float] = time.monotonic,
         offload: OffloadManager | None = None,
+        kept: KeptPrefixes | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.cache = cache
+        self.kept = kept or KeptPrefixes(cache, 0, 0)
         self.offload = offload
         self.transfers: KVTransferHooks | None = None
         self.scheduler = scheduler
@@ -114,10 +135,12 @@ class EngineCore:
         self.steps = 0
         self._runner = runner
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._history = history or MissHistory(0)
         self._reports = CacheReports(cache, self._history, offload, tell_other_tenants=limits.tell_other_tenants)
         self._observers = tuple(observers)
         self._clock = clock
+        self._best_of = BestOf()
         self._texts: dict[SequenceState, _TextState] = {}
         self._by_id: dict[str, list[SequenceState]] = {}
 
@@ -134,52 +157,97 @@ class EngineCore:
             )
         given = {
             "prompt": request.tokens,
+            "continuation": request.output,
             "logit_bias": request.params.logit_bias,
             "stop_token_ids": request.params.stop_token_ids,
+            "allowed_token_ids": request.params.allowed_token_ids or (),
         }
         for name, tokens in given.items():
             bad = next((t for t in tokens if not 0 <= t < self.limits.vocab_size), None)
             if bad is not None:
                 raise BadRequest(f"token {bad} is outside the vocabulary of {self.limits.vocab_size}", param=name)
+        _check_retentions(request)
+        _check_output(request, longest)
 
-    def add(self, request: Request, on_finish: Callable[[SequenceState], None] | None = None) -> None:
-        """Queue a request; it becomes `params.n` sequences. `on_finish` is called before the sequence's blocks go back."""
+    def compile(self, params: SamplingParams) -> CompiledOutput | None:
+        """Compile what the text must match; None if that is any text. From any thread. Raises BadRequest."""
+        if params.structured is None:
+            return None
+        if self._grammars is None:
+            raise BadRequest("this engine has no structured output", param="response_format")
+        return self._grammars.compile(params.structured)
+
+    def add(
+        self,
+        request: Request,
+        on_finish: Callable[[SequenceState], None] | None = None,
+        compiled: CompiledOutput | None = None,
+        constraint: Constraint | None = None,
+    ) -> None:
+        """Queue a request; it becomes `params.num_sequences` sequences.
+
+        Args:
+            on_finish: called before the sequence's blocks go back.
+            compiled: the result of `compile`, which may take seconds; compiled here if not given.
+            constraint: the result of `constraint_after`, for a request that comes with output.
+        """
         self.validate(request)
         self._check_id(request.id)
+        compiled = compiled or self.compile(request.params)
         params = request.params
         seed = params.seed if params.seed is not None else self.limits.seed
         seed = secrets.randbits(62) if seed is None else seed % 2**63
-        sequences = [self._open(replace(request, index=index), seed, on_finish) for index in range(params.n)]
-        if request.prefill and self.transfers is not None and params.max_tokens != 0:
+        one = replace(request, params=sampled_params(params))
+        sequences = [
+            self._open(replace(one, index=index), seed, compiled, on_finish) for index in range(params.num_sequences)
+        ]
+        if request.output:
+            self._continue(sequences[0], constraint)
+        self._best_of.add(request)
+        if params.prompt_logprobs is not None:
+            prompt = PromptLogprobs(request, params.prompt_logprobs)
+            for sequence in sequences:
+                sequence.prompt_logprobs = prompt
+        elif request.prefill and self.transfers is not None and params.max_tokens != 0:
             remote = self.transfers.remote_prefill(request, sequences[0])
             for sequence in sequences:
                 sequence.remote = remote
         for sequence in sequences:
             self.scheduler.add(sequence)
 
-    def open(self, request: Request, seed: int) -> SequenceState:
-        """A sequence of a request that began at another instance, with its seed there; not in any queue yet."""
+    def open(self, request: Request, seed: int, compiled: CompiledOutput | None = None) -> SequenceState:
+        """A sequence of a request that began at another instance, with its seed there; not in any queue yet. `compiled` as in
+        `add`."""
         self.validate(request)
         self._check_id(request.id)
-        return self._open(request, seed, None)
+        return self._open(request, seed, compiled or self.compile(request.params), None)
 
     def _check_id(self, request_id: str) -> None:
         if request_id in self._by_id:
             raise BadRequest(f"a request with the id {request_id!r} is already running", param="request_id")
 
-    def _open(self, request: Request, seed: int, on_finish: Callable[[SequenceState], None] | None) -> SequenceState:
+    def _open(
+        self,
+        request: Request,
+        seed: int,
+        compiled: CompiledOutput | None,
+        on_finish: Callable[[SequenceState], None] | None,
+    ) -> SequenceState:
         params, longest = request.params, self.limits.max_model_len
         total = longest if params.max_tokens is None else min(longest, len(request.tokens) + params.max_tokens)
         table = self.cache.open(request.tokens, salt=request.salt)
-        sequence = SequenceState(request, table, seed, total, arrived=self._clock())
+        sequence = SequenceState(request, table, seed, total, arrived=self._clock(), kept=self.kept.open(request))
+        sequence.bad_words = self._tokenizer.bad_words(params.bad_words) if params.bad_words else ()
+        sequence.constraint = None if compiled is None else compiled.open()
         stops = StopFinder(params.stop, include=params.include_stop)
-        self._texts[sequence] = _TextState(self._tokenizer.stream(request.tokens), stops, on_finish)
+        stream = self._tokenizer.stream(request.tokens, skip_special_tokens=params.skip_special_tokens)
+        self._texts[sequence] = _TextState(stream, stops, on_finish)
         self._by_id.setdefault(request.id, []).append(sequence)
         return sequence
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request in any state; its blocks go back. Unknown ids are ignored: the request may just have ended."""
-        return [self._end(sequence, "abort") for sequence in list(self._by_id.get(request_id, ()))]
+        return self._best_of.pass_on(self._end(sequence, "abort") for sequence in list(self._by_id.get(request_id, ())))
 
     def discard(self, sequence: SequenceState) -> None:
         """Forget a sequence that never ran here; its blocks go back."""
@@ -187,11 +255,34 @@ class EngineCore:
         self._by_id.pop(sequence.request.id, None)
         self.scheduler.finish(sequence)
 
-    def replay_output(self, sequence: SequenceState) -> None:
-        """Pass over the text of a migrated sequence: the instance before this one has sent it."""
+    def constraint_after(self, request: Request, compiled: CompiledOutput) -> Constraint:
+        """The state of a grammar after the output that the request comes with. Takes about 80 us per token; from any thread.
+        Raises BadRequest if nothing can follow it."""
+        constraint, tokens = compiled.open(), request.params.max_tokens
+        left = self.limits.max_model_len - len(request.tokens) if tokens is None else tokens
+        if not constraint.replay(request.output, left):
+            raise _complete()
+        return constraint
+
+    def _continue(self, sequence: SequenceState, constraint: Constraint | None) -> None:
+        """Begin after the output that the request came with. Raises BadRequest if nothing can follow it."""
+        sequence.table.chain.tokens.extend(sequence.request.output)
+        if constraint is not None:
+            sequence.constraint = None
+        continues = self.replay_output(sequence)
+        sequence.constraint = constraint or sequence.constraint
+        if not continues:
+            self._end(sequence, "abort")
+            raise _complete()
+
+    def replay_output(self, sequence: SequenceState) -> bool:
+        """Pass over the text that another instance has sent. False if nothing can follow it: it is complete, or the grammar
+        does not allow it."""
+        constraint, left = sequence.constraint, sequence.left + sequence.num_output
+        if constraint is not None and not constraint.replay(sequence.output, left):
+            return False
         text = self._texts[sequence]
-        for token in sequence.output:
-            text.stops.push(text.stream.push(token))
+        return all(text.stops.push(text.stream.push(token))[1] is None for token in sequence.output)
 
     def sequence_of(self, request_id: str) -> SequenceState | None:
         """The only sequence of a request; None if there is no such request, or it has several."""
@@ -214,6 +305,7 @@ class EngineCore:
 
     def step(self) -> list[Delta]:
         """One step. A failure of the device ends the requests of the step, withdraws their blocks, and is not raised."""
+        self.kept.settle()
         arrived = self._collect_kv()
         started = self._clock()
         seen = self.offload.changes if self.offload is not None else 0
@@ -221,7 +313,8 @@ class EngineCore:
         self._note_admissions(step)
         if self.transfers is not None:
             self.transfers.before_step(step)
-        return arrived + (self._compute(step, started) if step.chunks else self._idle(step, seen))
+        deltas = arrived + (self._compute(step, started) if step.chunks else self._idle(step, seen))
+        return self._best_of.pass_on(deltas)
 
     def _idle(self, step: Step, seen: int) -> list[Delta]:
         """There is nothing to compute: wait for a store or another instance, or end what can never run."""
@@ -242,11 +335,25 @@ class EngineCore:
         self.scheduler.settle(step)
         if self.offload is not None:
             self._save(step, self.offload, self._clock() - started)
+        for chunk in step.chunks:
+            self._keep(chunk.sequence)
         now = self._clock()
         deltas = [delta for chunk in step.chunks if chunk.samples for delta in self._settle(chunk, sampled, now)]
         self.steps += 1
         self._note_step(step, now - started)
         return deltas
+
+    def _keep(self, sequence: SequenceState) -> None:
+        if sequence.kept is not None:
+            self.kept.computed(sequence.kept, sequence.table, sequence.computed)
+
+    def prefetch(self, tokens: Sequence[int], salt: bytes, on_end: Callable[[BlockTable, str], None]) -> None:
+        """Load what the stores have of a coming prompt. Raises BadRequest, PromptTooLong, or QueueFull if too many do that."""
+        self.validate(Request("prefetch", tuple(tokens), SamplingParams(max_tokens=0)))
+        if len(self.scheduler.prefetches) >= MAX_PREFETCHES:
+            raise QueueFull(f"{MAX_PREFETCHES} prefetches are waiting already; retry later")
+        full = len(tokens) // self.cache.block_size * self.cache.block_size
+        self.scheduler.prefetches.add(Prefetch(self.cache.open(tokens[:full], salt=salt), on_end))
 
     def _collect_kv(self) -> list[Delta]:
         """Sequences that waited for KV run now. A prompt that another instance computed comes with its first token."""
@@ -288,14 +395,17 @@ class EngineCore:
         for low, high in consecutive_runs(wanted):
             first, stop = wanted[low], wanted[high - 1] + 1
             keys = chain.keys_to(stop)[first:stop]
-            self.offload.save(keys, chain.key_before(first), first, blocks[first:stop], number)
+            self.offload.save(chain.root, keys, chain.key_before(first), first, blocks[first:stop], number)
 
     def _plan_checkpoints(self, chunk: Chunk, offload: OffloadManager) -> CheckpointPlan:
         """Which blocks of window groups a sequence saves whose first chunk was computed."""
         sequence = chunk.sequence
         sizes = [one.layouts[0].block_bytes for one in offload.units]
         length = max(sequence.num_prompt, chunk.start + chunk.count)
-        return CheckpointPlan(self.cache.groups, sizes, length, resumed=chunk.start, cached=sequence.reach)
+        plan = CheckpointPlan(self.cache.groups, sizes, length, resumed=chunk.start, cached=sequence.reach)
+        for wish in sequence.request.retain:
+            plan.add(wish.end)
+        return plan
 
     def _save_turn(self, sequence: SequenceState) -> None:
         """Save what the next turn needs to continue from the end of this one."""
@@ -313,7 +423,8 @@ class EngineCore:
 
     def fail_all(self, message: str) -> list[Delta]:
         """End everything with an error: the engine's thread has failed or is closing."""
-        return [self._end(sequence, "error", error=message) for sequence in list(self._texts)]
+        self.scheduler.prefetches.cancel_all(message)
+        return self._best_of.pass_on(self._end(sequence, "error", error=message) for sequence in list(self._texts))
 
     def _fail(self, step: Step, error: BaseException) -> list[Delta]:
         self.scheduler.withdraw(step)
@@ -321,12 +432,12 @@ class EngineCore:
         return [self._end(chunk.sequence, "error", error=message) for chunk in step.chunks]
 
     def _end_stuck(self, step: Step) -> list[Delta]:
-        """Nothing runs, and pinned blocks leave no room for the first sequence in the queue, so waiting would not help. A
-        sequence with output ends here; a prompt that cannot be computed is an error."""
+        """Nothing runs, and pinned blocks leave no room for a sequence in the queue, so waiting would not help. A sequence with
+        output ends here; a prompt that cannot be computed is an error. A sequence whose search has just ended is not stuck."""
         scheduler, pool = self.scheduler, self.cache.pool
-        if scheduler.running or step.preempted or not scheduler.waiting:
+        sequence = scheduler.short_of_memory
+        if scheduler.running or step.preempted or sequence is None:
             return []
-        sequence = scheduler.waiting[0]
         if sequence.num_output:
             text, stop = self._last_text(self._texts[sequence])
             return [self._end(sequence, "length" if stop is None else "stop", (), text, stop_match=stop)]
@@ -341,6 +452,8 @@ class EngineCore:
         result = sampled.get(sequence)
         if result is None:  # `max_tokens` is 0
             return [self._end(sequence, "length")]
+        if result.error is not None:
+            return [self._end_unfollowed(sequence, result.error)]
         if self.transfers is not None and self.transfers.prompt_computed(sequence, result.token, result.logprob):
             return [self._end(sequence, "length")]
         return [self._extend(sequence, result.token, result.logprob, now)]
@@ -348,18 +461,29 @@ class EngineCore:
     def _extend(self, sequence: SequenceState, token: int, logprob: TokenLogprob | None, now: float) -> Delta:
         self._note_token(sequence, now)
         sequence.table.append(token)
+        constraint = sequence.constraint
+        if constraint is not None and not constraint.accept(token, sequence.left):
+            return self._end_unfollowed(sequence, constraint.error() or f"it does not allow token {token}")
         return self._delta(sequence, token, () if logprob is None else (logprob,))
+
+    def _end_unfollowed(self, sequence: SequenceState, reason: str) -> Delta:
+        message = f"the grammar cannot be followed further: {reason}"
+        return replace(self._end(sequence, "error", error=message), client_fault=True)
 
     def _delta(self, sequence: SequenceState, token: int, logprobs: tuple[TokenLogprob, ...]) -> Delta:
         """The delta of one new token, which may be the sequence's last."""
         state, params = self._texts[sequence], sequence.request.params
-        if self._ends(token, params) and sequence.num_output >= params.min_tokens:
+        structured = sequence.constraint is not None
+        if self._ends(token, params, structured) and (structured or sequence.num_output >= params.min_tokens):
             match = token if token in params.stop_token_ids else None
             text = state.stops.push(state.stream.flush())[0] + state.stops.flush()
             return self._end(sequence, "stop", (token,), text, logprobs, stop_match=match)
         text, stop = state.stops.push(state.stream.push(token))
         if stop is not None:
             return self._end(sequence, "stop", (token,), text, logprobs, stop_match=stop)
+        if sequence.constraint is not None and sequence.constraint.ended:
+            rest, stop = self._last_text(state)
+            return self._end(sequence, "stop", (token,), text + rest, logprobs, stop_match=stop)
         if len(sequence.table) >= sequence.max_total:
             rest, stop = self._last_text(state)
             reason: FinishReason = "length" if stop is None else "stop"
@@ -374,8 +498,10 @@ class EngineCore:
     def _end_tokens(self, params: SamplingParams) -> tuple[int, ...]:
         return params.stop_token_ids if params.ignore_eos else (*self.limits.end_tokens, *params.stop_token_ids)
 
-    def _ends(self, token: int, params: SamplingParams) -> bool:
-        return token in params.stop_token_ids or (not params.ignore_eos and token in self.limits.end_tokens)
+    def _ends(self, token: int, params: SamplingParams, structured: bool) -> bool:
+        """A grammar allows an end token only where the text is complete, so that it ends the text in any case."""
+        model_ends = structured or not params.ignore_eos
+        return token in params.stop_token_ids or (model_ends and token in self.limits.end_tokens)
 
     def _make_delta(
         self,
@@ -384,6 +510,9 @@ class EngineCore:
         text: str = "",
         logprobs: tuple[TokenLogprob, ...] = (),
     ) -> Delta:
+        prompt = sequence.prompt_logprobs
+        if prompt is not None and prompt.complete:
+            sequence.prompt_logprobs = None
         return Delta(
             request_id=sequence.request.id,
             index=sequence.request.index,
@@ -392,6 +521,7 @@ class EngineCore:
             logprobs=logprobs,
             prompt_tokens=sequence.num_prompt,
             cached_tokens=max(sequence.cached_tokens, 0),
+            prompt_logprobs=tuple(prompt.entries) if prompt is not None and prompt.complete else None,
         )
 
     def _end(
@@ -407,6 +537,9 @@ class EngineCore:
     ) -> Delta:
         """Take a sequence out and make its last delta."""
         on_finish = self._texts.pop(sequence).on_finish
+        if reason in ("stop", "length"):
+            self._keep(sequence)
+        retained = self.kept.ended(sequence.kept) if sequence.kept is not None else ()
         if on_finish is not None and reason in ("stop", "length"):
             on_finish(sequence)
         if reason in ("stop", "length"):
@@ -420,7 +553,10 @@ class EngineCore:
             del self._by_id[sequence.request.id]
         self._note_end(sequence, reason)
         delta = self._make_delta(sequence, tokens, text, logprobs)
-        return replace(delta, finish_reason=reason, stop_match=stop_match, error=error, cache_report=sequence.report)
+        report = replace(sequence.report, retained=retained) if sequence.report is not None else None
+        return replace(
+            delta, finish_reason=reason, stop_match=stop_match, error=error, cache_report=report, retained=retained
+        )
 
     def notify(self, event: Event) -> None:
         for observer in self._observers:
@@ -434,6 +570,8 @@ class EngineCore:
 
     def _note_admitted(self, sequence: SequenceState) -> None:
         sequence.admitted_at = self._clock()
+        if sequence.kept is not None:
+            self.kept.admitted(sequence.kept, sequence.table, sequence.num_prompt)
         if sequence.request.want_cache_report:
             sequence.report = self._reports.report(sequence)
         self._history.add(sequence.request.salt, sequence.table.chain.tokens)
@@ -479,3 +617,31 @@ class EngineCore:
                 1.0 - pool.num_free / pool.num_blocks,
             )
         )
+
+
+def _complete() -> BadRequest:
+    return BadRequest("nothing can follow this output", param="continuation")
+
+
+def _check_output(request: Request, longest: int) -> None:
+    """Raises BadRequest."""
+    params, count = request.params, len(request.output)
+    if not count:
+        return
+    if params.num_sequences > 1 or params.prompt_logprobs is not None:
+        raise BadRequest("only one sequence without prompt_logprobs can be continued", param="continuation")
+    if count >= (longest if params.max_tokens is None else params.max_tokens) or len(request.tokens) + count >= longest:
+        raise BadRequest(f"an output of {count} tokens has reached its limit", param="continuation")
+
+
+def _check_retentions(request: Request) -> None:
+    """Raises BadRequest."""
+    if len(request.retain) > MAX_RETENTIONS:
+        raise BadRequest(f"a request has at most {MAX_RETENTIONS} retentions", param="retain")
+    for wish in request.retain:
+        if not 0 < wish.end <= len(request.tokens):
+            raise BadRequest(f"a retention ends within the prompt, not at token {wish.end}", param="retain")
+        if wish.ttl is not None and not 0 < wish.ttl < math.inf:
+            raise BadRequest(f"a ttl is more than 0 seconds, not {wish.ttl}", param="ttl")
+        if not PREFETCH_PRIORITY <= wish.priority <= MAX_PRIORITY:
+            raise BadRequest(f"a priority is between 0 and {MAX_PRIORITY}, not {wish.priority}", param="priority")

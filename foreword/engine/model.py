@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
@@ -31,7 +31,7 @@ from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState
 from foreword.engine.torch_runner import TorchRunner, bytes_per_block, record_layers
-from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported
+from foreword.errors import BadRequest, ConfigError, ModelNotFound, ModelUnsupported
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ EMBEDDED = "stdlib-nano"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Relative error of logits that rounding explains; a wrong computation gives an error of about 1.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+# Fields of `generation_config.json` that `SamplingParams` has too.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Settings of a configuration that do not change the KV.
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "_attn_implementation"}
 # Supported `layer_types`. Layers of any other type keep state outside attention (linear attention, state spaces,
@@ -57,6 +59,7 @@ class LoadedModel:
         fingerprint: SHA-256 over configuration and weights (not their path); part of every block's key.
         layers: by KV group, with what each keeps per token in numbers of `kv_dtype`.
         end_tokens: end-of-sequence tokens, from the generation configuration.
+        sampling: fields of `SamplingParams` from the same file.
         kernels: the compiled kernels; None where PyTorch's operators are used.
     """
 
@@ -72,6 +75,7 @@ class LoadedModel:
     device: torch.device
     parameters: int
     end_tokens: tuple[int, ...]
+    sampling: Mapping[str, float]
     kernels: Kernels | None = None
 
 
@@ -117,6 +121,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
         device=device,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         end_tokens=_end_tokens(model),
+        sampling=_sampling(source) if config.generation_config == "model" else {},
         kernels=kernels,
     )
 
@@ -320,6 +325,27 @@ def _end_tokens(model: Any) -> tuple[int, ...]:
     if known is None:
         return ()
     return (int(known),) if isinstance(known, int) else tuple(int(token) for token in known)
+
+
+def _sampling(source: str) -> dict[str, float]:
+    """What `generation_config.json` says of sampling. Raises ConfigError for values that no request may have."""
+    try:
+        file = transformers.utils.cached_file(source, "generation_config.json", local_files_only=Path(source).is_dir())
+        found = json.loads(Path(file).read_bytes())
+    except (OSError, ValueError):  # there is none, or none that Transformers would read
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    given = {name: found[name] for name in _SAMPLING if isinstance(found.get(name), int | float)}
+    if given.get("top_k") == -1:
+        del given["top_k"]
+    try:
+        SamplingParams(**given)
+    except BadRequest as error:
+        raise ConfigError(
+            f"generation_config.json: {error.message}; use --generation-config openai to ignore it"
+        ) from error
+    return given
 
 
 def kv_blocks(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -7,17 +7,42 @@ request. The last `Delta` has a `finish_reason`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from foreword.blocks.miss_history import MissReason
-from foreword.errors import BadRequest
+from foreword.blocks.retention import Retention, RetentionAnswer
+from foreword.errors import BadRequest, EngineFailed, ForewordError, GrammarTooComplex
 
 # `moved`: it continues at another instance (`Delta.moved`).
 FinishReason = Literal["stop", "length", "abort", "error", "moved"]
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_RETENTIONS = 16
+MAX_BAD_WORDS = 256
+# Of a JSON schema, regular expression or grammar: characters, and levels of objects and arrays below the outermost.
+MAX_FORMAT_CHARACTERS = 128 * 1024
+MAX_FORMAT_DEPTH = 48
+MAX_CHOICES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What the generated text must match.
+
+    Attributes:
+        kind: `json_object` is any JSON object; `grammar` is in the Lark syntax of llguidance.
+        value: the JSON schema (a mapping), regular expression or grammar (texts), or the choices (a tuple of texts).
+        strict: refuse a JSON schema with keywords that the mask cannot enforce; False ignores those keywords.
+        complete: near `max_tokens`, choose tokens that end the text in time. False: the text may be cut anywhere.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+    value: Mapping[str, Any] | bool | str | tuple[str, ...] | None = None
+    strict: bool = True
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +61,15 @@ class SamplingParams:
         stop_token_ids: tokens that end it, besides the model's own end tokens.
         ignore_eos: continue after the model's end tokens.
         logprobs: number of alternatives to report per token (0: the chosen token only), None for no log-probabilities.
-        prompt_logprobs is not offered: a cached prefix has no logits.
+        prompt_logprobs: the same for the tokens of the prompt; it is then computed, also where it is cached.
         presence_penalty, frequency_penalty: OpenAI's, over generated tokens. repetition_penalty: over prompt and output.
         logit_bias: token id to a number that is added to its logit.
         n: sequences per prompt.
+        best_of: the number of sequences to sample. Returns the `n` with the highest mean log-probability.
+        allowed_token_ids: sample only these; None allows all.
+        bad_words: texts that are not generated.
+        skip_special_tokens: leave special tokens out of the text.
+        structured: what the text must match.
     """
 
     max_tokens: int | None = None
@@ -59,6 +89,12 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     n: int = 1
     min_tokens: int = 0
+    prompt_logprobs: int | None = None
+    best_of: int | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         _within("max_tokens", self.max_tokens, 0, None)
@@ -70,7 +106,9 @@ class SamplingParams:
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _within("n", self.n, 1, MAX_N)
+        _within("best_of", self.best_of, self.n, MAX_N)
         if self.top_p == 0.0:
             raise BadRequest("top_p must be greater than 0", param="top_p")
         _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
@@ -78,6 +116,15 @@ class SamplingParams:
             _within("logit_bias", bias, -math.inf, None)
         if any(not text for text in self.stop):
             raise BadRequest("a stop string must not be empty", param="stop")
+        if self.allowed_token_ids == ():
+            raise BadRequest("allowed_token_ids must name at least one token", param="allowed_token_ids")
+        if any(not text for text in self.bad_words) or len(self.bad_words) > MAX_BAD_WORDS:
+            raise BadRequest(f"bad_words must be at most {MAX_BAD_WORDS} texts, none of them empty", param="bad_words")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are sampled."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def greedy(self) -> bool:
@@ -104,6 +151,9 @@ class Request:
         index: which of the `n` sequences of its prompt this is.
         want_cache_report: explain in the final `Delta` where the prompt's KV came from.
         prefill: transfer address of the instance that computes the prompt; "" computes it here.
+        retain: which of its prefixes are kept, and how long; in order of their ends.
+        owner: salt of the tenant whose budget counts what is kept; None if that is `salt`.
+        output: tokens that another engine has generated after the prompt. Generation continues after them.
     """
 
     id: str
@@ -113,6 +163,9 @@ class Request:
     index: int = 0
     want_cache_report: bool = False
     prefill: str = ""
+    retain: tuple[Retention, ...] = ()
+    owner: bytes | None = None
+    output: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +194,7 @@ class CacheReport:
             had cached.
         transferred_tokens: sent by another instance, by the same label, cached there or computed for this request. What it
             computed is part of `computed_tokens`.
+        retained: what became of the request's cache control, in order of the positions.
     """
 
     prompt_tokens: int
@@ -153,6 +207,7 @@ class CacheReport:
     detail: str
     loaded_tokens: dict[str, int] = field(default_factory=dict)
     transferred_tokens: dict[str, int] = field(default_factory=dict)
+    retained: tuple[RetentionAnswer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +231,10 @@ class Delta:
         logprobs: one per token if asked for, else empty.
         finish_reason: set on the last delta only. `stop_match` is the stop string or stop token that ended it.
         prompt_tokens, cached_tokens: lengths, known from the first delta on.
-        error: the message, if `finish_reason` is "error". `moved`: where it continues, if that is "moved".
+        prompt_logprobs: on a sequence's first delta, if they were requested; None for the first token of the prompt.
+        error: the message, if `finish_reason` is "error". `client_fault`: the request caused it.
+        moved: where it continues, if that is "moved".
+        retained: on the last delta, the answers to `Request.retain`, in order of their ends.
     """
 
     request_id: str
@@ -189,8 +247,17 @@ class Delta:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     cache_report: CacheReport | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error: str | None = None
+    client_fault: bool = False
     moved: MigratedTo | None = None
+    retained: tuple[RetentionAnswer, ...] = ()
+
+    @property
+    def failure(self) -> ForewordError:
+        """The error, if `finish_reason` is "error"."""
+        message = self.error or "A step of the engine failed"
+        return GrammarTooComplex(message, param="response_format") if self.client_fault else EngineFailed(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,3 +282,5 @@ class RequestOutput:
     outputs: tuple[Completion, ...]
     cache_report: CacheReport | None = None
     time_to_first_token: float = 0.0
+    retained: tuple[RetentionAnswer, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None

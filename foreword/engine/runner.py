@@ -25,9 +25,8 @@ class Runner(Protocol):
 def draw_of(sequence: SequenceState, end_tokens: tuple[int, ...]) -> Draw:
     """What sampling the sequence's next token needs to know."""
     params = sequence.request.params
-    needs_tokens = (
-        params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty or params.min_tokens
-    )
+    penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+    needs_tokens = penalties or params.min_tokens or sequence.bad_words
     return Draw(
         params=params,
         seed=sequence.seed,
@@ -36,4 +35,7 @@ def draw_of(sequence: SequenceState, end_tokens: tuple[int, ...]) -> Draw:
         prompt=sequence.request.tokens,
         output=sequence.output if needs_tokens else (),
         end_tokens=end_tokens,
+        left=sequence.left - 1,
+        constraint=sequence.constraint,
+        bad_words=sequence.bad_words,
     )

@@ -7,14 +7,18 @@ numbers in any batch, after a preemption, and on another machine (docs/decisions
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from foreword.engine.request import SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from foreword.engine.structured.constraint import Constraint
 
 # Lower temperatures are zero in float32. Only the likeliest token has weight long before that.
 _MIN_TEMPERATURE = 1e-6
@@ -28,6 +32,9 @@ class Draw:
         position: number of tokens before the one to be sampled.
         prompt, output: token ids so far, for penalties.
         end_tokens: tokens that are excluded until there are `params.min_tokens` output tokens.
+        left: tokens that may follow this one.
+        constraint: what the output must match. It comes before all other exclusions.
+        bad_words: token sequences that are excluded.
     """
 
     params: SamplingParams
@@ -37,14 +44,18 @@ class Draw:
     prompt: Sequence[int]
     output: Sequence[int]
     end_tokens: tuple[int, ...]
+    left: int = 0
+    constraint: Constraint | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A sampled token, with log-probabilities if they were requested."""
+    """A sampled token, with log-probabilities if they were requested. `error`: why there is no token."""
 
     token: int
     logprob: TokenLogprob | None
+    error: str | None = None
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -56,22 +67,50 @@ def uniform(seed: int, index: int, position: int) -> float:
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
     """One token per row of `logits` `[rows, vocab]`. Log-probabilities are those of the model's own distribution."""
-    logits = logits.float()
+    given, logits = logits, logits.float()
     logprobs = _logprobs(logits, draws)
-    shaped = logits
-    if any(_reshapes(draw) for draw in draws):
-        shaped = logits.clone()
-        for row, draw in enumerate(draws):
-            if _reshapes(draw):
-                _apply_penalties(shaped[row], draw)
+    shaped = _shape(logits, draws, in_place=logits is not given)
     tokens: list[int] = torch.argmax(shaped, dim=-1).tolist()
+    errors: list[str | None] = [None] * len(draws)
     for row, draw in enumerate(draws):
+        if draw.constraint is not None and (error := draw.constraint.error()) is not None:
+            errors[row] = error
+            continue
         if not draw.params.greedy:
             tokens[row] = _choose(shaped[row], draw)
+        if draw.constraint is not None:
+            tokens[row] = draw.constraint.choose(tokens[row], draw.left)
     if logprobs is None:
-        return [Sampled(token, None) for token in tokens]
-    counts = [draw.params.logprobs for draw in draws]
-    return [Sampled(token, logprobs.of_token(row, token, counts[row])) for row, token in enumerate(tokens)]
+        return [Sampled(token, None, error) for token, error in zip(tokens, errors, strict=True)]
+    found = [logprobs.of_token(row, token, draws[row].params.logprobs) for row, token in enumerate(tokens)]
+    return [Sampled(*one) for one in zip(tokens, found, errors, strict=True)]
+
+
+def _shape(logits: Tensor, draws: Sequence[Draw], *, in_place: bool) -> Tensor:
+    """The logits after penalties and exclusions; the same tensor if there are none, or if they may be made in place."""
+    constraints = {row: draw.constraint for row, draw in enumerate(draws) if draw.constraint is not None}
+    reshaped = [row for row, draw in enumerate(draws) if _reshapes(draw)]
+    if not constraints and not reshaped:
+        return logits
+    before = {row: logits[row].clone() for row in reshaped if row in constraints}
+    shaped = logits if in_place else logits.clone()
+    for row in reshaped:
+        _apply_penalties(shaped[row], draws[row])
+    if constraints:
+        _constrain(shaped, constraints, before)
+    return shaped
+
+
+def _constrain(shaped: Tensor, constraints: Mapping[int, Constraint], before: Mapping[int, Tensor]) -> None:
+    """In place: exclude what the grammars forbid. Where that leaves no token, the other exclusions are dropped: `before` has
+    the rows without them."""
+    from foreword.engine.structured.constraint import forbidden_tokens
+
+    forbidden = torch.from_numpy(forbidden_tokens(list(constraints.values()), shaped.shape[-1])).to(shaped.device)
+    for row, excluded in zip(constraints, forbidden, strict=True):
+        shaped[row].masked_fill_(excluded, -torch.inf)
+        if row in before and shaped[row].max() == -torch.inf:
+            shaped[row] = before[row].masked_fill(excluded, -torch.inf)
 
 
 def _reshapes(draw: Draw) -> bool:
@@ -81,12 +120,14 @@ def _reshapes(draw: Draw) -> bool:
         or params.frequency_penalty
         or params.repetition_penalty != 1.0
         or params.logit_bias
+        or params.allowed_token_ids is not None
+        or draw.bad_words
         or len(draw.output) < params.min_tokens
     )
 
 
 def _apply_penalties(row: Tensor, draw: Draw) -> None:
-    """In place: logit bias, repetition (Keskar et al. 2019), presence and frequency penalties (OpenAI) and `min_tokens`."""
+    """In place: logit bias, repetition (Keskar et al. 2019), presence and frequency penalties (OpenAI), and exclusions."""
     params = draw.params
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*draw.prompt, *draw.output}), dtype=torch.long, device=row.device)
@@ -100,6 +141,12 @@ def _apply_penalties(row: Tensor, draw: Draw) -> None:
         row[token] += bias
     if len(draw.output) < params.min_tokens and draw.end_tokens:
         row[list(draw.end_tokens)] = -torch.inf
+    for words in draw.bad_words:
+        if len(words) == 1 or tuple(draw.output[1 - len(words) :]) == words[:-1]:
+            row[words[-1]] = -torch.inf
+    if params.allowed_token_ids is not None:
+        allowed = torch.tensor(params.allowed_token_ids, dtype=torch.long, device=row.device)
+        row[:] = torch.full_like(row, -torch.inf).index_copy_(0, allowed, row[allowed])
 
 
 def _choose(row: Tensor, draw: Draw) -> int:

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foreword.blocks import Copy, Match, PrefixCache
+from foreword.blocks.prefix_cache import NO_MATCH
 from foreword.engine.external_kv import BlockStores, ExternalKV, GroupedStores, KVArrival, StoreKV, StorePosition
+from foreword.engine.prefetch import Prefetches
+from foreword.engine.prompt_logprobs import MAX_ROWS
 from foreword.engine.sequence import Chunk, SequenceState, Step
 
 
@@ -28,6 +31,7 @@ class _StepDraft:
     """A step in the making."""
 
     budget: int
+    rows: int = MAX_ROWS  # of logits, for prompts whose log-probabilities were requested
     chunks: dict[SequenceState, Chunk] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
     preempted: list[SequenceState] = field(default_factory=list)
@@ -42,6 +46,7 @@ class Scheduler:
         reserve: share of the pool that an admission leaves free while other sequences run, so that they can grow.
         offload: stores that may hold blocks which the device does not.
         stored: the same stores, of a model with windows.
+        reclaim: gives blocks that are kept for later requests back to the pool; False if there are none.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Scheduler:
         reserve: float = 0.01,
         offload: BlockStores | None = None,
         stored: GroupedStores | None = None,
+        reclaim: Callable[[], bool] = lambda: False,
     ) -> None:
         self.cache = cache
         self.waiting: deque[SequenceState] = deque()
@@ -65,21 +71,26 @@ class Scheduler:
         self._reserve = math.ceil(reserve * cache.pool.num_blocks)
         self._stores = offload
         self._stored = stored
+        self._reclaim = reclaim
+        self.short_of_memory: SequenceState | None = None  # for which the last step had no room
         self._in_flight: set[bytes] = set()  # keys of the blocks that stores are loading
+        search = None if offload is None else lambda *chain: self._search(offload, *chain, patient=True)
+        self.prefetches = Prefetches(cache, search, self._in_flight)
 
     def add(self, sequence: SequenceState) -> None:
         self.waiting.append(sequence)
 
     def has_work(self) -> bool:
         """Whether a call of `collect` and `schedule` can do anything, now or at a store's deadline."""
-        return bool(self.running or self.waiting) or any(
+        return bool(self.running or self.waiting or self.prefetches) or any(
             kv.done or kv.from_store for kv in self.waiting_for_kv.values()
         )
 
     def expects_store(self) -> bool:
         """Whether a store is searching or loading: a step without work is then no dead end."""
         searching = any(s.store is not None and not s.store.answered for s in self.waiting)
-        return searching or any(kv.from_store for kv in self.waiting_for_kv.values())
+        prefetching = bool(self.prefetches) and not self.waiting
+        return searching or prefetching or any(kv.from_store for kv in self.waiting_for_kv.values())
 
     @property
     def num_admitted(self) -> int:
@@ -90,8 +101,9 @@ class Scheduler:
         """Decide the next step and take its blocks. An empty step means that there is nothing to do."""
         draft = _StepDraft(self._max_batch_tokens)
         self._continue_running(draft)
-        if not draft.preempted:
-            self._admit_waiting(draft)
+        self.short_of_memory = None if draft.preempted else self._admit_waiting(draft)
+        if self.prefetches and not draft.preempted and self.short_of_memory is None:
+            self.prefetches.start(self.cache.pool.num_free - self._reserve - self._owed())
         return Step(tuple(draft.chunks.values()), tuple(draft.copies), tuple(draft.preempted), tuple(draft.admitted))
 
     def settle(self, step: Step) -> None:
@@ -130,6 +142,8 @@ class Scheduler:
         for sequence in list(self.running):
             missing = len(sequence.table) - sequence.computed
             count = missing if missing == 1 else min(missing, for_prefill)
+            if sequence.needs_logits:
+                count = min(count, draft.rows)
             if count == 0 or sequence in draft.preempted:
                 continue
             published_before = sequence.table.published
@@ -139,11 +153,15 @@ class Scheduler:
 
     def _take_blocks(self, draft: _StepDraft, sequence: SequenceState, num_tokens: int) -> bool:
         """Give back what left the windows and take blocks for `num_tokens` tokens; preempt the sequences admitted last if
-        memory is short. False if that preempted the sequence itself."""
+        memory is short. False if that preempted the sequence itself, which does not happen to one that runs alone while
+        blocks are kept."""
         if self.cache.windows:
             self.cache.trim(sequence.table, sequence.computed)
         while not self.cache.advance(sequence.table, num_tokens):
             victim = self.running[-1]
+            alone = self.num_admitted == 1
+            if self.prefetches.cancel() or (alone and self._reclaim()):
+                continue
             self._preempt(draft, victim)
             if victim is sequence:
                 return False
@@ -156,6 +174,7 @@ class Scheduler:
         samples = start + count == len(table)
         draft.chunks[sequence] = Chunk(sequence, start, count, write_from, samples, published_before)
         draft.budget -= count
+        draft.rows -= count if sequence.needs_logits else 0
 
     def _preempt(self, draft: _StepDraft, victim: SequenceState) -> None:
         """Take the blocks of a running sequence and put it at the front of the queue; its blocks stay cached while they can.
@@ -179,22 +198,36 @@ class Scheduler:
 
     # Admission
 
-    def _admit_waiting(self, draft: _StepDraft) -> None:
+    def _admit_waiting(self, draft: _StepDraft) -> SequenceState | None:
+        """Admit sequences while there is room. Returns the one for which there is none."""
         for sequence in list(self.waiting):
             if draft.budget <= 0 or self.num_admitted >= self._max_num_seqs:
                 break
-            if sequence.request.index > 0 and _is_open(sequence):
+            if sequence.request.index > 0 and (_is_open(sequence) or sequence.needs_logits):
                 continue  # the request's first sequence waits for the same prompt
-            match = self.cache.lookup(sequence.table)
+            if sequence.needs_logits and not draft.rows:
+                continue
+            match = NO_MATCH if sequence.needs_logits else self.cache.lookup(sequence.table)
             if not self._is_searched(sequence, len(match.blocks)):
                 continue  # the sequences behind it need not wait for its search
-            if self._stored is not None:
+            if self._stored is not None or (sequence.request.want_cache_report and self.cache.windows):
                 self._note_reach(sequence)
-            if not self._fits(sequence, match, len(sequence.table)):
-                break
+            fitting = self._fitting(sequence, match)
+            if fitting is None:
+                return sequence
             self.waiting.remove(sequence)
-            if not self._wait_for_kv(sequence, match):
-                self._admit(draft, sequence, match)
+            if not self._wait_for_kv(sequence, fitting):
+                self._admit(draft, sequence, fitting)
+        return None
+
+    def _fitting(self, sequence: SequenceState, match: Match) -> Match | None:
+        """What is cached of a sequence if there is room for it. If not, prefetches end, and an engine without other work gives
+        up what is kept for later requests."""
+        while not self._fits(sequence, match, len(sequence.table)):
+            if not self.prefetches.cancel() and (self.num_admitted or not self._reclaim()):
+                return None
+            match = self.cache.lookup(sequence.table)
+        return match
 
     def _fits(self, sequence: SequenceState, match: Match, num_tokens: int) -> bool:
         """Whether the pool has room for the sequence's first `num_tokens` tokens, for what running prefills have yet to take,
@@ -216,6 +249,8 @@ class Scheduler:
         # A prompt that is cached to its end recomputes its last token, for the logits; its KV is not written.
         sequence.computed = min(match.cached_tokens, len(table) - 1)
         count = min(len(table) - sequence.computed, draft.budget)
+        if sequence.needs_logits:
+            count = min(count, draft.rows)
         cache.admit(table, match)
         published_before = table.published
         if not cache.advance(table, sequence.computed + count):  # pragma: no cover - `_fits` said that there is room
@@ -226,7 +261,7 @@ class Scheduler:
         self.running.append(sequence)
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = min(sequence.computed, sequence.num_prompt)
-            sequence.shared_tokens = min(len(match.blocks) * cache.block_size, sequence.computed)
+            sequence.shared_tokens = min(len(match.blocks) * cache.block_size, sequence.cached_tokens)
             draft.admitted.append(sequence)
         self._add_chunk(draft, sequence, count, published_before)
 
@@ -236,20 +271,23 @@ class Scheduler:
         """Whether it is known which blocks after the first `held` the stores have. Starts the search if needed."""
         table = sequence.table
         full = len(table) // self.cache.block_size
-        if self._stores is None or held >= full:
+        if self._stores is None or held >= full or sequence.needs_logits:
             return True
         keys = table.chain.keys_to(full)
         if keys[held] in self._in_flight:
+            self.prefetches.hurry(keys[held])
             return False  # it is being loaded for another sequence, and will be on the device then
         if sequence.store is None or held < sequence.store.first:
-            sequence.store = self._search(self._stores, keys[:full], held)
+            sequence.store = self._search(self._stores, table.chain.root, keys[:full], held)
         return sequence.store.answered
 
-    def _search(self, stores: BlockStores, keys: Sequence[bytes], held: int) -> StoreKV | StorePosition:
+    def _search(
+        self, stores: BlockStores, root: bytes, keys: Sequence[bytes], held: int, *, patient: bool = False
+    ) -> StoreKV | StorePosition:
         size = self.cache.block_size
         if self._stored is not None:
-            return StorePosition(self._stored, keys, held, size, self._in_flight)
-        return StoreKV(stores, keys[held:], held, size, self._in_flight)
+            return StorePosition(self._stored, root, keys, held, size, self._in_flight, patient=patient)
+        return StoreKV(stores, root, keys, held, size, self._in_flight, patient=patient)
 
     def _note_reach(self, sequence: SequenceState) -> None:
         stored = sequence.store.reach if isinstance(sequence.store, StorePosition) else 0
@@ -304,6 +342,7 @@ class Scheduler:
         Returns those admitted for the first time. One whose prompt was computed elsewhere has nothing to compute until the
         token that came with it (`transferred.token`) is appended.
         """
+        self.prefetches.collect()
         done = [sequence for sequence, external in self.waiting_for_kv.items() if external.done]
         return [sequence for sequence in done if self.collect_one(sequence)]
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from foreword.blocks import BlockTable, Copy
 from foreword.blocks.checkpoints import CheckpointPlan
 from foreword.engine.external_kv import KVArrival, RemoteKV, StoreKV, StorePosition
+from foreword.engine.kept import PromptRetentions
 from foreword.engine.request import CacheReport, Request
+
+if TYPE_CHECKING:
+    from foreword.engine.prompt_logprobs import PromptLogprobs
+    from foreword.engine.structured.constraint import Constraint
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +31,10 @@ class SequenceState:
         remote: where the prompt is computed, if not here. The `n` sequences of a request share it: the first one gets the
             KV, the others wait for it.
         loaded, transferred: what the stores and the other instance brought before the first admission.
+        kept: its retentions; None if there are none.
+        constraint: what the output must match, after the output so far.
+        bad_words: tokens that are not generated one after the other.
+        prompt_logprobs: gathers those of the prompt; None if they were not requested.
     """
 
     request: Request
@@ -45,14 +55,30 @@ class SequenceState:
     remote: RemoteKV | None = None
     loaded: KVArrival | None = None
     transferred: KVArrival | None = None
+    kept: PromptRetentions | None = None
+    constraint: Constraint | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.tokens)
 
     @property
+    def needs_logits(self) -> bool:
+        """Logits of the prompt are still to be computed, also where its KV is cached."""
+        return self.prompt_logprobs is not None and not self.prompt_logprobs.complete
+
+    @property
     def num_output(self) -> int:
         return len(self.table) - self.num_prompt
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be generated. (`max_total` may be less, where only the first one is computed.)"""
+        params = self.request.params
+        longest = self.max_total if params.max_tokens is None else self.num_prompt + params.max_tokens
+        return longest - len(self.table)
 
     @property
     def output(self) -> list[int]:

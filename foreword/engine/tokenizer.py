@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from jinja2 import TemplateError
@@ -12,8 +13,25 @@ from tokenizers.decoders import DecodeStream
 
 from foreword.errors import BadRequest, ModelNotFound
 
+if TYPE_CHECKING:
+    from foreword.engine.structured.vocabulary import Vocabulary
+
 # Last tokens of the prompt that the text of the first new token may depend on (a leading space, half a character).
 _CONTEXT_TOKENS = 8
+# Arguments of `apply_chat_template` and variables that it sets.
+_OWN_OPTIONS = frozenset(
+    name
+    for names in (
+        "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize",
+        "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs",
+        "bos_token eos_token pad_token unk_token raise_exception strftime_now self",
+    )
+    for name in names.split()
+)
+_MAX_OPTIONS = 32
+_MAX_OPTIONS_TEXT = 16_384
+# Tokens beyond which decoding takes so long that it should release the GIL, as `decode_batch` does.
+_LONG = 4096
 
 
 class Tokenizer:
@@ -43,13 +61,26 @@ class Tokenizer:
         return cls(inner, eos_token_ids)
 
     @property
+    def chat_template(self) -> str:
+        """The model's chat template; empty without one."""
+        found = self._inner.chat_template
+        return found if isinstance(found, str) else str((found or {}).get("default", ""))
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._inner.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Unlike `encode`, this releases the GIL, and computes no offsets.
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def token_ends(self, text: str) -> list[int]:
+        """Where each token of a text ends, in characters; without special tokens around the text."""
+        return [end for _, end in self._backend.encode_batch([text], add_special_tokens=False)[0].offsets]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if len(tokens) > _LONG:
+            return str(self._backend.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
         return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token: int) -> str:
@@ -58,6 +89,11 @@ class Tokenizer:
         # SentencePiece decoders drop the leading space at the start of a text.
         piece = self._backend.id_to_token(token) or ""
         return f" {text}" if piece.startswith("\u2581") and not text.startswith(" ") else text
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token with exactly this text."""
+        found = self._backend.token_to_id(text)
+        return None if found is None else int(found)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token."""
@@ -70,25 +106,81 @@ class Tokenizer:
             return bytes(_BYTE_OF_CHAR[char] for char in piece)
         return self.token_text(token).encode()
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[int]:
-        """Token ids of a conversation. Raises BadRequest if the model has no chat template or it rejects the
-        messages."""
-        return self.encode(
-            self.chat_text(messages, add_generation_prompt=add_generation_prompt), add_special_tokens=False
-        )
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation.
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """A conversation rendered by the chat template, to be encoded without special tokens. Raises as
+        Args:
+            messages, tools: as chat templates expect them (`api.chat_template` makes them).
+            options: the client's own variables of the template (`chat_template_kwargs`).
+            continue_final_message: leave the last message open, which is the assistant's.
+
+        Raises BadRequest if the model has no chat template or it rejects the messages.
+        """
+        text = self.chat_text(
+            messages,
+            tools=tools,
+            options=options,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """A conversation rendered by the chat template, to be encoded without special tokens. Arguments and errors as in
         `render_chat`."""
         if not self.has_chat_template:
             raise BadRequest("this model has no chat template; use /v1/completions", param="messages")
+        if continue_final_message and not (messages and messages[-1].get("role") == "assistant"):
+            raise BadRequest("only a message of the assistant can be continued", param="continue_final_message")
         try:
             text = self._inner.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **_template_options(options),
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            LookupError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+            ArithmeticError,
+        ) as error:
             raise BadRequest(f"the chat template rejects these messages: {error}", param="messages") from error
         return str(text)
+
+    def bad_words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that spell these texts, at the start of a text and after a space."""
+        spelled = [
+            self.encode(text, add_special_tokens=False) for word in texts for text in (word, f" {word.lstrip()}")
+        ]
+        return tuple(dict.fromkeys(tuple(tokens) for tokens in spelled if tokens))
+
+    def grammar_vocabulary(self, size: int) -> Vocabulary:
+        """The tokens as grammars need them; `size`: entries of a row of logits."""
+        from foreword.engine.structured.vocabulary import Vocabulary, tokenizer_json
+
+        return Vocabulary(tokenizer_json(self._backend), size, self.eos_token_ids)
 
     def cuts(self) -> list[str]:
         """Special tokens before which a text can be cut: the parts, encoded separately without adding special tokens,
@@ -106,19 +198,20 @@ class Tokenizer:
         independent = (one for one in added if not (one.lstrip or one.single_word or one.normalized) and one.content)
         return [one.content for one in independent if not any(_hides(other, one.content) for other in texts)]
 
-    def stream(self, prompt: Sequence[int]) -> TextStream:
-        return TextStream(self, self._backend, prompt)
+    def stream(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> TextStream:
+        return TextStream(self, self._backend, prompt, skip_special_tokens)
 
 
 class TextStream:
     """Incremental detokenizer of one sequence: returns complete characters only."""
 
-    __slots__ = ("_backend", "_pending", "_stream", "_tokenizer")
+    __slots__ = ("_backend", "_pending", "_skip", "_stream", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, backend: Any, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, backend: Any, prompt: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._backend = backend
-        self._stream = DecodeStream(ids=list(prompt[-_CONTEXT_TOKENS:]), skip_special_tokens=True)
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(ids=list(prompt[-_CONTEXT_TOKENS:]), skip_special_tokens=skip_special_tokens)
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
@@ -133,7 +226,18 @@ class TextStream:
     def flush(self) -> str:
         """The text of the pending tokens, with U+FFFD for an incomplete character."""
         pending, self._pending = self._pending, []
-        return self._tokenizer.decode(pending) if pending else ""
+        return self._tokenizer.decode(pending, skip_special_tokens=self._skip) if pending else ""
+
+
+def _template_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The client's variables of a chat template. Raises BadRequest for those that the engine sets itself."""
+    taken = sorted(_OWN_OPTIONS.intersection(options))
+    if taken:
+        raise BadRequest(f"{taken[0]} is not a variable that a client may set", param="chat_template_kwargs")
+    if len(options) > _MAX_OPTIONS or len(str(options)) > _MAX_OPTIONS_TEXT:
+        limits = f"{_MAX_OPTIONS} variables and {_MAX_OPTIONS_TEXT} characters"
+        raise BadRequest(f"there may be at most {limits}", param="chat_template_kwargs")
+    return dict(options)
 
 
 def _hides(other: str, token: str) -> bool:

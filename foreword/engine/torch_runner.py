@@ -15,6 +15,7 @@ from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers
+from foreword.engine.prompt_logprobs import PromptLogprobs
 from foreword.engine.sampling import Draw, Sampled, sample
 from foreword.engine.sequence import SequenceState, Step
 
@@ -63,10 +64,15 @@ class TorchRunner:
     def run(self, step: Step, draws: Mapping[SequenceState, Draw]) -> dict[SequenceState, Sampled]:
         self._copy(step.copies)
         rows, wanted = self._sampled_rows(step, draws)
-        logits = self._forward(step, rows)
+        scored = self._scored_rows(step)
+        logits = self._forward(step, [*rows, *(row for _, of_prompt in scored for row in of_prompt)])
+        end = len(rows)
+        for prompt, of_prompt in scored:
+            prompt.add(logits[end : end + len(of_prompt)])
+            end += len(of_prompt)
         if not wanted:
             return {}
-        sampled = sample(logits, [draws[sequence] for sequence in wanted])
+        sampled = sample(logits[: len(rows)], [draws[sequence] for sequence in wanted])
         return dict(zip(wanted, sampled, strict=True))
 
     @torch.inference_mode()
@@ -85,6 +91,19 @@ class TorchRunner:
                 rows.append(end - 1)
                 wanted.append(chunk.sequence)
         return rows, wanted
+
+    def _scored_rows(self, step: Step) -> list[tuple[PromptLogprobs, range]]:
+        """Rows whose logits are needed for log-probabilities of prompts."""
+        found: list[tuple[PromptLogprobs, range]] = []
+        begin = 0
+        for chunk in step.chunks:
+            prompt = chunk.sequence.prompt_logprobs
+            positions = range(0) if prompt is None else prompt.positions(chunk.start, chunk.count)
+            if prompt is not None and positions:
+                offset = begin - chunk.start
+                found.append((prompt, range(positions.start + offset, positions.stop + offset)))
+            begin += chunk.count
+        return found
 
     def _forward(self, step: Step, rows: Sequence[int]) -> Tensor:
         """Logits of the given rows of the packed step, `[len(rows), vocab]`."""

@@ -10,34 +10,40 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from foreword.blocks.common_prefixes import CommonPrefix, common_prefixes
-from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.keys import Scope, chain_keys, tenant_digest
+from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig
 from foreword.disaggregation.block_server import BlockServer
 from foreword.disaggregation.instance import Instance
 from foreword.disaggregation.kv_view import KVView
 from foreword.disaggregation.migration import MigrationResult
 from foreword.disaggregation.unclaimed import UnclaimedRequest, UnclaimedRequests
-from foreword.engine.request import Delta, Request
+from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.sequence import SequenceState
+from foreword.engine.structured.compiler import CompiledOutput
+from foreword.engine.structured.constraint import Constraint
 from foreword.engine.tokenizer import Tokenizer
+from foreword.entrypoints import cache_control
 from foreword.entrypoints.build import EngineParts, ModelInfo, build_engine
+from foreword.entrypoints.cache_control import RetentionInfo
 from foreword.errors import BadRequest, CannotMigrate, EngineFailed, NotFound, ShuttingDown, UnknownPrefix
-from foreword.events import Observer
+from foreword.events import Event, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.async_service import AsyncPrefixes
 from foreword.prefixes.erasure import forget_tenant
 from foreword.prefixes.pin import PrefixPin
-from foreword.prefixes.records import tenant_digest
 from foreword.prefixes.service import PinnedKV, Registration
 
 Result = TypeVar("Result")
 
+_COMPILERS = 4
 # Newest remembered texts in which common prefixes are searched.
 _COMPARED_TEXTS = 2048
 
@@ -52,6 +58,7 @@ class EngineStatus:
     free_blocks: int
     cached_blocks: int
     pinned_blocks: int
+    retained_blocks: int
     preemptions: int
     steps: int
     failed: str | None
@@ -85,6 +92,8 @@ class AsyncEngine:
         self._parts = parts
         self._core = parts.core
         self._prefix_ids = itertools.count()
+        # Not the loop's own threads: compilers of many grammars may wait for each other.
+        self._compilers = ThreadPoolExecutor(_COMPILERS, "foreword-compile")
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._listeners: dict[str, _Listener] = {}
@@ -142,11 +151,28 @@ class AsyncEngine:
     def _generate(
         self, request: Request, on_finish: Callable[[SequenceState], None] | None
     ) -> AsyncGenerator[Delta, None]:
+        compiled: CompiledOutput | None = None
+        constraint: Constraint | None = None
+
         def begin(listener: _Listener) -> None:
-            self._core.add(request, on_finish)
+            self._core.add(request, on_finish, compiled, constraint)
             self._listeners[request.id] = listener
 
-        return self._stream(request.id, begin, request.params.n)
+        async def prepare() -> None:
+            nonlocal compiled, constraint
+            compiled = await self.compile(request.params)
+            if compiled is not None and request.output:
+                work = partial(self._core.constraint_after, request, compiled)
+                constraint = await asyncio.get_running_loop().run_in_executor(self._compilers, work)
+
+        return self._stream(request.id, begin, request.params.n, prepare)
+
+    async def compile(self, params: SamplingParams) -> CompiledOutput | None:
+        """Compile what the text must match, off the event loop and off the engine's thread. Raises BadRequest; `generate`
+        does the same at its first step."""
+        if params.structured is None:
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._core.compile, params)
 
     def follow(self, request_id: str) -> AsyncGenerator[Delta, None]:
         """Claim a request that migrated here: its output since then, and all that follows. Closing the iterator ends it.
@@ -164,7 +190,11 @@ class AsyncEngine:
         return self._stream(request_id, begin, 1)
 
     async def _stream(
-        self, request_id: str, begin: Callable[[_Listener], None], sequences: int
+        self,
+        request_id: str,
+        begin: Callable[[_Listener], None],
+        sequences: int,
+        prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Deltas until all sequences have ended. `begin` runs on the engine's thread between two steps: a step that is
         running may still produce a delta of an earlier request with this id."""
@@ -173,12 +203,14 @@ class AsyncEngine:
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         self._active.add(request_id)
         try:
+            if prepare is not None:
+                await prepare()
             await self._call(lambda: begin(listener))
             left = sequences
             while left:
                 delta = await listener.queue.get()
                 if delta.finish_reason == "error":
-                    raise EngineFailed(delta.error or "the engine failed")
+                    raise delta.failure
                 yield delta
                 left -= delta.finish_reason is not None
         finally:
@@ -208,6 +240,65 @@ class AsyncEngine:
 
     def _unpin(self, blocks: Sequence[int]) -> None:
         self.post(lambda: self._core.cache.unpin(blocks))
+
+    # Cache control
+
+    async def retain(
+        self,
+        tokens: Sequence[int],
+        ttl: float | None,
+        priority: int = 0,
+        *,
+        salt: bytes = b"",
+        owner: bytes | None = None,
+    ) -> RetentionAnswer:
+        """Keep the KV of `tokens` for `ttl` seconds after its last use; it is computed or loaded if necessary. `owner`: salt of
+        the tenant, if that is not `salt`. Raises BadRequest, PromptTooLong, EngineFailed."""
+        request = cache_control.retaining(f"retain-{next(self._prefix_ids)}", tokens, ttl, priority, salt, owner)
+        answers: tuple[RetentionAnswer, ...] = ()
+        async for delta in self.generate(request):
+            answers = delta.retained
+        return answers[0]
+
+    async def pin(self, tokens: Sequence[int], *, salt: bytes = b"", owner: bytes | None = None) -> RetentionAnswer:
+        """Keep the KV of `tokens` until it is released."""
+        return await self.retain(tokens, None, MAX_PRIORITY, salt=salt, owner=owner)
+
+    async def prefetch(
+        self,
+        tokens: Sequence[int],
+        *,
+        salt: bytes = b"",
+        owner: bytes | None = None,
+        seconds: float = cache_control.PREFETCH_SECONDS,
+    ) -> RetentionAnswer:
+        """Load what the stores have of `tokens` to the device, and keep it there for some seconds. Nothing is computed. Raises
+        BadRequest, PromptTooLong, QueueFull."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[RetentionAnswer] = loop.create_future()
+
+        def resolve(answer: RetentionAnswer) -> None:
+            if not future.done():
+                future.set_result(answer)
+
+        def done(answer: RetentionAnswer) -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop was closed meanwhile
+                loop.call_soon_threadsafe(resolve, answer)
+
+        await self._call(lambda: cache_control.prefetch(self._core, tokens, salt, seconds, done, owner))
+        return await future
+
+    def release(
+        self, tokens: Sequence[int] | None = None, *, salt: bytes = b"", owner: bytes | None = None
+    ) -> list[RetentionInfo]:
+        """End the retentions along a prompt, or all of the tenant. Returns them."""
+        released = cache_control.release(self._core, tokens, salt, owner)
+        self.post(self._core.kept.settle)
+        return [cache_control.describe(one) for one in released]
+
+    def retentions(self, *, salt: bytes = b"") -> list[RetentionInfo]:
+        """What a tenant keeps."""
+        return [cache_control.describe(one) for one in self._core.kept.book.of(tenant_digest(salt))]
 
     async def unclaimed_requests(self) -> Sequence[UnclaimedRequest]:
         """Unclaimed requests, once the engine's thread has done everything posted before."""
@@ -253,6 +344,7 @@ class AsyncEngine:
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
             pinned_blocks=pinned,
+            retained_blocks=core.kept.book.kept_blocks,
             preemptions=core.scheduler.num_preemptions,
             steps=core.steps,
             failed=self._failed,
@@ -274,21 +366,22 @@ class AsyncEngine:
         """Prove the pool's invariants between two steps. Raises IntegrityError."""
         await self._call(self._core.cache.check)
 
-    async def clear_cache(self) -> int:
-        """Forget all blocks that are not in use; returns their number."""
-        return await self._call(self._core.cache.clear)
+    async def clear_cache(self, salt: bytes | None = None) -> int:
+        """Forget all blocks that are not in use, or those of one tenant; returns their number."""
+        return await self._call(lambda: self._core.cache.clear(salt))
 
     async def forget(self, salt: bytes = b"") -> dict[str, Any]:
-        """Remove a tenant's blocks and named prefixes from every store, and all unused blocks from the device. Returns what
-        was removed: `prefixes.erasure.Receipt` as an object, with `device_blocks`. Raises StoreError if a store cannot."""
+        """Remove a tenant's blocks and named prefixes from every store and its unused blocks from the device. Returns what was
+        removed: `prefixes.erasure.Receipt` as an object, with `device_blocks`. Raises StoreError if a store cannot."""
         for prefix in self.prefixes.list(salt=salt):
             with contextlib.suppress(UnknownPrefix):
                 await self.prefixes.remove(prefix.name, salt=salt)
-        cleared = await self.clear_cache()
+        self.release(salt=salt)
+        cleared = await self.clear_cache(salt)
         offload = self.offload
         if offload is None:
             return {"what": f"tenant {tenant_digest(salt)}", "device_blocks": cleared, "left": 0}
-        await asyncio.to_thread(offload.flush)
+        await asyncio.to_thread(self._parts.flush, 30.0)
         receipt = await asyncio.to_thread(forget_tenant, offload.store, salt)
         return {**receipt.plain(), "device_blocks": cleared}
 
@@ -309,6 +402,7 @@ class AsyncEngine:
             self._thread.join()
         if self.instance is not None:
             self.instance.close()
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         self._parts.close_stores()
 
     async def _call(self, function: Callable[[], Result]) -> Result:
@@ -332,6 +426,10 @@ class AsyncEngine:
         if not self.post(work):
             raise EngineFailed(self._failed) if self._failed else ShuttingDown("the engine is closed")
         return await future
+
+    def notify(self, event: Event) -> None:
+        """Give an event to the engine's observers, on its thread."""
+        self.post(lambda: self._core.notify(event))
 
     def post(self, work: Callable[[], None]) -> bool:
         """Run `work` on the engine's thread between two steps; False if the engine has ended. From any thread."""

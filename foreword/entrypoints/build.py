@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -20,8 +22,11 @@ from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.disaggregation.frame_server import num_frame_slots
 from foreword.engine import model as models
 from foreword.engine.external_kv import GroupedStores
+from foreword.engine.kept import KeptPrefixes
 from foreword.engine.loop import EngineCore, Limits
+from foreword.engine.request import SamplingParams
 from foreword.engine.scheduler import Scheduler
+from foreword.engine.structured.compiler import GrammarCompiler
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
 from foreword.errors import ConfigError
@@ -31,10 +36,13 @@ from foreword.offload.search import StoredGroup
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import PrefixBook
 from foreword.prefixes.service import PrefixService
+from foreword.prefixes.store_pins import StorePins
 from foreword.prefixes.stored import StoredPrefixes
+from foreword.prefixes.stored_retentions import StoredRetentions
 from foreword.prefixes.tokens import content_tokens
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
+from foreword.store.integrity import KeyRing
 from foreword.store.urls import Opener, StoreUrl, loss_of, open_store, parse
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
@@ -44,7 +52,7 @@ _FEWEST_SLOTS = 16
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What is served. `fingerprint` is hexadecimal; `max_model_len` counts prompt and output; a block of the pool has the
-    KV of one of the `kv_groups`."""
+    KV of one of the `kv_groups`. `sampling` has the model's own values of fields of `SamplingParams`."""
 
     name: str
     max_model_len: int
@@ -57,6 +65,11 @@ class ModelInfo:
     kv_bytes_per_block: int
     parameters: int
     kv_groups: int = 1
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+    def sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
+        """Parameters of a request: those given, then the model's, then the defaults. Raises BadRequest."""
+        return SamplingParams(**{**self.sampling, **given})
 
     @property
     def kv_tokens(self) -> int:
@@ -76,6 +89,7 @@ class EngineParts:
     Attributes:
         prefix_budget: bytes of KV that named prefixes may pin.
         offload, stores: the stores behind the device, if any, and their configuration.
+        pins, retentions: of blocks in the stores, if there are any.
         chains: where each published block is in its chain; None unless other instances may read blocks.
     """
 
@@ -87,9 +101,19 @@ class EngineParts:
     stores: StoreConfig
     offload: OffloadManager | None
     chains: ChainIndex | None
+    pins: StorePins | None = None
+    retentions: StoredRetentions | None = None
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until the stores have everything; False if that takes longer. True without a store."""
+        deadline = time.monotonic() + timeout
+        written = self.retentions is None or self.retentions.flush(timeout)
+        return written and (self.offload is None or self.offload.flush(max(deadline - time.monotonic(), 0.0)))
 
     def close_stores(self) -> None:
         """Write what the stores do not have yet, and close them."""
+        if self.retentions is not None:
+            self.retentions.close(self.stores.flush_seconds)
         if self.offload is not None:
             self.offload.close(self.stores.flush_seconds)
 
@@ -102,8 +126,10 @@ class EngineParts:
 
         book = PrefixBook(self.prefix_budget, size_of, unpin)
         storage = None
-        if offload is not None:
-            storage = StoredPrefixes(offload, info.fingerprint, info.name, info.block_size, cache.groups)
+        if offload is not None and self.pins is not None:
+            storage = StoredPrefixes(offload.store, self.pins, info.fingerprint, info.name, info.block_size)
+            keys = storage.keys
+            self.pins.needed.append(lambda: [keys(tokens, salt) for salt, tokens in book.tokens_of_all()])
         return PrefixService(book, functools.partial(content_tokens, self.tokenizer), storage)
 
     def block_server(self, post: Post) -> BlockServer:
@@ -162,12 +188,19 @@ def build_engine(
     if stores.urls:
         offload = _open_stores(stores, loaded, runner, transfer or TransferConfig(), progress)
     info = _model_info(config, loaded, runner, cache)
-    core = _engine_core(config, info, runner, cache, tokenizer, offload, watchers)
+    prefixes = prefixes or PrefixConfig()
+    kept = _kept_prefixes(prefixes, info, cache)
+    core = _engine_core(config, info, runner, cache, tokenizer, offload, watchers, kept)
     if offload is not None:
         facts = [_facts(group) for group in cache.groups]
         offload.describe({"model": info.name, "fingerprint": info.fingerprint}, facts)
-    budget = (prefixes or PrefixConfig()).budget_bytes(info.num_blocks * info.kv_bytes_per_block)
-    return EngineParts(core, runner, info, tokenizer, budget, stores, offload, chains)
+    budget = prefixes.budget_bytes(info.num_blocks * info.kv_bytes_per_block)
+    pins = retentions = None
+    if offload is not None:
+        pins = StorePins(offload, cache.groups, info.block_size)
+        if offload.store.writable:
+            retentions = StoredRetentions(kept.book, offload.store, pins, info.fingerprint, info.block_size)
+    return EngineParts(core, runner, info, tokenizer, budget, stores, offload, chains, pins, retentions)
 
 
 def _take_kv_memory(config: EngineConfig, loaded: models.LoadedModel, progress: Callable[[str], None]) -> TorchRunner:
@@ -198,6 +231,7 @@ def _model_info(config: EngineConfig, loaded: models.LoadedModel, runner: TorchR
         kv_bytes_per_block=runner.bytes_per_block,
         parameters=loaded.parameters,
         kv_groups=len(cache.groups),
+        sampling=loaded.sampling,
     )
 
 
@@ -209,6 +243,7 @@ def _engine_core(
     tokenizer: Tokenizer,
     offload: OffloadManager | None,
     observers: Sequence[Observer],
+    kept: KeptPrefixes,
 ) -> EngineCore:
     scheduler = Scheduler(
         cache,
@@ -217,13 +252,31 @@ def _engine_core(
         reserve=config.reserve,
         offload=offload,
         stored=_grouped_stores(cache, offload) if offload is not None and cache.windows else None,
+        reclaim=kept.yield_one,
     )
     ends, seed = tokenizer.eos_token_ids, config.seed
     limits = Limits(info.max_model_len, info.vocab_size, ends, seed, config.report_other_tenants)
     history = MissHistory(config.history_tokens)
     return EngineCore(
-        runner, cache, scheduler, tokenizer, limits, history=history, observers=observers, offload=offload
+        runner,
+        cache,
+        scheduler,
+        tokenizer,
+        limits,
+        history=history,
+        observers=observers,
+        offload=offload,
+        kept=kept,
+        grammars=GrammarCompiler(functools.partial(tokenizer.grammar_vocabulary, info.vocab_size)),
     )
+
+
+def _kept_prefixes(config: PrefixConfig, info: ModelInfo, cache: PrefixCache) -> KeptPrefixes:
+    blocks = min(
+        config.retain_bytes(info.num_blocks * info.kv_bytes_per_block) // info.kv_bytes_per_block, info.num_blocks
+    )
+    share = int(blocks * config.retain_tenant_share)
+    return KeptPrefixes(cache, blocks, share, most=config.retain_entries, longest=config.retain_seconds)
 
 
 def _prefix_cache(
@@ -272,7 +325,8 @@ def _open_stores(
     count = len(config.urls)
     progress(f"opening {count} store{'s' if count > 1 else ''} for blocks of {largest.block_bytes} bytes")
     smaller = [layout for layout in layouts if layout is not largest]
-    tiers = open_store(config.urls, largest, {"peer": _peer_opener(transfer)}, more_layouts=smaller)
+    openers = {"peer": _peer_opener(transfer)}
+    tiers = open_store(config.urls, largest, openers, more_layouts=smaller, keys=KeyRing.of(config))
     wanted = parse_bytes(config.staging) // (largest.block_bytes + HEADER_BYTES)
     slots = max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS)
     staging = StagingArena([tensors_of(layers) for layers in groups], slots)

@@ -6,14 +6,18 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Self, cast
 
 from tqdm import tqdm
 
+from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, build
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
+from foreword.entrypoints import cache_control
 from foreword.entrypoints.build import build_engine
-from foreword.errors import BadRequest, EngineFailed
+from foreword.entrypoints.cache_control import RetentionInfo
+from foreword.errors import BadRequest
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
 from foreword.prefixes.pin import PrefixPin
@@ -63,16 +67,19 @@ class LLM:
         prefix: str | None = None,
         cache_report: bool = False,
         progress: bool = False,
+        retain: Sequence[Retention] = (),
     ) -> list[RequestOutput]:
         """Continue prompts (text or token ids), all at once; outputs in the order of the prompts.
 
-        `params` holds for all prompts or is a list, one each. `prefix` names a text prefix that stands before every prompt.
-        Raises BadRequest before anything is computed if a prompt or a parameter is bad.
+        `params` holds for all prompts or is a list, one each; by default the model's own (`info.sampling`). `prefix` names
+        a text prefix that stands before every prompt.
+        `retain`: which parts of every prompt are kept. Raises BadRequest before anything is computed if a prompt or a parameter
+        is bad.
         """
         alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed = cast("Sequence[Prompt]", [prompts] if alone else prompts)
         tokens = [self._tokens(prompt, prefix) for prompt in listed]
-        return self._run(tokens, params, prefix, cache_report, progress)
+        return self._run(tokens, params, prefix, cache_report, progress, retain)
 
     def chat(
         self,
@@ -80,18 +87,24 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prefix: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, Any] = MappingProxyType({}),
+        continue_final_message: bool = False,
         cache_report: bool = False,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answer conversations (lists of messages with `role` and `content`); one conversation may be given alone."""
+        """Answer conversations (lists of messages with `role` and `content`); one conversation may be given alone. `tools`,
+        `template_options` and `continue_final_message` as in `Tokenizer.render_chat`."""
         alone = bool(conversations) and isinstance(conversations[0], Mapping)
         listed = cast("Sequence[Sequence[Message]]", [conversations] if alone else conversations)
+        options: dict[str, Any] = {"tools": tools, "options": template_options}
+        options["continue_final_message"] = continue_final_message
         tokens = []
         for messages in listed:
             if prefix is not None:
-                tokens.append(prefixed_chat(self._prefixes, self.tokenizer, prefix, messages, b""))
+                tokens.append(prefixed_chat(self._prefixes, self.tokenizer, prefix, messages, b"", **options))
             else:
-                tokens.append(self.tokenizer.render_chat(messages, add_generation_prompt=True))
+                tokens.append(self.tokenizer.render_chat(messages, **options))
         return self._run(tokens, params, prefix, cache_report, progress)
 
     def add_prefix(
@@ -123,6 +136,28 @@ class LLM:
         assert pin.pinned is not None
         return pin.pinned
 
+    def retain(self, tokens: Sequence[int], ttl: float | None, priority: int = 0) -> RetentionAnswer:
+        """Keep the KV of `tokens` for `ttl` seconds after its last use; it is computed or loaded if necessary."""
+        [output] = self._run_requests([cache_control.retaining(f"llm-{next(self._ids)}", tokens, ttl, priority)])
+        return output.retained[0]
+
+    def pin(self, tokens: Sequence[int]) -> RetentionAnswer:
+        """Keep the KV of `tokens` until it is released."""
+        return self.retain(tokens, None, MAX_PRIORITY)
+
+    def prefetch(self, tokens: Sequence[int], *, seconds: float = cache_control.PREFETCH_SECONDS) -> RetentionAnswer:
+        """Load what the stores have of `tokens` to the device, and keep it there for some seconds. Nothing is computed."""
+        answers: list[RetentionAnswer] = []
+        cache_control.prefetch(self._core, tokens, b"", seconds, answers.append)
+        self._drain([])
+        return answers[0]
+
+    def release(self, tokens: Sequence[int] | None = None) -> list[RetentionInfo]:
+        """End the retentions along a prompt, or all. Returns them."""
+        released = cache_control.release(self._core, tokens, b"")
+        self._core.kept.settle()
+        return [cache_control.describe(one) for one in released]
+
     def list_prefixes(self) -> list[NamedPrefix]:
         return self._prefixes.book.list()
 
@@ -132,7 +167,7 @@ class LLM:
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until the stores have everything; False if `timeout` seconds were not enough. True without a store."""
-        return self.offload is None or self.offload.flush(timeout)
+        return self._parts.flush(timeout)
 
     def close(self) -> None:
         """Write what the stores do not have yet, and close them. Nothing to do without a store."""
@@ -164,14 +199,26 @@ class LLM:
         prefix: str | None,
         cache_report: bool,
         progress: bool,
+        retain: Sequence[Retention] = (),
     ) -> list[RequestOutput]:
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        each = (
+            [params or self.info.sampling_params({})] * len(prompts)
+            if not isinstance(params, Sequence)
+            else list(params)
+        )
         if len(each) != len(prompts):
             raise BadRequest(f"{len(prompts)} prompts, but {len(each)} sets of parameters", param="params")
         requests = [
-            Request(f"llm-{next(self._ids)}", tuple(tokens), one, want_cache_report=cache_report)
+            Request(f"llm-{next(self._ids)}", tuple(tokens), one, want_cache_report=cache_report, retain=tuple(retain))
             for tokens, one in zip(prompts, each, strict=True)
         ]
+        outputs = self._run_requests(requests, progress)
+        if prefix is not None:
+            for output in outputs:
+                self._prefixes.book.note_hit(prefix, output.cached_tokens)
+        return outputs
+
+    def _run_requests(self, requests: Sequence[Request], progress: bool = False) -> list[RequestOutput]:
         for request in requests:
             self._core.validate(request)
         outputs = [_Output(request) for request in requests]
@@ -184,9 +231,6 @@ class LLM:
                 for request in requests:
                     self._core.abort(request.id)
                 raise
-        if prefix is not None:
-            for output in outputs:
-                self._prefixes.book.note_hit(prefix, output.cached_tokens)
         return [output.finish() for output in outputs]
 
     def _drain(self, outputs: Sequence[_Output], bar: Any = None) -> None:
@@ -194,7 +238,7 @@ class LLM:
         while self._core.has_work():
             for delta in self._core.step():
                 if delta.finish_reason == "error":
-                    raise EngineFailed(delta.error or "the engine failed")
+                    raise delta.failure
                 output = by_id.get(delta.request_id)
                 if output is not None and output.add(delta) and bar is not None:
                     bar.update()
@@ -214,6 +258,7 @@ class _Output:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.cached_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self._parts = [_Part() for _ in range(request.params.n)]
         self._started = time.monotonic()
         self._first: float | None = None
@@ -227,6 +272,7 @@ class _Output:
         part.text.append(delta.text)
         part.logprobs += delta.logprobs
         if delta.index == 0:
+            self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
             self.cached_tokens = delta.cached_tokens
         if delta.finish_reason is not None:
             part.last = delta
@@ -254,4 +300,6 @@ class _Output:
             tuple(completions),
             first.cache_report if first is not None else None,
             self._first or 0.0,
+            first.retained if first is not None else (),
+            self.prompt_logprobs,
         )

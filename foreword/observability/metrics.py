@@ -18,6 +18,7 @@ from foreword.events import (
     BlocksStored,
     Event,
     FirstToken,
+    MissExplained,
     NextTokens,
     PrefixLookup,
     RequestFinished,
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
     from foreword.entrypoints.build import ModelInfo
     from foreword.offload.manager import OffloadManager
     from foreword.store.base import StoreStatus
-    from foreword.store.tiered import StoreTier, TierCounters
+    from foreword.store.tier import StoreTier, TierCounters
     from foreword.transfer.endpoint import EndpointStatus
 
-# vLLM's buckets, so that quantiles compare.
+# vLLM's buckets, so that quantiles compare; those of tokens begin earlier, for small models.
 _LONG = (2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, *_LONG, 160.0, 640.0, 2560.0)
-_NEXT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, *_LONG)
+_NEXT_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, *_LONG)
 _SHORT = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5)
 _REQUEST = (*_SHORT, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -66,6 +67,21 @@ class PrometheusObserver(Collector):
         self._responses = Counter(
             "foreword:http_responses", "HTTP responses.", ("route", "status"), registry=self._registry
         )
+        self._requests = Counter(
+            "foreword:requests",
+            "Requests for generated text, by dialect and outcome.",
+            ("dialect", "outcome"),
+            registry=self._registry,
+        )
+        self._misses = Counter(
+            "foreword:cache_misses", "Requests by the cause of their cache miss.", ("cause",), registry=self._registry
+        )
+        self._lost = Counter(
+            "foreword:cache_miss_tokens",
+            "Recomputed prompt tokens by the cause of the miss, estimated.",
+            ("cause",),
+            registry=self._registry,
+        )
         ProcessCollector(registry=self._registry)
         self._registry.register(self)
 
@@ -76,12 +92,19 @@ class PrometheusObserver(Collector):
 
     def notify(self, event: Event) -> None:
         """Count an event. Called on the engine's thread."""
+        if type(event) is MissExplained:
+            self._misses.labels(event.cause).inc()
+            self._lost.labels(event.cause).inc(event.tokens_lost)
         if self._series is not None and (count := self._series.handlers.get(type(event))) is not None:
             count(event)
 
     def count_response(self, route: str, status: int) -> None:
         """Count an HTTP response."""
         self._responses.labels(route, str(status)).inc()
+
+    def count_outcome(self, dialect: str, outcome: str) -> None:
+        """Count a request for generated text that has ended."""
+        self._requests.labels(dialect, outcome).inc()
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """All metrics, and their media type, in the format that an `Accept` header asks for."""
@@ -145,6 +168,7 @@ def _info(name: str, text: str, info: ModelInfo, labels: dict[str, Callable[[Mod
 
 def _engine_gauges(engine: AsyncEngine) -> Iterator[Metric]:
     info, status, prefixes = engine.info, engine.status(), engine.prefixes
+    retained = status.retained_blocks * info.kv_bytes_per_block
     for name, text, value in (
         ("vllm:num_requests_running", "Sequences in the running batch.", status.running),
         ("vllm:num_requests_waiting", "Sequences that wait for admission.", status.waiting),
@@ -154,6 +178,7 @@ def _engine_gauges(engine: AsyncEngine) -> Iterator[Metric]:
         ("foreword:blocks_cached", "Blocks that a prefix lookup can find.", status.cached_blocks),
         ("foreword:blocks_pinned", "Blocks that named prefixes pin.", status.pinned_blocks),
         ("foreword:prefix_pinned_bytes", "Bytes of KV that named prefixes pin.", prefixes.pinned_bytes),
+        ("foreword:prefix_retained_bytes", "Bytes of KV on the device that cache control keeps.", retained),
         ("foreword:prefix_budget_bytes", "Limit of the KV that named prefixes pin.", prefixes.budget_bytes or 0),
     ):
         yield _gauge(name, text, ("model_name",), [((info.name,), value)])
@@ -209,7 +234,7 @@ _TIER_GAUGES: tuple[tuple[str, str, Callable[[StoreTier, StoreStatus], float]], 
 
 def _tier_metrics(model: str, tiers: Iterable[StoreTier]) -> Iterator[Metric]:
     """What happened in each tier."""
-    each = [(tier, tier.store.status()) for tier in tiers]
+    each = [(tier, tier.status()) for tier in tiers]
     labels = ("model_name", "tier")
     for name, text, count in _TIER_COUNTERS:
         samples = [((model, tier.label), count(tier.counters)) for tier, _ in each]
@@ -360,9 +385,9 @@ class _EventSeries:
 
     def _on_finished(self, event: RequestFinished) -> None:
         self.finished[event.reason].inc()
+        self.cached_share.pop(event.request_id, None)
         if event.reason == "moved":
             return  # the instance that took the request counts the rest
-        self.cached_share.pop(event.request_id, None)
         self.prompt.inc(event.prompt_tokens)
         self.prompt_sizes.observe(event.prompt_tokens)
         self.output_sizes.observe(event.output_tokens)

@@ -15,13 +15,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, Final
 
 from foreword.errors import ConfigError
-from foreword.events import Event, FirstToken, RequestFinished
+from foreword.events import Event, FirstToken, MissExplained, RequestFinished
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ _ID_BITS: Final = 53
 _QUEUE_LENGTH: Final = 4096
 # First-token times of unfinished requests.
 _MAX_UNFINISHED: Final = 65536
+# Records that wait for the cause of their miss.
+_MAX_PENDING: Final = 1024
 _FLUSH_SECONDS: Final = 1.0
 # Finish reasons of requests that are recorded.
 _COMPLETE: Final = ("stop", "length")
@@ -45,6 +47,7 @@ class RequestRecord:
         cached_tokens, ttft, seconds: prefix hit, time to first token and duration; None if unknown.
         session: an identifier that requests of one session have in common. Only its hash is written.
         replica: the replica that served the request.
+        miss: why part of the prompt was not cached; None if unknown.
     """
 
     arrived: float
@@ -57,6 +60,7 @@ class RequestRecord:
     seconds: float | None = None
     session: str | None = None
     replica: str | None = None
+    miss: MissExplained | None = None
 
 
 class TraceRecorder:
@@ -134,6 +138,12 @@ class TraceRecorder:
         ):
             if value is not None:
                 fields[name] = value
+        if request.miss is not None:
+            fields |= {
+                "cause": request.miss.cause,
+                "where": request.miss.where,
+                "tokens_lost": request.miss.tokens_lost,
+            }
         return fields
 
     def _number(self, key: bytes) -> int:
@@ -179,12 +189,24 @@ class TraceRecorder:
 
 
 class EngineRecorder:
-    """An observer that records an engine's complete requests; aborted requests are not recorded."""
+    """An observer that records an engine's complete requests; aborted requests are not recorded.
 
-    def __init__(self, recorder: TraceRecorder, block_size: int) -> None:
+    Args:
+        explained: misses of requests are explained (`MissExplained`): a record waits for that.
+    """
+
+    def __init__(self, recorder: TraceRecorder, block_size: int, *, explained: bool = False) -> None:
         self.recorder = recorder
+        self._most_pending = _MAX_PENDING if explained else 0
         self._block_size = block_size
         self._ttft: OrderedDict[str, float] = OrderedDict()
+        self._misses: OrderedDict[str, MissExplained] = OrderedDict()
+        self._pending: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def close(self) -> None:
+        """Record what is pending, and close the recorder. The engine has ended."""
+        self._record_pending(0)
+        self.recorder.close()
 
     def notify(self, event: Event) -> None:
         if isinstance(event, FirstToken):
@@ -192,20 +214,44 @@ class EngineRecorder:
             while len(self._ttft) > _MAX_UNFINISHED:
                 self._ttft.popitem(last=False)
         elif isinstance(event, RequestFinished):
-            ttft = self._ttft.pop(event.request_id, None)
-            if event.reason in _COMPLETE and event.prompt_tokens:
-                self.recorder.record(
-                    RequestRecord(
-                        time.monotonic() - event.seconds,
-                        event.keys,
-                        self._block_size,
-                        event.prompt_tokens,
-                        max(event.output_tokens, 1),
-                        event.cached_tokens,
-                        ttft,
-                        event.seconds,
-                    )
-                )
+            self._finished(event)
+        elif isinstance(event, MissExplained):
+            self._explained(event)
+
+    def _finished(self, event: RequestFinished) -> None:
+        ttft = self._ttft.pop(event.request_id, None)
+        miss = self._misses.pop(event.request_id, None)
+        if event.reason not in _COMPLETE or not event.prompt_tokens:
+            return
+        record = RequestRecord(
+            time.monotonic() - event.seconds,
+            event.keys,
+            self._block_size,
+            event.prompt_tokens,
+            max(event.output_tokens, 1),
+            event.cached_tokens,
+            ttft,
+            event.seconds,
+            miss=miss,
+        )
+        if miss is not None or event.request_id in self._pending:
+            self.recorder.record(record)
+            return
+        self._pending[event.request_id] = record
+        self._record_pending(self._most_pending)
+
+    def _explained(self, event: MissExplained) -> None:
+        record = self._pending.pop(event.request_id, None)
+        if record is not None:
+            self.recorder.record(replace(record, miss=event))
+            return
+        self._misses[event.request_id] = event
+        while len(self._misses) > _MAX_UNFINISHED:
+            self._misses.popitem(last=False)
+
+    def _record_pending(self, most: int) -> None:
+        while len(self._pending) > most:
+            self.recorder.record(self._pending.popitem(last=False)[1])
 
 
 def _rounded(seconds: float | None) -> float | None:

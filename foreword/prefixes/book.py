@@ -181,6 +181,11 @@ class PrefixBook:
             self.unpin(self._entries.pop((salt, name)).blocks)
         return prefix
 
+    def tokens_of_all(self) -> list[tuple[bytes, tuple[int, ...]]]:
+        """Salt and tokens of the prefixes of all tenants."""
+        with self._lock:
+            return [(salt, entry.prefix.tokens) for (salt, _), entry in self._entries.items()]
+
     def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
         """The prefixes of a tenant, by name."""
         with self._lock:

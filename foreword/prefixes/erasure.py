@@ -1,8 +1,8 @@
 """Delete what a tenant, a named prefix or a model has stored, from every tier, with a receipt.
 
-Blocks do not name their tenant. The first block of a chain has the root key as its parent, which is a digest of model,
-block size and the tenant's salt. So the store is scanned, and chains are followed from their roots, or from the last
-block of a prefix.
+A name begins with the layout, which implies the model, and a digest of the tenant. So a tenant and a model are prefixes of
+names: their blocks are listed and deleted, whatever chains, index and records say, and then listed again. The work grows with
+what is deleted, the memory does not. An erasure that was interrupted continues when it is called again.
 """
 
 from __future__ import annotations
@@ -10,23 +10,28 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TypeVar
+from hashlib import blake2b, sha256
+from typing import Any, TypeVar
 
-from foreword.blocks.keys import Scope
-from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.keys import tenant_digest
+from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, key_of
 from foreword.blocks.resume import GroupKind, KVGroup
-from foreword.errors import NotFound
-from foreword.prefixes.records import PrefixRecord, read_record, tenant_digest
+from foreword.errors import NotFound, StoreError
+from foreword.prefixes.records import PrefixRecord, read_record
 from foreword.store.base import Name, StoredBlock
+from foreword.store.tier import StoreTier
 from foreword.store.tiered import TieredStore
+from foreword.store.wrappers import ReadOnlyStore
 
 Parsed = TypeVar("Parsed")
 
 SCAN_WITHIN = 600.0  # seconds for a scan of all tiers
 _CALL_TIMEOUT = 60.0
-_BATCH = 512
+_KINDS = ("prefixes/", "retained/")
+_ROUNDS = 3  # how often a tier is swept while a sweep finds something
+_CANONICAL: Any = {"sort_keys": True, "separators": (",", ":"), "ensure_ascii": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +57,42 @@ class Receipt:
 
     Attributes:
         what: description of what was erased.
-        blocks, bytes: number of distinct blocks found, and the bytes of all their copies.
+        blocks: number of copies found in all tiers.
         removed: number of blocks removed from each tier, by label.
-        records: record keys of the named prefixes that were removed.
-        left: number of blocks that a second lookup still found; 0 unless they were written again in the meantime.
-        unknown_blocks: number of blocks whose layout is not described in the store, so their owner is unknown.
+        records: record keys of the named prefixes and retentions that were removed.
+        left: number of copies that the last listing still found; 0 unless they were written again in the meantime.
+        unreachable: tiers where the erasure is not complete, and why, by label.
+        unknown_blocks: number of blocks whose layout is not described in the store, so their model is unknown. They are
+            counted where a model is erased.
+        widened: the chain of a prefix had gaps, so all blocks of its tenant and model were erased.
     """
 
     what: str
     blocks: int
-    bytes: int
     removed: dict[str, int]
     records: list[str]
     left: int
+    unreachable: dict[str, str] = field(default_factory=dict)
     unknown_blocks: int = 0
+    widened: bool = False
     finished: float = field(default_factory=time.time)
 
-    def plain(self) -> dict[str, object]:
-        """As a JSON object."""
-        return asdict(self)
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left that the receipt is about."""
+        return not (self.left or self.unreachable or self.unknown_blocks)
+
+    def plain(self, secret: str | None = None) -> dict[str, object]:
+        """As a JSON object, with a signature if there is a secret: BLAKE2b of the canonical JSON without the signature."""
+        plain = {**asdict(self), "complete": self.complete}
+        return plain if secret is None else {**plain, "signature": sign(plain, secret)}
+
+
+def sign(receipt: Mapping[str, object], secret: str) -> str:
+    """The signature of a receipt: BLAKE2b (32 bytes) of its canonical JSON (sorted keys, no spaces, ASCII)."""
+    text = json.dumps({name: value for name, value in receipt.items() if name != "signature"}, **_CANONICAL)
+    key = sha256(b"foreword/receipt\x00" + secret.encode()).digest()
+    return blake2b(text.encode(), digest_size=32, key=key).hexdigest()
 
 
 def layouts(store: TieredStore) -> dict[bytes, LayoutRecord]:
@@ -86,13 +108,13 @@ def _read_layout(key: str, data: bytes) -> LayoutRecord | None:
         kind, size = GroupKind(read.get("kind", GroupKind.FULL)), int(described["block_size"])
         group = KVGroup(kind, size, int(read.get("span", 0)), int(read.get("sinks", 0)))
         return LayoutRecord(fingerprint, model, str(read["model"]), group, int(read.get("key_size", size)), described)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
 def named_prefixes(store: TieredStore) -> dict[str, PrefixRecord]:
     """The named prefixes of all tenants and models in a store, by record key. Unreadable records are skipped."""
-    return _parse_records(store, "prefixes/", lambda _, data: read_record(data))
+    return _parse_records(store, "prefixes/", lambda key, data: read_record(data, key.rpartition("/")[2]))
 
 
 def _parse_records(store: TieredStore, prefix: str, parse: Callable[[str, bytes], Parsed | None]) -> dict[str, Parsed]:
@@ -106,20 +128,16 @@ def _parse_records(store: TieredStore, prefix: str, parse: Callable[[str, bytes]
 
 
 def forget_tenant(store: TieredStore, salt: bytes) -> Receipt:
-    """Erase all blocks and named prefixes of one tenant. Raises StoreError if a tier fails."""
-    known = layouts(store)
-    roots = {Scope(record.model, record.key_size, salt).root() for record in known.values()}
-    tenant = f"/{tenant_digest(salt)}/"
-    keys = [key for key in store.records("prefixes/", deadline=_deadline()) if tenant in key]
-
-    def select(chains: StoredChains) -> set[Name]:
-        return chains.of_all_groups(chains.descendants(block.name for block in chains.heads() if block.parent in roots))
-
-    return _forget(store, f"tenant {tenant_digest(salt)}", select, keys, known)
+    """Erase all blocks, named prefixes and retentions of one tenant. Does not raise: the receipt says what failed."""
+    tenant = tenant_digest(salt)
+    erasure = _Erasure(store)
+    erasure.sweep([(b"", bytes.fromhex(tenant))])
+    erasure.remove_records(lambda key: f"/{tenant}/" in key)
+    return erasure.receipt(f"tenant {tenant}")
 
 
 def forget_model(store: TieredStore, model: str) -> Receipt:
-    """Erase all blocks and named prefixes of a model.
+    """Erase all blocks, named prefixes and retentions of a model.
 
     `model` is its name or at least 8 digits of its fingerprint. Raises NotFound, StoreError.
     """
@@ -130,36 +148,103 @@ def forget_model(store: TieredStore, model: str) -> Receipt:
     if not chosen:
         names = sorted({record.model_name for record in known.values()})
         raise NotFound(f"the store has no model {model!r}; it has {', '.join(names) or 'none'}")
-    prefixes = {f"prefixes/{known[fingerprint].model.hex()[:32]}/" for fingerprint in chosen}
-    keys = [key for prefix in prefixes for key in store.records(prefix, deadline=_deadline())]
-
-    def select(chains: StoredChains) -> set[Name]:
-        return {name for name in chains.blocks if name[:FINGERPRINT_BYTES] in chosen}
-
-    return _forget(store, f"model {model}", select, keys, known)
+    models = {known[fingerprint].model.hex()[:32] for fingerprint in chosen}
+    erasure = _Erasure(store)
+    erasure.sweep([(layout, b"") for layout in sorted(chosen)])
+    erasure.remove_records(lambda key: key.split("/")[1] in models)
+    return erasure.receipt(f"model {model}", unknown=erasure.count(lambda name: name[:FINGERPRINT_BYTES] not in known))
 
 
 def forget_prefix(store: TieredStore, name: str, salt: bytes | None = None) -> Receipt:
     """Erase a named prefix of one tenant, or of all if `salt` is None.
 
-    Erases its record, its last block, all blocks that continue it, and those of its blocks that no other chain needs.
-    Raises NotFound, StoreError.
+    Erases its record, its last block, all blocks that continue it, and those of its blocks that no other chain needs. Blocks
+    behind a gap may continue it, so they are erased too. If the prefix's own chain has a gap, or its last block is gone, all
+    blocks of its tenant are erased. Raises NotFound, StoreError.
     """
     tenant = None if salt is None else tenant_digest(salt)
     named = named_prefixes(store)
-    keys = [k for k, r in named.items() if r.name == name and (tenant is None or k.split("/")[2] == tenant)]
-    if not keys:
+    chosen = {k: r for k, r in named.items() if r.name == name and (tenant is None or k.split("/")[2] == tenant)}
+    if not chosen:
         raise NotFound(f"the store has no prefix named {name!r}")
-    last = {bytes.fromhex(named[key].last_key) for key in keys}
+    erasure = _Erasure(store)
+    for key, record in chosen.items():
+        erasure.prefix(bytes.fromhex(key.split("/")[2]), bytes.fromhex(record.last_key))
+    erasure.remove_records(chosen.__contains__)
+    return erasure.receipt(f"prefix {name}")
 
-    def select(chains: StoredChains) -> set[Name]:
-        ends = [end for end in chains.blocks if end[FINGERPRINT_BYTES:] in last]
-        chosen = chains.descendants(ends)
-        for end in ends:
-            chosen |= chains.unshared_ancestors(end, chosen)
-        return chains.of_all_groups(chosen)
 
-    return _forget(store, f"prefix {name}", select, keys, layouts(store))
+class _Erasure:
+    """One erasure: sweeps all tiers and counts. A tier that fails is noted, and the others are swept."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+        self._removed: dict[str, int] = dict.fromkeys((tier.label for tier in store.tiers), 0)
+        self._records: list[str] = []
+        self._left = 0
+        self._unreachable: dict[str, str] = {}
+        self._widened = False
+
+    def sweep(self, places: Sequence[tuple[bytes, bytes]], chosen: Collection[Name] | None = None) -> None:
+        """Delete the blocks with these layouts and roots, or those of them that are chosen, from every tier."""
+        for tier in self._store.tiers:
+            if isinstance(tier.store, ReadOnlyStore):
+                self._unreachable[tier.label] = "another instance has its own blocks: erase there too"
+                continue
+            try:
+                for place in places:
+                    self._sweep_tier(tier, place, chosen)
+            except StoreError as error:
+                self._unreachable[tier.label] = error.message
+
+    def _sweep_tier(self, tier: StoreTier, place: tuple[bytes, bytes], chosen: Collection[Name] | None) -> None:
+        for _ in range(_ROUNDS):
+            found = self._delete(tier, place, chosen)
+            self._removed[tier.label] += found
+            if not found:
+                return
+        self._left += sum(map(len, _listed(tier, place, chosen)))
+
+    def _delete(self, tier: StoreTier, place: tuple[bytes, bytes], chosen: Collection[Name] | None) -> int:
+        if chosen is None:
+            return tier.erase(*place, time.monotonic() + SCAN_WITHIN)
+        return sum(tier.delete(names, _deadline()) for names in _listed(tier, place, chosen))
+
+    def prefix(self, root: bytes, last: bytes) -> None:
+        """Delete a named prefix, given its tenant and the key of its last block."""
+        chains = StoredChains(block for block in self._scan() if block.name.startswith(root, FINGERPRINT_BYTES))
+        chosen = chains.with_prefix(last)
+        self._widened |= chosen is None
+        self.sweep([(b"", root)], chosen)
+
+    def _scan(self) -> Iterator[StoredBlock]:
+        return self._store.scan(deadline=time.monotonic() + SCAN_WITHIN)
+
+    def remove_records(self, wanted: Callable[[str], bool]) -> None:
+        """Delete the named prefixes and retentions whose record keys are wanted."""
+        try:
+            keys = [key for kind in _KINDS for key in self._store.records(kind, deadline=_deadline()) if wanted(key)]
+            self._records += [key for key in keys if self._store.delete_record(key, deadline=_deadline())]
+        except StoreError as error:
+            self._unreachable["records"] = error.message
+
+    def count(self, wanted: Callable[[Name], bool]) -> int:
+        """Count the copies of wanted blocks in all tiers that could be reached."""
+        tiers = (tier for tier in self._store.tiers if tier.label not in self._unreachable)
+        return sum(wanted(name) for tier in tiers for names in _listed(tier, (b"", b""), None) for name in names)
+
+    def receipt(self, what: str, unknown: int = 0) -> Receipt:
+        found = sum(self._removed.values()) + self._left
+        unreachable, widened = self._unreachable, self._widened
+        return Receipt(what, found, self._removed, self._records, self._left, unreachable, unknown, widened)
+
+
+def _listed(tier: StoreTier, place: tuple[bytes, bytes], chosen: Collection[Name] | None) -> Iterator[list[Name]]:
+    """The blocks of a tier with this layout and root, in batches."""
+    for batch in tier.store.list_names(*place, deadline=time.monotonic() + SCAN_WITHIN):
+        names = [name for name in dict.fromkeys(batch) if chosen is None or name in chosen]
+        if names:
+            yield names
 
 
 class StoredChains:
@@ -189,8 +274,8 @@ class StoredChains:
     def of_all_groups(self, chosen: set[Name]) -> set[Name]:
         """These blocks, and those of other KV groups at the same positions or right behind them. Groups with windows or
         recurrent states keep only some blocks of a chain, so their blocks have no path to its root."""
-        keys = {name[FINGERPRINT_BYTES:] for name in chosen}
-        near = {one.name for one in self.blocks.values() if one.name[FINGERPRINT_BYTES:] in keys or one.parent in keys}
+        keys = {key_of(name) for name in chosen}
+        near = {one.name for one in self.blocks.values() if key_of(one.name) in keys or one.parent in keys}
         return chosen | near
 
     def unshared_ancestors(self, name: Name, chosen: set[Name]) -> set[Name]:
@@ -203,6 +288,20 @@ class StoredChains:
             found.add(parent.name)
             block = parent
         return found
+
+    def with_prefix(self, last: bytes) -> set[Name] | None:
+        """The blocks of a prefix whose last block has the key `last`, and all that may continue it. None: it cannot be told,
+        since the chain of the prefix is not complete."""
+        ends = [name for name in self.blocks if key_of(name) == last]
+        reached = self.descendants(block.name for block in self.heads())
+        if not any(end in reached for end in ends):
+            return None
+        chosen = self.descendants(ends)
+        for end in ends:
+            chosen |= self.unshared_ancestors(end, chosen)
+        depth = min(self.blocks[end].depth for end in ends)
+        behind_gaps = {name for name, block in self.blocks.items() if name not in reached and block.depth > depth}
+        return self.of_all_groups(chosen | behind_gaps)
 
     def heads(self) -> Iterator[StoredBlock]:
         """The first blocks of chains."""
@@ -219,28 +318,7 @@ class StoredChains:
 
 
 def _parent(block: StoredBlock) -> Name:
-    return block.name[:FINGERPRINT_BYTES] + block.parent
-
-
-def _forget(
-    store: TieredStore,
-    what: str,
-    select: Callable[[StoredChains], set[Name]],
-    record_keys: Sequence[str],
-    known: Mapping[bytes, LayoutRecord],
-) -> Receipt:
-    """Delete the selected blocks and the records, and look for the blocks again."""
-    chains = StoredChains(store.scan(deadline=time.monotonic() + SCAN_WITHIN))
-    chosen = sorted(select(chains))
-    removed: dict[str, int] = dict.fromkeys((tier.label for tier in store.tiers), 0)
-    for low in range(0, len(chosen), _BATCH):
-        for label, count in store.delete_by_tier(chosen[low : low + _BATCH], deadline=_deadline()).items():
-            removed[label] += count
-    records = [key for key in record_keys if store.delete_record(key, deadline=_deadline())]
-    left = sum(store.lookup([name], deadline=_deadline()) for name in chosen)
-    unknown = sum(1 for name in chains.blocks if name[:FINGERPRINT_BYTES] not in known)
-    size = sum(chains.sizes[name] for name in chosen)
-    return Receipt(what, len(chosen), size, removed, records, left, unknown)
+    return block.name[:PREFIX_BYTES] + block.parent
 
 
 def _deadline() -> float:

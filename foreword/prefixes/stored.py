@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from foreword.blocks.keys import Scope, chain_keys
-from foreword.blocks.resume import KVGroup
 from foreword.prefixes.book import NamedPrefix
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
-
-if TYPE_CHECKING:
-    from foreword.offload.manager import OffloadManager
+from foreword.prefixes.store_pins import StorePins
+from foreword.store.base import Store
 
 
 class PrefixStorage(ABC):
@@ -57,41 +54,31 @@ class StoredPrefixes(PrefixStorage):
 
     Args:
         fingerprint: of the model, hexadecimal. `model`: its name, for tools.
-        groups: KV groups of the stored blocks.
+        pins: of the blocks of all prefixes.
     """
 
-    def __init__(
-        self, offload: OffloadManager, fingerprint: str, model: str, block_size: int, groups: Sequence[KVGroup]
-    ) -> None:
-        self._records = PrefixRecords(offload.store, fingerprint, model, block_size)
-        self._offload = offload
+    def __init__(self, store: Store, pins: StorePins, fingerprint: str, model: str, block_size: int) -> None:
+        self._records = PrefixRecords(store, fingerprint, model, block_size)
+        self._pins = pins
         self._model = bytes.fromhex(fingerprint)
         self._block_size = block_size
-        self._groups = groups
 
     @property
     def records(self) -> PrefixRecords:
         return self._records
 
     def keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        return chain_keys(Scope(self._model, self._block_size, salt).root(), tokens, self._block_size)
+        return chain_keys(self._root(salt), tokens, self._block_size)
+
+    def _root(self, salt: bytes) -> bytes:
+        return Scope(self._model, self._block_size, salt).root()
 
     def put(self, prefix: NamedPrefix, salt: bytes) -> None:
         super().put(prefix, salt)
-        for number, needed in enumerate(self._needed(prefix.tokens, salt)):
-            self._offload.pin(needed, group=number)
+        self._pins.pin(self._root(salt), self.keys(prefix.tokens, salt))
 
     def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
-        others = [self._needed(other, salt) for other in needed]
-        for number, keys in enumerate(self._needed(tokens, salt)):
-            kept = {key for other in others for key in other[number]}
-            self._offload.pin([key for key in keys if key not in kept], pinned=False, group=number)
-
-    def _needed(self, tokens: Sequence[int], salt: bytes) -> list[list[bytes]]:
-        """Keys of the blocks with which a request continues after a prefix, by KV group."""
-        keys = self.keys(tokens, salt)
-        position = len(keys) * self._block_size
-        return [[keys[block] for block in sorted(group.needed(position))] for group in self._groups]
+        self._pins.unpin(self._root(salt), self.keys(tokens, salt), [self.keys(other, salt) for other in needed])
 
 
 def common_length(tokens: Sequence[int], others: Sequence[Sequence[int]]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from foreword.engine.tokenizer import Tokenizer
 from foreword.prefixes.book import Content, Message
@@ -26,9 +27,10 @@ def prefixed_prompt(
 
 
 def prefixed_chat(
-    service: PrefixService, tokenizer: Tokenizer, name: str, messages: Sequence[Message], salt: bytes
+    service: PrefixService, tokenizer: Tokenizer, name: str, messages: Sequence[Message], salt: bytes, **options: Any
 ) -> list[int]:
-    """Tokens of the named messages followed by the given ones. Counts a use of the prefix."""
+    """Tokens of the named messages followed by the given ones, with the options of `Tokenizer.render_chat`. Counts a use of
+    the prefix. Tools that a template writes before the messages leave only what precedes them in common with the prefix."""
     prefix = service.book.use(name, "messages", salt=salt)
     assert not isinstance(prefix.content, str)
-    return tokenizer.render_chat([*prefix.content, *messages], add_generation_prompt=True)
+    return tokenizer.render_chat([*prefix.content, *messages], **options)

@@ -99,7 +99,12 @@ class SimulatedStores:
         self._on_removed = on_removed
         self._free_at = [0.0] * len(tiers)
 
-    def find(self, keys: Sequence[bytes]) -> SimulatedLoad:
+    def hurry(self, search: SimulatedLoad) -> None:
+        """Simulated loads are never patient."""
+
+    def find(
+        self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes] = (), *, patient: bool = False
+    ) -> SimulatedLoad:
         """The fastest tier of each block of a chain, up to the first block that no tier has."""
         places: list[int] = []
         for key in keys:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -82,7 +82,7 @@ def read_trace(paths: Path | Iterable[Path], *, speed: float = 1.0) -> list[Trac
     found: list[TraceRequest] = []
     numbers: dict[int, int] = {}
     for path in [paths] if isinstance(paths, Path) else paths:
-        requests = _read_file(path, numbers)
+        requests = [request for _, request in read_lines(path, numbers)]
         start = min((one.arrival for one in requests), default=0.0)
         ordered = sorted(requests, key=lambda one: one.arrival)
         found += [replace(one, arrival=(one.arrival - start) / speed) for one in _with_outputs(ordered)]
@@ -97,25 +97,27 @@ def block_size_of(trace: Sequence[TraceRequest], preferred: int | None) -> int:
     return coarsest if coarsest > 1 else preferred or 16
 
 
-def _read_file(path: Path, numbers: dict[int, int]) -> list[TraceRequest]:
-    """`numbers` maps the 53-bit ids of recordings to small numbers, the same for all files."""
+def read_lines(path: Path, numbers: dict[int, int]) -> Iterator[tuple[Mapping[str, Any], TraceRequest]]:
+    """Each line of a file: its fields, and the request.
+
+    `numbers` maps the 53-bit ids of recordings to small numbers, the same for all files.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
-    found: list[TraceRequest] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            found.append(_parse(json.loads(line), numbers))
+            fields = json.loads(line)
+            yield fields, _parse(fields, numbers)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             reason = "it is not JSON" if isinstance(error, json.JSONDecodeError) else reason
             raise ConfigError(
                 f"{path}, line {number}: not a request of a known trace format: {reason}; {_FORMATS}"
             ) from error
-    return found
 
 
 def _with_outputs(requests: list[TraceRequest]) -> list[TraceRequest]:

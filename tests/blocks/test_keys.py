@@ -21,20 +21,20 @@ from foreword.errors import BadRequest
 ROOT = Path(__file__).resolve().parents[2]
 
 PLAIN = Scope(b"", 16)
-PLAIN_ROOT = "d34f560763ccc29c0f8bc6bb864261b5add55772104cdf4e1a1550bcca72c66c"
+PLAIN_ROOT = "67026fb5c7a6f2431dee06d950ea0c468c4a27a344561de4c10c86280ea4103d"
 PLAIN_KEYS = [  # tokens 0..31
-    "8854e045fc246cf8500c609c21bcc2bce484774917dc94fc6dc47c35986fcdf7",
-    "3b3827ad25ab248ecd25f73c6f402a090d2abe4ae4a6b1fe36076c6f3a441a34",
+    "f8c2a8d1e98d0205cac4a6acb373ae6759efbc82321f513cb8c4b8c4aaafaf54",
+    "4851824bdbec73ca074cd8f1eb37b87c2e2709f944f14963360e63eb7adb799d",
 ]
 TENANT = Scope(b"model", 4, b"tenant")
-TENANT_SCOPE = "666f7265776f72642f6b6579000100000004000000050000006d6f64656c0600000074656e616e74"
-TENANT_ROOT = "16cb29f755ba5a28f0a2f042fdf8b844f7e513967120f697bb3a2bd3dceb24f2"
+TENANT_SCOPE = "666f7265776f72642f6b6579000200000004000000050000006d6f64656c0600000074656e616e74"
+TENANT_ROOT = "ccf1a2befabfa4946db6744a600354e93ce2c3098515621b4ee9565053b97469"
 TENANT_TOKENS = [0, 1, 2**31, 2**32 - 1, 5, 6, 7, 8]
 TENANT_KEYS = [
-    "fd5425f1adc9d2a2c131cf1af50e9be969c4392d11e2fb3ccb775c5046510b9a",
-    "3d69dffceca9cf312d23059d41dee87a0ca4fab756745752eba6afcb2fc39c21",
+    "00302a132d712f9f9a62f17c5060ced0b1b5e9876af0c68d5a8bc0e6ffc6b6ff",
+    "c6694ee870ca8300f64b5683f556b4928423da9a592e04536562c9c7df70cdb3",
 ]
-ADAPTER_KEY = "b2c28c8d5dbe7ea9103d4972b0f948a7953da1d68f197ecf6c0d13c8632da6a3"  # block 1, its extra b"adapter"
+ADAPTER_KEY = "f0c48a8550c5ceb3d1eeeef22dd3b5191a884a3eaef0e521e78dc8729404a08f"  # block 1, its extra b"adapter"
 
 tokens_of = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 small_tokens = st.lists(st.integers(0, 3), max_size=40)
@@ -44,10 +44,16 @@ extras_of = st.lists(st.binary(max_size=3), max_size=12)
 
 def written_scope(scope: Scope) -> bytes:
     """The scope as docs/reference/formats.md writes it, made without the code under test."""
-    text = b"foreword/key\x00" + (1).to_bytes(4, "little") + scope.block_size.to_bytes(4, "little")
+    text = b"foreword/key\x00" + (2).to_bytes(4, "little") + scope.block_size.to_bytes(4, "little")
     for part in (scope.model, scope.salt):
         text += len(part).to_bytes(4, "little") + part
     return text
+
+
+def written_root(scope: Scope) -> bytes:
+    """The root as docs/reference/formats.md writes it."""
+    tenant = sha256(b"foreword/tenant\x00" + scope.salt).digest()
+    return tenant[:16] + sha256(written_scope(scope)).digest()[:16]
 
 
 def written_keys(root: bytes, tokens: Sequence[int], block_size: int, extras: Sequence[bytes] = ()) -> list[bytes]:
@@ -67,7 +73,7 @@ def hexes(keys: Iterable[bytes]) -> list[str]:
 
 def test_golden_vectors() -> None:
     """The keys of three written-down chains never change; a change of the format must change KEY_FORMAT and these."""
-    assert (KEY_FORMAT, KEY_BYTES) == (1, 32)
+    assert (KEY_FORMAT, KEY_BYTES) == (2, 32)
     assert PLAIN.root().hex() == PLAIN_ROOT
     assert hexes(chain_keys(PLAIN.root(), range(32), 16)) == PLAIN_KEYS
     assert TENANT.encode().hex() == TENANT_SCOPE
@@ -78,8 +84,8 @@ def test_golden_vectors() -> None:
 
 def test_golden_vectors_agree_with_the_written_format() -> None:
     """The golden vectors are what the written format gives when it is followed by hand."""
-    assert hexes(written_keys(sha256(written_scope(PLAIN)).digest(), range(32), 16)) == PLAIN_KEYS
-    root = sha256(written_scope(TENANT)).digest()
+    assert hexes(written_keys(written_root(PLAIN), range(32), 16)) == PLAIN_KEYS
+    root = written_root(TENANT)
     assert hexes(written_keys(root, TENANT_TOKENS, 4)) == TENANT_KEYS
     assert written_keys(root, TENANT_TOKENS, 4, [b"", b"adapter"])[1].hex() == ADAPTER_KEY
 
@@ -93,10 +99,10 @@ def test_the_documented_vectors_are_the_tested_ones() -> None:
 
 @given(st.binary(max_size=40), st.integers(1, 2**32 - 1), st.binary(max_size=40))
 def test_scope_follows_the_written_format(model: bytes, block_size: int, salt: bytes) -> None:
-    """Every scope is encoded as written, and its root is the SHA-256 of that."""
+    """Every scope is encoded as written, and its root has the digests of the tenant and of that."""
     scope = Scope(model, block_size, salt)
     assert scope.encode() == written_scope(scope)
-    assert scope.root() == sha256(written_scope(scope)).digest()
+    assert scope.root() == written_root(scope)
 
 
 @given(tokens_of, block_sizes, extras_of)

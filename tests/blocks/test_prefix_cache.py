@@ -21,7 +21,7 @@ def snapshot(cache: PrefixCache, *tables: BlockTable) -> tuple[object, ...]:
         [pool.key(block) for block in blocks],
         list(pool._index.items()),
         [(name, list(others)) for name, others in pool._copies.items()],
-        [(name, block, list(tokens)) for name, (block, tokens) in cache._partials.items()],
+        [(name, block, list(tokens)) for name, (block, tokens, _) in cache._partials.items()],
         list(cache._partial_parents.items()),
         [(t.chain.tokens.tolist(), list(t.blocks), t.published, t.next_block_at) for t in tables],
     )
@@ -587,6 +587,19 @@ def test_clear_forgets_what_is_not_in_use() -> None:
     cache.check()
     assert found(cache, ABC).blocks == running.blocks[:1]
     assert found(cache, [*ABC[:4], 60, 61, 62]).cached_tokens == 4
+
+
+def test_clear_of_one_tenant() -> None:
+    """`clear` with a salt drops that tenant's blocks and partial blocks, and no other tenant's."""
+    cache = PrefixCache(16, 4)
+    for salt in (b"alice", b"bob"):
+        serve(cache, ABC, salt=salt)
+    before = found(cache, [*ABC, 99], salt=b"bob").cached_tokens
+    assert cache.clear(b"alice") > 0
+    cache.check()
+    assert found(cache, [*ABC, 99], salt=b"alice").cached_tokens == 0
+    assert found(cache, [*ABC, 99], salt=b"bob").cached_tokens == before > 8
+    assert cache.clear(b"alice") == 0
 
 
 def test_disabled_nothing_is_named_and_nothing_is_found() -> None:

@@ -102,11 +102,11 @@ class Model:
             (front if self.name[block] is None and self.unfilled_first else back).append(block)
         self.free = [*reversed(front), *self.free, *back]
 
-    def clear(self) -> int:
-        named = [block for block in self.free if self.name[block] is not None]
+    def clear(self, tenant: int | None) -> int:
+        named = [block for block in self.free if (name := self.name[block]) is not None and tenant in (None, name[0])]
         for block in named:
             self.unname(block)
-        self.partials = []
+        self.partials = [partial for partial in self.partials if tenant not in (None, partial[0][0])]
         return len(named)
 
     def note_partial(self, before: Prefix, block: int, held: Prefix) -> None:
@@ -462,9 +462,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.model.release(blocks)
 
     @precondition(lambda self: self.calm >= 8)
-    @rule()
-    def clear(self) -> None:
-        assert self.cache.clear() == self.model.clear()
+    @rule(tenant=st.none() | tenants)
+    def clear(self, tenant: int | None) -> None:
+        assert self.cache.clear(None if tenant is None else bytes([tenant])) == self.model.clear(tenant)
         self.calm = 0
 
     @rule(tenant=tenants, pick=picks, kept=st.integers(0, MAX_TOKENS), fresh=prompts)

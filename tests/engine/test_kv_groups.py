@@ -138,3 +138,18 @@ def test_layers_that_stay_together() -> None:
     assert (unequal.groups, unequal.windows) == (((0, 1),), (None,))
     wide = group_layers({0: SMALL, 1: SMALL}, {0: None, 1: 1000}, 1000)
     assert (wide.groups, wide.windows) == (((0, 1),), (None,))
+
+
+@each_hybrid
+def test_report_of_a_window_that_is_missing(family: str, engine: Make) -> None:
+    """Where the blocks of full attention are cached and a window before a resumable position is not, the report says so. A
+    model that has windows only has lost what it misses."""
+    llm, tokens = engine(family, kv_memory="96 tokens", max_batch_tokens=16, lookahead_blocks=0), prompt(60, 3)
+    reasons = []
+    for seed in range(12):
+        llm.generate([[*tokens, *prompt(20, seed)]], greedy(1))
+        llm.generate([prompt(30, 100 + seed)], greedy(1))
+        [output] = llm.generate([[*tokens[:30], *prompt(8, 200 + seed)]], greedy(1), cache_report=True)
+        assert output.cache_report is not None
+        reasons.append(output.cache_report.reason)
+    assert ("checkpoint_missing" in reasons) == bool(GROUPS[family][0])

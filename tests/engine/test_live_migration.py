@@ -14,14 +14,19 @@ import pytest
 from pair import Answer, Node, ask, node, request, stepwise, until
 from tiny import prompt
 
-from foreword.engine.request import Delta, SamplingParams
+from foreword.blocks.retention import Retention
+from foreword.disaggregation.kv_send import KVRange, KVSend
+from foreword.engine.request import Delta, SamplingParams, StructuredOutput
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import CannotMigrate, NotFound, TransferError
+from foreword.transfer.connection import Connection
+from foreword.transfer.transfers import KVSource
 
 GREEDY = SamplingParams(max_tokens=120, temperature=0.0, logprobs=2, ignore_eos=True)
 PARAMS = {
     "greedy": GREEDY,
     "seeded": SamplingParams(max_tokens=120, seed=11, logprobs=1, ignore_eos=True),
+    "structured": SamplingParams(max_tokens=120, seed=5, structured=StructuredOutput("regex", "([a-f]{3},)+end")),
     "penalties": SamplingParams(max_tokens=120, seed=4, frequency_penalty=0.7, repetition_penalty=1.2, min_tokens=70),
 }
 BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, dimensions, float32
@@ -48,8 +53,16 @@ async def alone(nodes: Sequence[Node], tokens: list[int], params: SamplingParams
 class Follower:
     """A client that follows its request from engine to engine."""
 
-    def __init__(self, where: Node, tokens: list[int], params: SamplingParams, salt: bytes = b"") -> None:
-        self.asked = request(tokens, params, salt=salt)
+    def __init__(
+        self,
+        where: Node,
+        tokens: list[int],
+        params: SamplingParams,
+        salt: bytes = b"",
+        retain: tuple[Retention, ...] = (),
+        owner: bytes | None = None,
+    ) -> None:
+        self.asked = dataclasses.replace(request(tokens, params, salt=salt), retain=retain, owner=owner)
         self.name = self.asked.id
         self.where = where
         self.answer = Answer()
@@ -161,6 +174,42 @@ def test_only_missing_blocks_travel(nodes: tuple[Node, Node]) -> None:
         assert here.received - before <= (kv - 100) * BYTES_PER_TOKEN
         await follower.end()
         for each in nodes:
+            await each.whole()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_retentions_migrate(nodes: tuple[Node, Node], early: bool) -> None:
+    """What a request keeps is kept by the engine to which it migrates, for the same tenant, also if its prompt was not
+    computed yet. The answers come with its last token."""
+    here, there = nodes
+    wishes = (Retention(40, 600.0), Retention(76, 300.0, 7))
+
+    async def main() -> None:
+        await alone(nodes, prompt(8, 1), GREEDY)
+        follower = Follower(here, prompt(80, 5), GREEDY, b"session", wishes, b"tenant")
+        if early:
+            here.valve.shut()
+            moving = asyncio.create_task(follower.move(there))
+            await until(lambda: here.engine._core.has_work())
+            with at_a_walk(here):
+                here.valve.open()
+                await moving
+        else:
+            with stepwise(*nodes):
+                await follower.read(3)
+                await follower.move(there)
+        found = await follower.end()
+        assert found.last is not None
+        assert [(one.status, one.tokens, one.ttl) for one in found.last.retained] == [
+            ("accepted", 40, 600.0),
+            ("accepted", 76, 300.0),
+        ]
+        kept = there.engine.retentions(salt=b"tenant")
+        assert {(one.tokens, one.ttl, one.priority) for one in kept} == {(40, 600.0, 0), (76, 300.0, 7)}
+        for each in nodes:
+            each.engine.release(salt=b"session", owner=b"tenant")
             await each.whole()
 
     asyncio.run(main())
@@ -451,6 +500,48 @@ def test_many_migrate_at_once(nodes: tuple[Node, Node]) -> None:
             followers = await asyncio.gather(*(travel(i, text) for i, text in enumerate(texts)))
         found = await asyncio.gather(*(follower.end() for follower in followers))
         assert all(one.same(other) for one, other in zip(found, expected, strict=True))
+        for each in nodes:
+            await each.whole()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("where", ["offer", "later block"])
+def test_keys_that_are_not_those_of_the_tokens(
+    nodes: tuple[Node, Node], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source that names a block otherwise than its tokens do cannot publish KV under that name: the destination refuses
+    the request and counts it, and the request continues at the source."""
+    here, there = nodes
+
+    def wrong_push(self: Connection, request: bytes, keys: Sequence[bytes], tokens: int, **rest: Any) -> KVSource:
+        named = [*keys[:-1], bytes(32)] if where == "offer" else keys[:10]
+        return push(self, request, named, tokens, **rest)
+
+    def wrong_reserve(self: KVSend, tokens: int) -> KVRange | None:
+        kv = reserve(self, tokens)
+        if kv is None or where == "offer":
+            return kv
+        return dataclasses.replace(kv, keys=[bytes(32) if kv.first + i > 10 else k for i, k in enumerate(kv.keys)])
+
+    push, reserve = Connection.push, KVSend.reserve
+    monkeypatch.setattr(Connection, "push", wrong_push)
+    monkeypatch.setattr(KVSend, "reserve", wrong_reserve)
+
+    async def main() -> None:
+        tokens = prompt(76, 16)
+        expected = await alone(nodes, tokens, GREEDY)
+        follower = Follower(here, tokens, GREEDY)
+        with stepwise(*nodes):
+            await follower.read(5)
+            moving = asyncio.create_task(here.engine.migrate(follower.name, there.address))
+            while not moving.done() and await follower.read(len(follower.answer.tokens) + 1):
+                pass
+            with pytest.raises(TransferError):
+                await moving
+        assert (await follower.end()).same(expected)
+        await until(lambda: [one.outcome for one in there.said.transfers] == ["content"])
+        assert there.engine.status().free_blocks == there.engine.info.num_blocks
         for each in nodes:
             await each.whole()
 

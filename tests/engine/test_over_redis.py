@@ -73,6 +73,7 @@ def test_killed_in_the_middle(engine: Make, reference: Find, redis: RedisServer)
         llm.check()
 
 
+@pytest.mark.slow
 def test_accepts_and_never_answers(engine: Make, reference: Find) -> None:
     """A server that accepts connections and never answers costs the lookup timeout a few times, then nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -22,6 +22,7 @@ from peer_process import PATIENCE, Process
 from tiny import Reference, greedy, prompt
 
 from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.layout import chain_prefix
 from foreword.config import EngineConfig, StoreConfig, TransferConfig
 from foreword.disaggregation.block_server import BlockServer, ChainIndex
 from foreword.engine.request import Request, SamplingParams
@@ -79,7 +80,8 @@ class Giver:
     def names(self, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
         info = self.engine.info
         root = Scope(bytes.fromhex(info.fingerprint), info.block_size, salt).root()
-        return [self.served.layout.fingerprint + key for key in chain_keys(root, tokens, info.block_size)]
+        prefix = chain_prefix(self.served.layout.fingerprint, root)
+        return [prefix + key for key in chain_keys(root, tokens, info.block_size)]
 
     def check(self) -> None:
         """Nothing is held for readers, and the pool passes its check."""
@@ -489,7 +491,7 @@ def test_blocks_come_and_go_while_they_are_read(giver: Any) -> None:
 
 
 def payload(data: bytes) -> np.ndarray:
-    return np.frombuffer(data[HEADER_BYTES:], np.float32)
+    return np.frombuffer(data[:-HEADER_BYTES], np.float32)
 
 
 def test_reading_keeps_a_chain_in_order(giver: Any) -> None:

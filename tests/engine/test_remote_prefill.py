@@ -16,7 +16,7 @@ from tiny import prompt
 
 from foreword.config import EngineConfig, TransferConfig
 from foreword.disaggregation import messages as wire
-from foreword.engine.request import SamplingParams
+from foreword.engine.request import SamplingParams, StructuredOutput
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.messages import Reason
@@ -29,6 +29,9 @@ PARAMS = {
     "seeded": SEEDED,
     "penalties": SamplingParams(max_tokens=12, seed=3, presence_penalty=1.5, repetition_penalty=1.3, min_tokens=4),
     "bias": SamplingParams(max_tokens=6, temperature=0.0, logit_bias={11: 50.0}),
+    "structured": SamplingParams(
+        max_tokens=12, seed=3, structured=StructuredOutput("json_schema", {"type": "integer"})
+    ),
     "one": SamplingParams(max_tokens=1, temperature=0.0, logprobs=0),
 }
 BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, dimensions, float32

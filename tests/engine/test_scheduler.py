@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from memory import FakeMemory, expected
 
 from foreword.blocks import PrefixCache
+from foreword.blocks.layout import chain_prefix
 from foreword.blocks.prefix_cache import HOLE
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.engine.external_kv import GroupedStores
@@ -471,14 +472,21 @@ class Shelf:
             slots = range(block * self._size, (block + 1) * self._size)
             self._kept[name] = [self._memory._slots[slot] for slot in slots]
 
-    def locate(self, names: Sequence[bytes], *, deadline: float) -> list[int]:
+    def locate(
+        self, names: Sequence[bytes], *, deadline: float, inline: bool = False, before: Sequence[bytes] = ()
+    ) -> list[int]:
         return [0 for _ in itertools.takewhile(self._kept.__contains__, names)]
 
-    def find(self, names: Sequence[bytes], *, deadline: float = 0.0) -> Any:
+    def find(
+        self, names: Sequence[bytes], *, deadline: float = 0.0, inline: bool = False, before: Sequence[bytes] = ()
+    ) -> Any:
         return [0 if name in self._kept else -1 for name in names]
 
-    def find_position(self, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, limit: int) -> Search:
-        return Search(find_resumable(self, groups, keys, held, limit, deadline=0.0))  # type: ignore[arg-type]
+    def find_position(
+        self, groups: Sequence[StoredGroup], root: bytes, keys: Sequence[bytes], held: int, limit: int, *, patient: bool
+    ) -> Search:
+        self._root = root
+        return Search(find_resumable(self, groups, root, keys, held, limit, deadline=0.0))  # type: ignore[arg-type]
 
     def seconds_saved(self, places: object, tokens: int) -> float:
         return self._draw.choice([1.0, 1.0, 1.0, -1.0])
@@ -493,7 +501,7 @@ class Shelf:
         ]
         count = len(wanted) if self._draw.random() < 0.7 else self._draw.randrange(len(wanted))
         for (number, i), block in itertools.islice(zip(wanted, blocks, strict=True), count):
-            content = self._kept[groups[number].layouts[0] + keys[i]]
+            content = self._kept[chain_prefix(groups[number].layouts[0], self._root) + keys[i]]
             self._memory._slots.update(zip(range(block * size, (block + 1) * size), content, strict=True))
         search.tiers, search.looks = [0] * count, self._draw.randrange(3)
         self.loads += 1
@@ -572,6 +580,6 @@ def step_and_save(plant: Plant, shelf: Shelf, stored: Sequence[StoredGroup]) -> 
         keys = table.chain.keys_to(full)
         for i in range(chunk.published_before, full):
             for number, blocks in enumerate(table.groups):
-                shelf.save(stored[number].layouts[0] + keys[i], blocks[i])
+                shelf.save(chain_prefix(stored[number].layouts[0], table.chain.root) + keys[i], blocks[i])
     for sequence in ended:
         finish(sequence)

@@ -164,6 +164,28 @@ def test_a_tier_that_hangs_holds_up_no_other(engine: Make) -> None:
         hanging.inject("hang", 0.0)
 
 
+def test_a_search_that_ends_after_a_step_was_planned(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that waits for a search is computed whenever the search ends: also between the planning of a step that had
+    nothing to do and the engine's look for stuck requests."""
+    with flaky(engine) as (llm, store):
+        scheduler = llm._core.scheduler
+        plan = scheduler.schedule
+
+        def schedule() -> Any:
+            step = plan()
+            for sequence in scheduler.waiting:
+                if sequence.store is not None:
+                    waited.append(sequence)
+                    wait_until(lambda store=sequence.store: store.answered, "the search ends")
+            return step
+
+        waited: list[Any] = []
+        monkeypatch.setattr(scheduler, "schedule", schedule)
+        store.delay(0.1)
+        assert len(llm.generate(prompt(16, 1), greedy(2))[0].outputs[0].tokens) == 2
+        assert waited
+
+
 def test_another_model_finds_nothing(engine: Make, tmp_path: Path) -> None:
     """Blocks of other weights, another dtype or another block size are never found, though the tokens are the same."""
     tokens = prompt(40, 6)

@@ -1,0 +1,104 @@
+"""Keeps prefixes of prompts while they are computed, and gives them up when memory is short. On the engine's thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from foreword.blocks import PrefixCache
+from foreword.blocks.keys import tenant_digest
+from foreword.blocks.prefix_cache import BlockTable
+from foreword.blocks.retention import Retention, RetentionAnswer, RetentionBook
+from foreword.engine.request import Request
+
+
+@dataclass(slots=True)
+class PromptRetentions:
+    """The retentions of one prompt.
+
+    Attributes:
+        owner: salt of the tenant.
+        wishes: those that the request asked for and whose KV is not computed yet, in order of their ends.
+        again: those known before, whose blocks are not kept on the device.
+        answers: to the request's wishes so far.
+    """
+
+    owner: bytes
+    wishes: deque[Retention]
+    again: deque[Retention] = field(default_factory=deque)
+    answers: list[RetentionAnswer] = field(default_factory=list)
+
+
+class KeptPrefixes:
+    """Pins the blocks of retentions in the pool.
+
+    Args:
+        budget, tenant_budget, most, longest: see `RetentionBook`.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, budget: int, tenant_budget: int, *, most: int = 128, longest: float = 86_400.0
+    ) -> None:
+        self._released: deque[Sequence[int]] = deque()
+        self._cache = cache
+        self.book = RetentionBook(budget, tenant_budget, most=most, longest=longest, release=self._released.append)
+
+    def open(self, request: Request) -> PromptRetentions | None:
+        """The retentions of a prompt that is queued; None if it asks for none and there are none."""
+        if request.index or not (request.retain or len(self.book)):
+            return None
+        owner = request.salt if request.owner is None else request.owner
+        return PromptRetentions(owner, deque(sorted(request.retain, key=lambda wish: wish.end)))
+
+    def admitted(self, kept: PromptRetentions, table: BlockTable, num_prompt: int) -> None:
+        """Renew the retentions that a prompt passes."""
+        size = self._cache.block_size
+        full = num_prompt // size
+        wished = {wish.end // size for wish in kept.wishes}
+        for one in self.book.on_path(table.chain.keys_to(full)[:full]):
+            if not one.blocks and one.tokens // size not in wished:
+                kept.again.append(Retention(one.tokens, one.ttl, one.priority, one.stored))
+
+    def computed(self, kept: PromptRetentions, table: BlockTable, tokens: int) -> None:
+        """The KV of the first `tokens` tokens is computed: keep what ends there."""
+        size = self._cache.block_size
+        while kept.again and kept.again[0].end <= tokens:
+            self.keep(table, kept.owner, kept.again.popleft())
+        while kept.wishes and kept.wishes[0].end // size * size <= tokens:
+            kept.answers.append(self.keep(table, kept.owner, kept.wishes.popleft()))
+
+    def ended(self, kept: PromptRetentions) -> tuple[RetentionAnswer, ...]:
+        """The answers to all wishes of a request that has ended."""
+        refused = RetentionAnswer("refused", 0, None, "the request ended before this part was computed")
+        return (*kept.answers, *(refused for _ in kept.wishes))
+
+    def keep(self, table: BlockTable, owner: bytes, wish: Retention) -> RetentionAnswer:
+        """Keep the table's first blocks, whose KV is computed, for the tenant with the salt `owner`."""
+        cache, size = self._cache, self._cache.block_size
+        depth = wish.end // size
+        if not cache.enabled:
+            return RetentionAnswer("refused", 0, None, "prefix caching is switched off")
+        if not depth:
+            return RetentionAnswer("refused", 0, None, f"shorter than a block of {size} tokens")
+        blocks = cache.pin(table, depth) if depth <= table.published else []
+        if len(blocks) < cache.pinned_blocks(depth * size):
+            cache.unpin(blocks)
+            return RetentionAnswer("refused", 0, None, "not all of its blocks are cached any more")
+        keys = table.chain.keys_to(depth)[:depth]
+        whole = len(cache.groups) > 1 or bool(cache.windows)
+        tenant, root = tenant_digest(owner), table.chain.root
+        answer = self.book.retain(tenant, root, keys, blocks, wish, block_size=size, whole=whole)
+        self.settle()
+        return answer
+
+    def yield_one(self) -> bool:
+        """Give the blocks of one retention back to the pool. False if there is none."""
+        yielded = self.book.yield_blocks()
+        self.settle()
+        return yielded
+
+    def settle(self) -> None:
+        """Release the blocks of retentions that have ended."""
+        while self._released:
+            self._cache.unpin(self._released.popleft())

@@ -1,0 +1,84 @@
+"""Cache control, as both engines offer it: requests that keep a prefix, and answers about prefetches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from foreword.blocks.keys import chain_keys, tenant_digest
+from foreword.blocks.prefix_cache import BlockTable
+from foreword.blocks.retention import PREFETCH_PRIORITY, Retained, Retention, RetentionAnswer
+from foreword.engine.loop import EngineCore
+from foreword.engine.request import Request, SamplingParams
+
+PREFETCH_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionInfo:
+    """A kept prefix. `on_device`: its blocks are kept on the device; `expires`: seconds since the epoch;
+    None if it is kept until it is released."""
+
+    id: str
+    tokens: int
+    ttl: float | None
+    priority: int
+    expires: float | None
+    on_device: bool
+    stored: bool
+
+
+def describe(one: Retained) -> RetentionInfo:
+    expires = None if one.ttl is None else one.expires
+    return RetentionInfo(one.key.hex(), one.tokens, one.ttl, one.priority, expires, bool(one.blocks), one.stored)
+
+
+def retaining(
+    request_id: str,
+    tokens: Sequence[int],
+    ttl: float | None,
+    priority: int,
+    salt: bytes = b"",
+    owner: bytes | None = None,
+) -> Request:
+    """A request without output that keeps the whole of `tokens`."""
+    wish = Retention(len(tokens), ttl, priority)
+    return Request(request_id, tuple(tokens), SamplingParams(max_tokens=0), salt=salt, retain=(wish,), owner=owner)
+
+
+def prefetch(
+    core: EngineCore,
+    tokens: Sequence[int],
+    salt: bytes,
+    seconds: float,
+    done: Callable[[RetentionAnswer], None],
+    owner: bytes | None = None,
+) -> None:
+    """Load what the stores have of `tokens` and keep it on the device for some seconds. On the engine's thread. Raises what
+    `EngineCore.prefetch` raises."""
+    size = core.cache.block_size
+    full = len(tokens) // size * size
+
+    def ended(table: BlockTable, reason: str) -> None:
+        held = table.published * size
+        if not held:
+            done(RetentionAnswer("refused", 0, None, reason or "neither the device nor a store has it"))
+            return
+        kept = core.kept.keep(
+            table, salt if owner is None else owner, Retention(held, seconds, PREFETCH_PRIORITY, stored=False)
+        )
+        why = reason or ("" if held == full else "the stores have no more of it")
+        ttl = kept.ttl if kept.tokens == held else None
+        done(RetentionAnswer("accepted" if held == full else "clipped", held, ttl, why or kept.reason))
+
+    core.prefetch(tokens, salt, ended)
+
+
+def release(core: EngineCore, tokens: Sequence[int] | None, salt: bytes, owner: bytes | None = None) -> list[Retained]:
+    """End the retentions along a prompt, or all of a tenant. From any thread; their blocks go back before the next step."""
+    book, tenant = core.kept.book, tenant_digest(salt if owner is None else owner)
+    if tokens is None:
+        return book.release(tenant, [one.key for one in book.of(tenant)])
+    keys = chain_keys(core.cache.scope(salt).root(), tokens, core.cache.block_size)
+    return book.release(tenant, keys)

@@ -1,0 +1,217 @@
+"""The book of retentions: budgets, priorities, expiry, tenants."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from foreword.blocks.retention import Retention, RetentionAnswer, RetentionBook
+
+SIZE = 4
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Device:
+    """References that the book holds, per block."""
+
+    references: Counter[int] = field(default_factory=Counter)
+
+    def take(self, blocks: list[int]) -> list[int]:
+        self.references.update(blocks)
+        return blocks
+
+    def release(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.references[block] -= 1
+            assert self.references[block] >= 0, "a reference is given back once"
+        self.references += Counter()
+
+
+class Case:
+    def __init__(self, budget: int, tenant_budget: int | None = None, **options: float) -> None:
+        self.clock, self.device = Clock(), Device()
+        self.book = RetentionBook(
+            budget,
+            budget if tenant_budget is None else tenant_budget,
+            release=lambda blocks: self.device.release(list(blocks)),
+            clock=self.clock,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def retain(
+        self, name: str, count: int, ttl: float | None = 60.0, priority: int = 0, tenant: str = "t", whole: bool = False
+    ) -> RetentionAnswer:
+        """Retain the first `count` blocks of the chain `name`."""
+        keys, blocks = keys_of(tenant, name, count), self.device.take(blocks_of(tenant, name, count))
+        wish = Retention(count * SIZE, ttl, priority)
+        return self.book.retain(tenant, bytes(32), keys, blocks, wish, block_size=SIZE, whole=whole)
+
+    def kept(self, tenant: str = "t") -> dict[bytes, int]:
+        return {one.key: len(one.blocks) for one in self.book.of(tenant)}
+
+
+def keys_of(tenant: str, name: str, count: int) -> list[bytes]:
+    return [f"{tenant}/{name}/{i}".encode() for i in range(count)]
+
+
+def blocks_of(tenant: str, name: str, count: int) -> list[int]:
+    """Chains of different names share no block."""
+    start = 1000 * (ord(name[0]) - ord("a")) + 100_000 * ord(tenant[0])
+    return list(range(start, start + count))
+
+
+def test_lowest_priority_then_oldest_makes_room() -> None:
+    """A new retention takes the place of those with the lowest priority, and of those of equal priority unused for longest."""
+    case = Case(10)
+    for name, priority in (("a", 0), ("b", 5), ("c", 0)):
+        assert case.retain(name, 3, priority=priority) == RetentionAnswer("accepted", 12, 60.0)
+    assert case.retain("d", 3).status == "accepted"
+    assert set(case.kept()) == {keys_of("t", name, 3)[-1] for name in "bcd"}
+    case.book.on_path(keys_of("t", "c", 3))
+    assert case.retain("e", 3).status == "accepted"
+    assert set(case.kept()) == {keys_of("t", name, 3)[-1] for name in "bce"}
+
+
+def test_what_does_not_fit_is_clipped_or_refused() -> None:
+    """Retentions of higher priority stay: a further one is clipped to what they leave, or refused where a part is useless."""
+    case = Case(10)
+    assert case.retain("a", 7, priority=9).status == "accepted"
+    clipped = case.retain("b", 5)
+    assert (clipped.status, clipped.tokens) == ("clipped", 3 * SIZE)
+    assert "budget" in clipped.reason
+    refused = case.retain("c", 5, whole=True)
+    assert (refused.status, refused.tokens) == ("refused", 0)
+    assert case.retain("d", 12, priority=9).tokens == 10 * SIZE
+    assert case.retain("e", 1, ttl=None).status == "accepted", "a pin ranks above every priority"
+
+
+def test_shared_blocks_count_once() -> None:
+    """The breakpoints of a conversation share its blocks, which the budget counts once."""
+    case = Case(10)
+    for count in (3, 6, 10):
+        assert case.retain("a", count).status == "accepted"
+    assert case.book.kept_blocks == 10
+    assert len(case.book) == 3
+    case.book.release("t", keys_of("t", "a", 10)[8:])
+    assert case.book.kept_blocks == 6
+    assert case.device.references == Counter(blocks_of("t", "a", 6)) + Counter(blocks_of("t", "a", 3))
+
+
+def test_a_ttl_counts_from_the_last_use() -> None:
+    """A retention ends its ttl after its last use; a longer ttl than allowed is shortened; pins stay."""
+    case = Case(20, longest=100.0)
+    assert case.retain("a", 2, ttl=60.0).ttl == 60.0
+    assert case.retain("b", 2, ttl=1e9).ttl == 100.0
+    assert case.retain("c", 2, ttl=None).ttl is None
+    case.clock.now += 59
+    assert [one.tokens for one in case.book.on_path(keys_of("t", "a", 5))] == [2 * SIZE]
+    case.clock.now += 59
+    case.book.expire()
+    assert len(case.book) == 2, "the second one is over, the first one was used"
+    case.clock.now += 2
+    case.book.expire()
+    assert list(case.kept()) == [keys_of("t", "c", 2)[-1]]
+    assert case.device.references == Counter(blocks_of("t", "c", 2))
+
+
+def test_tenants_share_the_budget_fairly() -> None:
+    """A tenant may use what others leave; another tenant gets its equal share back whatever priority the first one claims."""
+    case = Case(12)
+    for name in "abc":
+        assert case.retain(name, 4, ttl=None, priority=100, tenant="x").status == "accepted"
+    assert case.retain("a", 4, tenant="y").status == "accepted"
+    assert case.book.kept_blocks == 12
+    clipped = case.retain("b", 9, tenant="y", priority=100)
+    assert (clipped.status, clipped.tokens) == ("clipped", 6 * SIZE)
+    assert (sum(case.kept("x").values()), sum(case.kept("y").values())) == (4, 6), (
+        "x keeps whole retentions of 4 blocks"
+    )
+    assert case.book.release("y", keys_of("x", "c", 4)) == [], "keys of another tenant release nothing"
+
+
+def test_a_tenant_has_a_limited_number() -> None:
+    """The number of a tenant's retentions is limited; those that rank lowest end first."""
+    case = Case(1000, most=5)
+    for number in range(8):
+        assert case.retain("abcdefgh"[number], 1, priority=number % 2).status == "accepted"
+    assert len(case.book) == 5
+    for name in "pqrst":
+        case.retain(name, 1, ttl=None)
+    assert case.retain("z", 1).status == "refused"
+
+
+def test_yielding_takes_the_lowest_rank_first_and_forgets_nothing() -> None:
+    """Under memory pressure device blocks are given up by rank; the retentions stay known, and keep blocks again."""
+    case = Case(100)
+    case.retain("a", 4, priority=1)
+    case.retain("b", 4)
+    assert case.book.yield_blocks()
+    assert case.kept() == {keys_of("t", "a", 4)[-1]: 4, keys_of("t", "b", 4)[-1]: 0}
+    assert case.book.yield_blocks()
+    assert not case.book.yield_blocks()
+    assert not case.device.references
+    assert case.retain("b", 4).status == "accepted"
+    assert case.book.kept_blocks == 4
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_histories(seed: int) -> None:
+    """Whatever happens, the book holds exactly the references of what it keeps, no budget is exceeded, no retention lives past
+    its ttl, and one is only refused or clipped if what ranks above it leaves no room."""
+    chance = random.Random(seed)
+    budget = chance.randrange(1, 40)
+    tenant_budget = chance.randrange(1, budget + 1)
+    case = Case(budget, tenant_budget, most=6)
+    for _ in range(300):
+        action = chance.random()
+        tenant, name, count = chance.choice("xyz"), chance.choice("abcdef"), chance.randrange(1, 15)
+        if action < 0.6:
+            ttl = chance.choice([5.0, 50.0, None])
+            before = {one.key: (one.rank, set(one.blocks)) for one in case.book.of(tenant)}
+            others = [one for one in "xyz" if one != tenant and sum(case.kept(one).values())]
+            priority, whole = chance.randrange(3), chance.random() < 0.3
+            answer = case.retain(name, count, ttl, priority, tenant, whole)
+            if answer.status != "accepted":
+                above = [blocks for rank, blocks in before.values() if rank[:2] > (ttl is None, priority)]
+                alone = len(set().union(*above, blocks_of(tenant, name, count)))
+                share = min(tenant_budget, budget // (len(others) + 1))
+                assert alone > share or len(above) >= 6
+            if answer.status != "refused":
+                assert keys_of(tenant, name, answer.tokens // SIZE)[-1] in case.kept(tenant)
+        elif action < 0.7:
+            case.book.on_path(keys_of(tenant, name, count))
+        elif action < 0.8:
+            case.book.release(tenant, keys_of(tenant, name, count))
+            assert not any(key in case.kept(tenant) for key in keys_of(tenant, name, count))
+        elif action < 0.9:
+            case.book.yield_blocks()
+        else:
+            case.clock.now += chance.uniform(0, 20)
+            case.book.expire()
+        _check(case, budget, tenant_budget)
+
+
+def _check(case: Case, budget: int, tenant_budget: int) -> None:
+    held: Counter[int] = Counter()
+    for tenant in "xyz":
+        mine: set[int] = set()
+        entries = case.book.of(tenant)
+        assert len(entries) <= 6
+        for one in entries:
+            held.update(one.blocks)
+            mine.update(one.blocks)
+            assert one.ttl is None or case.clock.now <= one.expires <= case.clock.now + one.ttl
+        assert len(mine) <= tenant_budget
+    assert held == case.device.references
+    assert len(held) == case.book.kept_blocks <= budget

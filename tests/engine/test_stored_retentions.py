@@ -1,0 +1,151 @@
+"""Retentions in the stores: they survive restarts and evictions, are shared between instances, and end everywhere."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patience import patient, unhurried
+from servers import wait_until
+from tiny import greedy, prompt
+
+from foreword.blocks.retention import Retention
+from foreword.entrypoints.llm import LLM
+from foreword.prefixes.erasure import forget_tenant
+
+Make = Callable[..., LLM]
+each_kind = pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "gemma3_5to1"])
+
+
+def disk(path: Path, size: str = "64MiB") -> str:
+    return f"disk://{path}/store?size={size}"
+
+
+def pinned(llm: LLM) -> int:
+    """Bytes that are pinned in the stores."""
+    assert llm.flush()
+    assert llm.offload is not None
+    return llm.offload.store.status().pinned_bytes
+
+
+def flood(llm: LLM, count: int = 40, length: int = 60) -> None:
+    for number in range(count):
+        llm.generate(prompt(length, 1000 + number), greedy(2))
+        assert llm.flush()
+
+
+@each_kind
+def test_a_restart_keeps(family: str, engine: Make, tmp_path: Path) -> None:
+    """After a restart, and a flood that fills the disk, a retained prefix is loaded, and kept on the device again; the same
+    prefix without a retention is gone."""
+    tokens, other = prompt(81, 1), prompt(81, 2)
+    room = {"llama": "320KiB", "mistral": "320KiB", "gpt_oss": "512KiB", "gemma3_5to1": "1MiB"}[family]
+    with engine(family, store=disk(tmp_path, room)) as llm:
+        assert llm.generate(tokens, greedy(1), retain=[Retention(80, 600.0)])[0].retained[0].status == "accepted"
+        llm.generate(other, greedy(1))
+        assert pinned(llm) > 0
+        flood(llm)
+        assert llm.offload is not None and llm.offload.store.status().evictions > 0
+    with engine(family, store=disk(tmp_path, room)) as llm:
+        [again, gone] = llm.generate([tokens, other], greedy(1))
+        assert (again.cached_tokens, gone.cached_tokens) == (80, 0)
+        flood(llm)
+        [third] = llm.generate(tokens, greedy(1), cache_report=True)
+        assert third.cache_report is not None and third.cache_report.device_tokens == 80
+        llm.check()
+
+
+def test_what_ends_is_unpinned(engine: Make, tmp_path: Path) -> None:
+    """A release and an expiry unpin the blocks in the stores, except those that another retention or a named prefix shares."""
+    with engine("llama", store=disk(tmp_path)) as llm:
+        llm.add_prefix("base", "import os\nimport sys\n" * 3)
+        named = pinned(llm)
+        text = llm.tokenizer.encode("import os\nimport sys\n" * 3)
+        llm.retain([*text, *prompt(40, 1)], 600.0)
+        llm.retain([*text, *prompt(20, 1)], 600.0)
+        assert pinned(llm) > named
+        assert len(llm.release([*text, *prompt(40, 1)])) == 2
+        wait_until(lambda: pinned(llm) == named, "what is released to be unpinned")
+        llm.retain([*text, *prompt(40, 1)], 0.2)
+        llm.remove_prefix("base")
+        assert llm.flush()
+        wait_until(lambda: pinned(llm) == 0, "what expired to be unpinned")
+        assert llm.offload is not None
+        assert llm.offload.store.records("retained/", deadline=time.monotonic() + 5) == []
+
+
+def test_an_expiry_while_nothing_runs(engine: Make, tmp_path: Path) -> None:
+    """What expired while no process ran is unpinned by the next one."""
+    with engine("llama", store=disk(tmp_path)) as llm:
+        llm.retain(prompt(80, 1), 0.3)
+        assert pinned(llm) > 0
+    time.sleep(0.5)
+    with engine("llama", store=disk(tmp_path)) as llm:
+        wait_until(lambda: pinned(llm) == 0, "what expired to be unpinned")
+
+
+def test_instances_share_retentions(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """A retention of one instance is known to the other one, which renews it by using it; a release reaches it too."""
+    options: dict[str, Any] = {"dtype": "float32", "kv_memory": "1024 tokens", "block_size": 4, "threads": 1}
+    path, tokens = str(folder("llama")), prompt(81, 1)
+    with LLM(path, store=patient(disk(tmp_path)), **options) as one:
+        one.retain(tokens, 2.0)
+        assert one.flush()
+        with unhurried(LLM(path, store=patient(disk(tmp_path)), **options)) as two:
+            deadline = time.monotonic() + 3.5
+            while time.monotonic() < deadline:
+                [output] = two.generate(tokens, greedy(1))
+                assert output.cached_tokens == 80
+                time.sleep(0.3)
+            assert pinned(two) > 0, "renewed by its use there"
+            stored = one._parts.retentions, two._parts.retentions
+            assert stored[0] is not None and stored[1] is not None
+            assert [kept.tokens for kept in one._core.kept.book.all()] == [80], "and known here"
+            assert len(two.release()) == 1
+            assert two.flush()
+            stored[0]._written = {key: (expires, 0.0) for key, (expires, _) in stored[0]._written.items()}
+            stored[0].scan()
+            assert one.release() == []
+            wait_until(lambda: pinned(one) == 0, "what is released to be unpinned")
+
+
+def test_records_of_strangers(engine: Make, tmp_path: Path) -> None:
+    """Malformed records, and records with wrong numbers, are ignored."""
+    with engine("llama", store=disk(tmp_path)) as llm:
+        llm.retain(prompt(80, 1), 600.0)
+        assert llm.flush()
+        assert llm.offload is not None
+        store, deadline = llm.offload.store, time.monotonic() + 60
+        [name] = store.records("retained/", deadline=deadline)
+        good = json.loads(store.get_record(name, deadline=deadline) or b"")
+        changes: list[dict[str, Any]] = [
+            {"ttl": "x"}, {"ttl": -1}, {"expires": None}, {"num_tokens": 7}, {"keys": "%"}, {"priority": 1e9}, {"root": "ab"},
+            {"block_size": 5}, {"format": 3}, {"keys": ""},
+        ]  # fmt: skip
+        llm.release()
+        assert llm.flush()
+        bad = [json.dumps(good | change).encode() for change in changes]
+        for data in [*bad, b"", b"[]", b"{", b"\xff", b"[" * 100_000]:
+            store.put_record(name, data, deadline=deadline)
+            assert llm._parts.retentions is not None
+            llm._parts.retentions.scan()
+            assert llm.release() == [], data[:200]
+        other = name.rpartition("/")[0] + "/" + "0" * 64
+        store.put_record(other, json.dumps(good).encode(), deadline=deadline)
+        llm._parts.retentions.scan()
+        assert llm.release() == [], "a record under a wrong name"
+
+
+def test_erasure(engine: Make, tmp_path: Path) -> None:
+    """Erasing a tenant removes the records of its retentions."""
+    with engine("llama", store=disk(tmp_path)) as llm:
+        llm.pin(prompt(80, 1))
+        assert llm.flush()
+        assert llm.offload is not None
+        receipt = forget_tenant(llm.offload.store, b"")
+        assert [key.split("/")[0] for key in receipt.records] == ["retained"]
+        assert (receipt.left, llm.offload.store.status().pinned_bytes) == (0, 0)
