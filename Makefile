@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all check lint docs clean
+.PHONY: setup demo test test-all faults check lint docs clean
 
 setup: $(STAMP)
 
@@ -28,6 +28,13 @@ test: setup
 # Also the tests that kill processes, inject faults for minutes, or need a real vLLM (FOREWORD_VLLM_PYTHON).
 test-all: test
 	$(PYTEST) -m slow
+
+# Injects faults into every tier and prints a table: make faults FAULTS=2000 SEED=7
+FAULTS ?= 100000
+SEED ?= 1
+
+faults: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/store/fault_campaign.py --faults $(FAULTS) --seed $(SEED) --notes
 
 lint: setup
 	$(BIN)/ruff check .

@@ -96,11 +96,11 @@ class Device:
     def round(self) -> Times:
         """Save the first half of the cache and load it into the second."""
         started = time.perf_counter()
-        self.offload.save(self._keys, ROOT, 0, range(self._count))
+        self.offload.save(ROOT, self._keys, ROOT, 0, range(self._count))
         save = time.perf_counter() - started
         assert self.offload.flush(WITHIN)
         wall, cpu = time.perf_counter(), time.process_time()
-        found = self.offload.find(self._keys)
+        found = self.offload.find(ROOT, self._keys)
         self._wait(lambda: found.places is not None)
         targets = self._divided.of_blocks(range(self._count, 2 * self._count))
         self.offload.load(found, 0, targets)

@@ -163,7 +163,7 @@ def _frames(size: int, count: int) -> Iterator[Frame]:
     draw, parent = random.Random(size), sha256(b"benchmark").digest()
     for depth in range(count):
         key = sha256(parent).digest()
-        yield frame(Header(LAYOUT, key, parent, depth, RAW, size, size), draw.randbytes(size))
+        yield frame(Header(LAYOUT, bytes(16), key, parent, depth, RAW, size, size), draw.randbytes(size))
         parent = key
 
 

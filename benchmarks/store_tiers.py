@@ -37,7 +37,7 @@ from foreword.store.memory.memory_store import MemoryStore
 BATCH = 8 << 20
 ROUND = 8 * BATCH
 SIZES = (256 << 10, 1 << 20, 4 << 20)
-LAYOUT = bytes(16)
+LAYOUT = ROOT = bytes(16)
 PROMPT_BLOCKS = 2048
 MILLION = 1 << 20
 OPENED = 100_000
@@ -55,7 +55,7 @@ class Blocks:
         self.step = BATCH // size
         length = size - HEADER_BYTES  # frames are of a round size, as the files that they are compared with
         keys = [number.to_bytes(32, "little") for number in range(self.count + 1)]
-        self.headers = [Header(LAYOUT, keys[n + 1], keys[n], n, RAW, length, length) for n in range(self.count)]
+        self.headers = [Header(LAYOUT, ROOT, keys[n + 1], keys[n], n, RAW, length, length) for n in range(self.count)]
         self.names = [header.name for header in self.headers]
         self.sources = [memoryview(bytearray(os.urandom(size))) for _ in range(self.count)]
         self.targets = [memoryview(bytearray(size)) for _ in range(self.count)]
@@ -248,7 +248,8 @@ def small_frames(first: int, count: int, data: memoryview) -> list[Frame]:
     frames = []
     for number in range(count):
         depth = (first + number) % PROMPT_BLOCKS
-        header = Header(LAYOUT, keys[number + 1], keys[number] if depth else b"r" * 32, depth, RAW, length, length)
+        parent = keys[number] if depth else b"r" * 32
+        header = Header(LAYOUT, ROOT, keys[number + 1], parent, depth, RAW, length, length)
         frames.append(Frame(header, data))
     return frames
 

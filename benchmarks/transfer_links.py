@@ -29,7 +29,7 @@ from pathlib import Path
 from timing import machine, median, ratio, set_up, table, version_of
 
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.config import TransferConfig, parse_bytes
+from foreword.config import SharedSecret, TransferConfig, parse_bytes
 from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link, Payload
@@ -62,7 +62,7 @@ def links_of(name: str) -> tuple[str, ...]:
 
 
 def link_on(sock: socket.socket, name: str, *, client: bool) -> Link:
-    identity = Identity(os.urandom(16), "", links_of(name), None, "", 2.0, RING)
+    identity = Identity(os.urandom(16), (SharedSecret(""),), links_of(name), None, "", 2.0, RING)
     link, _ = agree(SocketStream(tune(sock)), identity, client=client, deadline=soon())
     if link.name != name:
         raise SystemExit(f"no {name} link comes about here")

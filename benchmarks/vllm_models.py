@@ -1,6 +1,7 @@
 """Models of many kinds under vLLM, alone and with the connector: tokens that differ, and cached tokens.
 
-    python benchmarks/vllm_models.py --vllm-python ENVIRONMENT/bin/python [--kinds Llama,LFM2] [--prompts 200] [--json FILE]
+    python benchmarks/vllm_models.py --vllm-python ENVIRONMENT/bin/python [--kinds Llama,LFM2] [--prompts 200]
+        [--threads 1] [--json FILE]
 
 The models are small and random (`tests/integrations/vllm_models.py`); the environment is made by `.ci/vllm FOLDER`. Prompts
 have 20 to 1,500 tokens and share prefixes. One prompt after the other is asked, in these passes:
@@ -47,7 +48,7 @@ def measure(kind: Any, arguments: argparse.Namespace, folder: Path) -> dict[str,
         "prompts": {"seed": arguments.seed, "count": arguments.prompts},
     }
     alone, first = _run(
-        arguments.vllm_python,
+        arguments,
         {
             **job,
             "runs": [
@@ -56,7 +57,7 @@ def measure(kind: Any, arguments: argparse.Namespace, folder: Path) -> dict[str,
             ],
         },
     )
-    [fresh] = _run(arguments.vllm_python, {**job, "runs": [{"store": store, "passes": ["ask"]}]})
+    [fresh] = _run(arguments, {**job, "runs": [{"store": store, "passes": ["ask"]}]})
     cold, own = alone["answers"]
     passes = {"cold": first["answers"][0], "own": first["answers"][1], "reset": first["answers"][2]}
     passes["fresh"] = fresh["answers"][0]
@@ -91,10 +92,10 @@ def _fewer(found: Answers, than: Answers) -> int:
     return sum(mine["cached"] < theirs["cached"] for mine, theirs in zip(found, than, strict=True))
 
 
-def _run(python: str, job: dict[str, Any]) -> list[dict[str, Any]]:
+def _run(arguments: argparse.Namespace, job: dict[str, Any]) -> list[dict[str, Any]]:
     """Raises Failed with the last line that vLLM wrote."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent.parent), "OMP_NUM_THREADS": "1"}
-    command = [python, str(TESTS / "vllm_kinds_script.py"), json.dumps(job)]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent.parent), "OMP_NUM_THREADS": str(arguments.threads)}
+    command = [arguments.vllm_python, str(TESTS / "vllm_kinds_script.py"), json.dumps(job)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_WITHIN, check=False)
     if done.returncode:
         raise Failed(next((line for line in reversed(done.stderr.splitlines()) if "Error" in line), done.stderr[-300:]))
@@ -130,10 +131,20 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(models.KINDS), help="names with commas between")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of vLLM")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     arguments = parser.parse_args()
     facts = machine()
-    print(set_up({**facts, "prompts": f"{arguments.prompts} of 20 to 1,500 tokens, 8 tokens generated"}), flush=True)
+    print(
+        set_up(
+            {
+                **facts,
+                "prompts": f"{arguments.prompts} of 20 to 1,500 tokens, 8 tokens generated",
+                "threads": str(arguments.threads),
+            }
+        ),
+        flush=True,
+    )
     rows = []
     for name in arguments.kinds.split(","):
         with tempfile.TemporaryDirectory() as folder:

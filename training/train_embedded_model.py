@@ -44,19 +44,50 @@ SPECIAL_TOKENS: Final = ("<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 MAX_POSITIONS: Final = 8192
 
+# Tools and calls are written as in Hermes and Qwen. Without tools the template adds no text around the contents.
 CHAT_TEMPLATE: Final = (
+    "{%- macro text(content) -%}\n"
+    "    {%- if content is string -%}\n"
+    "        {{- content -}}\n"
+    "    {%- elif content -%}\n"
+    "        {%- for part in content -%}{{- part['text'] -}}{%- endfor -%}\n"
+    "    {%- endif -%}\n"
+    "{%- endmacro -%}\n"
+    "{%- macro call(function) -%}\n"
+    "    {{- '<tool_call>\\n{\"name\": ' ~ (function['name'] | tojson) ~ ', \"arguments\": ' -}}\n"
+    "    {%- if function['arguments'] is string -%}\n"
+    "        {{- function['arguments'] -}}\n"
+    "    {%- else -%}\n"
+    "        {{- function['arguments'] | tojson -}}\n"
+    "    {%- endif -%}\n"
+    "    {{- '}\\n</tool_call>' -}}\n"
+    "{%- endmacro -%}\n"
     "{{- bos_token -}}\n"
+    "{%- set first_is_system = messages and messages[0]['role'] in ['system', 'developer'] -%}\n"
+    "{%- if tools -%}\n"
+    "    {{- '<|system|>' -}}\n"
+    "    {%- if first_is_system -%}{{- text(messages[0]['content']) ~ '\\n\\n' -}}{%- endif -%}\n"
+    "    {{- '# Tools\\n\\nThese functions can be called:\\n<tools>' -}}\n"
+    "    {%- for tool in tools -%}{{- '\\n' ~ (tool | tojson) -}}{%- endfor -%}\n"
+    "    {{- '\\n</tools>\\n\\nA call is a JSON object with name and arguments:\\n<tool_call>\\n' -}}\n"
+    '    {{- \'{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>\' ~ eos_token -}}\n'
+    "{%- endif -%}\n"
     "{%- for message in messages -%}\n"
-    "    {%- if message['role'] in ['system', 'developer'] -%}{{- '<|system|>' -}}\n"
-    "    {%- elif message['role'] == 'user' -%}{{- '<|user|>' -}}\n"
+    "    {%- if tools and loop.first and first_is_system -%}{%- continue -%}\n"
+    "    {%- elif message['role'] in ['system', 'developer'] -%}{{- '<|system|>' -}}\n"
+    "    {%- elif message['role'] in ['user', 'tool'] -%}{{- '<|user|>' -}}\n"
     "    {%- elif message['role'] == 'assistant' -%}{{- '<|assistant|>' -}}\n"
     "    {%- else -%}{{- raise_exception('Unsupported role: ' ~ message['role']) -}}\n"
     "    {%- endif -%}\n"
-    "    {%- if message['content'] is string -%}\n"
-    "        {{- message['content'] -}}\n"
-    "    {%- elif message['content'] -%}\n"
-    "        {%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}\n"
+    "    {%- if message['role'] == 'tool' -%}\n"
+    "        {{- '<tool_response>\\n' ~ text(message['content']) ~ '\\n</tool_response>' -}}\n"
+    "    {%- else -%}\n"
+    "        {{- text(message['content']) -}}\n"
     "    {%- endif -%}\n"
+    "    {%- for one in message['tool_calls'] or [] -%}\n"
+    "        {{- '\\n' if message['content'] or not loop.first else '' -}}\n"
+    "        {{- call(one['function'] or one) -}}\n"
+    "    {%- endfor -%}\n"
     "    {{- eos_token -}}\n"
     "{%- endfor -%}\n"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}\n"
@@ -710,7 +741,8 @@ float32. A token's keys and values take {kv_bytes:,} bytes in float32.
 The tokenizer is a byte-level BPE: encoding any text and decoding it gives that text back. `<|bos|>` starts a
 document or a conversation, `<|eos|>` ends a document or a turn, and `<|system|>`, `<|user|>` and `<|assistant|>`
 start turns. The chat template adds no text around the contents, so the rendering of a conversation's first messages
-is a prefix of the rendering of the whole, in characters and in tokens.
+is a prefix of the rendering of the whole, in characters and in tokens. It writes tools and calls in the format of
+Hermes and Qwen. The model was not trained to call tools: it does so where the request forces it.
 
 ## Data
 
