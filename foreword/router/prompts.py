@@ -114,11 +114,13 @@ class PromptTokenizer:
     ) -> tuple[int, str]:
         """`(count, text)`: the text of as many of the tokens as form whole characters, after the tokens `before`.
 
-        `sent` is the text that a server made of them. Raises ReplicaFailed if no replica can tell.
+        `sent` is the text that a server made of them. Raises ReplicaFailed if no replica can tell, or if the texts differ:
+        in other parts, tokens that form no characters can give other text.
         """
         context = list(before[-_CONTEXT:])
         if self._tokenizer is not None:
-            return await self._work.run(len(tokens), _decode, self._tokenizer, context, list(tokens))
+            count, text = await self._work.run(len(tokens), _decode, self._tokenizer, context, list(tokens))
+            return count, _checked(text, sent)
         problem = ReplicaFailed("no replica can detokenize its tokens")
         candidates = list(replicas)
         for factor in _TIMEOUT_FACTORS:
@@ -223,10 +225,17 @@ async def _text_by_replica(
             break
         text = text[len(ahead) :]
         if text == sent or not text.endswith("\ufffd"):
-            return count, text
+            return count, _checked(text, sent)
     if not sent:
         return 0, ""
     raise ReplicaFailed("its tokens do not form whole characters")
+
+
+def _checked(text: str, sent: str) -> str:
+    """The text. Raises ReplicaFailed if it is not a prefix of what was sent, or longer."""
+    if not sent.startswith(text) and not text.startswith(sent):
+        raise ReplicaFailed("the text that was sent does not match its tokens")
+    return text
 
 
 def text_as_tokens(request: ClientRequest) -> array[int]:

@@ -337,12 +337,21 @@ class _ResponseProxy:
     async def _position(self) -> StreamPosition:
         """Where the stream broke. Raises ReplicaFailed."""
         proxied, stream = self.proxied, self.stream
-        sent, tokens = stream.sent_text(), list(stream.tokens)
-        if stream.settled and not proxied.request.body.get("stop"):
-            return StreamPosition(tokens, sent, sent, max(stream.entries - len(tokens), 0))
-        replicas = proxied.pool.tokenizing_replicas(proxied.avoid)
-        count, text = await proxied.router.prompts.text_of(stream.prompt_ids, tokens, sent, replicas)
-        return StreamPosition(tokens[:count], text, sent, max(stream.entries - count, 0))
+        body, sent, tokens = proxied.request.body, stream.sent_text(), list(stream.tokens)
+        # With stop strings no chunk shows where the text ends: a server holds back what could begin one.
+        settled, length = (0, 0) if body.get("stop") else stream.settled
+        count, text = 0, ""
+        if settled < len(tokens) or length < len(sent):
+            replicas = proxied.pool.tokenizing_replicas(proxied.avoid)
+            before, rest = [*stream.prompt_ids, *tokens[:settled]], sent[length:]
+            try:
+                count, text = await proxied.router.prompts.text_of(before, tokens[settled:], rest, replicas)
+            except ReplicaFailed:
+                # Greedy decoding generates the same tokens again.
+                if body.get("temperature") != 0:
+                    raise
+        count += settled
+        return StreamPosition(tokens[:count], sent[:length] + text, sent, max(stream.entries - count, 0))
 
     # The response to the client
 

@@ -38,7 +38,7 @@ class ResponseStream:
         prompt_ids, tokens: token ids of prompt and output.
         exact: all text came with its tokens.
         text_only: there was no output besides text, such as tool calls.
-        settled: the text ends where the last token does, as far as the chunks show.
+        settled: numbers of tokens and characters when the text last ended where a token does.
         text: pieces of text that were sent.
         entries: number of tokens whose ids and log-probabilities were sent.
         head: fields that all chunks share, such as the id.
@@ -58,8 +58,9 @@ class ResponseStream:
         self.entries = 0
         self.exact = request.single
         self.text_only = True
-        self.settled = True
+        self.settled = (0, 0)
         self.text: list[str] = []
+        self._length = 0  # characters of `text`
         self.head: dict[str, Any] = {}
         self.opened = False
         self.begun = False
@@ -234,15 +235,19 @@ class ResponseStream:
             self.entries = len(self.tokens)
         if text:
             self.text.append(text)
-        if ids or text:
-            # A chunk of one token with text holds nothing back; otherwise its text would be that of earlier tokens.
-            self.settled = bool(text) and ids is not None and len(ids) == 1
+            self._length += len(text)
+        self._settle(ids, text)
         for name, value in (choice.get("delta") or _EMPTY).items():
             if value and name not in _TEXT_DELTA:
                 self.text_only = False
                 self.begun = True
                 self.exact = self.exact and bool(ids)
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def _settle(self, ids: Any, text: str) -> None:
+        """A chunk of one token with text holds nothing back; otherwise its text would be that of earlier tokens."""
+        if text and ids is not None and len(ids) == 1:
+            self.settled = (len(self.tokens), self._length)
 
     def _forward(self, event: ServerSentEvent, chunk: dict[str, Any], choice: dict[str, Any]) -> bytes | None:
         """The chunk without what only the router asked for."""
@@ -293,7 +298,8 @@ class ResponseStream:
         text = _text(made)
         if text:
             self.text.append(text)
-        self.settled = bool(text) and len(ids) == 1 and not continuation.stops
+            self._length += len(text)
+        self._settle(ids, text)
         self.finish_reason = made.get("finish_reason")
         self.cut = self.finish_reason is not None and choice.get("finish_reason") is None
         extra = {"usage": None} if self.request.wants_usage else {}

@@ -477,9 +477,11 @@ class Campaign:
         started = time.monotonic()
         self._store_all()
         before = _resources()
+        warm = False
         while self.row.faults < count:
-            if self.row.faults < WARM_UP:
-                before = _resources()
+            # Collecting garbage takes long in a process that holds much: once.
+            if not warm and self.row.faults >= min(WARM_UP, count // 2):
+                warm, before = True, _resources()
             kinds = [*self.place.mutations, *self.place.special]
             if self.place.outages and self.draw.random() < 0.002:
                 self._outage(self.draw.choice(list(self.place.outages)))
