@@ -400,7 +400,8 @@ class KillingRelay(Relay):
 
 def test_a_server_is_killed(servers: list[Server], router: RouterProcess, prompts: Prompts) -> None:
     """A vLLM server is killed when it has computed a prompt that was not read yet, and in the middle of another
-    response: both clients get complete responses, and so does one whose prompt it should have computed next."""
+    response, whose chunks have several tokens: both clients get complete responses, and so does one whose prompt it should
+    have computed next."""
     loop = Loop()
     relays = [KillingRelay(loop, server) for server in servers]
     others = [disaggregated(relays[i].url, servers[1 - i].url).wait_for(2) for i in (0, 1)]
@@ -413,7 +414,7 @@ def test_a_server_is_killed(servers: list[Server], router: RouterProcess, prompt
         whole = whole_text(post(servers[0].url, "/v1/completions", asked))
         with (
             router.http("alice-key") as client,
-            client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer,
+            client.stream("POST", "/v1/completions", json={**asked, "stream": True, "stream_interval": 3}) as answer,
         ):
             source = answer.headers["x-foreword-route"].partition(": ")[0]
             victim = [server.url for server in servers].index(source)
