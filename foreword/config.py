@@ -98,8 +98,8 @@ class EngineConfig:
         threads: CPU threads for computation; by default the number of cores.
         linear_memory: on CPUs without bfloat16 instructions, memory for float32 copies of the weights, which make batches
             faster: `auto` (what is needed, if that is at most half of the free memory), a size, or `0`.
-        kernels: CPU kernels: `native` (compiled from C++ at first start), `torch` (PyTorch's operators), or `auto` (native if
-            there is a C++ compiler).
+        kernels: `native` (compiled from C++ at first start), `torch` (PyTorch's operators), `triton` (on CUDA),
+            or `auto` (Triton on CUDA; native on CPUs if there is a C++ compiler).
         self_check: compare the engine with the model's own forward pass at start, and refuse a model that differs.
         trust_remote_code: run Python code that a checkpoint contains.
         generation_config: sampling where a request says nothing: `model` (temperature, top_p, top_k, min_p and
@@ -125,7 +125,7 @@ class EngineConfig:
     shared_prefix_attention: bool = True
     threads: int | None = _at_least(1, None)
     linear_memory: str = "auto"
-    kernels: str = _one_of(("auto", "native", "torch"), "auto")
+    kernels: str = _one_of(("auto", "native", "torch", "triton"), "auto")
     self_check: bool = True
     trust_remote_code: bool = False
     generation_config: str = _one_of(("model", "openai"), "model")

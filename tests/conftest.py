@@ -6,6 +6,9 @@ draws new ones. No test asserts a time, hypothesis' deadlines included: a loaded
 
 import os
 
+# The CUDA kernels run in Triton's interpreter. Triton reads this when it is imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from hypothesis import settings
 
 settings.register_profile("foreword", deadline=None, derandomize=True)

@@ -1,11 +1,13 @@
-"""Loading a model from a folder or the hub: refusals, weights, fingerprint, kernels, KV pool size, self-check."""
+"""Loading a model from a folder or the hub: refusals, weights, fingerprint, kernels, self-check."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from foreword.engine.kv_groups import GroupedLayers, group_layers
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState
-from foreword.engine.torch_runner import TorchRunner, bytes_per_block, record_layers
+from foreword.engine.torch_runner import TorchRunner, record_layers
 from foreword.errors import BadRequest, ConfigError, ModelNotFound, ModelUnsupported
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,8 @@ class LoadedModel:
         layers: by KV group, with what each keeps per token in numbers of `kv_dtype`.
         end_tokens: end-of-sequence tokens, from the generation configuration.
         sampling: fields of `SamplingParams` from the same file.
-        kernels: the compiled kernels; None where PyTorch's operators are used.
+        kernels: the compiled kernels; None where they are not used.
+        triton: the Triton kernels compute attention.
     """
 
     model: Any
@@ -77,6 +80,7 @@ class LoadedModel:
     end_tokens: tuple[int, ...]
     sampling: Mapping[str, float]
     kernels: Kernels | None = None
+    triton: bool = False
 
 
 def embedded_model() -> Path:
@@ -123,6 +127,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
         end_tokens=_end_tokens(model),
         sampling=_sampling(source) if config.generation_config == "model" else {},
         kernels=kernels,
+        triton=use_triton(config, device),
     )
 
 
@@ -251,7 +256,7 @@ def open_kernels(
 ) -> Kernels | None:
     """The compiled kernels, if the configuration and this machine allow them; else the log says why not. Raises
     ConfigError if `native` is configured and there are none."""
-    if config.kernels == "torch":
+    if config.kernels in ("torch", "triton"):
         return None
     reason = None
     if device.type != "cpu":
@@ -272,6 +277,23 @@ def open_kernels(
     if device.type == "cpu":
         log.warning("the native kernels are not in use (PyTorch's operators compute instead, slower): %s", reason)
     return None
+
+
+def use_triton(config: EngineConfig, device: torch.device) -> bool:
+    """Whether Triton kernels compute attention: on CUDA, if there is Triton. Raises ConfigError if `triton` is configured
+    and cannot be."""
+    if config.kernels == "triton":
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError("engine.kernels is triton, but there is no package triton here")
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError("engine.kernels is triton, which needs a GPU (or, for tests, TRITON_INTERPRET=1)")
+        return True
+    if device.type != "cuda" or config.kernels != "auto":
+        return False
+    found = importlib.util.find_spec("triton") is not None  # pragma: no cover - needs a GPU
+    if not found:
+        log.warning("there is no package triton: PyTorch's operators compute attention, much slower")
+    return found
 
 
 def _pack(model: Any, config: EngineConfig, kernels: Kernels | None, progress: Callable[[str], None]) -> None:
@@ -348,42 +370,6 @@ def _sampling(source: str) -> dict[str, float]:
     return given
 
 
-def kv_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Number of blocks in the pool, from `kv_memory` (bytes, tokens in all layers, or auto: a share of the free memory).
-    Raises ConfigError if that is less than two blocks for each KV group."""
-    per_block = bytes_per_block(loaded.layers, loaded.kv_dtype, config.block_size)
-    groups = len(loaded.layers.groups)
-    text = config.kv_memory.strip()
-    forms = "write auto, a size such as 4GiB, or a number of tokens such as 65536 tokens"
-    if text.endswith("tokens"):
-        number = text.removesuffix("tokens").strip().replace("_", "").replace(",", "")
-        if not number.isdigit():
-            raise ConfigError(f"engine.kv_memory (--kv-memory) is {text!r}; {forms}")
-        blocks = -(-int(number) // config.block_size) * groups
-    elif text == "auto":
-        useful = config.max_num_seqs * -(-loaded.max_model_len // config.block_size) * groups
-        blocks = min(_free_bytes(loaded.device) // per_block, useful)
-    else:
-        try:
-            blocks = parse_bytes(text) // per_block
-        except ConfigError:
-            raise ConfigError(f"engine.kv_memory (--kv-memory) is {text!r}; {forms}") from None
-    if blocks < 2 * groups:
-        raise ConfigError(
-            f"engine.kv_memory (--kv-memory) is {text!r}, which is less than two blocks of {per_block * groups} bytes; "
-            f"{forms}"
-        )
-    return int(blocks)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Memory for the pool: a third of the free host memory, or 80 % of the free device memory."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * 0.8)
-    return int(psutil.virtual_memory().available // 3)
-
-
 def self_check(loaded: LoadedModel, block_size: int) -> float:
     """Compare the engine's logits with the model's own forward pass on a short random prompt.
 
@@ -432,7 +418,9 @@ def _engine_logits(loaded: LoadedModel, tokens: list[int], block_size: int) -> l
     """(position, logits) of the same tokens through the paged engine: chunks, a decode step, and a prefix hit."""
     groups = loaded.layers.kv_groups(block_size)
     blocks = 3 * (len(tokens) // block_size + 2) * len(groups)
-    runner = TorchRunner(loaded.model, loaded.layers, loaded.kv_dtype, blocks, block_size, kernels=loaded.kernels)
+    runner = TorchRunner(
+        loaded.model, loaded.layers, loaded.kv_dtype, blocks, block_size, kernels=loaded.kernels, triton=loaded.triton
+    )
     cache = PrefixCache(blocks, block_size, groups=groups)
     found: list[tuple[int, Tensor]] = []
     for chunk_size in (block_size + 1, len(tokens)):

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from foreword.blocks import Copy
-from foreword.engine.attention.base import LayerRecorder, StepAttention, forward_context
+from foreword.engine.attention.base import AttentionBackend, LayerRecorder, StepAttention, forward_context
 from foreword.engine.attention.cpu_backend import CpuLayers
-from foreword.engine.attention.kv_tensors import PagedLayer
+from foreword.engine.attention.kv_tensors import PagedLayer, pinned
 from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers
 from foreword.engine.prompt_logprobs import PromptLogprobs
 from foreword.engine.sampling import Draw, Sampled, sample
 from foreword.engine.sequence import SequenceState, Step
+
+if TYPE_CHECKING:
+    from foreword.engine.cuda_graphs import Capture, DecodeGraphs
 
 
 class TorchRunner:
@@ -31,6 +34,7 @@ class TorchRunner:
         num_blocks, block_size: the pool.
         share_prefixes: read a prefix that decoding sequences share once per batch.
         kernels: the compiled kernels, if they are to be used.
+        triton: Triton kernels compute attention.
 
     `on_written`, where it is set, is called during a step with each layer whose K and V are written.
     """
@@ -45,6 +49,7 @@ class TorchRunner:
         *,
         share_prefixes: bool = True,
         kernels: Kernels | None = None,
+        triton: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.bytes_per_block = bytes_per_block(layers, dtype, block_size)
@@ -59,6 +64,8 @@ class TorchRunner:
             layer: paged for group in layers.groups for layer, paged in zip(group, self._columns, strict=False)
         }
         self._cpu_layers = None if kernels is None else CpuLayers(kernels, self.layers)
+        self._make_backend = self._triton_backends() if triton else None
+        self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def run(self, step: Step, draws: Mapping[SequenceState, Draw]) -> dict[SequenceState, Sampled]:
@@ -76,10 +83,25 @@ class TorchRunner:
         return dict(zip(wanted, sampled, strict=True))
 
     @torch.inference_mode()
-    def logits(self, step: Step) -> Tensor:
-        """Float32 logits `[tokens, vocab]` of all tokens of a step (used by the self-check)."""
+    def logits(self, step: Step, rows: Sequence[int] | None = None) -> Tensor:
+        """Float32 logits `[tokens, vocab]` of all tokens of a step, or of some rows (used by the self-check)."""
         self._copy(step.copies)
-        return self._forward(step, list(range(step.num_tokens))).float()
+        return self._forward(step, range(step.num_tokens) if rows is None else rows).float()
+
+    def record_graphs(self, largest: int, capture: Capture | None = None) -> None:
+        """Record steps in which up to `largest` sequences decode (cuda_graphs.py). `capture` is a CUDA graph's by default."""
+        from foreword.engine.cuda_graphs import DecodeGraphs, capture_cuda_graph
+
+        self._graphs = DecodeGraphs(
+            self._compute, self.layers, self._grouped, self.num_blocks, self._block_size, largest,
+            capture=capture or capture_cuda_graph,
+        )  # fmt: skip
+        self._graphs.record()
+
+    def _triton_backends(self) -> Callable[[AttentionMetadata], AttentionBackend]:
+        from foreword.engine.attention.triton_backend import StepTensors, TritonAttention
+
+        return lambda metadata: TritonAttention(StepTensors.of(metadata, self._device), self.layers)
 
     def _sampled_rows(self, step: Step, draws: Mapping[SequenceState, Draw]) -> tuple[list[int], list[SequenceState]]:
         rows: list[int] = []
@@ -115,20 +137,31 @@ class TorchRunner:
             begins.append(len(tokens))
             tokens += table.chain.tokens[chunk.start : end]
             positions += range(chunk.start, end)
+        groups = [self._group_metadata(step, begins, group) for group in range(len(self._grouped.groups))]
+        if self._graphs is not None and len(tokens) == len(step.chunks):
+            logits = self._graphs.logits(tokens, positions, groups)
+            if logits is not None:
+                if self.on_written is not None:
+                    for layer in self.layers:
+                        self.on_written(layer)
+                return logits if list(rows) == list(range(len(tokens))) else logits[self._on_device(rows)]
         metadata = {
-            layer: of_group
-            for group, layers in enumerate(self._grouped.groups)
-            for of_group in [self._group_metadata(step, begins, group)]
-            for layer in layers
+            layer: of_group for of_group, layers in zip(groups, self._grouped.groups, strict=True) for layer in layers
         }
-        with forward_context(StepAttention(metadata, self.layers, on_written=self.on_written, cpu=self._cpu_layers)):
-            output = self._model(
-                input_ids=torch.tensor([tokens], dtype=torch.long, device=self._device),
-                position_ids=torch.tensor([positions], dtype=torch.long, device=self._device),
-                use_cache=False,
-                # At least one row: with no rows the model would keep all of them.
-                logits_to_keep=torch.tensor(rows or [0], dtype=torch.long, device=self._device),
-            )
+        attention = StepAttention(
+            metadata, self.layers, on_written=self.on_written, cpu=self._cpu_layers, make_backend=self._make_backend
+        )
+        # At least one row: with no rows the model would keep all of them.
+        input_ids, position_ids, kept = map(self._on_device, ([tokens], [positions], rows or [0]))
+        return self._compute(input_ids, position_ids, kept, attention)
+
+    def _on_device(self, numbers: Sequence[Any]) -> Tensor:
+        return pinned(numbers, torch.long, self._device).to(self._device, non_blocking=True)
+
+    def _compute(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, attention: StepAttention) -> Tensor:
+        """The model's forward pass over a packed step: logits of some rows."""
+        with forward_context(attention):
+            output = self._model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits
 

@@ -24,6 +24,7 @@ from foreword.engine import model as models
 from foreword.engine.external_kv import GroupedStores
 from foreword.engine.kept import KeptPrefixes
 from foreword.engine.loop import EngineCore, Limits
+from foreword.engine.pool_size import kv_blocks
 from foreword.engine.request import SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.structured.compiler import GrammarCompiler
@@ -204,9 +205,9 @@ def build_engine(
 
 
 def _take_kv_memory(config: EngineConfig, loaded: models.LoadedModel, progress: Callable[[str], None]) -> TorchRunner:
-    num_blocks = models.kv_blocks(config, loaded)
+    num_blocks = kv_blocks(config, loaded)
     progress(f"allocating {num_blocks} blocks of {config.block_size} tokens")
-    return TorchRunner(
+    runner = TorchRunner(
         loaded.model,
         loaded.layers,
         loaded.kv_dtype,
@@ -214,7 +215,12 @@ def _take_kv_memory(config: EngineConfig, loaded: models.LoadedModel, progress: 
         config.block_size,
         share_prefixes=config.shared_prefix_attention,
         kernels=loaded.kernels,
+        triton=loaded.triton,
     )
+    if loaded.triton and loaded.device.type == "cuda":  # pragma: no cover - needs a GPU
+        progress("recording CUDA graphs")
+        runner.record_graphs(config.max_num_seqs)
+    return runner
 
 
 def _model_info(config: EngineConfig, loaded: models.LoadedModel, runner: TorchRunner, cache: PrefixCache) -> ModelInfo:

@@ -41,8 +41,8 @@ class StepAttention:
     """The attention of one step: made once, used by every layer.
 
     `metadata` is that of each layer's KV group. `on_written` is called with each layer whose K and V are in the paged tensors.
-    `cpu` are the layers as the compiled kernels see them; without it, and for layers that the kernels do not support,
-    PyTorch's operators compute.
+    `cpu` are the layers as the compiled kernels see them. Without it, and for layers that the kernels do not support,
+    `make_backend` makes the backend of a KV group: by default that of PyTorch's operators.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class StepAttention:
         *,
         on_written: Callable[[int], None] | None = None,
         cpu: CpuLayers | None = None,
+        make_backend: Callable[[AttentionMetadata], AttentionBackend] | None = None,
     ) -> None:
         self._metadata = metadata
         self._layers = layers
@@ -59,7 +60,8 @@ class StepAttention:
         self._cpu_layers = cpu
         # By KV group.
         self._cpu: dict[AttentionMetadata, CpuAttention] = {}
-        self._torch: dict[AttentionMetadata, TorchAttention] = {}
+        self._others: dict[AttentionMetadata, AttentionBackend] = {}
+        self._make_backend = make_backend or (lambda metadata: TorchAttention(metadata, layers))
 
     def cpu(self, layer: int) -> CpuAttention | None:
         """The layer's backend of compiled kernels, where they are used."""
@@ -77,9 +79,9 @@ class StepAttention:
             assert backend is not None
             return backend
         metadata = self._metadata[layer]
-        if metadata not in self._torch:
-            self._torch[metadata] = TorchAttention(metadata, self._layers)
-        return self._torch[metadata]
+        if metadata not in self._others:
+            self._others[metadata] = self._make_backend(metadata)
+        return self._others[metadata]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write K and V of the step's T packed tokens, `[1, kv_heads, T, dim]`, and attend with `query`

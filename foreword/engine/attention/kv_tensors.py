@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from foreword.blocks.layout import LayerLayout
+
+
+def pinned(numbers: Sequence[Any] | array[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers in host memory from which a copy to the device can be queued without waiting for it. PyTorch does not use
+    the memory again before the copy has ended."""
+    host = torch.tensor(numbers, dtype=dtype)
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 class PagedLayer:

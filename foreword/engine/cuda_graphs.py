@@ -1,0 +1,164 @@
+"""Decode steps as CUDA graphs: one launch instead of some thousand small ones.
+
+A graph repeats recorded kernels over the same memory. So a step's inputs are copied into fixed buffers, padded to the next
+larger batch size for which there is a graph. Padded rows attend to nothing and write nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foreword.engine.attention.base import StepAttention
+from foreword.engine.attention.kv_tensors import PagedLayer, pinned
+from foreword.engine.attention.metadata import AttentionMetadata
+from foreword.engine.attention.triton_backend import StepTensors, TritonAttention, pack_step
+from foreword.engine.kv_groups import GroupedLayers
+
+log = logging.getLogger(__name__)
+
+# Block numbers of a step's tables; steps with more run without a graph.
+_MAX_TABLE_BLOCKS = 1 << 22
+_LARGEST_BATCH = 512
+
+# Logits of the rows `rows` of a step: `(input_ids [1, T], position_ids [1, T], rows, attention)` to `[len(rows), vocab]`.
+Forward = Callable[[Tensor, Tensor, Tensor, StepAttention], Tensor]
+# Records what a function does: returns a function that repeats it, and the function's result, which each call renews.
+Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """The padded batch sizes up to the first that holds `largest` sequences."""
+    sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 128, 16), *range(128, _LARGEST_BATCH + 1, 32)]
+    return sizes[: next((i for i, size in enumerate(sizes) if size >= largest), len(sizes) - 1) + 1]
+
+
+def capture_cuda_graph(
+    run: Callable[[], Tensor],
+) -> tuple[Callable[[], object], Tensor]:  # pragma: no cover - needs a GPU
+    """Record the function in a CUDA graph. It runs twice before: kernels are compiled and libraries take their memory."""
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads copy to and from the device meanwhile.
+    with torch.cuda.graph(graph, pool=_shared_pool(), capture_error_mode="thread_local"):
+        out = run()
+    return graph.replay, out
+
+
+_pools: list[Any] = []
+
+
+def _shared_pool() -> Any:  # pragma: no cover - needs a GPU
+    """One memory pool for all graphs: they never run at the same time, and their results are read before the next runs."""
+    if not _pools:
+        _pools.append(torch.cuda.graph_pool_handle())
+    return _pools[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    replay: Callable[[], object]
+    logits: Tensor
+
+
+class DecodeGraphs:
+    """The graphs of one runner.
+
+    Args:
+        forward: the model's forward pass.
+        num_blocks: of the pool.
+        largest: the largest batch to be served.
+        capture: `capture_cuda_graph`, or something that repeats a function in another way.
+
+    Attributes:
+        sizes: batch sizes that have a graph, ascending.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        layers: Mapping[int, PagedLayer],
+        grouped: GroupedLayers,
+        num_blocks: int,
+        block_size: int,
+        largest: int,
+        *,
+        capture: Capture = capture_cuda_graph,
+    ) -> None:
+        self._forward = forward
+        self._layers = layers
+        self._grouped = grouped
+        self._block_size = block_size
+        self._capture = capture
+        self._device = next(iter(layers.values())).k.device
+        self._wanted = batch_sizes(largest)
+        most = self._wanted[-1]
+        # Token ids, then positions.
+        self._inputs = torch.zeros(2 * most, dtype=torch.long, device=self._device)
+        tables = min(most * num_blocks, _MAX_TABLE_BLOCKS)
+        self._steps = [torch.zeros(5 * most + tables, dtype=torch.int32, device=self._device) for _ in grouped.groups]
+        self._graphs: dict[int, _Graph] = {}
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted(self._graphs)
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record the graphs, the largest first: smaller ones reuse its memory. A model that cannot be recorded, such as one
+        whose forward pass depends on values, has none: the log says why."""
+        empty = AttentionMetadata([], self._block_size)
+        try:
+            for size in reversed(self._wanted):
+                self._fill([0] * (2 * size), [empty] * len(self._steps), size)
+                self._graphs[size] = _Graph(*self._capture(lambda size=size: self._run(size)))  # type: ignore[misc]
+        except RuntimeError as error:
+            self._graphs.clear()
+            log.warning("decode steps run without CUDA graphs, slower: %s", str(error).strip().partition("\n")[0])
+
+    def logits(
+        self, tokens: Sequence[int], positions: Sequence[int], step: Sequence[AttentionMetadata]
+    ) -> Tensor | None:
+        """Logits `[sequences, vocab]` of a step in which each sequence has one token, valid until the next call. `step` has
+        the metadata of each KV group. None if no graph is large enough."""
+        size = next((size for size in self.sizes if size >= len(tokens)), None)
+        if size is None:
+            return None
+        padding = [0] * (size - len(tokens))
+        if not self._fill([*tokens, *padding, *positions, *padding], step, size):
+            return None
+        graph = self._graphs[size]
+        graph.replay()
+        return graph.logits[: len(tokens)]
+
+    def _fill(self, inputs: Sequence[int], step: Sequence[AttentionMetadata], size: int) -> bool:
+        """Copy a step into the buffers. False if it has more block numbers than they hold."""
+        packed = [pack_step(metadata, size)[0] for metadata in step]
+        if any(len(numbers) > len(buffer) for numbers, buffer in zip(packed, self._steps, strict=True)):
+            return False
+        for numbers, buffer in ((inputs, self._inputs), *zip(packed, self._steps, strict=True)):
+            buffer[: len(numbers)].copy_(pinned(numbers, buffer.dtype, buffer.device), non_blocking=True)
+        return True
+
+    def _run(self, size: int) -> Tensor:
+        """The forward pass over the buffers."""
+        metadata = {}
+        backends = {}
+        for layers, window, buffer in zip(self._grouped.groups, self._grouped.windows, self._steps, strict=True):
+            of_group = AttentionMetadata([], self._block_size, window=window)
+            tensors = StepTensors.view(buffer, size, size, self._block_size)
+            backends[of_group] = TritonAttention(tensors, self._layers)
+            metadata.update(dict.fromkeys(layers, of_group))
+        attention = StepAttention(metadata, self._layers, make_backend=backends.__getitem__)
+        rows = torch.arange(size, device=self._device)
+        return self._forward(self._inputs[None, :size], self._inputs[None, size : 2 * size], rows, attention)

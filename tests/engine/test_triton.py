@@ -1,0 +1,145 @@
+"""The CUDA path on a CPU: Triton kernels under Triton's interpreter, and decode steps over fixed buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_attention import CPU, EXACT, Case, chunk
+from torch import Tensor
+
+from foreword.engine.attention.base import StepAttention
+from foreword.engine.attention.kv_tensors import PagedLayer
+from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
+from foreword.entrypoints.llm import LLM
+
+pytest.importorskip("triton")
+from foreword.engine.attention.triton_backend import StepTensors, TritonAttention
+from foreword.engine.cuda_graphs import batch_sizes
+
+# Rounding of K, V and the result: 8 bits and 11 bits of mantissa.
+ROUGH = {
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+    torch.float16: {"rtol": 3e-3, "atol": 3e-3},
+    torch.float32: EXACT,
+}
+
+
+def attend(case: Case, paged: PagedLayer, metadata: AttentionMetadata | None = None) -> Tensor:
+    """The step's attention by the Triton kernels."""
+    metadata = metadata or case.metadata()
+
+    def backend(metadata: AttentionMetadata) -> TritonAttention:
+        return TritonAttention(StepTensors.of(metadata, CPU), {0: paged})
+
+    step = StepAttention({0: metadata}, {0: paged}, make_backend=backend)
+    return step.attend(0, *case.packed(), case.params)[0]
+
+
+def check(case: Case) -> None:
+    """Against the definition, and K and V in the slots against those that PyTorch's operators write."""
+    paged, other = case.layer(), case.layer()
+    found = attend(case, paged)
+    assert torch.allclose(found.double(), case.expected(), **ROUGH[case.dtype]), (found - case.expected()).abs().max()
+    case.compute(other)
+    for ours, theirs in ((paged.k, other.k), (paged.v, other.v)):
+        assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunks": [(37, 1), (5, 1), (0, 24), (30, 8)]},
+        {"chunks": [(70, 1), (3, 1)], "window": 10, "softcap": 2.0, "sinks": True, "groups": 3},
+        {
+            "chunks": [(90, 30)],
+            "window": 20,
+            "key_dim": 24,
+            "value_dim": 4,
+            "sinks": True,
+            "kv_heads": 3,
+            "block_size": 5,
+        },
+        {"chunks": [(40, 1)] * 5, "sinks": True, "kv_heads": 2, "dtype": torch.bfloat16},
+        {"chunks": [(40, 1), (9, 7)], "softcap": 2.0, "dtype": torch.float16},
+    ],
+)
+def test_kernels_are_attention(options: dict[str, Any]) -> None:
+    """The kernels attend as the definition does, and write K and V as PyTorch's operators do."""
+    check(Case(**options))
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    chunks=st.lists(chunk, min_size=1, max_size=4),
+    block_size=st.integers(1, 9),
+    kv_heads=st.integers(1, 3),
+    groups=st.integers(1, 5),
+    dims=st.sampled_from([(8, 8), (8, 4), (4, 8), (20, 16), (64, 64), (192, 128)]),
+    window=st.one_of(st.none(), st.integers(1, 30)),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
+    dtype=st.sampled_from(list(ROUGH)),
+    scale=st.sampled_from([0.05, 0.4]),
+    seed=st.integers(0, 1000),
+)
+def test_any_kernels_are_attention(dims: tuple[int, int], **options: Any) -> None:
+    """For any tables, chunks, windows, caps, sinks, groups, head sizes and dtypes the kernels attend as the definition."""
+    if dims[0] > 8:  # sharp scores make rounding large
+        options["scale"] = 0.05
+    check(Case(key_dim=dims[0], value_dim=dims[1], **options))
+
+
+def test_cached_tokens_are_not_written() -> None:
+    """A token whose K and V are in a shared block is computed but not written."""
+    case = Case(chunks=[(11, 1), (6, 5)], in_a_row=True)
+    first, second = case.tables
+    chunks = [QueryChunk(0, 11, 1, first, 12), QueryChunk(1, 6, 5, second, 8)]
+    paged = case.layer()
+    for number, position in ((0, 11), (1, 6), (1, 7)):
+        slot = case.tables[number][position // 4] * 4 + position % 4
+        paged.k[slot], paged.v[slot] = case.keys[number][position], case.values[number][position]
+    before = paged.k.clone()
+    found = attend(case, paged, AttentionMetadata(chunks, 4))
+    assert torch.allclose(found.double(), case.expected(), **EXACT)
+    changed = (paged.k.nan_to_num(7.0) != before.nan_to_num(7.0)).any(dim=(1, 2)).nonzero().flatten().tolist()
+    assert changed == [second[2] * 4 + offset for offset in range(3)]
+
+
+def test_batch_sizes() -> None:
+    """The sizes end with the first that holds the largest batch."""
+    for largest in (1, 3, 17, 64, 200):
+        sizes = batch_sizes(largest)
+        assert sizes == sorted(set(sizes)) and sizes[-1] >= largest and all(size < largest for size in sizes[:-1])
+
+
+def repeat(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    """Repeats a function over the same memory, as a CUDA graph does: the function must read nothing but its buffers."""
+    out = run().clone()
+    return lambda: out.copy_(run()), out
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_5to1", "gpt_oss", "deepseek_v3")),
+    ],
+)
+def test_engine(family: str, engine: Callable[..., LLM], reference: Callable[[str], tiny.Reference]) -> None:
+    """With Triton kernels, and decode steps over padded buffers, the engine's output is that of the model itself, with and
+    without a cached prefix."""
+    llm = engine(family, kernels="triton")
+    runner = llm._core._runner
+    runner.record_graphs(4, capture=repeat)
+    assert runner._graphs.sizes == [1, 2, 4]
+    prompts = [tiny.prompt(length, length) for length in (5, 9, 18)]
+    for _ in range(2):
+        for tokens, output in zip(prompts, llm.generate(prompts, tiny.greedy(4)), strict=True):
+            reference(family).check(tokens, output.outputs[0], 4)
