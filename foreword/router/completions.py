@@ -114,15 +114,15 @@ async def _proxy(
             session = request.session(http_request.headers.get("x-session-id"))
             proxied = ProxiedRequest(
                 router,
-                http_request,
                 request,
                 tenant,
                 http_request["id"],
                 pool,
                 prompt,
                 f"{tenant.name}/{session}" if session is not None else None,
-                deadline,
                 arrived,
+                http_request,
+                deadline,
                 None if math.isfinite(wanted) else limit,
                 translation,
             )

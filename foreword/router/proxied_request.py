@@ -1,4 +1,4 @@
-"""A client's request and its attempts: place it, send it, and decide whether to try another replica."""
+"""A client's request that the router sends itself: send it, and decide whether to try another replica."""
 
 from __future__ import annotations
 
@@ -16,19 +16,14 @@ from multidict import CIMultiDict
 
 from foreword.api.callers import credentials
 from foreword.api.errors import error_body
-from foreword.api.misses.causes import Miss
-from foreword.api.tenants import Tenant, mix_salt
 from foreword.errors import ForewordError, ReplicaFailed
 from foreword.router.attempt import Attempt, describe_error, describe_response, error_field, is_certain, retry_after
 from foreword.router.auth import request_headers, response_headers
-from foreword.router.client_request import DIALECT_NAMES, ClientRequest
 from foreword.router.decision_log import as_header
-from foreword.router.misses import ServedRequest
 from foreword.router.normalising import NormalisedChat
-from foreword.router.pool import PlacementRequest, ReplicaPool
-from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import AwaitedResponse, Upstream, clock, read_whole
-from foreword.router.service import MAX_STALLS, Router
+from foreword.router.routed_request import RoutedRequest
+from foreword.router.service import MAX_STALLS
 from foreword.router.translation import Translation
 from foreword.router.whole_response import TokenCounts, check_response
 
@@ -40,73 +35,44 @@ _MAX_OVERLOADED: Final = 100
 # A request on which a replica was silent for longer than this, in seconds, may be the reason.
 _SILENT_SECONDS: Final = 1.0
 _MAX_SILENCES: Final = 2
-# Tokens in a block of a replica that does not say. vLLM's has 16 to 128.
-_UNKNOWN_BLOCK: Final = 128
 # Codes of errors that replicas may rightly disagree about.
 _DIFFERS: Final = frozenset(("prefix_not_found", "context_length_exceeded"))
 
 
 @dataclass(eq=False)
-class ProxiedRequest:
-    """A client's request and its attempts.
+class ProxiedRequest(RoutedRequest):
+    """A request that this process sends to replicas.
 
     Attributes:
         timeout: the time limit that ends with a stream's first token; None if the whole request has one.
         normalised: what was changed in it; None without normalisers.
         translation: to the client's dialect; None if the client gets what replicas send.
-        avoid: URLs of replicas that failed it.
-        attempts: number of failed attempts. `overloaded`: number of attempts that a replica refused as overloaded.
-        decision_text: the last placement decision in words.
-        previous: why the previous attempt failed, in words.
+        overloaded: number of attempts that a replica refused as overloaded.
         silences: number of replicas that it silenced before their first byte.
         repaired: a named prefix that the request needs was registered again.
         refused: a replica called the request wrong, and another one was asked.
         suspects: replicas that returned an error, and the error. They are at fault if another replica succeeds.
         used_tokens: prompt and output tokens that replicas handled, for the tenant's quota.
         failure: the error that ended its stream.
-        miss: why part of its prompt was not cached, once it has ended; None if it is not explained.
-        salt: of its blocks. priority: for replicas; None if there is nothing to say.
     """
 
-    router: Router
     http_request: web.Request
-    request: ClientRequest
-    tenant: Tenant
-    request_id: str
-    pool: ReplicaPool
-    prompt: TokenizedPrompt
-    session: str | None
     deadline: float
-    arrived: float
     timeout: asyncio.Timeout | None = None
     translation: Translation | None = None
     normalised: NormalisedChat | None = None
-    avoid: list[str] = field(default_factory=list)
-    attempts: int = 0
     overloaded: int = 0
-    decision_text: str = ""
-    previous: str = ""
     suspects: list[tuple[Upstream, str]] = field(default_factory=list)
     silences: int = 0
     refused: bool = False
     repaired: bool = False
     used_tokens: int = 0
     failure: ForewordError | None = None
-    miss: asyncio.Future[Miss] | None = None
-    salt: bytes = field(init=False)
-    priority: int | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        given, salt = self.request.cache_salt, self.tenant.salt
-        self.salt = mix_salt(salt, given) if given else salt
-        wanted = self.request.priority
-        allowed = self.router.auth.priority(self.tenant, wanted or 0)
-        self.priority = None if wanted is None and not allowed else allowed
 
     @property
     def dialect(self) -> str:
         """In which the client speaks."""
-        return self.translation.dialect.name if self.translation is not None else DIALECT_NAMES[self.request.interface]
+        return self.translation.dialect.name if self.translation is not None else super().dialect
 
     @property
     def wants_report(self) -> bool:
@@ -114,34 +80,6 @@ class ProxiedRequest:
         if self.translation is not None:
             return self.translation.request.cache_report
         return self.request.body.get("cache_report") is True
-
-    def body_salt(self, kind: str) -> str | None:
-        """`cache_salt` in the body for a replica of this kind. Foreword's servers get the salt in a header, or mix it."""
-        if kind == "foreword":
-            return None if self.router.auth.uses_own_key else self.request.cache_salt
-        return self.salt.hex() if kind == "vllm" or self.request.cache_salt else None
-
-    def own_fields(self, kind: str) -> dict[str, Any]:
-        """The fields that the router sets in a body for a replica of this kind."""
-        fields = {"cache_salt": self.body_salt(kind) or None, "priority": self.priority}
-        return {name: value for name, value in fields.items() if value is not None}
-
-    async def place(self, prompt: TokenizedPrompt | None = None) -> Attempt:
-        """Choose a replica, or wait in the queue for one. Raises NoReplica or QueueFull."""
-        router, pool, request = self.router, self.pool, self.request
-        prompt = prompt or self.prompt
-        query = pool.query(prompt, request.model, self.salt.hex() or None, self.session, request.max_tokens)
-        avoid = tuple({*self.avoid, *router.not_serving(pool, request.model)})
-        name = router.attempt_name(self.request_id)
-        overhead = clock() - self.arrived if not self.attempts else 0.0
-        attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, avoid))
-        self.decision_text = router.decisions.record(
-            self.request_id, self.tenant.name, self.dialect, attempt, self.previous
-        )
-        router.metrics.decision(
-            attempt.upstream.url, attempt.decision.reason, prompt.source, query.tokens, overhead, attempt.queued
-        )
-        return attempt
 
     def headers(self, upstream: Upstream) -> CIMultiDict[str]:
         """Headers for a replica."""
@@ -202,22 +140,7 @@ class ProxiedRequest:
 
     def finished(self, attempt: Attempt, counts: TokenCounts) -> None:
         """A replica served the request to its end."""
-        self.pool.finished(attempt, counts.cached, counts.output, counts.prompt)
-        self.miss = self.router.misses.finished(self._served(attempt, counts))
-        self._succeeded(attempt)
-
-    def _served(self, attempt: Attempt, counts: TokenCounts) -> ServedRequest:
-        model = self.request.model or self.pool.model
-        where = (model, self.session, attempt.upstream.url)
-        times = (self.arrived, attempt.first_token_at or clock())
-        info = attempt.upstream.info
-        block_size = (info.block_size if info is not None else None) or _UNKNOWN_BLOCK
-        return ServedRequest(
-            self.request_id, self.tenant.name, self.request, *where, counts.prompt, counts.cached, *times, block_size
-        )
-
-    def _succeeded(self, attempt: Attempt) -> None:
-        self.router.succeeded(attempt.upstream)
+        super().finished(attempt, counts)
         for upstream, reason in self.suspects:
             if upstream is not attempt.upstream:
                 self.router.failed(upstream, reason)

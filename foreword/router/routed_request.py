@@ -1,0 +1,107 @@
+"""A client's request that is placed on replicas: by the router, which sends it there itself, or for a gateway, which does."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from foreword.api.misses.causes import Miss
+from foreword.api.tenants import Tenant, mix_salt
+from foreword.router.attempt import Attempt
+from foreword.router.client_request import DIALECT_NAMES, ClientRequest
+from foreword.router.misses import ServedRequest
+from foreword.router.pool import PlacementRequest, ReplicaPool
+from foreword.router.prompts import TokenizedPrompt
+from foreword.router.replicas import clock
+from foreword.router.service import Router
+from foreword.router.whole_response import TokenCounts
+
+# Tokens in a block of a replica that does not say. vLLM's has 16 to 128.
+_UNKNOWN_BLOCK: Final = 128
+
+
+@dataclass(eq=False)
+class RoutedRequest:
+    """A client's request and its attempts.
+
+    Attributes:
+        avoid: URLs of replicas that failed it, or that it must not use.
+        attempts: number of failed attempts.
+        decision_text: the last placement decision in words.
+        previous: why the previous attempt failed, in words.
+        miss: why part of its prompt was not cached, once it has ended; None if it is not explained.
+        salt: of its blocks. priority: for replicas; None if there is nothing to say.
+    """
+
+    router: Router
+    request: ClientRequest
+    tenant: Tenant
+    request_id: str
+    pool: ReplicaPool
+    prompt: TokenizedPrompt
+    session: str | None
+    arrived: float
+    avoid: list[str] = field(default_factory=list, kw_only=True)
+    attempts: int = field(default=0, kw_only=True)
+    decision_text: str = field(default="", kw_only=True)
+    previous: str = field(default="", kw_only=True)
+    miss: asyncio.Future[Miss] | None = field(default=None, kw_only=True)
+    salt: bytes = field(init=False)
+    priority: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        given, salt = self.request.cache_salt, self.tenant.salt
+        self.salt = mix_salt(salt, given) if given else salt
+        wanted = self.request.priority
+        allowed = self.router.auth.priority(self.tenant, wanted or 0)
+        self.priority = None if wanted is None and not allowed else allowed
+
+    @property
+    def dialect(self) -> str:
+        """In which the client speaks."""
+        return DIALECT_NAMES[self.request.interface]
+
+    def body_salt(self, kind: str) -> str | None:
+        """`cache_salt` in the body for a replica of this kind. Foreword's servers get the salt in a header, or mix it."""
+        if kind == "foreword":
+            return None if self.router.auth.uses_own_key else self.request.cache_salt
+        return self.salt.hex() if kind == "vllm" or self.request.cache_salt else None
+
+    def own_fields(self, kind: str) -> dict[str, Any]:
+        """The fields that the router sets in a body for a replica of this kind."""
+        fields = {"cache_salt": self.body_salt(kind) or None, "priority": self.priority}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    async def place(self, prompt: TokenizedPrompt | None = None) -> Attempt:
+        """Choose a replica, or wait in the queue for one. Raises NoReplica or QueueFull."""
+        router, pool, request = self.router, self.pool, self.request
+        prompt = prompt or self.prompt
+        query = pool.query(prompt, request.model, self.salt.hex() or None, self.session, request.max_tokens)
+        avoid = tuple({*self.avoid, *router.not_serving(pool, request.model)})
+        name = router.attempt_name(self.request_id)
+        overhead = clock() - self.arrived if not self.attempts else 0.0
+        attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, avoid))
+        self.decision_text = router.decisions.record(
+            self.request_id, self.tenant.name, self.dialect, attempt, self.previous
+        )
+        router.metrics.decision(
+            attempt.upstream.url, attempt.decision.reason, prompt.source, query.tokens, overhead, attempt.queued
+        )
+        return attempt
+
+    def finished(self, attempt: Attempt, counts: TokenCounts) -> None:
+        """A replica served the request to its end."""
+        self.pool.finished(attempt, counts.cached, counts.output, counts.prompt)
+        self.miss = self.router.misses.finished(self._served(attempt, counts))
+        self.router.succeeded(attempt.upstream)
+
+    def _served(self, attempt: Attempt, counts: TokenCounts) -> ServedRequest:
+        model = self.request.model or self.pool.model
+        where = (model, self.session, attempt.upstream.url)
+        times = (self.arrived, attempt.first_token_at or clock())
+        info = attempt.upstream.info
+        block_size = (info.block_size if info is not None else None) or _UNKNOWN_BLOCK
+        return ServedRequest(
+            self.request_id, self.tenant.name, self.request, *where, counts.prompt, counts.cached, *times, block_size
+        )
