@@ -35,10 +35,10 @@ from foreword.conformance import (
 )
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
 from foreword.store.base import BAD
-from foreword.store.disk import opener, recovery
+from foreword.store.disk import folder_scan, opener, recovery
 from foreword.store.disk.disk_store import DiskStore
-from foreword.store.disk.files import read_block_header
-from foreword.store.frame import HEADER_BYTES, Frame, check
+from foreword.store.disk.files import BlockFile, read_block_header
+from foreword.store.frame import HEADER_BYTES, Frame, Header, check
 
 PAYLOAD = 20_000
 BUDGET = 10 * (HEADER_BYTES + PAYLOAD)
@@ -85,6 +85,11 @@ def intact(store: DiskStore, chains: Sequence[Sequence[Frame]]) -> set[bytes]:
                 assert check(memoryview(bytearray(data)), one.name).data == one.data
                 found.add(one.name)
     return found
+
+
+def set_boot(monkeypatch: pytest.MonkeyPatch, boot: str) -> None:
+    for module in (recovery, folder_scan):
+        monkeypatch.setattr(module, "boot_of_host", lambda: ("this host", boot))
 
 
 def settle(store: DiskStore) -> None:
@@ -691,10 +696,10 @@ def test_after_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.Monkey
     file_of(tmp_path, frames[39]).unlink()
     half = file_of(tmp_path, frames[5]).with_name(frames[5].header.key.hex() + ".host-1-abc")
     half.write_bytes(b"half")
-    monkeypatch.setattr(recovery, "boot_of_host", lambda: ("this host", "first"))
+    set_boot(monkeypatch, "first")
     DiskStore(tmp_path, 1 << 20).close()
     assert half.exists(), "without a reboot the files are not compared"
-    monkeypatch.setattr(recovery, "boot_of_host", lambda: ("this host", "second"))
+    set_boot(monkeypatch, "second")
     with closing(DiskStore(tmp_path, 1 << 20)) as store:
         settle(store)
         assert present(store, lost) == [True, True, False]
@@ -825,7 +830,7 @@ def test_reads_need_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "index.sqlite").unlink()
     go_on = threading.Event()
     monkeypatch.setattr(opener, "_LARGE_INDEX", 0)
-    monkeypatch.setattr(recovery, "read_block_header", lambda file: go_on.wait(60) and read_block_header(file))
+    monkeypatch.setattr(folder_scan, "read_block_header", lambda file: go_on.wait(60) and read_block_header(file))
     with closing(DiskStore(tmp_path, 1 << 20)) as store, closing(DiskStore(tmp_path, 1 << 20)) as other:
         for one in (store, other):
             assert one.status().notes["scanning"] == 1
@@ -841,6 +846,39 @@ def test_reads_need_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         for one in (store, other):
             assert one.lookup(names, deadline=soon()) == 39
             assert_sound(one, tmp_path, [frames], 1 << 20)
+
+
+def test_writes_go_on_during_a_rebuild(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an index is rebuilt, two processes write within the budget, and evict the oldest blocks for that."""
+    old = make_frames(53, 10, PAYLOAD)
+    new = [make_frames(54 + number, 2, PAYLOAD) for number in range(2)]
+    with closing(DiskStore(tmp_path, BUDGET)) as store:
+        put_all(store, old)
+    for number, one in enumerate(old):
+        os.utime(file_of(tmp_path, one), (1e9 + number, 1e9 + number))
+    (tmp_path / "index.sqlite").unlink()
+    go_on, added = threading.Event(), threading.Event()
+
+    def slow(file: BlockFile) -> Header | None:
+        if file.name == old[6].name:
+            added.set()
+            assert go_on.wait(60)
+        return read_block_header(file)
+
+    monkeypatch.setattr(opener, "_LARGE_INDEX", 0)
+    monkeypatch.setattr(folder_scan, "_ROWS", 1)
+    monkeypatch.setattr(folder_scan, "read_block_header", slow)
+    with closing(DiskStore(tmp_path, BUDGET)) as store, closing(DiskStore(tmp_path, BUDGET)) as other:
+        assert added.wait(60)
+        assert store.put([old[9]], deadline=soon()) == 1, "it is present, though not in the index yet"
+        for one, chain in zip((store, other), new, strict=True):
+            assert one.put(chain, deadline=soon()) == 2
+            assert sum(on_disk(tmp_path).values()) == BUDGET
+        assert store.status().notes["scanning"] == other.status().notes["scanning"] == 1
+        assert [read(store, [one])[0] is not None for one in old] == [True] * 2 + [False] * 4 + [True] * 4
+        go_on.set()
+        assert assert_sound(other, tmp_path, [old, *new]) == 10
+        assert assert_sound(store, tmp_path, [old, *new]) == 10
 
 
 # A full file system

@@ -9,8 +9,8 @@ meantime stays readable.
 The budget does not include the index (about 250 bytes per block), folders, records, and the overhead of the file
 system. If the file system is full before the budget is used up, a put evicts too.
 
-Reads need no index. While it is opened, rebuilt or broken, blocks are found by the names of their files. While it is
-rebuilt nothing is written, since the bytes of the blocks are not known yet.
+Reads need no index. While it is opened, rebuilt or broken, blocks are found by the names of their files. Writes wait
+until the files are listed, which takes seconds for a million: before that, the bytes of the blocks are not known.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class DiskStore(Store):
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         """As in the contract. Blocks that another process or thread is writing at this moment are not counted.
 
-        Nothing is written while the index is rebuilt.
+        Nothing is written while the files are listed for a new index.
         """
         if not self._ready_to_write(deadline):
             return sum(self._files.size(one.name) == len(one.data) for one in frames)

@@ -115,6 +115,7 @@ class BlockBudget:
             pending = transaction.find_pending(ids)
         rows = transaction.find(ids)
         new: dict[int, Frame] = {}
+        unlisted = transaction.unlisted() > 0
         for id_, one in zip(ids, frames, strict=True):
             row = rows.get(id_)
             if row is not None and self._files.size(row.name) == row.size:
@@ -125,6 +126,8 @@ class BlockBudget:
                 del rows[id_]
             if id_ in new:
                 admitted.present += new[id_].name == one.name
+            elif unlisted and self._files.size(one.name) == len(one.data):
+                admitted.present += 1
             elif id_ not in pending and len(one.data) <= self.size and is_name(one.name):
                 new[id_] = one
         transaction.touch(rows.keys() | {parent_id(one.header) for one in new.values()} - new.keys(), now)

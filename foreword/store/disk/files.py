@@ -103,11 +103,7 @@ class BlockFiles:
 
     def size(self, name: Name) -> int:
         """Length of a block's file, -1 if there is no regular file that its owner may read."""
-        try:
-            found = os.stat(self.path(name), follow_symlinks=False)
-        except OSError:
-            return -1
-        return found.st_size if stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IRUSR else -1
+        return readable_size(self.path(name))
 
     def remove(self, name: Name, token: str = "") -> bool:
         """Remove the file of a block, or the incomplete file of the writer `token`. False if there is none."""
@@ -136,6 +132,15 @@ class BlockFiles:
                     found = True
                     shutil.rmtree(part.path, ignore_errors=True)
         return found
+
+
+def readable_size(path: str) -> int:
+    """Length of a file, -1 if there is no regular file that its owner may read."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return -1
+    return found.st_size if stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IRUSR else -1
 
 
 def is_name(name: Name) -> bool:

@@ -286,6 +286,14 @@ class DiskIndex:
         boots = dict(self._read("SELECT host, boot FROM hosts", (), deadline))
         return bool(boots) and boots.get(host, boot) == boot
 
+    def listed(self, deadline: float) -> bool:
+        """Whether all blocks are in the index, or at least their bytes."""
+        return bool(
+            self._read(
+                "SELECT EXISTS (SELECT 1 FROM hosts) OR EXISTS (SELECT 1 FROM writing WHERE id = 0)", (), deadline
+            )[0][0]
+        )
+
     def rows_after(self, after: int, count: int, deadline: float) -> list[tuple[int, int, Name, int]]:
         """The next rows: row id, block id, name, size."""
         return self._read(
@@ -351,14 +359,15 @@ def _translated(index: DiskIndex) -> Iterator[None]:
         index.broken = True
         raise BrokenIndex(f"the index has wrong values: {error!r}") from error
     except sqlite3.Error as error:
-        translated = _translate(error, index.file)
+        translated = translate(error, index.file)
         index.broken |= isinstance(translated, BrokenIndex)
         raise translated from error
     except OSError as error:
         raise StoreUnavailable(f"the index cannot be used: {error}") from error
 
 
-def _translate(error: sqlite3.Error, file: str) -> StoreError:
+def translate(error: sqlite3.Error, file: str) -> StoreError:
+    """Convert an error of SQLite, for the database `file`."""
     code = getattr(error, "sqlite_errorcode", 0)
     kind = code & 0xFF
     if not code and not isinstance(error, sqlite3.ProgrammingError):  # text that is not UTF-8

@@ -7,6 +7,8 @@ Blocks in `writing` are neither visible nor evicted until their writer has finis
 `used` counts transactions and is not a time, since clocks may jump. It starts at the microseconds since the epoch when
 the index was created: blocks that are found in a folder without an index are ordered by the times of their files.
 
+A row 0 in `writing` stands for the files that a scan has listed and not yet added: for their bytes.
+
 Children are counted as they are added and removed. The children of a block that is not in the index are counted in
 `waiting`, so a parent may be added after its child.
 
@@ -76,7 +78,7 @@ _ROW: Final = "id, name, above, size, used, children, pinned"  # the fields of B
 _PENDING: Final = "id, writer, used, size, above, depth, stored_at, name, parent"  # the fields of PendingRow
 _INTO_BLOCKS: Final = """
     INTO blocks (id, children, pinned, used, size, above, depth, hits, stored_at, used_at, name, parent, tenant)
-    VALUES (:id, :children, 0, :used, :size, :parent_id, :depth, 0, :stored_at, :stored_at, :name, :parent, :tenant)"""
+    VALUES (?3, ?1, 0, ?5, ?6, ?7, ?8, 0, ?9, ?9, ?10, ?11, ?2)"""
 
 
 class BrokenIndex(StoreUnavailable):
@@ -107,6 +109,9 @@ class PendingRow(NamedTuple):
     stored_at: float
     name: Name
     parent: bytes
+
+
+_UNLISTED: Final = PendingRow(0, 0, 0, 0, 0, 0, 0.0, bytes(NAME_BYTES), b"")
 
 
 def block_id(name: Name) -> int:
@@ -211,6 +216,18 @@ class IndexTransaction:
             self._add_bytes(row.name, row.size)
             self.note_tenant(tenant_id(row.name), row.stored_at)
 
+    def unlisted(self) -> int:
+        """The bytes of files that a scan has listed and not added yet, 0 if none are known."""
+        row = self._execute("SELECT size FROM writing WHERE id = 0").fetchone()
+        return row[0] if row else 0
+
+    def set_unlisted(self, size: int | None) -> None:
+        """Count the bytes of such files against the budget. None: the scan has ended."""
+        self._add_bytes(_UNLISTED.name, (size or 0) - self.unlisted())
+        self._execute("DELETE FROM writing WHERE id = 0")
+        if size is not None:
+            self._execute(f"INSERT INTO writing ({_PENDING}) VALUES (?,?,?,?,?,?,?,?,?)", _UNLISTED._replace(size=size))
+
     def _insert(self, rows: dict[int, PendingRow]) -> None:
         children = self._take_waiting(rows)
         elsewhere: dict[int, tuple[int, int]] = {}  # parents outside of this batch: number of children, last use
@@ -221,10 +238,7 @@ class IndexTransaction:
                 elsewhere[row.parent_id] = elsewhere.get(row.parent_id, (0, 0))[0] + 1, row.used
         self._execute_many(
             "INSERT" + _INTO_BLOCKS,
-            [
-                {**row._asdict(), "children": children.get(id_, 0), "tenant": tenant_id(row.name)}
-                for id_, row in rows.items()
-            ],
+            [(children.get(row.id, 0), tenant_id(row.name), *row) for row in rows.values()],
         )
         for parent, (count, used) in elsewhere.items():
             self._count_children(parent, count, used)

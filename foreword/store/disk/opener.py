@@ -5,6 +5,7 @@ Blocks are read by the names of their files until the index is complete.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -15,10 +16,11 @@ from typing import Final
 
 from foreword.errors import StoreError
 from foreword.store.disk.files import BlockFiles, DiskFull, make_folder, store_error
+from foreword.store.disk.folder_scan import FolderScan
 from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import BrokenIndex
 from foreword.store.disk.locks import folder_lock, scan_lock
-from foreword.store.disk.recovery import FolderScan, open_index, quarantine_index, remove_oldest_files
+from foreword.store.disk.recovery import open_index, quarantine_index, remove_oldest_files
 
 log = logging.getLogger("foreword.store")
 
@@ -28,6 +30,7 @@ _FEW_STEPS: Final = 16
 _LARGE_INDEX: Final = 16 << 20
 _LONGEST_WAIT: Final = 30.0
 _OPEN_TIMEOUT: Final = 60.0
+_QUERY_TIMEOUT: Final = 0.02
 _RETRY: Final = 5.0
 _RETRY_SOON: Final = 0.05
 _LONGEST_PAUSE: Final = 0.05
@@ -53,6 +56,7 @@ class IndexOpener:
     def after_fork(self) -> None:
         """In the child: the thread belongs to the parent."""
         self._complete = False
+        self._listed = False
         self._fresh = True
         self._began = 0.0
         self._steps = 0
@@ -75,8 +79,19 @@ class IndexOpener:
         return done
 
     def writable(self) -> bool:
-        """Whether blocks may be written: the index lists nearly all blocks, so the budget can be kept."""
-        return self.complete() or (self._index.usable() and not self._fresh)
+        """Whether blocks may be written: the index knows nearly all blocks or their bytes, so the budget can be kept."""
+        return self.complete() or (self._index.usable() and (self._listed or self._listed_by_another()))
+
+    def _listed_by_another(self) -> bool:
+        """Whether another process has listed the files since it made the index."""
+        with contextlib.suppress(StoreError):
+            self._listed = self._index.listed(time.monotonic() + _QUERY_TIMEOUT)
+        return self._listed
+
+    def _note_listed(self) -> None:
+        with self._changed:
+            self._listed = True
+            self._changed.notify_all()
 
     def wait(self, ready: Callable[[], bool], deadline: float) -> bool:
         """Wait for a state, unless there are many blocks: a rebuild may take minutes. Returns whether it is reached."""
@@ -130,7 +145,7 @@ class IndexOpener:
         """Open the index and compare it with the files. Returns what failed."""
         try:
             if not self._index.usable():
-                self._complete = False
+                self._complete = self._listed = False
                 self._open()
             if not self._complete:
                 self._complete = self._scan()
@@ -177,6 +192,7 @@ class IndexOpener:
                 opened = open_index(self._index, self._files, deadline)
         self._notes["recovered"] += opened.recovered
         self._fresh = opened.fresh
+        self._listed = not opened.fresh
         self._complete = opened.complete
         self._opened()
         with self._changed:
@@ -189,15 +205,15 @@ class IndexOpener:
         with scan_lock(self._files.folder, self._stopped, self._do_not_wait) as locked:
             if not locked:
                 return False
-            scan = FolderScan(self._index, self._files, self._notes, self._stopped, self._pause)
+            scan = FolderScan(self._index, self._files, self._notes, self._stopped, self._pause, self._note_listed)
             return scan.run(self._fresh)
 
     def _pause(self, seconds: float) -> None:
-        """After a step of a long scan: let others have the interpreter and the index for as long as the step took.
+        """After a step of a long scan: let others have the interpreter and the index for half as long as the step took.
 
         (With a lower priority instead, this thread would keep others from the interpreter while it waits for a core.)
         """
         self._steps += 1
         if self._steps > _FEW_STEPS and time.monotonic() - self._began > _PATIENCE:
             self._do_not_wait()
-            self._stopped.wait(min(seconds, _LONGEST_PAUSE))
+            self._stopped.wait(min(seconds / 2, _LONGEST_PAUSE))
