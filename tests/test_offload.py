@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from lazy_queues import LazyQueues
 
 import foreword.offload.manager
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout, chain_prefix
 from foreword.conformance import FlakyStore, soon
+from foreword.offload.device import Stream
 from foreword.offload.manager import OffloadManager, StoreLoad
 from foreword.offload.policy import blocks_worth_loading, search_timeout
 from foreword.offload.staging import StagingArena
@@ -265,12 +268,16 @@ def paged(storage: torch.Tensor, start: int, row_bytes: int, stride: int, dtype:
         [[], [(16, 128, torch.float64)]],  # a group without tensors
     ],
 )
-def test_blocks_of_several_groups_move_through_frames(groups: list[list[tuple[int, int, torch.dtype]]]) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_blocks_of_several_groups_move_through_frames(
+    groups: list[list[tuple[int, int, torch.dtype]]], on_device: bool
+) -> None:
     """Blocks whose rows lie apart, of several groups in one allocation, arrive in other blocks. Nothing else changes."""
     stride, blocks, draw = 256, 12, torch.Generator().manual_seed(5)
     # An odd start makes layers that begin at odd bytes possible for one-byte types only.
     storage = torch.randint(0, 256, (stride * blocks,), dtype=torch.uint8, generator=draw)
-    arena = StagingArena([[paged(storage, *spec[:2], stride, spec[2]) for spec in one] for one in groups], 9)
+    queues = LazyQueues(stride) if on_device else None
+    arena = StagingArena([[paged(storage, *spec[:2], stride, spec[2]) for spec in one] for one in groups], 9, queues)
     assert arena.block_bytes == tuple(sum(size for _, size, _ in one) for one in groups)
     assert arena.frame_bytes == HEADER_BYTES + max(arena.block_bytes) == len(arena.buffer(0))
     sources, slots, targets = [1, 2, 3, 7, 5], [0, 1, 4, 8, 2], [9, 10, 11, 4, 0]
@@ -284,6 +291,35 @@ def test_blocks_of_several_groups_move_through_frames(groups: list[list[tuple[in
                 expected[target, start : start + size] = expected[source, start : start + size]
         arena.scatter(slots, targets, number)
         assert torch.equal(storage.view(blocks, stride), expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_copies_on_a_device_keep_their_order(seed: int) -> None:
+    """Whatever the order in which a device's streams run: a save has the block of its time, though the block is overwritten by
+    later work and the slot is used again; a load comes after the work queued before it."""
+    chance, queues = random.Random(seed), LazyQueues(seed)
+    blocks = torch.arange(6).repeat_interleave(64).view(6, 64).to(torch.uint8)
+    arena = StagingArena([[blocks]], 4, queues)
+    content = list(range(6))
+    in_slots: dict[int, int] = {}
+    for step in range(12):
+        block, slot = chance.randrange(6), chance.randrange(4)
+        action = chance.choice(("save", "save", "load", "compute", "read"))
+        if action == "save":
+            arena.gather([block], [slot])
+            in_slots[slot] = content[block]
+        elif action == "compute":
+            content[block] = 100 + step
+            queues.submit(Stream.COMPUTE, lambda block=block, value=100 + step: blocks[block].fill_(value))
+        elif in_slots and action == "load":
+            slot = chance.choice(sorted(in_slots))
+            arena.scatter([slot], [block])
+            content[block] = in_slots[slot]
+            assert blocks[block].tolist() == [content[block]] * 64
+        elif slot in in_slots:
+            assert bytes(arena.buffer(slot)[:64]) == bytes([in_slots[slot]]) * 64
+    for slot, value in in_slots.items():
+        assert bytes(arena.buffer(slot)[:64]) == bytes([value]) * 64
 
 
 def test_rows_that_are_not_contiguous_are_refused() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lazy_queues import LazyQueues
 from torch import Tensor
 
 from foreword.blocks.keys import chain_keys
@@ -81,6 +82,19 @@ def groups(draw: Callable[..., int]) -> tuple[list[Tensor], list[Tensor], int, i
 def test_units_of_any_packing(
     group: tuple[list[Tensor], list[Tensor], int, int], seed: int, make_copy: UnitCopyMaker
 ) -> None:
+    """By the functions for CPUs."""
+    check_units(group, seed, make_copy)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@given(group=groups(), seed=st.integers(0, 1 << 30))
+def test_units_of_any_packing_on_a_device(group: tuple[list[Tensor], list[Tensor], int, int], seed: int) -> None:
+    """By the kernel, on streams that run in any order."""
+    check_units(group, seed, None)
+
+
+def check_units(group: tuple[list[Tensor], list[Tensor], int, int], seed: int, make_copy: UnitCopyMaker | None) -> None:
     """A frame has its unit's K and V in the order of tokens, whatever the packing. Units that are loaded elsewhere have the
     same values there, and nothing else changes."""
     values, views, tokens, head_units = group
@@ -88,7 +102,7 @@ def test_units_of_any_packing(
     rows, row_tokens = values[0].shape[:2]
     per_row = row_tokens // tokens
     count = rows * per_row * head_units
-    arena = StagingArena([staged], count)
+    arena = StagingArena([staged], count, None if make_copy else LazyQueues(seed))
     order = random.Random(seed)
     first = order.randrange(count)
     units = list(range(first, order.randrange(first, count) + 1)) + order.sample(range(first), first // 2)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foreword.errors import ModelUnsupported
+from foreword.offload.device import Plane
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -46,7 +47,7 @@ class UnitPlane:
     memory: Tensor
     start: int
     offset: int
-    unit_strides: tuple[int, ...]
+    unit_strides: tuple[int, int, int]
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     frame_strides: tuple[int, ...]
@@ -128,6 +129,21 @@ class UnitGroup:
         """Copy the frames of consecutive slots into consecutive units."""
         self._copy_boxes(unit, slot, count, False)
 
+    def planes(self) -> list[Plane]:
+        """What a kernel on a device copies."""
+        return [
+            Plane(
+                plane.memory.data_ptr() + plane.start, plane.offset, plane.unit_strides, plane.memory.element_size(),
+                plane.sizes, plane.strides, plane.frame_strides,
+            )
+            for plane in self._planes
+        ]  # fmt: skip
+
+    def place(self, unit: int) -> tuple[int, int, int]:
+        """Row, unit of tokens and head unit."""
+        tokens, head = divmod(unit, self._head_units)
+        return (*divmod(tokens, self._per_row), head)
+
     def _copy_boxes(self, unit: int, slot: int, count: int, into_frames: bool) -> None:
         assert self._copy is not None
         for box in unit_boxes(unit, slot, count, self._per_row, self._head_units):
@@ -151,31 +167,23 @@ def unit_boxes(unit: int, slot: int, count: int, per_row: int, head_units: int) 
 
 
 def copy_with_views(planes: Sequence[UnitPlane], units: tuple[int, int], arena: Tensor) -> UnitCopy:
-    """Copies between strided views: numpy's on a CPU, torch's to and from a device."""
+    """Copies between strided views, by numpy."""
     stride = arena.stride(0)
     slots = (units[0] * units[1] * stride, units[1] * stride, stride)
-    on_cpu = planes[0].memory.device.type == "cpu"
-    pairs: list[tuple[Any, Any]] = [(plane.memory, arena.view(plane.memory.dtype)) for plane in planes]
-    memories = [(paged.numpy(), frames.numpy()) for paged, frames in pairs] if on_cpu else pairs
+    memories = [(plane.memory.numpy(), arena.view(plane.memory.dtype).numpy()) for plane in planes]
 
     def copy(box: UnitBox, into_frames: bool) -> None:
         for plane, (paged_memory, frame_memory) in zip(planes, memories, strict=True):
             start = plane.start + sum(map(operator.mul, box.starts, plane.unit_strides))
             offset = plane.offset + box.slot * stride
-            word, sizes = plane.memory.element_size(), (*box.counts, *plane.sizes)
-            paged = _view(paged_memory, word, start, sizes, (*plane.unit_strides, *plane.strides))
-            frames = _view(frame_memory, word, offset, sizes, (*slots, *plane.frame_strides))
-            if on_cpu:
-                np.copyto(*((frames, paged) if into_frames else (paged, frames)))
-            else:
-                target, source = (frames, paged) if into_frames else (paged, frames)
-                target.copy_(source, non_blocking=True)
+            sizes = (*box.counts, *plane.sizes)
+            paged = _view(paged_memory, start, sizes, (*plane.unit_strides, *plane.strides))
+            frames = _view(frame_memory, offset, sizes, (*slots, *plane.frame_strides))
+            np.copyto(*((frames, paged) if into_frames else (paged, frames)))
 
     return copy
 
 
-def _view(memory: Any, word: int, start: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """A strided view of an array or a tensor of words; start and strides in bytes."""
-    if isinstance(memory, Tensor):
-        return memory.as_strided(sizes, [stride // word for stride in strides], start // word)
+def _view(memory: Any, start: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """A strided view of an array of words; start and strides in bytes."""
     return np.ndarray(sizes, memory.dtype, memory, start, strides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.runs import consecutive_runs
+from foreword.offload.device import DeviceCopies, Plane, Queues
 from foreword.store.frame import HEADER_BYTES
 
 _ALIGNMENT = 64
@@ -59,6 +60,14 @@ class StagedGroup(Protocol):
         """Prepare copies to and from the slots of `arena`, bytes `[slots, stride]`, each of which begins with a payload."""
         ...
 
+    def planes(self) -> list[Plane]:
+        """What a kernel on the device copies."""
+        ...
+
+    def place(self, block: int) -> tuple[int, int, int]:
+        """The coordinates of a block or unit that the planes' strides multiply."""
+        ...
+
     def gather(self, first: int, slot: int, count: int) -> None:
         """Copy consecutive blocks into consecutive slots."""
         ...
@@ -80,39 +89,45 @@ class RowGroup:
         self.block_bytes = sum(map(_row_bytes, tensors))
         self._tensors = tensors
         self._parts: list[tuple[Any, Any]] = []
-        self._copy: Callable[[Any, Any], object] = np.copyto if self.device.type == "cpu" else _copy_on_device
 
     def bind(self, arena: Tensor) -> None:
-        self._parts = list(_word_views(self._tensors, arena))
-        if self.device.type == "cpu":
-            self._parts = [(paged.numpy(), staged.numpy()) for paged, staged in self._parts]
+        self._parts = [(rows.numpy(), _part(arena, rows, offset).numpy()) for rows, offset in _word_rows(self._tensors)]
 
     def gather(self, first: int, slot: int, count: int) -> None:
         for paged, staged in self._parts:
-            self._copy(staged[slot : slot + count], paged[first : first + count])
+            np.copyto(staged[slot : slot + count], paged[first : first + count])
 
     def scatter(self, first: int, slot: int, count: int) -> None:
         for paged, staged in self._parts:
-            self._copy(paged[first : first + count], staged[slot : slot + count])
+            np.copyto(paged[first : first + count], staged[slot : slot + count])
+
+    def planes(self) -> list[Plane]:
+        return [_plane(rows, offset) for rows, offset in _word_rows(self._tensors)]
+
+    def place(self, block: int) -> tuple[int, int, int]:
+        return block, 0, 0
 
 
 class StagingArena:
     """Preallocated host memory with slots for frames: the payload of one block, then a header.
 
-    The memory is pinned (page-locked) unless the device is the CPU. Consecutive blocks that go to consecutive slots are copied
-    together. Several threads may copy at once, for different blocks and slots.
+    On a CPU, consecutive blocks that go to consecutive slots are copied together. Otherwise the memory is pinned (page-locked),
+    and kernels copy (device.py). Several threads may copy at once, for different blocks and slots.
 
     Args:
         groups: the tensors of each group, `[num_blocks, ...]` each. Every row is contiguous, but rows may lie apart. A payload
             is the bytes of one block in the tensors of its group, in this order. Or a `StagedGroup`, whose blocks may be units.
         slots: number of slots. Each holds a block of any group.
+        queues: the device's streams, if kernels are to copy; by default those of a CUDA device.
 
     Attributes:
         block_bytes: bytes of a payload, by group.
         frame_bytes: bytes of the longest frame, header included.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Tensor] | StagedGroup], slots: int) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[Tensor] | StagedGroup], slots: int, queues: Queues | None = None
+    ) -> None:
         self._groups = [RowGroup(group) if isinstance(group, Sequence) else group for group in groups]
         self.device = next(group.device for group in self._groups if group.block_bytes)
         self.slots = slots
@@ -122,53 +137,66 @@ class StagingArena:
         arena = torch.empty(slots, stride, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
         self._bytes = memoryview(cast(Any, arena.numpy())).cast("B")
         self._stride = stride
-        for group in self._groups:
-            group.bind(arena)
+        self._on_device: DeviceCopies | None = None
+        if self.device.type == "cuda" or queues is not None:
+            self._on_device = DeviceCopies(arena, [group.planes() for group in self._groups], self.device, queues)
+        else:
+            for group in self._groups:
+                group.bind(arena)
 
     def buffer(self, slot: int) -> memoryview:
-        """The memory of a slot, `frame_bytes` long."""
+        """The memory of a slot, `frame_bytes` long, when what was gathered into it before is there."""
+        if self._on_device is not None:
+            self._on_device.wait(slot)
         start = slot * self._stride
         return self._bytes[start : start + self.frame_bytes]
 
     @torch.inference_mode()
     def gather(self, blocks: Sequence[int], slots: Sequence[int], group: int = 0) -> None:
-        """Copy device blocks of a group into the payloads of slots. The copy is complete on return."""
-        for block, slot, count in _runs(blocks, slots):
-            self._groups[group].gather(block, slot, count)
-        self._synchronize()
+        """Copy device blocks of a group into the payloads of slots. On return the blocks may be overwritten by work that is
+        queued after; `buffer` returns a slot when the copy is complete."""
+        if self._on_device is not None:
+            self._on_device.save(group, [self._groups[group].place(block) for block in blocks], slots)
+        else:
+            for block, slot, count in _runs(blocks, slots):
+                self._groups[group].gather(block, slot, count)
 
     @torch.inference_mode()
     def scatter(self, slots: Sequence[int], blocks: Sequence[int], group: int = 0) -> None:
         """Copy the payloads of slots into device blocks of a group. The copy is complete on return."""
-        for block, slot, count in _runs(blocks, slots):
-            self._groups[group].scatter(block, slot, count)
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":  # pragma: no cover - needs a GPU
-            torch.cuda.current_stream(self.device).synchronize()
-
-
-def _copy_on_device(target: Tensor, source: Tensor) -> None:
-    target.copy_(source, non_blocking=True)
+        if self._on_device is not None:
+            self._on_device.load(group, slots, [self._groups[group].place(block) for block in blocks])
+        else:
+            for block, slot, count in _runs(blocks, slots):
+                self._groups[group].scatter(block, slot, count)
 
 
 def _row_bytes(tensor: Tensor) -> int:
     return tensor[0].numel() * tensor.element_size()
 
 
-def _word_views(tensors: Sequence[Tensor], arena: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The tensors as `[num_blocks, words]`, with their parts of the arena, in the widest words that sizes and strides allow.
-
-    The views share the tensors' memory.
+def _word_rows(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """The tensors as `[num_blocks, words]`, in the widest words that sizes and strides allow, and where their bytes begin in
+    a payload. The views share the tensors' memory.
     """
     offset = 0
     for rows in _joined([_byte_rows(tensor) for tensor in tensors]):
         size = rows.shape[1]
         aligned = math.gcd(size, offset, rows.stride(0), rows.storage_offset(), rows.data_ptr())
-        width, kind = next((w, k) for w, k in _WORDS if aligned % w == 0)
-        yield rows.view(kind), arena.view(kind)[:, offset // width : (offset + size) // width]
+        kind = next(kind for width, kind in _WORDS if aligned % width == 0)
+        yield rows.view(kind), offset
         offset += size
+
+
+def _part(arena: Tensor, rows: Tensor, offset: int) -> Tensor:
+    """The arena's words at the same place as the rows' in every payload."""
+    first = offset // rows.element_size()
+    return arena.view(rows.dtype)[:, first : first + rows.shape[1]]
+
+
+def _plane(rows: Tensor, offset: int) -> Plane:
+    word = rows.element_size()
+    return Plane(rows.data_ptr(), offset, (rows.stride(0) * word, 0, 0), word, (rows.shape[1],), (word,), (word,))
 
 
 def _byte_rows(tensor: Tensor) -> Tensor:

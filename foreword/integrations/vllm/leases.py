@@ -122,9 +122,9 @@ class KVLeases(FrameServer):
         """Copy blocks that vLLM may change soon. A block for which there is no room is missing for the readers."""
         for name, parent, depth, block in self._named(save):
             header = self._header(name, parent, depth)
-            buffer = self._staging.buffer(self._copy_slot)[: HEADER_BYTES + header.length]
             with self._copying, contextlib.suppress(StoreError):
                 self._staging.gather([block], [self._copy_slot], save.group)
+                buffer = self._staging.buffer(self._copy_slot)[: HEADER_BYTES + header.length]
                 self._copies.put([seal(header, buffer)], deadline=time.monotonic() + _COPY_SECONDS)
 
     def revoke(self, revoked: LeaseRevocation) -> None:

@@ -1,0 +1,190 @@
+"""Copies between a device and the staging arena: one kernel for all layers, and copies of whole frames by the copy engine.
+
+The device has a mirror of the arena. To save blocks, a kernel gathers them into the mirror on the stream that computes, so
+later steps may overwrite them at once; the frames then go to the host on a stream of their own. The caller waits for neither:
+who reads a slot waits for its copy. To load blocks, the frames go to the mirror, and a kernel scatters them when the work
+queued so far is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foreword.blocks.runs import consecutive_runs
+
+_AXES = 6
+_NUMBERS = 5 + 3 * _AXES
+_WORDS_PER_PROGRAM = 1024
+
+
+class Stream(Enum):
+    """Queues of work on a device. What is queued in one runs in order."""
+
+    COMPUTE = "compute"
+    SAVE = "save"
+    LOAD = "load"
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def synchronize(self) -> None:
+        """Wait until what was queued before the event is done."""
+        ...
+
+
+class Queues(Protocol):
+    """The streams of a device."""
+
+    def submit(self, stream: Stream, work: Callable[[], object]) -> None:
+        """Queue work, which `work` launches."""
+        ...
+
+    def record(self, stream: Stream) -> Event: ...
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What is queued from now on runs after the event."""
+        ...
+
+
+class CudaQueues:  # pragma: no cover - needs a GPU
+    """Streams of a CUDA device. The thread's current stream is the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams: dict[Stream, Any] = {
+            Stream.COMPUTE: torch.cuda.current_stream(device),
+            Stream.SAVE: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+            Stream.LOAD: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+        }
+
+    def submit(self, stream: Stream, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._streams[stream]):
+            work()
+
+    def record(self, stream: Stream) -> Event:
+        event: Event = self._streams[stream].record_event()
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._streams[stream].wait_event(event)
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Bytes of a unit in one tensor, and where they lie in a frame. Strides and offsets in bytes.
+
+    Attributes:
+        address: of the tensor's first element.
+        offset: in a frame.
+        unit_strides: what the unit's three coordinates multiply.
+        word: bytes of the words that are copied. `sizes` are in words, with their strides in the tensor and in a frame.
+    """
+
+    address: int
+    offset: int
+    unit_strides: tuple[int, int, int]
+    word: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    frame_strides: tuple[int, ...]
+
+    def numbers(self, word: int) -> list[int]:
+        """As the kernel reads it, in smaller words."""
+        axes = [*zip(self.sizes, self.strides, self.frame_strides, strict=True), (self.word // word, word, word)]
+        padded = [(1, 0, 0)] * (_AXES - len(axes)) + axes
+        return [self.address, self.offset, *self.unit_strides, *(number for axis in padded for number in axis)]
+
+    def words(self, word: int) -> int:
+        return math.prod(self.sizes) * self.word // word
+
+
+@dataclass(frozen=True, slots=True)
+class _PlaneTable:
+    """Planes on the device."""
+
+    numbers: Tensor
+    words: int
+    word: int
+
+    @classmethod
+    def of(cls, planes: Sequence[Plane], device: torch.device) -> _PlaneTable | None:
+        if not planes:
+            return None
+        word = min(plane.word for plane in planes)
+        numbers = torch.tensor([plane.numbers(word) for plane in planes], dtype=torch.long, device=device)
+        return cls(numbers, max(plane.words(word) for plane in planes), word)
+
+
+class DeviceCopies:
+    """Copies between the paged tensors of some groups and an arena in pinned memory.
+
+    Args:
+        arena: bytes `[slots, stride]`.
+        groups: the planes of each group.
+    """
+
+    def __init__(
+        self, arena: Tensor, groups: Sequence[Sequence[Plane]], device: torch.device, queues: Queues | None = None
+    ) -> None:
+        self._arena = arena
+        self._device = device
+        self._mirror = torch.empty(arena.shape, dtype=torch.uint8, device=device)
+        self._tables = [_PlaneTable.of(planes, device) for planes in groups]
+        self._queues = CudaQueues(device) if queues is None else queues
+        self._saves: dict[int, Event] = {}
+
+    def save(self, group: int, units: Sequence[tuple[int, int, int]], slots: Sequence[int]) -> None:
+        """Queue the copy of units into slots. `wait` tells when it is done; the units may be overwritten by later work."""
+        queues = self._queues
+        # If a slot was given back before its last copy was done, that copy may be of both: it is followed by this one.
+        queues.submit(Stream.COMPUTE, lambda: self._launch(group, units, slots, gather=True))
+        queues.wait(Stream.SAVE, queues.record(Stream.COMPUTE))
+        queues.submit(Stream.SAVE, lambda: self._move(self._arena, self._mirror, slots))
+        done = queues.record(Stream.SAVE)
+        for slot in slots:
+            self._saves[slot] = done
+
+    def wait(self, slot: int) -> None:
+        """Wait until what was saved into a slot is there."""
+        event = self._saves.get(slot)
+        if event is not None:
+            event.synchronize()
+
+    def load(self, group: int, slots: Sequence[int], units: Sequence[tuple[int, int, int]]) -> None:
+        """Copy slots into units. Done on return; work that was queued before has not seen it."""
+        for slot in slots:
+            self.wait(slot)
+        queues = self._queues
+        queues.submit(Stream.LOAD, lambda: self._move(self._mirror, self._arena, slots))
+        queues.wait(Stream.LOAD, queues.record(Stream.COMPUTE))
+        queues.submit(Stream.LOAD, lambda: self._launch(group, units, slots, gather=False))
+        queues.record(Stream.LOAD).synchronize()
+
+    def _move(self, target: Tensor, source: Tensor, slots: Sequence[int]) -> None:
+        for low, high in consecutive_runs(slots):
+            frames = slice(slots[low], slots[low] + high - low)
+            target[frames].copy_(source[frames], non_blocking=True)
+
+    def _launch(self, group: int, units: Sequence[tuple[int, int, int]], slots: Sequence[int], *, gather: bool) -> None:
+        # Triton is imported where kernels run.
+        from foreword.offload.device_kernels import KINDS, copy_kernel
+
+        table = self._tables[group]
+        if table is None:
+            return
+        host = torch.tensor([(*unit, slot) for unit, slot in zip(units, slots, strict=True)], dtype=torch.long)
+        places = host.pin_memory() if self._device.type == "cuda" else host
+        places = places.to(self._device, non_blocking=True)
+        words = min(_WORDS_PER_PROGRAM, 1 << max(table.words - 1, 0).bit_length())
+        grid = (len(units), len(table.numbers), -(-table.words // words))
+        copy_kernel[grid](
+            table.numbers, places, self._mirror.data_ptr(), self._mirror.stride(0),
+            NUMBERS=_NUMBERS, AXES=_AXES, WORDS=words, KIND=KINDS[table.word], GATHER=gather,
+        )  # fmt: skip
