@@ -32,7 +32,7 @@ HOP_BY_HOP: Final = frozenset(
 )
 # All that a replica sees of a client's headers. Any other might be one that the replica trusts.
 _SENT_TO_REPLICAS: Final = frozenset(("accept", "accept-language", "traceparent", "tracestate", "user-agent"))
-_NOT_RETURNED: Final = frozenset(
+_NOT_RETURNED: Final = HOP_BY_HOP | frozenset(
     ("content-length", "date", "server", "x-request-id", "set-cookie", "location", "www-authenticate", "alt-svc")
 )
 
@@ -119,16 +119,18 @@ def request_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """Those of a client's headers that replicas get."""
     dropped = _connection_headers(headers)
     return CIMultiDict(
-        (name, value)
-        for name, value in headers.items()
-        if (low := name.lower()) in _SENT_TO_REPLICAS and low not in dropped
+        [
+            (name, value)
+            for name, value in headers.items()
+            if (low := name.lower()) in _SENT_TO_REPLICAS and low not in dropped
+        ]
     )
 
 
 def response_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """A replica's headers for a client, without connection headers."""
-    dropped = HOP_BY_HOP | _NOT_RETURNED | _connection_headers(headers)
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
+    dropped = _NOT_RETURNED | listed if (listed := _connection_headers(headers)) else _NOT_RETURNED
+    return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in dropped])
 
 
 def _connection_headers(headers: Mapping[str, str]) -> frozenset[str]:

@@ -47,7 +47,10 @@ class RequestBodies:
             raise BodyTooLarge(limit)
         body = bytearray()
         try:
-            await self._fill(body, request, limit)
+            if request.content.is_eof():  # it came with the head, as small bodies do
+                self._add(body, request.content.read_nowait(), limit)
+            else:
+                await self._fill(body, request, limit)
             yield bytes(body)
         finally:
             self._used -= len(body)
@@ -63,18 +66,21 @@ class RequestBodies:
         try:
             async with asyncio.timeout_at(began + allowed) as timeout:
                 while piece := await request.content.readany():
-                    body += piece
-                    self._used += len(piece)
-                    if len(body) > limit:
-                        raise BodyTooLarge(limit)
-                    # The first body is always read, however small the total is.
-                    if self._used > max(self._total, limit):
-                        raise QueueFull("Too many large requests are being read; retry later")
+                    self._add(body, piece, limit)
                     if len(body) > allowed * _RATE:
                         allowed = len(body) / _RATE
                         timeout.reschedule(began + allowed)
         except TimeoutError:
             raise BodyTimeout(f"The body did not arrive within {allowed:.0f} s") from None
+
+    def _add(self, body: bytearray, piece: bytes, limit: int) -> None:
+        body += piece
+        self._used += len(piece)
+        if len(body) > limit:
+            raise BodyTooLarge(limit)
+        # The first body is always read, however small the total is.
+        if self._used > max(self._total, limit):
+            raise QueueFull("Too many large requests are being read; retry later")
 
 
 def check_media_type(request: web.Request) -> None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from foreword.router.replicas import clock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from aiohttp import web
 
 logger = logging.getLogger(__name__)
@@ -49,19 +47,10 @@ class ClientConnections:
         """A protocol factory that adds the limits to another one."""
         return lambda: ClientConnection(self, make())
 
-    @contextmanager
-    def serving(self, request: web.BaseRequest) -> Iterator[None]:
-        """The application serves this request."""
-        connection = self._open.get(request.transport) if request.transport is not None else None
-        if connection is None:
-            yield
-            return
-        connection.requests += 1
-        connection.head_since = None
-        try:
-            yield
-        finally:
-            connection.requests -= 1
+    def serving(self, request: web.BaseRequest) -> AbstractContextManager[None]:
+        """The application serves this request in the block."""
+        transport = request.transport
+        return (self._open.get(transport) if transport is not None else None) or nullcontext()
 
     def add(self, connection: ClientConnection, transport: asyncio.Transport) -> bool:
         """False if there are too many connections and all of them have a request."""
@@ -112,6 +101,13 @@ class ClientConnection(asyncio.Protocol):
         self._unread, self._unread_since = 0, 0.0
         self.requests = 0
         self.head_since: float | None = clock()
+
+    def __enter__(self) -> None:
+        self.requests += 1
+        self.head_since = None
+
+    def __exit__(self, *error: object) -> None:
+        self.requests -= 1
 
     def unread_seconds(self, now: float) -> float:
         """Seconds in which the client read nothing although data waited for it."""

@@ -421,6 +421,8 @@ class _ResponseProxy:
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:
     """Read the end of the response after its last event, so that the connection can be reused."""
+    if response.content.is_eof():
+        return
     with contextlib.suppress(*CONNECTION_ERRORS):
         async with asyncio.timeout(_END_SECONDS):
             while await response.content.readany():

@@ -7,8 +7,8 @@ get the id of the first one, their text continues what was sent, and the usage c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -21,12 +21,14 @@ from foreword.router.misses import report_of
 
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
 _TOKEN_IDS: Final = ("token_ids", "prompt_token_ids")
-_EMPTY: Final[Mapping[str, Any]] = {}
 _TEXT_DELTA: Final = frozenset(("role", "content", "refusal"))
 _NOT_HEAD: Final = frozenset(("choices", "usage", "prompt_token_ids", "cache_report", "kv_transfer_params"))
 # Codes of errors in a stream that every replica would return.
 _CLIENT_ERRORS: Final = (400, 413, 422)
 _MAX_TOKEN: Final = 2**32
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=_MAX_TOKEN)]]
+# Of a choice: the delta, the text, the finish reason and the token ids.
+_Fields = tuple[dict[str, Any] | None, str, str | None, Sequence[int]]
 _decode: Final[Callable[[bytes], Any]] = msgspec.json.Decoder().decode
 _encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
 
@@ -211,15 +213,16 @@ class ResponseStream:
         if not self.request.single:
             self.begun = True
             return self._multiple(event, chunk)
-        choice = _checked(choices[0])
+        choice = choices[0]
+        fields = _checked(choice)
         if self.continuation is not None:
             return self._continued(self.continuation, choice)
-        self._remember(chunk, choice)
-        return self._forward(event, chunk, choice)
+        self._remember(chunk, choice, fields)
+        return self._forward(event, chunk, choice, fields)
 
-    def _remember(self, chunk: dict[str, Any], choice: dict[str, Any]) -> None:
+    def _remember(self, chunk: dict[str, Any], choice: dict[str, Any], fields: _Fields) -> None:
         """Note what a continuation will need."""
-        ids, text = choice.get("token_ids"), _text(choice)
+        delta, text, reason, ids = fields
         prompt = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if prompt:
             if not _are_ids(prompt):
@@ -227,42 +230,47 @@ class ResponseStream:
             self.prompt_ids = prompt
         if ids:
             self.tokens += ids
+            self.entries = max(self.entries, len(self.tokens))
             self.begun = True
         elif text:
             self.exact = self.exact and bool(prompt)  # the text with the prompt's ids is the prompt
             self.begun = True
-        if len(self.tokens) > self.entries:
-            self.entries = len(self.tokens)
         if text:
             self.text.append(text)
             self._length += len(text)
-        self._settle(ids, text)
-        for name, value in (choice.get("delta") or _EMPTY).items():
-            if value and name not in _TEXT_DELTA:
-                self.text_only = False
-                self.begun = True
-                self.exact = self.exact and bool(ids)
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            self._settle(ids, text)
+        if delta is not None:
+            for name, value in delta.items():
+                if value and name not in _TEXT_DELTA:
+                    self.text_only = False
+                    self.begun = True
+                    self.exact = self.exact and bool(ids)
+        self.finish_reason = reason or self.finish_reason
 
-    def _settle(self, ids: Any, text: str) -> None:
+    def _settle(self, ids: Sequence[int], text: str) -> None:
         """A chunk of one token with text holds nothing back; otherwise its text would be that of earlier tokens."""
-        if text and ids is not None and len(ids) == 1:
+        if text and len(ids) == 1:
             self.settled = (len(self.tokens), self._length)
 
-    def _forward(self, event: ServerSentEvent, chunk: dict[str, Any], choice: dict[str, Any]) -> bytes | None:
+    def _forward(
+        self, event: ServerSentEvent, chunk: dict[str, Any], choice: dict[str, Any], fields: _Fields
+    ) -> bytes | None:
         """The chunk without what only the router asked for."""
         changed = self._restarted
-        if self._restarted:
-            if "role" in (choice.get("delta") or ()) and not _text(choice) and choice.get("finish_reason") is None:
+        delta, text, reason, _ = fields
+        if changed:
+            if "role" in (delta or ()) and not text and reason is None:
                 return None
             chunk.update(self.head)
         if not self.request.wants_token_ids:
-            for place in (choice, chunk):
-                for name in _TOKEN_IDS:
-                    if name in place:
-                        del place[name]
-                        changed = True
-            if changed and self.opened and _is_empty(choice):
+            for name in _TOKEN_IDS:
+                if name in choice:
+                    del choice[name]
+                    changed = True
+                if name in chunk:
+                    del chunk[name]
+                    changed = True
+            if changed and self.opened and not text and reason is None and _is_empty(choice):
                 return None
         self.opened = True
         if not self.request.wants_usage and chunk.get("usage", 0) is None:
@@ -272,8 +280,9 @@ class ResponseStream:
 
     def _multiple(self, event: ServerSentEvent, chunk: dict[str, Any]) -> bytes:
         """A chunk of a request with several prompts or choices."""
-        for choice in map(_checked, chunk["choices"]):
-            index, reason = choice.get("index"), choice.get("finish_reason")
+        for choice in chunk["choices"]:
+            _, _, reason, _ = _checked(choice)
+            index = choice.get("index")
             if type(index) is not int:
                 raise _malformed("index")
             self._unfinished.add(index)
@@ -330,27 +339,31 @@ def _malformed(name: str) -> ReplicaFailed:
     return ReplicaFailed(f"the replica sent a chunk whose {name} is malformed")
 
 
-def _checked(choice: Any) -> dict[str, Any]:
-    """A choice whose fields have the types that the router relies on. Raises ReplicaFailed."""
+def _checked(choice: Any) -> _Fields:
+    """The fields of a choice, with the types that the router relies on. Runs for every token. Raises ReplicaFailed."""
     if type(choice) is not dict:
         raise _malformed("choice")
-    delta = choice.get("delta")
-    if delta is not None and (type(delta) is not dict or not _is_text(delta.get("content"))):
-        raise _malformed("delta")
-    if not (_is_text(choice.get("text")) and _is_text(choice.get("finish_reason"))):
+    get = choice.get
+    delta, text, reason, ids = get("delta"), get("text"), get("finish_reason"), get("token_ids") or ()
+    if not ((text is None or type(text) is str) and (reason is None or type(reason) is str)):
         raise _malformed("text")
-    ids = choice.get("token_ids")
+    if delta is not None:
+        text = delta.get("content") if type(delta) is dict else delta
+        if text is not None and (type(text) is not str or text is delta):
+            raise _malformed("delta")
     if ids and not _are_ids(ids):
         raise _malformed("token_ids")
-    return choice
-
-
-def _is_text(found: object) -> bool:
-    return found is None or type(found) is str
+    return delta, text or "", reason, ids
 
 
 def _are_ids(ids: Any) -> bool:
-    return type(ids) is list and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < _MAX_TOKEN
+    if type(ids) is list and len(ids) == 1:  # as in nearly every chunk
+        return type(ids[0]) is int and 0 <= ids[0] < _MAX_TOKEN
+    try:
+        msgspec.convert(ids, _TokenIds)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def _count(found: object) -> int | None:

@@ -149,10 +149,12 @@ class RobustLine:
         samples = sorted(self._samples)
         spread = samples[-1][0] - samples[0][0]
         slopes: list[float] = []
-        for i, (x, y) in enumerate(samples):
-            for right, above in samples[i + 1 :]:
-                if (right - x) * 8 >= spread and right > x:
-                    slopes.append((above - y) / (right - x))
+        first = 1
+        for x, y in samples:
+            # Those far enough to the right of this sample are to the right of `first`.
+            while first < len(samples) and not ((samples[first][0] - x) * 8 >= spread and samples[first][0] > x):
+                first += 1
+            slopes += [(above - y) / (right - x) for right, above in samples[first:]]
         if len(slopes) >= _MIN_SAMPLES and spread * 2 >= samples[-1][0]:
             self.slope = max(median(slopes), _MIN_SLOPE)
             self.base = max(median(y - self.slope * x for x, y in samples), 0.0)
