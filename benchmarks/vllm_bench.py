@@ -11,7 +11,9 @@ from typing import Any
 
 from timing import table
 from vllm_contenders import Contender
-from vllm_processes import Answer, Failed, Running, preload_of
+from vllm_processes import Running
+
+from foreword.referee.process import Answer, Failed
 
 BLOCK = 32
 PARTS = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
@@ -32,8 +34,7 @@ class Bench:
     answers: dict[str, list[Answer]] = field(default_factory=dict)
 
     def running(self, contender: Contender) -> Running:
-        preload = preload_of(self.arguments.vllm_python)
-        return Running(contender, self.logs, preload=preload, private=self.arguments.private_network)
+        return Running(contender, self.logs, private=self.arguments.private_network)
 
     def job(self, longest: int, device_tokens: int) -> dict[str, Any]:
         """What a vLLM is started with: requests of at most `longest` tokens, and a device cache of so many tokens."""
@@ -42,7 +43,7 @@ class Bench:
             "model": str(self.arguments.model),
             "dtype": self.arguments.dtype,
             "max_model_len": longest,
-            "kv_bytes": blocks * BLOCK * token_bytes(self.arguments.model, self.arguments.dtype),
+            "kv_cache_memory_bytes": blocks * BLOCK * token_bytes(self.arguments.model, self.arguments.dtype),
         }
 
     def each(self, workload: str, measure: Callable[[Contender], Record], among: Iterable[Contender]) -> list[Record]:

@@ -6,8 +6,9 @@ import shutil
 import vllm_workloads as workloads
 from vllm_bench import BLOCK, Bench, Record, compare, of, percent, print_table, share
 from vllm_contenders import Contender
-from vllm_damage import flip_bytes, swap_layers
-from vllm_processes import Answer, Failed
+
+from foreword.referee.damage import flip_bytes, swap_layers
+from foreword.referee.process import Answer, Failed
 
 
 def identity(bench: Bench) -> None:

@@ -3,7 +3,7 @@
     python benchmarks/vllm_models.py --vllm-python ENVIRONMENT/bin/python [--kinds Llama,LFM2] [--prompts 200]
         [--threads 1] [--json FILE]
 
-The models are small and random (`tests/integrations/vllm_models.py`); the environment is made by `.ci/vllm FOLDER`. Prompts
+The models are small and random (`foreword/referee/models.py`); the environment is made by `.ci/vllm FOLDER`. Prompts
 have 20 to 1,500 tokens and share prefixes. One prompt after the other is asked, in these passes:
 
 own    a second time: vLLM's own cache has everything, alone and with the connector
@@ -15,20 +15,18 @@ do) are compared with hits of as many tokens in vLLM's own cache; prompts withou
 """
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from timing import machine, set_up, table
 
+from foreword.referee.models import KINDS
+
 TESTS = Path(__file__).resolve().parent.parent / "tests" / "integrations"
-sys.path.insert(0, str(TESTS))
-models: Any = importlib.import_module("vllm_models")
 
 Answers = list[dict[str, Any]]
 _WITHIN = 3_600
@@ -128,7 +126,7 @@ def main() -> None:
     """Measure every kind, print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", required=True)
-    parser.add_argument("--kinds", default=",".join(models.KINDS), help="names with commas between")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="names with commas between")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of vLLM")
@@ -149,7 +147,7 @@ def main() -> None:
     for name in arguments.kinds.split(","):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                rows.append(measure(models.KINDS[name], arguments, Path(folder)))
+                rows.append(measure(KINDS[name], arguments, Path(folder)))
             except (Failed, subprocess.TimeoutExpired) as error:
                 print(f"{name}: {error}", flush=True)
                 continue

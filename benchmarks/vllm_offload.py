@@ -137,7 +137,7 @@ def describe(bench: Bench) -> None:
     arguments = bench.arguments
     print(set_up(bench.facts))
     for contender in bench.taking_part:
-        print(f"\n{contender.name}: {contender.about}\n  {contender.python} vllm_worker.py")
+        print(f"\n{contender.name}: {contender.about}\n  {contender.python} foreword/referee/worker.py")
         if contender.transfer is not None:
             print(f"  kv_transfer_config: {json.dumps(contender.transfer)}")
         for server in contender.servers:

@@ -1,13 +1,9 @@
 """The processes of `vllm_offload.py`: a contender's servers, its vLLM, what they hold in memory, and their end."""
 
 import contextlib
-import json
 import os
-import select
 import shutil
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,15 +12,10 @@ from typing import Any
 
 from vllm_contenders import Contender, Server
 
+from foreword.referee.process import WORKER, Failed, Worker, end, last_line, preload
+
 HERE = Path(__file__).resolve().parent
 _START = 120.0
-_ANSWER = 900.0
-
-Answer = dict[str, Any]
-
-
-class Failed(Exception):
-    """A contender refused, crashed, or took too long; the others go on."""
 
 
 class Running:
@@ -33,11 +24,10 @@ class Running:
     `private`: its own network namespace with nothing but loopback (needs root), since some servers listen everywhere.
     """
 
-    def __init__(self, contender: Contender, logs: Path, *, preload: Path | None, private: bool = False) -> None:
+    def __init__(self, contender: Contender, logs: Path, *, private: bool = False) -> None:
         self.contender = contender
         self.memory = MemoryWatch()
         self._logs = logs
-        self._preload = preload
         self._private = private
         self._prefix: list[str] = []
         self._started: list[subprocess.Popen[str]] = []
@@ -74,11 +64,11 @@ class Running:
                 timeout=_START,
             )
             if done.returncode:
-                raise Failed(f"not installed ({_last_line(done.stderr)}); get it with: {self.contender.install}")
+                raise Failed(f"not installed ({last_line(done.stderr)}); get it with: {self.contender.install}")
 
     def _environment(self) -> dict[str, str]:
-        variables = {**os.environ, "PYTHONPATH": str(HERE.parent), **self.contender.variables}
-        return variables | ({"LD_PRELOAD": str(self._preload)} if self._preload else {})
+        given = preload(self.contender.python)
+        return {**os.environ, "PYTHONPATH": str(HERE.parent), **self.contender.variables, **given}
 
     def _isolate(self) -> None:
         holder = self._start(
@@ -96,7 +86,7 @@ class Running:
         deadline = time.monotonic() + _START
         while not listens(process.pid, server.port):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise Failed(f"a server did not come up: {_last_line(log.read_text(errors='replace'))}")
+                raise Failed(f"a server did not come up: {last_line(log)}")
             time.sleep(0.1)
 
     def _start(
@@ -123,72 +113,24 @@ class Running:
     def worker(self, **job: Any) -> Iterator["Worker"]:
         """A vLLM; several after each other meet the same store."""
         log = self._logs / f"{self.contender.name}-vllm.log"
-        whole = {"batched": job["max_model_len"]} if self.contender.whole else {}
         with log.open("w") as file:
             process = self._start(
-                [*self._prefix, self.contender.python, str(HERE / "vllm_worker.py")],
+                [*self._prefix, self.contender.python, "-P", str(WORKER)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file.fileno(),
             )
         self.memory.add(process.pid)
         worker = Worker(process, log)
+        llm = {"max_num_batched_tokens": 2048, "block_size": 32, **job}
+        if self.contender.whole:
+            llm["max_num_batched_tokens"] = job["max_model_len"]
         try:
-            worker.tell(
-                {"transfer": self.contender.transfer, "batched": 2048, "block_size": 32, **job, **whole}, _START
-            )
+            worker.tell({"model": llm.pop("model"), "transfer": self.contender.transfer, "llm": llm}, _START)
             yield worker
             worker.tell({"end": True}, 60)
         finally:
             end(process)
-
-
-class Worker:
-    """The driver's end of a `vllm_worker.py`."""
-
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
-        self._process = process
-        self._log = log
-
-    def tell(self, line: dict[str, Any], limit: float = _ANSWER) -> Answer:
-        """Sends a line, waits for its answer. Raises Failed if none comes."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(line) + "\n")
-            self._process.stdin.flush()
-            ready, _, _ = select.select([self._process.stdout], [], [], limit)
-            text = self._process.stdout.readline() if ready else ""
-        except BrokenPipeError:
-            text = ""
-        if not text:
-            what = "crashed" if self._process.poll() is not None or ready_at_end(self._process) else "is stuck"
-            raise Failed(f"vLLM {what}: {_last_line(self._log.read_text(errors='replace'))}")
-        found: Answer = json.loads(text)
-        return found
-
-    def ask(self, prompt: list[int], new_tokens: int = 8) -> Answer:
-        """One request alone."""
-        [found] = self.tell({"ask": [prompt], "new_tokens": new_tokens})["results"]
-        answer: Answer = found
-        return answer
-
-    def ask_together(self, prompts: Sequence[list[int]], new_tokens: int) -> Answer:
-        """All at once: `results`, and the `seconds` until the last has ended."""
-        return self.tell({"ask": list(prompts), "new_tokens": new_tokens, "together": True})
-
-    def settle(self, seconds: float = 1.0) -> float:
-        """What is written behind gets its time; the seconds it took."""
-        found: float = self.tell({"settle": seconds})["seconds"]
-        return found
-
-    def stored(self) -> Answer:
-        """Bytes in Foreword's last tier, and the bytes per token of all blocks."""
-        return self.tell({"stored": True})
-
-    def forget(self) -> None:
-        """vLLM drops its own prefix cache. Raises Failed if it does not."""
-        if not self.tell({"forget": True})["done"]:
-            raise Failed("vLLM would not drop its prefix cache: a request holds blocks")
 
 
 class MemoryWatch:
@@ -261,32 +203,6 @@ def listens(pid: int, port: int) -> bool:
     return False
 
 
-def ready_at_end(process: subprocess.Popen[str]) -> bool:
-    """Whether a process that closed its output is gone a moment later."""
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """Ends a process and its group, which is its own."""
-    for what, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, what)
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
-    # Intel's OpenMP leaves a note behind when a process does not end in its own time.
-    Path(f"/dev/shm/__KMP_REGISTERED_LIB_{process.pid}_0").unlink(missing_ok=True)
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
-
-
 def wipe(contender: Contender) -> None:
     """Removes what a contender has stored."""
     if contender.store is None:
@@ -295,13 +211,6 @@ def wipe(contender: Contender) -> None:
         shutil.rmtree(contender.store, ignore_errors=True)
     else:
         contender.store.unlink(missing_ok=True)
-
-
-def _last_line(text: str) -> str:
-    """Of a log or a traceback, the line that says most: the last one that names an error, or the last."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line or "error:" in line.lower()]
-    return (named or lines or ["it said nothing"])[-1][-300:]
 
 
 def write_off(folder: Path) -> None:
@@ -314,9 +223,3 @@ def write_off(folder: Path) -> None:
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(handle)
-
-
-def preload_of(python: str) -> Path | None:
-    """Intel's OpenMP library that vLLM's CPU build brings and wants loaded first."""
-    library = Path(python).parent.parent / "lib" / "libiomp5.so"
-    return library if library.exists() and sys.platform == "linux" else None

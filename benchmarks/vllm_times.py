@@ -7,7 +7,9 @@ import vllm_workloads as workloads
 from timing import median
 from vllm_bench import PARTS, Bench, Record, compare, gib, of, percent, print_table, share, spread, two
 from vllm_contenders import Contender
-from vllm_processes import Answer, Running, write_off
+from vllm_processes import Running, write_off
+
+from foreword.referee.process import Answer
 
 _FEW = 4  # new tokens where only the first is timed
 

@@ -14,7 +14,8 @@ def main() -> None:
             raise
         print(
             f"foreword: the package {error.name} is not installed; install this command with "
-            "pip install 'foreword[server]' (foreword[router] for a router, foreword[vllm] beside vLLM)",
+            "pip install 'foreword[server]' (foreword[router] for a router, foreword[vllm] beside vLLM, "
+            "foreword[conform] for `foreword conform`)",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -8,11 +8,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from vllm_models import KINDS
 from vllm_process import RemoteVllm, answers, disk, needs_vllm, prompts, vllm
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.prefixes.erasure import layouts
+from foreword.referee.models import KINDS
 from foreword.store.urls import open_store
 
 pytestmark = needs_vllm

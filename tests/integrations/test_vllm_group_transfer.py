@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_models import KINDS
 from vllm_process import RemoteVllm, answers, needs_vllm, prompts, vllm
+
+from foreword.referee.models import KINDS
 
 pytestmark = needs_vllm
 

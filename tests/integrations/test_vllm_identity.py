@@ -21,6 +21,7 @@ from vllm_process import PYTHON, answers, disk, make_model, prompts, run
 from foreword.blocks.keys import Scope, TokenChain
 from foreword.integrations.vllm.identity import RequestIdentities, RequestIdentity, tenant_salt
 from foreword.integrations.vllm.weights import Adapter, AdapterFiles, LoadedAdapters, WeightsVersion
+from foreword.referee.models import make_adapter
 
 BLOCK = 4
 
@@ -254,23 +255,6 @@ def test_versions_of_weights() -> None:
 
 
 # With a real vLLM
-
-
-def make_adapter(folder: Path, model: Path, seed: int) -> Path:
-    """A random adapter of the attention layers of a model by `make_model`."""
-    config = json.loads((model / "config.json").read_text())
-    torch.manual_seed(seed)
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = 0.2 * torch.randn(8, config["hidden_size"])
-            tensors[f"{prefix}.lora_B.weight"] = 0.2 * torch.randn(config[heads] * config["head_dim"], 8)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    described = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(described))
-    return folder
 
 
 def asks(model: Path, store: list[str] | None, steps: list[dict[str, Any]], **llm: Any) -> list[Any]:

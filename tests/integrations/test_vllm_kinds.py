@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_models import KINDS, Kind, fresh_prompts
 from vllm_process import answers, disk, needs_vllm, run
+
+from foreword.referee.models import KINDS, Kind, fresh_prompts
 
 pytestmark = needs_vllm
 

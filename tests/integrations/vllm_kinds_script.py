@@ -21,7 +21,8 @@ from typing import Any
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 from vllm_case import WITHIN, Engine, finish, make_llm, scheduler_of, worker_of
-from vllm_models import mixed_prompts
+
+from foreword.referee.models import mixed_prompts
 
 Answer = dict[str, Any]
 

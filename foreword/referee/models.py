@@ -1,19 +1,21 @@
 """Small random models of many kinds, as folders that vLLM reads, and prompts that share prefixes.
 
 The models have 2 to 6 layers, a vocabulary of 512 and a context of 2,048 tokens. Their weights are seeded, and large enough
-that answers depend on every part of a prompt.
+that answers depend on every part of a prompt. torch and transformers are imported only where models are made. As a script:
+
+    python models.py KIND FOLDER [SEED]              makes a model
+    python models.py adapter FOLDER MODEL [SEED]     makes a LoRA adapter of a model
 """
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
-import transformers
 
 CONTEXT = 2_048
 VOCABULARY = 512
@@ -46,6 +48,8 @@ class Kind:
 
     def build(self, folder: Path, seed: int = 0) -> Path:
         """Write the model into the folder."""
+        import torch
+
         torch.manual_seed(seed)
         model = self.make()
         if model.config.tie_word_embeddings:  # or the model repeats its last token
@@ -74,6 +78,8 @@ def _model(name: str, **sizes: Any) -> Callable[[], Any]:
     }  # fmt: skip
 
     def make() -> Any:
+        import transformers
+
         config = getattr(transformers, f"{name}Config")(**{**common, **sizes})
         return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
 
@@ -178,36 +184,78 @@ KINDS = {
 }
 
 
-def fresh_prompts(seed: int, count: int, length: int) -> list[list[int]]:
+def kind_named(text: str) -> Kind | None:
+    """The kind with this name, whatever its spaces, hyphens and capitals are."""
+
+    def plain(name: str) -> str:
+        return "".join(filter(str.isalnum, name.lower()))
+
+    return next((kind for name, kind in KINDS.items() if plain(name) == plain(text)), None)
+
+
+def make_adapter(folder: Path, model: Path, seed: int) -> Path:
+    """Write a random LoRA adapter of the attention layers of a Llama into a new folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    torch.manual_seed(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = 0.2 * torch.randn(8, config["hidden_size"])
+            tensors[f"{prefix}.lora_B.weight"] = 0.2 * torch.randn(config[heads] * config["head_dim"], 8)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(described), encoding="utf-8")
+    return folder
+
+
+def fresh_prompts(seed: int | str, count: int, length: int) -> list[list[int]]:
     """Prompts without a common prefix, of `length` tokens and a few more. Their ends repeat themselves, so that drafts by
     n-grams are made."""
     draw = random.Random(seed)
     found = []
     for number in range(count):
-        cycle = _tokens(draw, 7)
-        found.append(_tokens(draw, length + 9 * number - 28) + cycle * 4)
+        cycle = draw_tokens(draw, 7)
+        found.append(draw_tokens(draw, length + 9 * number - 28) + cycle * 4)
     return found
 
 
-def mixed_prompts(seed: int, count: int, longest: int = 1_500) -> list[list[int]]:
+def mixed_prompts(seed: int | str, count: int, longest: int = 1_500) -> list[list[int]]:
     """Prompts of 20 to `longest` tokens: fresh ones, one shortened to 700 and 333 tokens, one with another end, a longer turn
     of a conversation, and repeats."""
     draw = random.Random(seed)
     found: list[list[int]] = []
     while len(found) < count:
-        document, chat = _tokens(draw, longest), _tokens(draw, draw.randrange(100, longest // 2))
+        document, chat = draw_tokens(draw, longest), draw_tokens(draw, draw.randrange(100, longest // 2))
         found += [
             document,
-            _tokens(draw, draw.randrange(20, 200)),
+            draw_tokens(draw, draw.randrange(20, 200)),
             document[:700],
             document[:333],
             chat,
-            document[: draw.randrange(400, 1_200)] + _tokens(draw, draw.randrange(20, 200)),
-            chat + _tokens(draw, draw.randrange(50, 300)),
+            document[: draw.randrange(400, 1_200)] + draw_tokens(draw, draw.randrange(20, 200)),
+            chat + draw_tokens(draw, draw.randrange(50, 300)),
             draw.choice(found or [document]),
         ]
     return found[:count]
 
 
-def _tokens(draw: random.Random, count: int) -> list[int]:
+def draw_tokens(draw: random.Random, count: int) -> list[int]:
+    """Random tokens of the vocabulary."""
     return [draw.randrange(1, VOCABULARY - 12) for _ in range(count)]
+
+
+def main(what: str, folder: str, *more: str) -> None:
+    """The script."""
+    if what == "adapter":
+        make_adapter(Path(folder), Path(more[0]), int(more[1]))
+    else:
+        KINDS[what].build(Path(folder), *map(int, more))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,123 @@
+"""`foreword conform`: check a KV connector of vLLM, a store, or the embedded engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foreword.errors import ConfigError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("conform")(conform)
+
+
+def conform(
+    *,
+    transfer: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-transfer-config",
+            help="JSON that vLLM takes under this name; by default Foreword's connector with a disk store.",
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--folder",
+            help="Folder or file where the connector keeps KV. Files in it are damaged; it must be empty or new.",
+        ),
+    ] = None,
+    python: Annotated[str, typer.Option("--python", help="Interpreter that has vLLM; by default this one.")] = "",
+    engine: Annotated[bool, typer.Option("--engine", help="Check the embedded engine.")] = False,
+    store: Annotated[
+        str | None, typer.Option("--store", help="Check the backend of this store URL, which must be empty.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Name of a claim, or its start. May be repeated.")
+    ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option("--models", help="Kinds of models besides Llama, separated by commas, or `all`."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Other seeds give other prompts.")] = 1,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Continue a run whose results are in this file.")
+    ] = None,
+    failures: Annotated[Path, typer.Option("--failures", help="Folder for scripts that show failures again.")] = Path(
+        "conform-failures"
+    ),
+) -> None:
+    """Check that cached KV gives the answers of a computation.
+
+    Runs a KV connector in a real vLLM with small random models, and compares tokens and log-probabilities with those of vLLM
+    alone. Status 1 if a claim fails.
+    """
+    if store is not None:
+        raise typer.Exit(_check_store(store))
+    from foreword.referee.models import KINDS
+    from foreword.referee.run import STANDARD_MODELS, Plan, conform, table
+    from foreword.referee.session import Target
+
+    with tempfile.TemporaryDirectory(prefix="foreword-conform-kv-") as made:
+        if engine or transfer is None:
+            folder = folder or Path(made) / "kv"
+        chosen = _transfer(transfer, folder, engine)
+        kinds = STANDARD_MODELS if models is None else tuple(KINDS) if models == "all" else _names(models)
+        results = conform(
+            Plan(
+                Target(chosen, python or sys.executable, folder, engine),
+                seed,
+                tuple(only or ()),
+                kinds,
+                failures,
+                resume or as_json,
+                resume is not None,
+            ),
+            lambda text: print(text, file=sys.stderr, flush=True),
+        )
+    print(table(results))
+    failed = [one for one in results if one.result == "FAIL"]
+    for one in failed:
+        print(f"{one.claim}: run {one.reproducer}")
+    print(f"\n{len(results)} claims: {sum(one.result == 'pass' for one in results)} pass, {len(failed)} FAIL")
+    raise typer.Exit(1 if failed else 0)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _transfer(text: str | None, folder: Path | None, engine: bool) -> dict[str, Any]:
+    urls = [f"disk://{folder}?size=1GiB"]
+    if engine:
+        return {"store": urls}
+    if text is None:
+        return {
+            "kv_connector": "ForewordConnector",
+            "kv_connector_module_path": "foreword.integrations.vllm",
+            "kv_role": "kv_both",
+            # What is measured is right answers, not speed.
+            "kv_connector_extra_config": {"store": urls, "lookup_timeout": 60, "load_timeout": 120},
+        }
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--kv-transfer-config is not JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("kv_connector"), str):
+        raise ConfigError("--kv-transfer-config must be a JSON object with kv_connector")
+    return found
+
+
+def _check_store(url: str) -> int:
+    """Run the contract's tests on the backend of a URL."""
+    from foreword.referee.store import check_store
+
+    return check_store(url)

@@ -1,0 +1,58 @@
+"""Claims about schedules: requests that are chunked, run together, are aborted, preempted or drafted, and what they stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from foreword.referee.models import fresh_prompts
+from foreword.referee.session import Draw, Evidence, Session
+
+_NEW = 24
+_CHUNKS: Final[dict[str, Any]] = {"max_num_batched_tokens": 64, "max_model_len": 1024}
+_DRAFTS: Final[dict[str, Any]] = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    },
+    "max_model_len": 1024,
+}
+
+
+def scheduled(
+    how: str, text: str, *, chunks: bool = True, copies: int = 1, counted: str = ""
+) -> Callable[[Session, Draw], Evidence]:
+    """The claim that prompts asked like this get the right answers, and that what they stored gives right answers too.
+
+    `counted`: what must have happened at least once: "preempted" or "drafted".
+    """
+
+    def check(session: Session, draw: Draw) -> Evidence:
+        evidence = Evidence()
+        asked = fresh_prompts(draw.seed, len(draw.lengths), 400) * copies
+        reference = session.reference(asked, _NEW)
+        worker = session.connected(**(_CHUNKS if chunks else _DRAFTS))
+        answer = worker.tell({"ask": asked, "new_tokens": _NEW, "how": how})
+        evidence.same(answer["results"], reference)
+        if counted:
+            evidence.notes.append(f"{answer[counted]:,} {counted}")
+            if not answer[counted]:
+                evidence.missing.append(f"nothing was {counted}")
+        worker.settle()
+        worker.forget()
+        found = worker.ask_all(asked, _NEW)
+        evidence.must_hit(found, "on what was stored")
+        evidence.same(found, reference)
+        return evidence
+
+    check.__doc__ = text
+    return check
+
+
+chunked = scheduled("turn", "Chunked prefill: prompts of 400 tokens in steps of 64.")
+together = scheduled("together", "Identical prompts at the same time.", copies=2)
+aborted = scheduled("abort", "Half of the requests aborted in prefill, and asked again.")
+preempted = scheduled("preempt", "All requests preempted and resumed.", counted="preempted")
+drafted = scheduled("steps", "Speculative decoding with n-grams.", chunks=False, counted="drafted")

@@ -1,0 +1,284 @@
+"""What the claims of `foreword conform` use: what is under test, its processes, prompts, reference answers, evidence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from foreword.referee.damage import data_files
+from foreword.referee.models import KINDS, Kind, draw_tokens
+from foreword.referee.process import HERE, WORKER, Answer, Failed, Worker, last_line
+
+BLOCK: Final = 32
+KV_BYTES: Final = 256 << 20
+# In float32 a hit and a computation differ in the last bits only; tokens are compared exactly.
+_LOGPROB_WITHIN: Final = 1e-3
+# Random prompts may begin with the same token or two, which an engine that reuses parts of blocks finds.
+_CHANCE: Final = 4
+_ENGINE_WORKER: Final = HERE / "engine_worker.py"
+
+Prompts = Sequence[list[int]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is under test.
+
+    Attributes:
+        transfer: vLLM's `kv_transfer_config`, or for the embedded engine `{"store": [URL, ...]}`.
+        python: the interpreter that has it.
+        files: the folder or the file in which it keeps KV; None if that is not known.
+        engine: whether it is Foreword's embedded engine.
+    """
+
+    transfer: dict[str, Any]
+    python: str
+    files: Path | None
+    engine: bool = False
+
+    @property
+    def name(self) -> str:
+        return "embedded engine" if self.engine else str(self.transfer.get("kv_connector"))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random prompts of a claim: equal seeds and lengths give equal prompts."""
+
+    seed: str
+    lengths: tuple[int, ...] = (100, 333, 600, 65)
+
+    def prompts(self, name: str = "") -> list[list[int]]:
+        """One prompt of each length; another name gives others."""
+        return [self.tokens(f"{name}/{i}", length) for i, length in enumerate(self.lengths)]
+
+    def tokens(self, name: str, count: int) -> list[int]:
+        return draw_tokens(random.Random(f"{self.seed}/{name}"), count)
+
+
+@dataclass
+class Evidence:
+    """What a claim has shown so far.
+
+    Attributes:
+        failing: indexes of wrong answers' prompts, in the order of the claim's prompts.
+        problems: why the claim fails, besides wrong answers.
+        missing: positive controls that did not succeed.
+    """
+
+    answers: int = 0
+    wrong: int = 0
+    cached: int = 0
+    apart: float = 0.0
+    failing: list[int] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def same(self, found: Sequence[Answer], reference: Sequence[Answer], exact: bool = True) -> None:
+        """Compare tokens, and the log-probabilities of equal ones. Not `exact`: only answers with equal cached tokens."""
+        for index, (mine, theirs) in enumerate(zip(found, reference, strict=True)):
+            self.cached += mine["cached"]
+            if not exact and mine["cached"] != theirs["cached"]:
+                continue
+            self.answers += 1
+            pairs = list(zip(mine["logprobs"], theirs["logprobs"], strict=True))
+            apart = max((abs(a - b) for a, b in pairs), default=0.0)
+            if mine["tokens"] != theirs["tokens"] or apart > _LOGPROB_WITHIN:
+                self.wrong += 1
+                self.failing.append(index)
+            else:
+                self.apart = max(self.apart, apart)
+
+    def must_hit(self, found: Sequence[Answer], when: str) -> None:
+        """The positive control."""
+        if not any(one["cached"] for one in found):
+            self.missing.append(f"no hit {when}")
+
+    def must_miss(self, found: Sequence[Answer], when: str) -> None:
+        """The negative control."""
+        hits = [index for index, one in enumerate(found) if one["cached"] >= _CHANCE]
+        self.failing += hits
+        if hits:
+            self.problems.append(f"{len(hits)} of {len(found)} hit {when}")
+
+    def at_most(self, found: Sequence[Answer], limits: Sequence[int]) -> None:
+        """No hit is longer than what the prompt shares with earlier ones."""
+        long = [i for i, (one, most) in enumerate(zip(found, limits, strict=True)) if one["cached"] > most]
+        self.failing += long
+        if long:
+            self.problems.append(f"{len(long)} hits are longer than the common prefix")
+
+    @property
+    def result(self) -> str:
+        if self.wrong or self.problems:
+            return "FAIL"
+        return "not shown" if self.missing else "pass"
+
+    @property
+    def figure(self) -> str:
+        found = [*self.problems, *self.missing]
+        if self.answers:
+            found.append(f"{self.wrong} of {self.answers} answers wrong")
+            found.append(f"{self.cached:,} cached tokens")
+            found.append(f"logprobs within {self.apart:.0e}")
+        return "; ".join([*found, *self.notes])
+
+
+class Session:
+    """The processes of a run. One with the connector and one of vLLM alone stay alive between claims.
+
+    Attributes:
+        folder: temporary files: models, logs.
+        transcript: what was said to the processes with the connector since the claim began.
+    """
+
+    def __init__(self, target: Target, folder: Path) -> None:
+        self.target = target
+        self.folder = folder
+        self.transcript: list[str] = []
+        self._live: dict[bool, tuple[str, Worker]] = {}
+        self._answers: dict[str, Answer] = {}
+
+    def model(self, name: str = "Llama", seed: int = 0) -> Path:
+        """The folder of a random model; made when it is needed first. The embedded engine uses its embedded model."""
+        if self.target.engine:
+            return self.folder
+        made = self.folder / f"{name}-{seed}"
+        if not made.exists():
+            self._script(name, str(made), str(seed))
+        return made
+
+    def adapter(self, seed: int) -> Path:
+        """The folder of a LoRA adapter of the Llama."""
+        made = self.folder / f"adapter-{seed}"
+        if not made.exists():
+            self._script("adapter", str(made), str(self.model()), str(seed))
+        return made
+
+    def _script(self, *arguments: str) -> None:
+        command = [self.target.python, "-P", str(HERE / "models.py"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            raise Failed(f"cannot make a model: {last_line(done.stderr)}")
+
+    def connected(self, model: Path | None = None, **llm: Any) -> Worker:
+        """The process with the connector; one with other settings is ended first. Raises Failed."""
+        return self._worker(True, model, llm)
+
+    def alone(self, model: Path | None = None, **llm: Any) -> Worker:
+        """The same without a connector."""
+        return self._worker(False, model, llm)
+
+    def restarted(self, model: Path | None = None, **llm: Any) -> Worker:
+        """A new process with the connector."""
+        self.end(connected=True)
+        return self.connected(model, **llm)
+
+    def _worker(self, connected: bool, model: Path | None, llm: Mapping[str, Any]) -> Worker:
+        transfer = self.target.transfer if connected else None
+        job = {"model": str(model or self.model()), "transfer": transfer, "llm": arguments(KINDS["Llama"], **llm)}
+        key = json.dumps(job, sort_keys=True)
+        if connected in self._live:
+            known, worker = self._live[connected]
+            if known == key:
+                return worker
+            self.end(connected=connected)
+        log = self.folder / ("connected.log" if connected else "alone.log")
+        if connected:
+            self.transcript.append(f"start {json.dumps(job)}")
+        worker = Worker.start(self.target.python, job, log, script=_ENGINE_WORKER if self.target.engine else WORKER)
+        if connected:
+            worker.transcript = self.transcript
+        self._live[connected] = key, worker
+        return worker
+
+    def end(self, *, connected: bool, kill: bool = False) -> None:
+        """End a process; `kill`: without warning."""
+        if connected in self._live:
+            _, worker = self._live.pop(connected)
+            if connected:
+                self.transcript.append("kill -9" if kill else "end")
+            worker.kill() if kill else worker.close()
+
+    def close(self) -> None:
+        for connected in (True, False):
+            self.end(connected=connected, kill=True)
+
+    def begin(self) -> None:
+        """A new claim."""
+        self.transcript.clear()
+
+    def reference(self, prompts: Prompts, new_tokens: int = 8) -> list[Answer]:
+        """Answers of vLLM alone, computed without any cache."""
+        keys = [f"{new_tokens} {prompt}" for prompt in prompts]
+        for key, prompt in zip(keys, prompts, strict=True):
+            if key not in self._answers:
+                worker = self.alone()
+                worker.forget()
+                self._answers[key] = worker.ask(prompt, new_tokens)
+        return [self._answers[key] for key in keys]
+
+    def store(self, worker: Worker, prompts: Prompts, **how: Any) -> list[Answer]:
+        """Ask, wait until it is written, and reset vLLM's own cache."""
+        found = worker.ask_all(prompts, **how)
+        worker.settle()
+        worker.forget()
+        return found
+
+    @contextlib.contextmanager
+    def small_disk(self, size: int) -> Iterator[bool]:
+        """A file system of `size` bytes in place of the target's folder. Yields False where none can be mounted."""
+        files = self.target.files
+        if files is None or files.is_file() or shutil.which("mount") is None:
+            yield False
+            return
+        files.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "foreword-conform", str(files)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self.end(connected=True, kill=True)
+            subprocess.run(["umount", "-l", str(files)], check=True)
+
+    def data_bytes(self) -> int:
+        """Bytes of KV in files."""
+        files = self.target.files
+        if files is None or not files.exists():
+            return 0
+        total = 0
+        for path in data_files(files):
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
+
+
+def arguments(kind: Kind, **more: Any) -> dict[str, Any]:
+    """vLLM's arguments for a kind of model."""
+    given = {"block_size": BLOCK, "kv_cache_memory_bytes": KV_BYTES, "max_num_seqs": 8, "max_num_batched_tokens": 2048}
+    return {**given, "dtype": kind.dtype, "max_model_len": 2_048, **kind.llm, **more}
+
+
+def environment_note(python: str) -> str:
+    """Versions of what an interpreter has, for reports."""
+    names = ["vllm", "torch", "foreword", "lmcache", "mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"]
+    program = (
+        "import sys\nfrom importlib import metadata\nfound = []\nfor name in sys.argv[1:]:\n"
+        "    try: found.append(f'{name} {metadata.version(name)}')\n"
+        "    except metadata.PackageNotFoundError: pass\nprint(', '.join(found))"
+    )
+    try:
+        done = subprocess.run([python, "-c", program, *names], capture_output=True, text=True, check=False, timeout=60)
+    except OSError as error:
+        raise Failed(f"cannot run {python}: {error.strerror}") from None
+    return done.stdout.strip() or "no versions found"

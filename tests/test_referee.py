@@ -1,0 +1,158 @@
+"""`foreword conform`: how evidence is judged, damage to files, resuming, reproducers, and with a real vLLM what it finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreword.errors import ConfigError
+from foreword.referee import run
+from foreword.referee.damage import cut_files, data_files, empty_files, flip_bytes, swap_files
+from foreword.referee.reuse import common
+from foreword.referee.run import Plan, Result, conform
+from foreword.referee.session import Draw, Evidence, Session, Target
+
+VLLM = os.environ.get("FOREWORD_VLLM_PYTHON", "")
+CHECKOUT = Path(__file__).parent.parent
+
+
+def answer(cached: int = 0, tokens: tuple[int, ...] = (1, 2), logprob: float = -1.0) -> dict[str, Any]:
+    return {"cached": cached, "tokens": list(tokens), "logprobs": [logprob] * len(tokens)}
+
+
+@pytest.mark.parametrize(
+    ("found", "result"),
+    [
+        (answer(64), "pass"),
+        (answer(0), "not shown"),
+        (answer(64, (1, 3)), "FAIL"),
+        (answer(64, logprob=-1.1), "FAIL"),
+        (answer(0, (1, 3)), "FAIL"),
+    ],
+)
+def test_positive_control(found: dict[str, Any], result: str) -> None:
+    """Other tokens or log-probabilities fail a claim; right answers without a hit show nothing."""
+    evidence = Evidence()
+    evidence.must_hit([found], "here")
+    evidence.same([found], [answer()])
+    assert evidence.result == result
+
+
+def test_negative_control() -> None:
+    """A hit that must not be, or one that is longer than the common prefix, fails a claim though the answer is right."""
+    for check in (lambda one: one.must_miss([answer(32)], "x"), lambda one: one.at_most([answer(33)], [32])):
+        evidence = Evidence()
+        check(evidence)
+        assert evidence.result == "FAIL" and evidence.failing == [0]
+    assert common([1, 2, 3], [[1, 2, 4], [1]]) == 2 and common([1], []) == 0
+
+
+def test_damage(tmp_path: Path) -> None:
+    """Each damage changes every data file, and no index."""
+    draw = random.Random(1)
+
+    def fill() -> dict[str, bytes]:
+        for name in ("a/one.bin", "a/two.bin", "b/three.bin", "index.sqlite"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_bytes(draw.randbytes(20_000))
+        return contents()
+
+    def contents() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    for damage, count in ((cut_files, 3), (empty_files, 3), (flip_bytes, 180)):
+        before = fill()
+        assert damage(tmp_path) >= count
+        after = contents()
+        assert [name for name in before if after[name] == before[name]] == ["index.sqlite"]
+    for path in data_files(tmp_path) or [tmp_path / "a" / "one.bin"]:
+        path.unlink()
+    before = fill()
+    (tmp_path / "b" / "three.bin").rename(tmp_path / "b" / "one.bin")
+    assert swap_files(tmp_path) == 2
+    assert (tmp_path / "a" / "one.bin").read_bytes() == before["three.bin"]
+
+
+def test_reports_reproducers_and_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is tried again with its one prompt and leaves a script; an interrupted run continues with the next claim;
+    a report on another seed is refused."""
+    drawn: list[Draw] = []
+
+    def fails(session: Session, draw: Draw) -> Evidence:
+        """It fails."""
+        drawn.append(draw)
+        return Evidence(answers=4, wrong=1, failing=[2] if len(draw.lengths) > 1 else [0])
+
+    def passes(session: Session, draw: Draw) -> Evidence:
+        """It passes."""
+        return Evidence(answers=1)
+
+    monkeypatch.setattr(run, "_CLAIMS", {"one.fails": fails, "two.passes": passes})
+    report, said = tmp_path / "report.json", list[str]()
+    target = Target({"kv_connector": "X"}, sys.executable, None)
+    plan = Plan(target, 1, ("one",), (), tmp_path / "failures", report)
+    [first] = conform(plan, said.append)
+    assert first.result == "FAIL" and [len(one.lengths) for one in drawn] == [4, 1]
+    script = Path(first.reproducer).read_text(encoding="utf-8")
+    assert "one.fails" in script and repr(drawn[1].seed) in script and "lengths=(600,)" in script
+    compile(script, first.reproducer, "exec")
+
+    both = Plan(target, 1, (), (), tmp_path / "failures", report, resume=True)
+    found = conform(both, said.append)
+    assert [one.result for one in found] == ["FAIL", "pass"] and len(drawn) == 2
+    assert [Result(**one) for one in json.loads(report.read_text())["claims"]] == found
+    with pytest.raises(ConfigError, match="another target or seed"):
+        conform(Plan(target, 2, (), (), tmp_path, report, resume=True), said.append)
+    with pytest.raises(ConfigError, match=r"one\.fails"):
+        conform(Plan(target, 1, ("one.fail-",), ()), said.append)
+
+
+def test_files_of_others_are_not_damaged(tmp_path: Path) -> None:
+    """A folder that holds something is refused before anything starts."""
+    (tmp_path / "mine").write_text("keep")
+    with pytest.raises(ConfigError, match="not empty"):
+        conform(Plan(Target({"kv_connector": "X"}, sys.executable, tmp_path), 1, ("reuse.cold",)), lambda text: None)
+
+
+def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    command = [sys.executable, "-m", "foreword", "conform", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580, check=False)
+
+
+@pytest.mark.slow
+def test_a_store(tmp_path: Path) -> None:
+    """`--store` runs the contract on an empty part of a store and removes what it wrote."""
+    done = foreword("--store", f"disk://{tmp_path}/kv?size=1GiB")
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-2000:]
+    assert not any((tmp_path / "kv").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_embedded_engine() -> None:
+    """The embedded engine keeps its promises about restarts and flipped bytes."""
+    done = foreword("--engine", "--only", "reuse.restart", "--only", "fault.flipped")
+    assert done.returncode == 0 and "2 claims: 2 pass" in done.stdout, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
+@pytest.mark.timeout(600)
+def test_a_connector_without_salt(tmp_path: Path) -> None:
+    """vLLM's ExampleConnector, whose names have no salt: its hits are right, and the claim about salts fails with a script."""
+    kv = tmp_path / "kv"
+    extra = {"shared_storage_path": str(kv)}
+    transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    given = ("--kv-transfer-config", json.dumps(transfer), "--folder", str(kv), "--python", VLLM)
+    only = ("--only", "reuse.reset", "--only", "identity.salt", "--failures", str(tmp_path / "failures"))
+    done = foreword(*given, *only)
+    assert done.returncode == 1 and "2 claims: 1 pass, 1 FAIL" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert "hit under the salt bob" in (tmp_path / "failures" / "identity.salt.py").read_text(encoding="utf-8")
