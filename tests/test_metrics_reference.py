@@ -71,6 +71,7 @@ def server_engine() -> Any:
         counters=TierCounters(errors=Counter(timeout=1), bad=Counter(checksum=1)),
         status=StoreStatus,
         breaker=SimpleNamespace(is_open=False),
+        admission=SimpleNamespace(refused=Counter(rate=1)),
     )
     endpoint = SimpleNamespace(connections={}, transfers={}, queued_bytes=0, traffic={})
     return SimpleNamespace(

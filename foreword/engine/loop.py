@@ -363,8 +363,9 @@ class EngineCore:
             if arrival is not None and self.transfers is not None:
                 self.transfers.remote_prefill_ended(sequence)
             self._note_admitted(sequence)
-            if arrival is not None:
-                self._save_blocks(sequence, arrival.start // self.cache.block_size, sequence.table.published)
+            first = sequence.table.published if arrival is None else arrival.start // self.cache.block_size
+            self._save_again(sequence, first)
+            self._save_blocks(sequence, first, sequence.table.published)
             if arrival is not None and arrival.token is not None:
                 deltas.append(self._extend(sequence, arrival.token, arrival.logprob, self._clock()))
         return deltas
@@ -378,7 +379,15 @@ class EngineCore:
             full = min((chunk.start + chunk.count) // self.cache.block_size, chunk.sequence.table.published)
             if self.cache.windows and chunk.sequence.checkpoints is None:
                 chunk.sequence.checkpoints = self._plan_checkpoints(chunk, offload)
+            if chunk.sequence in step.admitted:
+                self._save_again(chunk.sequence, chunk.published_before)
             self._save_blocks(chunk.sequence, chunk.published_before, full)
+
+    def _save_again(self, sequence: SequenceState, count: int) -> None:
+        """Offer the blocks that a sequence had when it was admitted to tiers that have refused them before."""
+        if self.offload is not None and self.offload.store.selective and not sequence.preemptions:
+            for number, blocks in enumerate(sequence.table.groups):
+                self._save_group(sequence, number, [i for i in range(count) if blocks[i] != HOLE], again=True)
 
     def _save_blocks(self, sequence: SequenceState, first: int, full: int) -> None:
         if full <= first or self.offload is None:
@@ -388,14 +397,15 @@ class EngineCore:
             wanted = [i for i in range(first, full) if plan is None or plan.wanted(number, i)]
             self._save_group(sequence, number, wanted)
 
-    def _save_group(self, sequence: SequenceState, number: int, wanted: Sequence[int]) -> None:
+    def _save_group(self, sequence: SequenceState, number: int, wanted: Sequence[int], *, again: bool = False) -> None:
         """Save these blocks of one KV group, in order of their positions."""
         assert self.offload is not None
         chain, blocks = sequence.table.chain, sequence.table.groups[number]
         for low, high in consecutive_runs(wanted):
             first, stop = wanted[low], wanted[high - 1] + 1
             keys = chain.keys_to(stop)[first:stop]
-            self.offload.save(chain.root, keys, chain.key_before(first), first, blocks[first:stop], number)
+            where = chain.key_before(first), first, blocks[first:stop], number
+            self.offload.save(chain.root, keys, *where, prompt=sequence.num_prompt, again=again)
 
     def _plan_checkpoints(self, chunk: Chunk, offload: OffloadManager) -> CheckpointPlan:
         """Which blocks of window groups a sequence saves whose first chunk was computed."""

@@ -242,6 +242,11 @@ def _tier_metrics(model: str, tiers: Iterable[StoreTier]) -> Iterator[Metric]:
     for name, text, kinds in (
         ("tier_errors", "Failed calls, by kind.", [(tier.label, tier.counters.errors) for tier, _ in each]),
         ("tier_bad_blocks", "Blocks that failed verification.", [(tier.label, tier.counters.bad) for tier, _ in each]),
+        (
+            "tier_refused_blocks",
+            "Blocks that a tier did not take, by reason.",
+            [(tier.label, tier.admission.refused) for tier, _ in each if tier.admission is not None],
+        ),
     ):
         by_kind = [((model, tier, kind), n) for tier, counts in kinds for kind, n in dict(counts).items()]
         yield _counter(f"foreword:{name}", text, (*labels, "kind"), by_kind)

@@ -33,11 +33,12 @@ from foreword.offload.policy import PATIENCE, blocks_worth_loading, search_timeo
 from foreword.offload.search import Found, StoredGroup, find_resumable
 from foreword.offload.slots import StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBehind
+from foreword.store.admission import BlockUse
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, RAW, Header
 from foreword.store.tier import Rate
-from foreword.store.tiered import FetchedBlock, TieredStore
+from foreword.store.tiered import FetchedBlock, TieredStore, Tiers
 
 if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena
@@ -451,7 +452,9 @@ class OffloadManager:
             pairs = list(some)
             headers = [one.frame.header for one, _ in pairs]
             targets = self.store.promotion_targets(tier)
-            self._writer.promote(headers, [slot for _, slot in pairs], self._loading_slots, targets)
+            for tiers, low, high in self.store.admitted(headers, BlockUse(promotion=True), targets):
+                freed = [slot for _, slot in pairs[low:high]]
+                self._writer.promote(headers[low:high], freed, self._loading_slots, tiers)
 
     def _is_usable(self, fetched: tuple[FetchedBlock | None, int]) -> bool:
         found, group = fetched
@@ -480,7 +483,16 @@ class OffloadManager:
     # Saving
 
     def save(
-        self, root: bytes, keys: Sequence[bytes], parent: bytes, depth: int, blocks: Sequence[int], group: int = 0
+        self,
+        root: bytes,
+        keys: Sequence[bytes],
+        parent: bytes,
+        depth: int,
+        blocks: Sequence[int],
+        group: int = 0,
+        *,
+        prompt: int | None = None,
+        again: bool = False,
     ) -> None:
         """Queue full, computed blocks of a KV group for writing. They follow `parent` at position `depth` of the chain with
         the root key `root`.
@@ -488,20 +500,32 @@ class OffloadManager:
         The blocks are copied before the call returns. If the queue is full, its oldest blocks are dropped. Blocks are written
         even if they were written before: the engine computed them because no store had them. Where blocks are divided, keys
         and positions are those of their units of tokens.
+
+        `prompt` is the length of the request's prompt. With `again`, the request has not computed the blocks but found them:
+        they are written to tiers that have refused them before (`store/admission.py`).
         """
         if not self.store.writable:
             return
         units = self.units[group].of_blocks(blocks)
         headers = self._headers(root, keys, parent, depth, group)
+        use = BlockUse(prompt, self.units[group].tokens, again)
+        for tiers, low, high in self.store.admitted(headers, use):
+            if tiers and not self._save_units(units[low:high], headers[low:high], tiers, group):
+                self._dropped += len(units) - high
+                return
+
+    def _save_units(self, units: Sequence[int], headers: list[Header], tiers: Tiers, group: int) -> bool:
+        """Queue units for these tiers. False if there was no room for all of them."""
         step = max(min(WRITE_BLOCKS, self._staging.slots // 4), 1)
         for low in range(0, len(units), step):
             part = units[low : low + step]
             slots = self._take_slots(self._saving_slots, len(part))
             if slots is None:
                 self._dropped += len(units) - low
-                return
+                return False
             self._staging.gather(part, slots, group)
-            self._writer.add(headers[low : low + step], slots, self._saving_slots, self.store.writable)
+            self._writer.add(headers[low : low + step], slots, self._saving_slots, tiers)
+        return True
 
     def _headers(self, root: bytes, keys: Sequence[bytes], parent: bytes, depth: int, group: int) -> list[Header]:
         root = root[:ROOT_BYTES]

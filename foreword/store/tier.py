@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from foreword.errors import BadFrame, StoreError, StoreHung, StoreTimeout
+from foreword.store.admission import Admission, AdmissionRule, BlockUse
 from foreword.store.base import BAD, FAILED, MISSING, Name, Store, StoreStatus
 from foreword.store.circuit_breaker import CircuitBreaker
-from foreword.store.frame import Frame, check
+from foreword.store.frame import Frame, Header, check
 from foreword.store.tier_threads import TierCall, TierThreads
 
 log = logging.getLogger("foreword.store")
@@ -88,9 +89,17 @@ class StoreTier:
 
     Args:
         writable: whether blocks are written to and deleted from the store.
+        rule: which blocks are written; None: all.
     """
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic, *, writable: bool = True) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        writable: bool = True,
+        rule: AdmissionRule | None = None,
+    ) -> None:
         self.store = store
         self.label = store.label
         self.writable = writable
@@ -98,6 +107,7 @@ class StoreTier:
         self.counters = TierCounters()
         self.breaker = CircuitBreaker(clock)
         self.read_rate = Rate(clock)
+        self.admission = None if rule is None else Admission(rule, clock)
         self._threads = TierThreads(f"foreword-{store.label}")
         self._lock = threading.Lock()
         self._listener: Callable[[bool, Sequence[Name]], None] | None = None
@@ -337,6 +347,12 @@ class StoreTier:
                 work()
 
     # Writing
+
+    def admits(self, headers: Sequence[Header], use: BlockUse) -> list[bool]:
+        """Which of these blocks, in chain order, are to be written. Those that are used again were offered before."""
+        if self.admission is None:
+            return [not use.again] * len(headers)
+        return self.admission.choose(headers, use)
 
     def put(self, frames: Sequence[Frame], deadline: float, *, wait: bool = True) -> int:
         """Store frames. Returns how many are present now, 0 if the store failed.

@@ -14,13 +14,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress, groupby, zip_longest
 from typing import Any
 
 from foreword.errors import StoreError
+from foreword.store.admission import AdmissionRule, BlockUse
 from foreword.store.base import MISSING, Name, Store, StoredBlock, StoreStatus
-from foreword.store.frame import Frame
+from foreword.store.frame import Frame, Header
 from foreword.store.tier import OnLate, StoreTier
 from foreword.store.tier_threads import TierCall
+
+Tiers = tuple[int, ...]  # indexes of tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,11 @@ class TieredStore(Store):
             any. They are read from the last tier first, which is the one shared by the most instances.
         writable: indexes of the tiers that take writes (None: all). The other tiers are only read: blocks are never
             put, promoted, pinned or deleted there, and records are written there only if there is no other tier.
+        rules: which blocks each tier takes (None, or no rules: all).
 
     Attributes:
         writable: indexes of the tiers that take writes.
+        selective: whether a tier does not take every block.
     """
 
     def __init__(
@@ -52,9 +58,14 @@ class TieredStore(Store):
         clock: Callable[[], float] = time.monotonic,
         *,
         writable: Sequence[int] | None = None,
+        rules: Sequence[AdmissionRule | None] = (),
     ) -> None:
-        self.writable = tuple(range(len(stores)) if writable is None else sorted(writable))
-        self.tiers = [StoreTier(store, clock, writable=index in self.writable) for index, store in enumerate(stores)]
+        self.writable: Tiers = tuple(range(len(stores)) if writable is None else sorted(writable))
+        self.tiers = [
+            StoreTier(store, clock, writable=index in self.writable, rule=rule)
+            for index, (store, rule) in enumerate(zip_longest(stores, rules))
+        ]
+        self.selective = any(tier.admission is not None for tier in self.tiers)
         self.label = " > ".join(tier.label for tier in self.tiers)
         chosen = sorted(persistent or ()) or self.writable or range(len(stores))
         self._record_tiers = [self.tiers[index] for index in chosen][::-1]
@@ -170,10 +181,32 @@ class TieredStore(Store):
         return [MISSING if one is None else len(one.frame.data) for one in found]
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        """Store frames in every writable tier. Returns the largest number that one tier kept."""
-        return max((self.tiers[index].put(frames, deadline, wait=False) for index in self.writable), default=0)
+        """Store frames in every writable tier that takes them. Returns the largest number that one tier kept."""
+        headers, use = [frame.header for frame in frames], BlockUse()
 
-    def promotion_targets(self, tier: int) -> tuple[int, ...]:
+        def into(tier: StoreTier) -> int:
+            chosen = list(compress(frames, tier.admits(headers, use)))
+            return tier.put(chosen, deadline, wait=False) if chosen else 0
+
+        return max((into(self.tiers[index]) for index in self.writable), default=0)
+
+    def admitted(
+        self, headers: Sequence[Header], use: BlockUse, tiers: Tiers | None = None
+    ) -> Iterator[tuple[Tiers, int, int]]:
+        """Divide blocks, in chain order, into runs that the same tiers take: these tiers, start and end of each run.
+
+        Args:
+            tiers: those that may take them; None: all writable ones.
+        """
+        tiers = self.writable if tiers is None else tiers
+        choices = [self.tiers[index].admits(headers, use) for index in tiers]
+        low = 0
+        for taken, run in groupby(zip(*choices, strict=True) if choices else [()] * len(headers)):
+            high = low + len(list(run))
+            yield tuple(compress(tiers, taken)), low, high
+            low = high
+
+    def promotion_targets(self, tier: int) -> Tiers:
         """The faster, writable tiers to which a block found in this tier is copied."""
         return tuple(index for index in self.writable if index < tier)
 

@@ -1,8 +1,9 @@
 """Open stores from URLs: `memory://?size=4GiB`, `disk:///var/cache/foreword?size=200GiB`, `redis://host`,
 `s3://bucket/prefix`.
 
-Every URL accepts the options `codec=` (store/codecs; default raw) and `label=` (name in metrics). Several URLs make a
-tiered store, fastest first. Client libraries are imported only when a URL needs them.
+Every URL accepts the options `codec=` (store/codecs; default raw) and `label=` (name in metrics), and `admit=`,
+`min_tokens=` and `write_rate=` (store/admission). Several URLs make a tiered store, fastest first. Client libraries are
+imported only when a URL needs them.
 
 `peer://host:port` reads the device and memory of another instance. The package `foreword.transfer` opens such URLs; it
 lies above this one, so its callers pass the function that opens them to `open_store`.
@@ -18,6 +19,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlunsplit
 from foreword.blocks.layout import Layout
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, StoreConfigError, did_you_mean
+from foreword.store.admission import AdmissionRule
 from foreword.store.base import Store
 from foreword.store.redact import redacted, split_url
 from foreword.store.tiered import TieredStore
@@ -42,6 +44,7 @@ def parse_flag(text: str) -> bool:
 _MEMORY_OPTIONS: Final[Options] = {"size": parse_bytes, "pin_share": float}
 _DISK_OPTIONS: Final[Options] = {**_MEMORY_OPTIONS, "read_only": parse_flag, "journal": str}
 _REDIS_OPTIONS: Final[Options] = {"prefix": str, "ttl": lambda text: float(text) or None}
+_RULE_OPTIONS: Final[Options] = {"admit": str, "min_tokens": int, "write_rate": parse_bytes}
 _OBJECT_OPTIONS: Final[Options] = {"prefix": str, "chunk": int, "parallel": int}
 
 
@@ -51,8 +54,9 @@ class StoreUrl:
 
     Attributes:
         url: the URL without its query.
-        options: the query without `codec` and `label`.
+        options: the query without `codec`, `label` and the options of `rule`.
         shown: `url` without secrets, for messages.
+        rule: which blocks are written; None: all.
     """
 
     scheme: str
@@ -62,6 +66,7 @@ class StoreUrl:
     codec: str
     label: str
     shown: str
+    rule: AdmissionRule | None = None
 
     @property
     def persistent(self) -> bool:
@@ -98,7 +103,19 @@ def parse(url: str) -> StoreUrl:
         example = "disk:///var/cache/foreword?size=20GiB" if family == "disk" else "memory://?size=4GiB"
         raise StoreConfigError(f"{redacted(url)!r} names a host; write for example {example}")
     shown = redacted(url).partition("?")[0]
-    return StoreUrl(parts.scheme, bare, unquote(parts.path), options, codec, label, shown)
+    rules = {key: options.pop(key) for key in _RULE_OPTIONS if key in options}
+    found = StoreUrl(parts.scheme, bare, unquote(parts.path), options, codec, label, shown)
+    return replace(found, rule=_rule(found, rules)) if rules else found
+
+
+def _rule(url: StoreUrl, options: dict[str, str]) -> AdmissionRule:
+    values = read_options(replace(url, options=options), _RULE_OPTIONS)
+    if not url.writable:
+        raise StoreConfigError(f"{url.shown}: nothing is written to this store; remove {', '.join(options)}")
+    try:
+        return AdmissionRule(**values)
+    except StoreConfigError as error:
+        raise StoreConfigError(f"{url.shown}: {error.message}") from None
 
 
 def open_store(
@@ -138,7 +155,7 @@ def open_store(
         raise
     persistent = [index for index, url in enumerate(parsed) if url.persistent]
     writable = [index for index, url in enumerate(parsed) if url.writable]
-    return TieredStore(opened, persistent, writable=writable)
+    return TieredStore(opened, persistent, writable=writable, rules=[url.rule for url in parsed])
 
 
 def loss_of(urls: Sequence[str]) -> str:
@@ -234,7 +251,7 @@ def read_options(url: StoreUrl, known: Options, *, others: bool = False) -> dict
             if key in known:
                 options[key] = known[key](text)
             elif not others:
-                suggestion = did_you_mean(key, ["codec", "label", *known])
+                suggestion = did_you_mean(key, ["codec", "label", *_RULE_OPTIONS, *known])
                 raise StoreConfigError(f"{url.shown}: unknown option {key!r}{suggestion}")
         except (ConfigError, ValueError, KeyError):
             raise StoreConfigError(f"{url.shown}: {text!r} is not a value for {key!r}") from None

@@ -85,6 +85,23 @@ def test_generated_tokens_are_kept(family: str, engine: Make, tmp_path: Path) ->
 
 
 @each_kind
+def test_a_tier_that_takes_blocks_at_their_second_use(family: str, engine: Make, tmp_path: Path) -> None:
+    """A prompt used once is not written to the tier. When a later request finds it on the device, it is, and a new process
+    continues from there. The answers of both requests differ, so they stay out."""
+    tokens = prompt(40, 2)
+    with engine(family, store=f"{disk(tmp_path)}&admit=second") as llm:
+        llm.generate(tokens, greedy(16))
+        assert llm.flush() and llm.offload.store.status().blocks == 0
+        [again] = llm.generate([*tokens, *prompt(21, 3)], greedy(16))
+        assert again.cached_tokens >= 40 and llm.flush()
+        assert llm.offload.status().saved == llm.offload.store.status().blocks > 0
+    with engine(family, store=disk(tmp_path)) as llm:
+        [third] = llm.generate([*tokens, *prompt(21, 3)], greedy(4), cache_report=True)
+    assert third.cached_tokens == 40
+    assert third.cache_report is not None and third.cache_report.loaded_tokens == {"disk": 40}
+
+
+@each_kind
 def test_two_instances_share(family: str, engine: Make, tmp_path: Path) -> None:
     """Blocks that one engine computed are loaded by another one that runs beside it, on first use."""
     tokens = prompt(50, 3)

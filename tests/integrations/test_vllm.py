@@ -77,6 +77,17 @@ def test_cache_salt(model: Path, tmp_path: Path) -> None:
     assert vllm(model, [disk(tmp_path)], [asked], **{"with": {"cache_salt": "ann"}})["rounds"][0][0]["cached"] == 96
 
 
+@pytest.mark.slow
+def test_a_tier_that_takes_blocks_at_their_second_use(model: Path, tmp_path: Path) -> None:
+    """Of two prompts of one round, the second finds the start on the device: these blocks are written, the others are not."""
+    [one] = prompts(5, [100])
+    asked = [one, [*one, *prompts(6, [90])[0]]]
+    first = vllm(model, [f"{disk(tmp_path)}&admit=second"], [asked])
+    assert [one["cached"] for one in first["rounds"][0]] == [0, 96] and first["status"]["saved"] == 3
+    second = vllm(model, [disk(tmp_path)], [asked[1:]])
+    assert answers(second["rounds"][0]) == answers(first["rounds"][0][1:]) and second["rounds"][0][0]["cached"] == 96
+
+
 def test_small_memory_and_many_prompts(model: Path, tmp_path: Path) -> None:
     """With a KV cache too small for the working set, and with preemptions, the answers are the same as without a store. Blocks
     of answers are saved too."""

@@ -19,7 +19,7 @@ from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
 from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
 from foreword.integrations.vllm.weights import WeightsVersion, fingerprint_folder, model_folder
 from foreword.offload.search import StoredGroup
-from foreword.store.urls import loss_of
+from foreword.store.urls import loss_of, parse
 from foreword.transfer.sockets import parse_address
 
 NULL_BLOCK = 0  # vLLM's block id in place of blocks behind a sliding window
@@ -166,6 +166,7 @@ class KVCacheInfo:
         key_size: tokens per block key, a divisor of every group's block size.
         step: positions from which a request can continue are multiples of this many tokens.
         chunk: the most tokens that one step computes.
+        selective: whether a tier refuses some blocks (`store/admission.py`).
         whole: every group has full attention, so a request can continue behind any block, and at the end of its prompt.
         events: whether vLLM publishes KV events.
         loads: whether vLLM can compute the rest of a prompt whose start is loaded.
@@ -196,6 +197,7 @@ class KVCacheInfo:
         self.loads = _continues_prompts(vllm_config)
         self.model = model_digest(vllm_config, settings)
         self.loss = loss_of(settings.store.urls)
+        self.selective = any(parse(url).rule is not None for url in settings.store.urls)
         self.units(0)
         events = getattr(vllm_config, "kv_events_config", None)
         self.events = bool(events is not None and events.enable_kv_cache_events)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foreword.blocks.checkpoints import CheckpointPlan
@@ -29,6 +29,7 @@ class RequestState:
         search: a search in the stores for what follows the first `searched_from` tokens; `found` is its result.
         saved: by group, how many leading blocks have been saved or need not be saved.
         saves: False if nothing more of this request may be saved.
+        offered: the blocks that it found were offered to tiers that have refused them before.
         plan: which blocks of windows and recurrent states are saved; None before the request computes.
         ends: position and key of the recurrent states that were saved at the ends of the prompt and of the turn.
         no_more_loads: a load of this request has failed, and another would fail again.
@@ -46,6 +47,7 @@ class RequestState:
     reach: int = 0
     saved: list[int] = field(default_factory=list)
     saves: bool = True
+    offered: bool = False
     plan: CheckpointPlan | None = None
     ends: dict[int, bytes] = field(default_factory=dict)
     no_more_loads: bool = False
@@ -90,6 +92,11 @@ class RequestState:
     def filled(self, info: KVCacheInfo, known: int, ids: BlockIds) -> Iterator[BlockSave]:
         """Blocks to save that are full when the request has `known` tokens."""
         plan = None if info.whole else self.planned(info)
+        if plan is None and info.selective and not self.offered:
+            self.offered = True
+            for number, one in enumerate(info.groups):
+                for found in self.runs(info, number, range(self.saved[number]), ids[one.index]):
+                    yield replace(found, again=True)
         for number, one in enumerate(info.groups):
             first, full = self.saved[number], known // one.block_size
             self.saved[number] = max(first, full)
@@ -111,7 +118,8 @@ class RequestState:
         size = info.groups[group].block_size
         keys, depth = self.frame_keys(info, group, numbers), numbers[0] * info.keys_before(group)
         parent = self.key_at(info, numbers[0] * size)
-        return BlockSave(group, self.chain.root, keys, parent, depth, tuple(ids), self.identity.adapter)
+        prompt = self.request.num_prompt_tokens
+        return BlockSave(group, self.chain.root, keys, parent, depth, tuple(ids), self.identity.adapter, prompt)
 
     def frame_keys(self, info: KVCacheInfo, group: int, numbers: Iterable[int]) -> tuple[bytes, ...]:
         """Keys of the frames of a group's blocks."""

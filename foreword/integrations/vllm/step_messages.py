@@ -74,7 +74,8 @@ class BlockLoad:
 class BlockSave:
     """Consecutive blocks of a KV group that are computed when this step ends: the root key of their chain, the keys of their
     frames, the key before them, the index of the first frame in the chain, vLLM's block ids, and the adapter with which they
-    are computed."""
+    are computed. `prompt` is the length of the request's prompt. With `again` the blocks were computed before, and a request
+    uses them again."""
 
     group: int
     root: bytes
@@ -83,6 +84,8 @@ class BlockSave:
     depth: int
     blocks: tuple[int, ...]
     adapter: Adapter | None = None
+    prompt: int | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

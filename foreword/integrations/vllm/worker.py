@@ -290,7 +290,8 @@ class ForewordConnectorWorker:
             self.offload.prefill_rate.note(metadata.tokens, time.monotonic() - self.step_started)
         for save in metadata.saves:
             if self._saves[save.group] and self._may_save(save):
-                self.offload.save(save.root, save.keys, save.parent, save.depth, save.blocks, save.group)
+                where = save.depth, save.blocks, save.group
+                self.offload.save(save.root, save.keys, save.parent, *where, prompt=save.prompt, again=save.again)
         self._saved_requests.update(metadata.finished)
         if metadata.deletes:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]

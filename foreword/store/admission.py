@@ -1,0 +1,132 @@
+"""Admission: which blocks a tier of a tiered store takes, by their use and by a rate of writes.
+
+A block is decided about when it is computed, and again when a later request uses it from the device: a tier that takes blocks
+at their second use gets them then. A block behind one that was refused is refused too, since no lookup would find it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from foreword.errors import StoreConfigError
+from foreword.store.frame import HEADER_BYTES, Header
+
+RULES: Final = ("every", "second", "prompts")
+_REMEMBERED: Final = 1 << 18  # blocks of a generation, of which there are two: at most about 50 MB per tier
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionRule:
+    """What a tier takes.
+
+    Attributes:
+        admit: "every" block; a block at its "second" use; or blocks of "prompts", not those of answers.
+        min_tokens: blocks of requests whose prompts have at least this number of tokens.
+        write_rate: bytes per second, with bursts of one second; 0: no limit. What exceeds it is not written.
+
+    Raises StoreConfigError.
+    """
+
+    admit: str = "every"
+    min_tokens: int = 0
+    write_rate: int = 0
+
+    def __post_init__(self) -> None:
+        if self.admit not in RULES:
+            raise StoreConfigError(f"admit is one of {', '.join(RULES)}, not {self.admit!r}")
+        if self.min_tokens < 0 or self.write_rate < 0:
+            raise StoreConfigError("min_tokens and write_rate are 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUse:
+    """How blocks came to be offered to the tiers.
+
+    Attributes:
+        prompt: tokens of the request's prompt; None: unknown, and the blocks are taken for those of a long prompt.
+        block_tokens: tokens of a block.
+        again: the request has not computed the blocks: it found them on the device, or loaded them.
+        promotion: the blocks were loaded from a slower tier, so they have been used again.
+    """
+
+    prompt: int | None = None
+    block_tokens: int = 1
+    again: bool = False
+    promotion: bool = False
+
+
+class Admission:
+    """Decides for one tier, and remembers what it decided for recent blocks. Thread-safe.
+
+    Attributes:
+        refused: number of blocks by reason: `first_use`, `answer`, `short`, `rate`, `gap` (behind a refused block).
+    """
+
+    def __init__(self, rule: AdmissionRule, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rule = rule
+        self.refused: Counter[str] = Counter()
+        self._clock = clock
+        self._lock = threading.Lock()
+        # Whether a block was admitted, by the hash of its name. A wrong entry costs a block its place in this tier.
+        self._recent: dict[int, bool] = {}
+        self._older: dict[int, bool] = {}
+        self._left = float(rule.write_rate)
+        self._at = clock()
+
+    def choose(self, headers: Sequence[Header], use: BlockUse) -> list[bool]:
+        """Which of these blocks, in chain order, the tier takes."""
+        with self._lock:
+            refused: set[int] = set()
+            return [self._admits(header, use, refused) for header in headers]
+
+    def _admits(self, header: Header, use: BlockUse, refused: set[int]) -> bool:
+        key, parent = hash(header.name), hash(header.parent_name)
+        known = self._known(key)
+        if known and use.again:  # the tier has got it already
+            return False
+        # Of a chain that is used again, blocks between the given ones have left a window: they are not needed.
+        behind_gap = parent in refused or (not use.again and self._known(parent) is False)
+        reason = self._reason(header, use, seen=known is not None) or ("gap" if behind_gap else self._over_rate(header))
+        self._remember(key, not reason)
+        if reason:
+            refused.add(key)
+            self.refused[reason] += 1
+        return not reason
+
+    def _reason(self, header: Header, use: BlockUse, *, seen: bool) -> str:
+        """Why the rule for uses refuses a block; "" if it does not."""
+        rule, end = self.rule, (header.depth + 1) * use.block_tokens
+        if use.promotion:
+            return ""
+        if rule.admit == "second" and not seen and not use.again:
+            return "first_use"
+        if use.prompt is not None and use.prompt < rule.min_tokens:
+            return "short"
+        return "answer" if rule.admit == "prompts" and use.prompt is not None and end > use.prompt else ""
+
+    def _over_rate(self, header: Header) -> str:
+        """Take a block's bytes from the token bucket. It may be larger than what is left; then later ones wait longer."""
+        rate = self.rule.write_rate
+        if not rate:
+            return ""
+        now = self._clock()
+        self._left = min(self._left + (now - self._at) * rate, float(rate))
+        self._at = now
+        if self._left <= 0:
+            return "rate"
+        self._left -= HEADER_BYTES + header.length
+        return ""
+
+    def _known(self, key: int) -> bool | None:
+        known = self._recent.get(key)
+        return self._older.get(key) if known is None else known
+
+    def _remember(self, key: int, admitted: bool) -> None:
+        self._recent[key] = admitted
+        if len(self._recent) >= _REMEMBERED:
+            self._older, self._recent = self._recent, {}
