@@ -126,7 +126,7 @@ class StoreTier:
 
         With a deadline, the call is made on a thread of the tier, and fails if it does not return by then.
         """
-        if not self._admits():
+        if not self._admits(inline=deadline is None):
             return default
         try:
             result = call() if deadline is None else self.call(call, deadline)
@@ -140,12 +140,13 @@ class StoreTier:
         """Make a call of the store. Raises what it raises, and StoreHung if it has not returned shortly after the deadline."""
         return self._threads.call(call, deadline) if self.blocking else call()
 
-    def _admits(self) -> bool:
-        """Whether a call may be made now. While a call is hung, only the tier's own probes are."""
+    def _admits(self, *, inline: bool = False) -> bool:
+        """Whether a call may be made now. While a call is hung, only the tier's own probes are. While one is overdue, a call
+        would probably lose its deadline too, so only those on the caller's thread are made, which has no other work."""
         hung = self._threads.hung
         if hung and not self.breaker.is_open and self.breaker.failed(certain=True):
             self._log_opened("a call does not return")
-        if self.breaker.allows():
+        if (hung or inline or not self._threads.overdue) and self.breaker.allows():
             if not hung:
                 return True
             self._probe()

@@ -109,6 +109,7 @@ class TierThreads:
         self._forgiven: set[TierCall[object]] = set()
         self._queued = 0
         self._threads = 0
+        self._returned_at = 0.0  # when a call last returned that was not abandoned
 
     @property
     def hung(self) -> bool:
@@ -118,6 +119,14 @@ class TierThreads:
         since = time.monotonic() - _HUNG
         with self._lock:
             return any(0.0 < call.abandoned_at < since for call in self._running - self._forgiven)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a call was abandoned, has not returned, and no other one has returned in time since."""
+        if not self._running:
+            return False
+        with self._lock:
+            return any(call.abandoned_at > self._returned_at for call in self._running - self._forgiven)
 
     def forgive(self) -> None:
         """The store works, although calls of it have not returned. They keep their threads."""
@@ -162,6 +171,8 @@ class TierThreads:
             with self._lock:
                 self._running.discard(call)
                 self._forgiven.discard(call)
+                if not call.abandoned_at:
+                    self._returned_at = time.monotonic()
 
     def _ended(self) -> bool:
         """A thread was idle: whether it may end. A call that was just queued keeps it."""

@@ -245,6 +245,25 @@ def test_a_call_that_does_not_return(tiers: Tiers) -> None:
         time.sleep(0.01)
 
 
+def test_a_hang_costs_one_deadline(tiers: Tiers) -> None:
+    """Of the requests that follow each other while a tier hangs, one waits for it. A tier that answers late is used again
+    when it has answered."""
+    frames = make_frames(6, 2, PAYLOAD)
+    put_all(tiers.store, frames)
+    tiers.fast.stick()
+    hung = tiers.store.tiers[0]
+    for _ in range(5):
+        assert tiers.store.lookup(names_of(frames), deadline=soon(0.2)) == 2
+        assert read(tiers.store, frames, deadline=soon(0.2)) == whole(frames)
+    assert hung.counters.errors == {"store_hung": 1} and hung.counters.skipped == 9
+    tiers.fast.release()
+    until = soon()
+    while tiers.store.locate(names_of(frames), deadline=soon())[0] != 0:
+        assert soon(0.0) < until, "the tier is used again"
+        tiers.clock.now += 10
+        time.sleep(0.01)
+
+
 def test_a_late_read_writes_nothing_that_is_used(tiers: Tiers) -> None:
     """A read that returns after its caller stopped waiting changes no buffer of the caller, or names those it may change."""
     frames = make_frames(8, 4, PAYLOAD)
