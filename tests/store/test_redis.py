@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from servers import RedisCluster, RedisServer, ScriptedServer, Sentinel, free_port, wait_until
 
 from foreword.conformance import Damage, StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
+from foreword.conformance.frames import LAYOUT, ROOT
 from foreword.errors import (
     BadFrame,
     StoreConfigError,
@@ -30,7 +31,7 @@ from foreword.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from foreword.store.base import BAD, FAILED
+from foreword.store.base import BAD, FAILED, MISSING
 from foreword.store.frame import Frame, check, frame
 from foreword.store.redis.redis_store import RedisStore
 
@@ -776,7 +777,8 @@ def test_slots_that_migrate(cluster: RedisCluster):
 
 
 def test_a_cluster_that_loses_a_node(tmp_path: Path):
-    """Blocks of a dead node are FAILED and all others can be read and written. The tier as a whole does not fail."""
+    """Blocks of a dead node are lost, and all others can be read. When they are written again, another node takes them. The
+    tier as a whole does not fail, and deleting reaches both nodes."""
     cluster = RedisCluster(tmp_path / "cluster", "--cluster-require-full-coverage", "no")
     prefix = fresh()
     store = RedisStore(cluster.url, prefix=prefix)
@@ -786,19 +788,27 @@ def test_a_cluster_that_loses_a_node(tmp_path: Path):
         gone = cluster.names_on(0, prefix)
         assert 0 < len(gone) < 40
         cluster.nodes[0].kill()
-        sizes = [FAILED if one.name in gone else len(one.data) for one in frames]
-        first = next(index for index, size in enumerate(sizes) if size == FAILED)
-        for _ in range(4):
+        for lost in (FAILED, MISSING):
+            sizes = [lost if one.name in gone else len(one.data) for one in frames]
             assert lengths_of(store, frames, soon()) == sizes
-            assert store.lookup(names_of(frames), deadline=soon()) == first
-            assert store.put(frames, deadline=soon()) == 60 - len(gone)
-        assert store.lookup(names_of(frames[first : first + 1]), deadline=soon()) == 0
+        assert store.lookup(names_of(frames), deadline=soon()) == sizes.index(MISSING)
         assert store.status().notes["unreachable"] == 1
+        for _ in range(2):
+            assert store.put(frames, deadline=soon()) == 60
+            assert store.lookup(names_of(frames), deadline=soon()) == 60
+            assert read(store, frames) == whole(frames)
         with pytest.raises(StoreUnavailable):
             store.delete(names_of(frames), deadline=soon())
+        store.put(frames, deadline=soon())
         cluster.nodes[0].start()
-        wait_until(lambda: store.put(frames, deadline=soon()) == 60, "the node is used again")
+        wait_until(lambda: lengths_of(store, frames, soon()).count(MISSING) == len(gone), "the node is used again")
+        assert store.put(frames, deadline=soon()) == 60
         assert read(store, frames) == whole(frames)
+        listed = [name for names in store.list_names(LAYOUT, ROOT[:16], deadline=soon()) for name in names]
+        assert len(listed) == 60 + len(gone) and set(listed) == set(names_of(frames))
+        assert len(list(store.scan(deadline=soon()))) == 60
+        assert store.delete(names_of(frames), deadline=soon()) == 60
+        assert not list(store.scan(deadline=soon()))
     finally:
         store.close()
         cluster.kill()
@@ -811,12 +821,11 @@ def test_a_node_that_hangs_costs_one_deadline(cluster: RedisCluster):
     frames = make_frames(44, 60, 1000)
     store.put(frames, deadline=soon())
     gone = cluster.names_on(1, prefix)
-    sizes = [FAILED if one.name in gone else len(one.data) for one in frames]
     with cluster.nodes[1].stopped():
-        assert lengths_of(store, frames, soon(0.5)) == sizes
         before = time.monotonic()
-        for _ in range(6):
-            assert lengths_of(store, frames, soon()) == sizes
+        for lost in (FAILED, *[MISSING] * 6):
+            sizes = [lost if one.name in gone else len(one.data) for one in frames]
+            assert lengths_of(store, frames, soon(0.5 if lost == FAILED else 60.0)) == sizes
         assert time.monotonic() - before < 60, "a later call has waited for the node until its deadline"
     wait_until(lambda: read(store, frames) == whole(frames), "the node is used again")
     store.close()

@@ -19,7 +19,7 @@ from redis.crc import key_slot
 
 from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import time_left
-from foreword.store.redis.nodes import INFO, RedisNode
+from foreword.store.redis.nodes import INFO, PLACES, RedisNode
 from foreword.store.redis.resp import Command, ErrorReply, Reply, make_command
 
 Address = tuple[str, int]
@@ -71,6 +71,12 @@ class ClusterNodes:
             for index in waiting:
                 replies[index] = replies[index] or error
         return replies
+
+    places = PLACES
+
+    def skips(self, key: bytes) -> bool:
+        """Whether commands for this key are not sent, since its node is down."""
+        return bool(self._down and self._slots) and self._slots[key_slot(key)] in self._down
 
     def primaries(self, deadline: float) -> list[RedisNode]:
         """All nodes that have slots."""

@@ -24,6 +24,7 @@ from foreword.store.redis.resp import Command, ConnectionLost, ErrorReply, Reply
 
 _MAX_IDLE: Final = 32  # connections kept per node
 _PERMANENT: Final = {"ERR", "NOAUTH", "NOPERM", "WRONGPASS"}  # login errors that will not go away
+PLACES: Final = 4  # keys of a block in a cluster; a later one is used while the nodes of those before it are down
 INFO: Final = make_command(b"", b"INFO")
 
 
@@ -57,6 +58,12 @@ class RedisNode:
     @property
     def usable(self) -> bool:
         """Whether other servers may reply when one has failed: False, there is only one."""
+        return False
+
+    places = 1  # keys that a block may have
+
+    def skips(self, key: bytes) -> bool:
+        """Whether commands for this key are not sent, since its node is down."""
         return False
 
     def primaries(self, deadline: float) -> list[RedisNode]:

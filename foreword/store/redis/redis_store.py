@@ -2,9 +2,10 @@
 
 Keys, where `P` is the prefix:
 
-    P:b:<name in hex>    a string: the frame, written with one SET
-    P:records            a hash: record key -> record
-    P:pinned             a set: the names (64 bytes) of pinned blocks
+    P:b:<name in hex>      a string: the frame, written with one SET
+    P:b:<name in hex>:<n>  the same in a cluster, n from 1 to 3, where the node of the key before it was down
+    P:records              a hash: record key -> record
+    P:pinned               a set: the names (64 bytes) of pinned blocks
 
 The server limits its memory itself with `maxmemory`. It knows neither chains nor pins:
 
@@ -43,7 +44,7 @@ from foreword.store.base import (
 )
 from foreword.store.frame import HEADER_BYTES, Frame
 from foreword.store.redis.addresses import open_nodes
-from foreword.store.redis.nodes import RedisNode
+from foreword.store.redis.nodes import PLACES, RedisNode
 from foreword.store.redis.resp import Command, ErrorReply, Reply, encode, error_of, expect, make_command
 
 # Names in the first round trip of a lookup; each further one has 8 times as many.
@@ -51,6 +52,7 @@ _FIRST_BATCH: Final = 64
 _SCAN_BATCH: Final = 512
 _STATUS_AGE: Final = 1.0
 _STATUS_TIMEOUT: Final = 0.25
+_SPARE = re.compile(rb":[1-3]$")
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
 
@@ -136,10 +138,13 @@ class RedisStore(Store):
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
         if not names:
             return 0
-        keys = [self._key(name) for name in names]
+        places = self._nodes.places
+        first = (self._blocks + name.hex().encode() for name in names)
+        keys = [key for one in first for key in (one, *_spare_keys(one, places))]
         commands = [make_command(key, b"UNLINK", key) for key in keys]
         commands.append(make_command(self._pinned, b"SREM", self._pinned, *names))
-        return sum(expect(reply, int) for reply in self._run_checked(commands, deadline)[:-1])
+        removed = [expect(reply, int) for reply in self._run_checked(commands, deadline)[:-1]]
+        return sum(any(removed[at : at + places]) for at in range(0, len(removed), places))
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         """Mark blocks as pinned, and remove their time to live if there is a `ttl`.
@@ -255,11 +260,15 @@ class RedisStore(Store):
         return Command(key, (head, data, tail))
 
     def _key(self, name: Name) -> bytes:
-        return self._blocks + name.hex().encode()
+        """Where a block is now: the first of its keys whose node is not down."""
+        key = self._blocks + name.hex().encode()
+        if not self._nodes.skips(key):
+            return key
+        return next((other for other in _spare_keys(key, PLACES) if not self._nodes.skips(other)), key)
 
     def _name(self, key: bytes) -> Name | None:
         """The block name in a key. None if it is not the key of a block."""
-        digits = key[len(self._blocks) :]
+        digits = _SPARE.sub(b"", key[len(self._blocks) :])
         if len(digits) != 2 * NAME_BYTES or digits != digits.lower():
             return None
         try:
@@ -294,6 +303,11 @@ class RedisStore(Store):
     def _check_open(self) -> None:
         if self._closed:
             raise StoreUnavailable(f"the store {self.label!r} is closed")
+
+
+def _spare_keys(key: bytes, places: int) -> Iterator[bytes]:
+    """Where else a block with `places` keys in all may be."""
+    return (b"%b:%d" % (key, number) for number in range(1, places))
 
 
 def _failure(reply: Reply) -> StoreError | None:

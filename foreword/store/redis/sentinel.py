@@ -52,6 +52,11 @@ class SentinelNodes:
             self._run_again(node, commands, lost, replies, deadline)
         return replies
 
+    places = 1
+
+    def skips(self, key: bytes) -> bool:
+        return False
+
     def primaries(self, deadline: float) -> list[RedisNode]:
         """All servers to scan: the primary."""
         return [self._find(deadline)]
