@@ -21,7 +21,7 @@ from foreword.store.redis.redis_store import RedisStore
 from foreword.store.tiered import TieredStore
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "store"))
-from servers import RedisCluster
+from servers import RedisCluster  # type: ignore[import-not-found]
 
 PAYLOAD = 16 << 10
 LOOKUP = 0.25  # seconds until the deadline of a lookup
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=64)
     arguments = parser.parse_args()
     chains = [make_frames(seed, arguments.blocks, PAYLOAD) for seed in range(arguments.chains)]
-    rows = []
+    rows: list[list[str]] = []
 
     def note(what: str) -> None:
         share, longest = one_round(store, random.sample(chains, len(chains)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
 from foreword.errors import IntegrityError
@@ -52,6 +52,7 @@ class ChainLru:
     Args:
         slots: number of slots. Each takes about 60 bytes here, a block about 400 more.
         tenant_of: the tenant of a block by its name; by default all blocks have one tenant.
+        quota: the most slots of a tenant; None: all.
 
     Attributes:
         evicted: name of the block that the last `allocate` evicted, None if it evicted none.
@@ -64,6 +65,7 @@ class ChainLru:
         "_next_unused",
         "_orphans",
         "_queued",
+        "_quota",
         "_tenant_of",
         "_tenants",
         "_used",
@@ -78,8 +80,9 @@ class ChainLru:
         "slots",
     )
 
-    def __init__(self, slots: int, tenant_of: Callable[[Name], bytes] = _same_tenant) -> None:
+    def __init__(self, slots: int, tenant_of: Callable[[Name], bytes] = _same_tenant, quota: int | None = None) -> None:
         self.slots = slots
+        self._quota = slots if quota is None else quota
         self._tenant_of = tenant_of
         self._tenants: dict[bytes, _Tenant] = {}
         self.clock = 0
@@ -108,12 +111,16 @@ class ChainLru:
         None if no block last used before the time `before` can be evicted. `name` is that of the block to add.
         """
         self.evicted = None
+        adding = self._tenant_of(name)
+        tenant = self._tenants.get(adding)
+        if tenant is not None and tenant.slots >= self._quota:
+            return self._evict(before, adding, [adding])
         if self._free:
             return self._free.pop()
         if self._next_unused < self.slots:
             self._next_unused += 1
             return self._next_unused - 1
-        return self._evict(before, self._tenant_of(name))
+        return self._evict(before, adding)
 
     def free(self, slot: int) -> None:
         """Make a slot available to `allocate` again. Its block was removed before."""
@@ -181,13 +188,13 @@ class ChainLru:
         else:
             self._orphans[parent] -= 1
 
-    def _evict(self, before: int, tenant_to_add: bytes) -> int | None:
+    def _evict(self, before: int, tenant_to_add: bytes, only: Sequence[bytes] | None = None) -> int | None:
         """Remove the least recently used leaf that was last used before the time `before`. Returns its slot, or None.
 
-        Skips pinned blocks and slots in use.
+        Skips pinned blocks and slots in use. `only`: the tenants to evict from; None: any.
         """
         oldest: dict[bytes, int] = {}
-        for group in (compared(self._tenants), self._tenants):
+        for group in [only] if only else [compared(self._tenants), self._tenants]:
             for tenant in group:
                 entry = self._oldest(tenant, before)
                 if entry is not None:

@@ -2,7 +2,8 @@
 
 A tenant is the root in the names of its blocks. A tenant with at most its share, the budget divided by the number of
 tenants, is protected while others have more. Among the other tenants, and if there is only one, the least recently used
-block is evicted. A tenant that has not used the store for an hour is neither protected nor counted.
+block is evicted. A tenant that has not used the store for an hour is neither protected nor counted. With a quota, a tenant
+that has reached it evicts its own blocks, even if there is room.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple, TypeVar
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES
+from foreword.errors import StoreConfigError
 from foreword.store.base import Name
 
 Tenant = TypeVar("Tenant")
@@ -33,6 +35,19 @@ class Usage(NamedTuple):
 def tenant_of(name: Name) -> bytes:
     """The part of a block's name that identifies its tenant."""
     return name[FINGERPRINT_BYTES:PREFIX_BYTES]
+
+
+def quota_of(quota: float | None, size: int) -> int:
+    """Bytes that a tenant may have in a store of `size` bytes: all (None), a share (a float), or a number of bytes (an int).
+
+    Raises StoreConfigError.
+    """
+    if quota is None:
+        return size
+    amount = int(quota * size) if isinstance(quota, float) else quota
+    if not 0 < amount <= size:
+        raise StoreConfigError(f"tenant_quota is from 1 byte to the size of the store, not {amount} bytes")
+    return amount
 
 
 def compared(tenants: Collection[Tenant]) -> list[Tenant]:

@@ -40,8 +40,13 @@ def parse_flag(text: str) -> bool:
     return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
 
 
+def parse_quota(text: str) -> float:
+    """A number of bytes, or the share that "25%" says."""
+    return float(text[:-1]) / 100 if text.endswith("%") else parse_bytes(text)
+
+
 # The options of the stores and how their values are read. The names are those of the constructors' arguments.
-_MEMORY_OPTIONS: Final[Options] = {"size": parse_bytes, "pin_share": float}
+_MEMORY_OPTIONS: Final[Options] = {"size": parse_bytes, "pin_share": float, "tenant_quota": parse_quota}
 _DISK_OPTIONS: Final[Options] = {**_MEMORY_OPTIONS, "read_only": parse_flag, "journal": str}
 _REDIS_OPTIONS: Final[Options] = {"prefix": str, "ttl": lambda text: float(text) or None}
 _RULE_OPTIONS: Final[Options] = {"admit": str, "min_tokens": int, "write_rate": parse_bytes}

@@ -231,7 +231,7 @@ def test_a_call_that_does_not_return(tiers: Tiers) -> None:
     for _ in range(3):
         assert tiers.store.lookup(names_of([*frames, *fresh]), deadline=soon(1.0)) == 6
         assert read(tiers.store, frames, deadline=soon(1.0)) == whole(frames)
-        time.sleep(0.1)
+        time.sleep(0.2)
     assert hung.breaker.is_open and hung.counters.errors["store_hung"] >= 1 and hung.counters.skipped >= 1
     before = hung.counters.errors["store_hung"]
     tiers.clock.now += 100  # a trial call, which no request waits for
@@ -280,6 +280,12 @@ def test_a_late_read_writes_nothing_that_is_used(tiers: Tiers) -> None:
     names = names_of(frames)
     assert tiers.store.fetch(names, buffers, deadline=soon(0.2)) == [None] * 4
     assert not any(bytes(one).strip(b"\0") for one in buffers)
+    tiers.slow.release()
+    until = soon()
+    while None in tiers.store.fetch(names, [memoryview(bytearray(2000)) for _ in frames], deadline=soon()):
+        assert soon(0.0) < until, "the tier is used again"
+        tiers.clock.now += 10
+    tiers.slow.stick()
     assert tiers.store.fetch(names, buffers, deadline=soon(0.2), on_late=late) == [None] * 4
     assert told == [0, 1, 2, 3] and not returned.is_set()
     tiers.slow.release()

@@ -38,6 +38,7 @@ from foreword.store.disk.locks import LivenessLock, is_alive
 from foreword.store.disk.opener import IndexOpener
 from foreword.store.disk.pending_updates import PendingUpdates
 from foreword.store.disk.records import RecordFiles
+from foreword.store.fair_share import quota_of
 from foreword.store.frame import Frame
 
 _FLUSH_SECONDS: Final = 5.0  # how often uses are written to the index
@@ -63,6 +64,7 @@ class DiskStore(Store):
     Args:
         size: sum of the lengths of the block files. Processes with different sizes each keep their own when they write.
         pin_share: share of `size` that may be pinned.
+        tenant_quota: share of `size`, or bytes, that the blocks of one tenant may take; None: all.
         read_only: never write, not even uses. Implied if the folder cannot be written.
         journal: "delete" on network file systems, where SQLite's write-ahead log does not work across hosts.
 
@@ -82,6 +84,7 @@ class DiskStore(Store):
         pin_share: float = 0.5,
         read_only: bool = False,
         journal: Literal["wal", "delete"] = "wal",
+        tenant_quota: float | None = None,
     ) -> None:
         if size < 1 or not 0.0 <= pin_share <= 1.0 or journal not in ("wal", "delete"):
             raise StoreConfigError(
@@ -102,7 +105,7 @@ class DiskStore(Store):
         self._closed = False
         self._notes: Counter[str] = Counter(missing=0, recovered=0, rebuilt=0, found=0, stuck=0)
         self._opener = IndexOpener(self._index, self._files, self._notes, self._index_opened)
-        self._budget = BlockBudget(self._files, size, self._notes)
+        self._budget = BlockBudget(self._files, size, self._notes, quota_of(tenant_quota, size))
         self._totals = (-1, 0, 0)  # blocks, bytes and pinned bytes when they were last known
         self._liveness: LivenessLock | None = None
         self._reset()

@@ -58,14 +58,16 @@ class BlockBudget:
     Args:
         size: bytes of blocks.
         notes: counters `missing` and `recovered` to increment.
+        quota: bytes of blocks of one tenant.
 
     Attributes:
         evictions: number of blocks that this process has evicted.
         on_evicted: if set, called with the name of each of them.
     """
 
-    def __init__(self, files: BlockFiles, size: int, notes: Counter[str]) -> None:
+    def __init__(self, files: BlockFiles, size: int, notes: Counter[str], quota: int) -> None:
         self.size = size
+        self._quota = quota
         self.evictions = 0
         self.on_evicted: Callable[[Name], None] | None = None
         self._files = files
@@ -139,8 +141,8 @@ class BlockBudget:
         if transaction.bytes + need - self.size > self.size // _UNUSUAL:
             transaction.check_totals()
         recovered = False
-        while transaction.bytes + need > self.size:
-            if self._evict_one(transaction, now, to_write):
+        while (full := transaction.bytes + need > self.size) or self._over_quota(transaction, to_write):
+            if self._evict_one(transaction, now, to_write, () if full else self._over_quota(transaction, to_write)):
                 continue
             if recovered:
                 transaction.check_leaves()
@@ -148,6 +150,12 @@ class BlockBudget:
             self._recover(transaction, writer)
             recovered = True
         return True
+
+    def _over_quota(self, transaction: IndexTransaction, to_write: Mapping[int, int]) -> list[int]:
+        """The tenants that would have more than they may."""
+        if self._quota >= self.size:
+            return []
+        return [one for one, more in to_write.items() if transaction.tenant_bytes(one) + more > self._quota]
 
     def evict(self, transaction: IndexTransaction, need: int, now: int) -> int:
         """Evict blocks of at least `need` bytes and not fewer than a few, last used before `now`. Returns how many."""
@@ -158,14 +166,20 @@ class BlockBudget:
         return count
 
     def _evict_one(
-        self, transaction: IndexTransaction, now: int, to_write: Mapping[int, int], *, prune: bool = False
+        self,
+        transaction: IndexTransaction,
+        now: int,
+        to_write: Mapping[int, int],
+        tenants: Sequence[int] = (),
+        *,
+        prune: bool = False,
     ) -> bool:
         """Evict the block that was least recently used before `now`. False if there is none.
 
-        With `prune`, its folder is removed too if it is empty.
+        `tenants`: those to evict from; (): any. With `prune`, the block's folder is removed too if it is empty.
         """
         for _ in range(_STUCK):
-            row = transaction.victim(now, self.size, time.time(), to_write)
+            row = transaction.victim(now, self.size, time.time(), to_write, tenants)
             if row is None:
                 return False
             try:

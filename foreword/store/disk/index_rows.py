@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import xxhash
@@ -290,15 +290,18 @@ class IndexTransaction:
         self._add_bytes(row.name, -row.size)
         self.pinned_bytes -= row.size if row.pinned else 0
 
-    def victim(self, before: int, budget: int, clock: float, to_write: Mapping[int, int]) -> BlockRow | None:
+    def victim(
+        self, before: int, budget: int, clock: float, to_write: Mapping[int, int], tenants: Sequence[int] = ()
+    ) -> BlockRow | None:
         """The leaf to evict next: not pinned, last used before the time `before`, the deepest of equals.
 
-        It is the least recently used one of the tenant that `fair_share` chooses. `to_write` are bytes of tenants.
+        It is the least recently used one of the tenant that `fair_share` chooses, among `tenants` if there are any. `to_write`
+        are bytes of tenants.
         """
         usage = self._tenants()
         for tenant, size in to_write.items():
             usage[tenant] = usage.get(tenant, Usage(0, clock)).plus(size)
-        for group in (compared(usage), usage):
+        for group in [tenants] if tenants else [compared(usage), usage]:
             rows = {one: row for one in group if (row := self._oldest_leaf(one, before)) is not None}
             if len(rows) == 1:
                 return next(iter(rows.values()))
@@ -306,6 +309,10 @@ class IndexTransaction:
                 oldest = {one: row.used for one, row in rows.items()}
                 return rows[choose(oldest, usage, share(usage.values(), budget, clock), clock)]
         return None
+
+    def tenant_bytes(self, tenant: int) -> int:
+        """Bytes of the blocks of a tenant."""
+        return self._tenants().get(tenant, Usage(0, 0.0)).amount
 
     def _tenants(self) -> dict[int, Usage]:
         """What each tenant uses now."""

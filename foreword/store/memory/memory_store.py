@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from foreword.errors import StoreConfigError, StoreFull, StoreUnavailable
 from foreword.store.base import FAILED, MISSING, Name, StoredBlock, StoreStatus, time_left
+from foreword.store.fair_share import quota_of
 from foreword.store.frame import Frame
 from foreword.store.memory.arena import MemoryArena, PagePopulator
 from foreword.store.memory.slot_table import SlotTable
@@ -28,6 +29,7 @@ class MemoryStore(LocalRecords):
     Args:
         size: bytes of the arena. The index takes about 400 bytes per block in addition.
         pin_share: share of the slots that may be pinned.
+        tenant_quota: share, or bytes, that the blocks of one tenant may take; None: all.
         slot_bytes: length of a slot; by default that of the largest frame of the first put. Longer frames are refused
             without an error (`notes["refused"]`), shorter ones take a whole slot.
 
@@ -39,7 +41,13 @@ class MemoryStore(LocalRecords):
     blocking = False
 
     def __init__(
-        self, size: int, *, label: str = "memory", pin_share: float = 0.5, slot_bytes: int | None = None
+        self,
+        size: int,
+        *,
+        label: str = "memory",
+        pin_share: float = 0.5,
+        slot_bytes: int | None = None,
+        tenant_quota: float | None = None,
     ) -> None:
         if size < 1 or not 0.0 <= pin_share <= 1.0 or (slot_bytes is not None and not 1 <= slot_bytes <= size):
             raise StoreConfigError(
@@ -49,9 +57,11 @@ class MemoryStore(LocalRecords):
         self.on_evicted: Callable[[Name], None] | None = None
         self._size = size
         self._pin_share = pin_share
+        self._quota = None if tenant_quota is None else quota_of(tenant_quota, size)
         self._lock = threading.Lock()
         self._arena: MemoryArena | None = MemoryArena(size)
-        self._slots = SlotTable(size, slot_bytes or 0)  # no slots before the first put, unless `slot_bytes` is given
+        # No slots before the first put, unless `slot_bytes` is given.
+        self._slots = SlotTable(size, slot_bytes or 0, self._quota)
         self._evictions = 0
         self._refused = 0
         self._populator = PagePopulator(self._arena, f"foreword-{label}-pages")
@@ -103,7 +113,8 @@ class MemoryStore(LocalRecords):
             arena = self._open(deadline)
             if not self._slots.slot_bytes:  # slots are as long as the longest of the first frames that fits
                 lengths = (len(one.data) for one in frames)
-                self._slots = SlotTable(self._size, max((one for one in lengths if one <= self._size), default=0))
+                longest = max((one for one in lengths if one <= self._size), default=0)
+                self._slots = SlotTable(self._size, longest, self._quota)
             slots = self._slots
             reserved, present, full = self._reserve(slots, frames)
             if reserved:

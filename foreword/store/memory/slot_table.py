@@ -20,14 +20,19 @@ from foreword.store.frame import Frame
 class SlotTable:
     """The slots of an arena, none if `slot_bytes` is 0. All methods are called under the store's lock.
 
+    Args:
+        quota: bytes that a tenant may have; None: all.
+
     Attributes:
         writing: slots whose block is being written.
     """
 
-    def __init__(self, size: int, slot_bytes: int) -> None:
+    def __init__(self, size: int, slot_bytes: int, quota: int | None = None) -> None:
         count = size // slot_bytes if slot_bytes else 0
         self.slot_bytes = slot_bytes
-        self.chains = ChainLru(count, tenant_of)
+        self.chains = ChainLru(
+            count, tenant_of, None if quota is None or not slot_bytes else max(quota // slot_bytes, 1)
+        )
         self.writing: set[int] = set()
         self.bytes = 0
         self.pinned_bytes = 0
