@@ -20,6 +20,7 @@ from foreword.errors import BadRequest
 
 KEY_FORMAT = 2
 KEY_BYTES = 32
+VLLM_SALT = b"vllm\x00"  # before the `cache_salt` of a request to vLLM
 _MAGIC = b"foreword/key\x00"
 _TOKEN_BYTES = 4
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlencode
 
 import typer
 
@@ -18,7 +19,7 @@ from foreword.cli.client import plural
 from foreword.errors import BadFrame, ConfigError
 
 if TYPE_CHECKING:
-    from foreword.prefixes.erasure import LayoutRecord, Receipt, StoredChains
+    from foreword.prefixes.erasure import LayoutRecord, StoredChains
     from foreword.store.base import StoredBlock
     from foreword.store.tier import StoreTier
     from foreword.store.tiered import TieredStore
@@ -272,6 +273,10 @@ def forget(
         typer.Option("--server", help="URL of a server: all blocks of the caller."),
     ] = None,
     api_key: Annotated[str | None, typer.Option("--api-key", help="API key of the caller, for --server.")] = None,
+    cache_salt: Annotated[
+        str | None,
+        typer.Option("--cache-salt", help="Only requests with this cache_salt: a session. With a tenant or --server."),
+    ] = None,
 ) -> None:
     """Delete blocks from stores.
 
@@ -283,15 +288,25 @@ def forget(
         raise ConfigError(
             "choose what to delete with exactly one of --tenant, --no-tenant, --prefix, --model and --server"
         )
+    if cache_salt is not None and (not cache_salt or prefix is not None or model is not None):
+        raise ConfigError("--cache-salt is not empty, and is for --tenant, --no-tenant and --server")
     if server is not None:
         from foreword.cli.client import call_server
 
-        _print_receipt(call_server(server, api_key, "DELETE", "/v1/cache"))
+        query = "" if cache_salt is None else "?" + urlencode({"cache_salt": cache_salt})
+        _print_receipt(call_server(server, api_key, "DELETE", f"/v1/cache{query}"))
         return
     if not urls:
         raise ConfigError("name the stores to delete from, for example disk:///var/cache/foreword")
+    from foreword.prefixes import erasure
+
     with _opened(urls) as store:
-        receipt = _forget(store, tenant, tenant_secret, everyone, prefix, model)
+        if model is not None:
+            receipt = erasure.forget_model(store, model)
+        elif prefix is not None:
+            receipt = erasure.forget_prefix(store, prefix)
+        else:
+            receipt = erasure.forget_tenant(store, *_salts(tenant, tenant_secret, cache_salt))
     _print_receipt(receipt.plain(tenant_secret))
 
 
@@ -299,23 +314,18 @@ def _choices(*given: object) -> Iterable[tuple[str, bool]]:
     return zip(("tenant", "no-tenant", "prefix", "model", "server"), map(bool, given), strict=True)
 
 
-def _forget(
-    store: TieredStore, tenant: str | None, secret: str | None, everyone: bool, prefix: str | None, model: str | None
-) -> Receipt:
-    from foreword.prefixes import erasure
+def _salts(tenant: str | None, secret: str | None, cache_salt: str | None) -> list[bytes]:
+    """The salts of a tenant's requests (None: of those without a tenant), or of those with a `cache_salt`."""
+    from foreword.api.tenants import derive_salt, mix_salt
+    from foreword.blocks.keys import VLLM_SALT
 
-    if model is not None:
-        return erasure.forget_model(store, model)
-    if prefix is not None:
-        return erasure.forget_prefix(store, prefix)
-    if everyone:
-        return erasure.forget_tenant(store, b"")
-    assert tenant is not None
-    if secret is None:
+    if tenant is not None and secret is None:
         raise ConfigError("--tenant needs the servers' --tenant-secret: it determines the names of the tenant's blocks")
-    from foreword.api.tenants import derive_salt
-
-    return erasure.forget_tenant(store, derive_salt(secret.encode(), tenant))
+    salt = b"" if tenant is None or secret is None else derive_salt(secret.encode(), tenant)
+    if cache_salt is None:
+        return [salt]
+    in_vllm = [VLLM_SALT + cache_salt.encode()] if tenant is None else []
+    return [mix_salt(salt, cache_salt), *in_vllm]
 
 
 def _print_receipt(receipt: dict[str, object]) -> None:

@@ -127,13 +127,14 @@ def _parse_records(store: TieredStore, prefix: str, parse: Callable[[str, bytes]
     return found
 
 
-def forget_tenant(store: TieredStore, salt: bytes) -> Receipt:
-    """Erase all blocks, named prefixes and retentions of one tenant. Does not raise: the receipt says what failed."""
-    tenant = tenant_digest(salt)
+def forget_tenant(store: TieredStore, *salts: bytes) -> Receipt:
+    """Erase all blocks, named prefixes and retentions of the tenant with these salts. Does not raise: the receipt says what
+    failed."""
+    tenants = list(map(tenant_digest, salts))
     erasure = _Erasure(store)
-    erasure.sweep([(b"", bytes.fromhex(tenant))])
-    erasure.remove_records(lambda key: f"/{tenant}/" in key)
-    return erasure.receipt(f"tenant {tenant}")
+    erasure.sweep([(b"", bytes.fromhex(tenant)) for tenant in tenants])
+    erasure.remove_records(lambda key: any(f"/{tenant}/" in key for tenant in tenants))
+    return erasure.receipt(f"tenant {', '.join(tenants)}")
 
 
 def forget_model(store: TieredStore, model: str) -> Receipt:

@@ -16,7 +16,7 @@ from yarl import URL
 
 from foreword.api.callers import credentials
 from foreword.api.tenants import Tenant
-from foreword.errors import NoReplica, ReplicaFailed, UnknownModel, did_you_mean
+from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.client_request import decode_object
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole
@@ -52,8 +52,9 @@ def add_routes(app: web.Application, router: Router) -> None:
     async def clear_cache(request: web.Request) -> web.StreamResponse:
         """Remove the tenant's blocks from all replicas."""
         tenant = own(request, "removing cached blocks")
-        router.responses.forget(tenant.salt)
-        return await send_to_all(router, request, tenant, foreword_replicas(router) or healthy(router), b"")
+        if not request.query.get("cache_salt"):
+            router.responses.forget(tenant.salt)
+        return await erase_everywhere(router, request, tenant)
 
     async def stored_response(request: web.Request) -> web.Response:
         """A stored response."""
@@ -162,6 +163,42 @@ async def send_to_all(
     chosen = (failed or succeeded or responses)[0]
     chosen.headers["x-foreword-replicas"] = f"{len(succeeded)} of {len(responses)}"
     return chosen
+
+
+async def erase_everywhere(router: Router, request: web.Request, tenant: Tenant) -> web.Response:
+    """Forward the request to every replica, also to those that take no requests now. The answer has the receipt of each, and
+    why it did not come from the others. If none came, the answer is the first failure."""
+    able = [one for one in router.upstreams.values() if one.kind == "foreword"]
+    if request.query.get("scope", "tenant") != "tenant":  # replicas would take the router for an operator
+        raise BadRequest("the cache of all tenants is cleared on each server by itself", param="scope")
+    salt = request.query.get("cache_salt")
+    path = str(URL("/v1/cache").with_query({"cache_salt": salt} if salt else {}))
+    sent = (send_once(router, request, tenant, one, path, b"") for one in able)
+    answers = dict(zip([one.url for one in able], await asyncio.gather(*sent, return_exceptions=True), strict=True))
+    receipts: dict[str, dict[str, Any]] = {}
+    unreachable = {
+        one.url: "it was not reached yet" if one.info is None else "it is not a Foreword server"
+        for one in router.upstreams.values()
+        if one not in able
+    }
+    for url, answer in answers.items():
+        if isinstance(answer, web.Response) and answer.status < 400:
+            receipts[url] = msgspec.json.decode(answer.body if isinstance(answer.body, bytes) else b"{}")
+        elif isinstance(answer, ForewordError | web.Response):
+            unreachable[url] = answer.message if isinstance(answer, ForewordError) else f"HTTP {answer.status}"
+        else:
+            raise answer
+    if not receipts:
+        failed = next(iter(answers.values()), NoReplica("No replica can remove cached blocks"))
+        if isinstance(failed, web.Response):
+            return failed
+        raise failed
+    each = receipts.values()
+    left, device = (sum(one.get(name, 0) for one in each) for name in ("left", "device_blocks"))
+    complete = not unreachable and all(one.get("complete", not one.get("left")) for one in each)
+    merged = {"what": next(iter(each))["what"], "left": left, "device_blocks": device, "complete": complete}
+    done = {"x-foreword-replicas": f"{len(receipts)} of {len(router.upstreams)}"}
+    return web.json_response({**merged, "unreachable": unreachable, "replicas": receipts}, headers=done)
 
 
 async def send_once(

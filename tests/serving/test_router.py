@@ -118,6 +118,26 @@ def test_a_late_router_catches_up_by_replay(router: RouterProcess, servers: list
         late.kill()
 
 
+def test_erasure_on_all_replicas(router: RouterProcess, servers: list[ControlledProcess]) -> None:
+    """The receipt has one of each replica, and names those that were not reached. A `cache_salt` erases only its requests,
+    and a client cannot clear the cache of other tenants."""
+    prompt, salted = words("erased", 90), {"cache_salt": "session 1"}
+    for more in ({}, salted):
+        assert ask(router, prompt, **more)[1] == 0
+    partial_router = RouterProcess(*replicas(servers), "--replica", "http://127.0.0.1:9").wait_for(2)
+    try:
+        receipt = http_client.delete(f"{partial_router.url}/v1/cache?cache_salt=session%201").raise_for_status().json()
+        assert set(receipt["replicas"]) == {one.url() for one in servers} and receipt["device_blocks"] > 0
+        assert list(receipt["unreachable"]) == ["http://127.0.0.1:9"] and receipt["complete"] is False
+        assert http_client.delete(f"{partial_router.url}/v1/cache?scope=device").status_code == 400
+    finally:
+        partial_router.kill()
+    assert ask(router, prompt)[1] > 100 and ask(router, prompt, **salted)[1] == 0
+    receipt = http_client.delete(f"{router.url}/v1/cache").raise_for_status().json()
+    assert receipt["complete"] is True and receipt["unreachable"] == {}
+    assert ask(router, prompt)[1] == 0
+
+
 @pytest.mark.parametrize("how", ["prompt_cache_key", "user", "x-session-id"])
 def test_sessions_stay_on_one_replica(router: RouterProcess, how: str) -> None:
     """Requests of one session go to one replica, whatever their prompts are."""

@@ -134,6 +134,13 @@ def test_tenants_in_a_store(start: Start, tmp_path: Path) -> None:
     url = process.wait_ready()
     assert cached(post(url, "k1", prompt=TEXT)) == 0
     assert cached(post(url, "k2", prompt=TEXT)) > 100
+    assert cached(post(url, "k2", prompt=TEXT, cache_salt="session 1")) == 0
+    until(lambda: cached(post(url, "k2", prompt=TEXT, cache_salt="session 1")) > 100)
+    session = ["--server", url, "--api-key", "k2", "--cache-salt", "session 1"]
+    assert json.loads(run("forget", *session).stdout)["blocks"] > 0
+    assert (
+        cached(post(url, "k2", prompt=TEXT)) > 100 and cached(post(url, "k2", prompt=TEXT, cache_salt="session 1")) == 0
+    )
     for _ in range(2):
         gone = http_client.delete(f"{url}/v1/cache", headers={"authorization": "Bearer k2"}).json()
         assert gone["left"] == 0

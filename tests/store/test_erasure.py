@@ -1,13 +1,16 @@
 """Erasure of tenants, models and prefixes: complete with gaps and without an index, and true about what it could not do."""
 
 import json
+import os
 import shutil
+import signal
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from processes import in_child
 
 from foreword.blocks.keys import Scope, chain_keys, tenant_digest
 from foreword.blocks.layout import LayerLayout, Layout
@@ -75,6 +78,32 @@ def test_a_tenant_is_erased_completely(
     again = forget_tenant(store, b"ann")
     assert (again.blocks, again.complete) == (0, True)
     store.close()
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_an_erasure_that_was_killed_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
+    """A process that is killed with SIGKILL while it erases leaves blocks. The same call again removes the rest, the records,
+    and nothing of others."""
+    monkeypatch.setattr("foreword.store.disk.disk_store._SCAN_ROWS", 4)
+
+    class Killed(DiskStore):
+        def delete(self, names: Sequence[bytes], *, deadline: float) -> int:
+            nonlocal batches
+            batches -= 1
+            return super().delete(names, deadline=deadline) if batches else os.kill(os.getpid(), signal.SIGKILL) or 0
+
+    store, mine, theirs = filled(tmp_path)
+    store.close()
+    killed = in_child(lambda: forget_tenant(TieredStore([Killed(tmp_path, 1 << 20)]), b"ann"))
+    assert killed == -signal.SIGKILL
+    again = TieredStore([DiskStore(tmp_path, 1 << 20)])
+    left = sum(present(again, mine))
+    assert left >= 4
+    receipt = forget_tenant(again, b"ann")
+    assert receipt.complete and receipt.removed == {"disk": left}
+    assert not any(present(again, mine)) and all(present(again, theirs))
+    assert forget_tenant(again, b"ann").blocks == 0
+    again.close()
 
 
 def test_an_erasure_needs_no_index(tmp_path: Path) -> None:

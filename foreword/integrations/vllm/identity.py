@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from foreword.blocks.keys import VLLM_SALT
 from foreword.integrations.vllm.weights import Adapter, AdapterFiles
 
-_SALT = b"vllm\x00"
 # Kinds of extras; each has a fixed length.
 _WEIGHTS, _MEDIA, _EMBEDS = b"W", b"M", b"E"
 # Identifiers whose content is remembered: far more than vLLM's encoder cache holds.
@@ -67,7 +67,7 @@ def tenant_salt(request: Any) -> bytes:
 
 def salt_of(cache_salt: str | None) -> bytes:
     """The salt of a chain's root for a `cache_salt`."""
-    return _SALT + cache_salt.encode() if cache_salt else b""
+    return VLLM_SALT + cache_salt.encode() if cache_salt else b""
 
 
 def framed(*parts: bytes) -> bytes:
