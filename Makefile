@@ -34,7 +34,7 @@ FAULTS ?= 100000
 SEED ?= 1
 
 faults: setup
-	OMP_NUM_THREADS=1 $(BIN)/python tests/store/fault_campaign.py --faults $(FAULTS) --seed $(SEED) --notes
+	OMP_NUM_THREADS=1 MALLOC_ARENA_MAX=1 $(BIN)/python tests/store/fault_campaign.py --faults $(FAULTS) --seed $(SEED) --notes
 
 lint: setup
 	$(BIN)/ruff check .

@@ -97,6 +97,11 @@ class Channel:
         """Bytes of payload that wait to be sent."""
         return self._queue.queued_bytes
 
+    @property
+    def unsent_answers(self) -> int:
+        """Messages without a payload that wait to be sent. They are not bounded by the queue."""
+        return self._queue.without_payload
+
     def post(self, message: TransferMessage, transfer: bytes, sent: Callable[[], None] | None = None) -> None:
         """Queue a message without a payload. Does nothing if the connection is closed."""
         self._queue.post(QueuedMessage(message, transfer, sent=sent))

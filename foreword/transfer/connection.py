@@ -44,6 +44,7 @@ from foreword.transfer.service import TransferService
 from foreword.transfer.transfers import KVDestination, KVSource, TransferSide
 
 MISSED_HEARTBEATS: Final = 5
+_MOST_UNSENT: Final = 8192
 _RIGHTS: Final[dict[type[TransferMessage], str]] = {PullRequest: "pull", PushRequest: "push", Locate: "get", Get: "get"}
 Side = TypeVar("Side", KVSource, KVDestination)
 
@@ -142,6 +143,8 @@ class Connection:
         try:
             while self.alive:
                 self._dispatch(self._next())
+                if self.channel.unsent_answers > _MOST_UNSENT:
+                    raise TransferUnavailable("the peer sends messages and does not read the answers")
         except TransferError as error:
             self.fail(error)
 

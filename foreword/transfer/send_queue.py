@@ -51,6 +51,7 @@ class SendQueue:
         self._limit = limit
         self._messages: deque[QueuedMessage] = deque()
         self._bytes = 0
+        self._without_payload = 0
         self._closed = False
         self._changed = threading.Condition()
 
@@ -58,6 +59,11 @@ class SendQueue:
     def queued_bytes(self) -> int:
         """Bytes of queued payloads."""
         return self._bytes
+
+    @property
+    def without_payload(self) -> int:
+        """The number of messages without a payload that wait."""
+        return self._without_payload
 
     @property
     def closed(self) -> bool:
@@ -68,6 +74,7 @@ class SendQueue:
         with self._changed:
             if not self._closed:
                 self._messages.append(message)
+                self._without_payload += 1
                 self._changed.notify_all()
 
     def put(self, message: QueuedMessage, wait: float) -> bool:
@@ -85,6 +92,7 @@ class SendQueue:
             if queued:
                 self._messages.append(message)
                 self._bytes += message.size
+                self._without_payload += not message.size
                 self._changed.notify_all()
         if not queued:
             message.done()
@@ -125,6 +133,7 @@ class SendQueue:
         """The message was sent, or will not be."""
         with self._changed:
             self._bytes -= message.size
+            self._without_payload -= not message.size
             self._changed.notify_all()
         message.done()
 

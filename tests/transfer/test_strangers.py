@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from actors import LAYOUT, PATIENCE, FrameService, config
@@ -19,7 +20,7 @@ from foreword.errors import BadMessage, TransferError, TransferTimeout
 from foreword.transfer import fetch, handshake
 from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.link import Link
-from foreword.transfer.messages import NO_TRANSFER, Get, Heartbeat, KVPart, encode, join_keys
+from foreword.transfer.messages import NO_TRANSFER, Get, Heartbeat, KVPart, Locate, encode, join_keys
 from foreword.transfer.pending import PendingConnections
 from foreword.transfer.service import TransferService
 from foreword.transfer.sockets import SocketStream, tune
@@ -40,6 +41,10 @@ def listening(stack: ExitStack, service: TransferService | None = None, **settin
 
 
 def dial(stack: ExitStack, endpoint: TransferEndpoint) -> socket.socket:
+    if endpoint.address.startswith("unix:"):
+        sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+        sock.connect(endpoint.address.removeprefix("unix:"))
+        return sock
     host, _, port = endpoint.address.rpartition(":")
     return stack.enter_context(socket.create_connection((host, int(port))))
 
@@ -118,6 +123,20 @@ def test_receivers_that_take_nothing_do_not_hold_the_threads(stack: ExitStack, m
     deadline = time.monotonic() + PATIENCE
     assert connection.get(list(kept), buffers, deadline=deadline) == [200_000] * 40
     until(lambda: endpoint.status().counts.get("connections_ended", 0) == 6)
+
+
+def test_a_peer_that_floods_and_reads_no_answer(stack: ExitStack, tmp_path: Path) -> None:
+    """A peer with the secret that asks without end and reads nothing is disconnected before the answers pile up."""
+    endpoint = listening(stack, bind=f"unix:{tmp_path}/peer", progress_timeout=600.0)
+    still = Still(stack, endpoint, [])
+
+    def flood() -> None:
+        for _ in range(400_000):
+            still.link.send(Locate(bytes(NAME_BYTES)), os.urandom(16), deadline=soon())
+
+    with pytest.raises(TransferError):
+        flood()
+    until(lambda: endpoint.status().counts.get("connections_ended", 0) == 1)
 
 
 def memory_of_this_process() -> int:
