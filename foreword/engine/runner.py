@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from foreword.engine.penalties import TokenCounts, penalizes
 from foreword.engine.sampling import Draw, Sampled
 from foreword.engine.sequence import SequenceState, Step
 
@@ -25,17 +26,17 @@ class Runner(Protocol):
 def draw_of(sequence: SequenceState, end_tokens: tuple[int, ...]) -> Draw:
     """What sampling the sequence's next token needs to know."""
     params = sequence.request.params
-    penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    needs_tokens = penalties or params.min_tokens or sequence.bad_words
+    if sequence.counts is None and penalizes(params):
+        sequence.counts = TokenCounts()
     return Draw(
         params=params,
         seed=sequence.seed,
         index=sequence.request.index,
-        position=len(sequence.table),
-        prompt=sequence.request.tokens,
-        output=sequence.output if needs_tokens else (),
+        tokens=sequence.table.chain.tokens,
+        num_prompt=sequence.num_prompt,
         end_tokens=end_tokens,
         left=sequence.left - 1,
         constraint=sequence.constraint,
         bad_words=sequence.bad_words,
+        counts=sequence.counts,
     )

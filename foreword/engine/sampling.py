@@ -10,18 +10,20 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
+from foreword.engine.choice import block_maxima, candidates, choose, largest
+from foreword.engine.penalties import TokenCounts, reshape, reshapes
 from foreword.engine.request import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from foreword.engine.structured.constraint import Constraint
 
-# Lower temperatures are zero in float32. Only the likeliest token has weight long before that.
-_MIN_TEMPERATURE = 1e-6
+# Logits that are sampled together on a CPU: temporary tensors of this size stay in the cache.
+_LOGITS_AT_ONCE: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +31,29 @@ class Draw:
     """What sampling one row of logits needs from its sequence.
 
     Attributes:
-        position: number of tokens before the one to be sampled.
-        prompt, output: token ids so far, for penalties.
+        tokens: token ids of prompt and output so far.
+        num_prompt: how many of them are the prompt.
         end_tokens: tokens that are excluded until there are `params.min_tokens` output tokens.
         left: tokens that may follow this one.
         constraint: what the output must match. It comes before all other exclusions.
         bad_words: token sequences that are excluded.
+        counts: the sequence's, for penalties; without it the tokens are counted each time.
     """
 
     params: SamplingParams
     seed: int
     index: int
-    position: int
-    prompt: Sequence[int]
-    output: Sequence[int]
+    tokens: Sequence[int]
+    num_prompt: int
     end_tokens: tuple[int, ...]
     left: int = 0
     constraint: Constraint | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    counts: TokenCounts | None = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,140 +74,94 @@ def uniform(seed: int, index: int, position: int) -> float:
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
     """One token per row of `logits` `[rows, vocab]`. Log-probabilities are those of the model's own distribution."""
-    given, logits = logits, logits.float()
-    logprobs = _logprobs(logits, draws)
-    shaped = _shape(logits, draws, in_place=logits is not given)
-    tokens: list[int] = torch.argmax(shaped, dim=-1).tolist()
+    allowed = _allowed_tokens(draws, logits)
+    size = len(draws) if logits.device.type != "cpu" else max(1, _LOGITS_AT_ONCE // logits.shape[1])
+    sampled: list[Sampled] = []
+    for start in range(0, len(draws), size):
+        rows = range(start, min(start + size, len(draws)))
+        masks = {row - start: allowed[row] for row in rows if row in allowed}
+        sampled += _sample(logits[rows.start : rows.stop], draws[rows.start : rows.stop], masks)
+    return sampled
+
+
+def _sample(given: Tensor, draws: Sequence[Draw], allowed: Mapping[int, Tensor]) -> list[Sampled]:
+    logits = _shape(given, draws, allowed)
+    maxima = block_maxima(logits)
+    best = largest(logits, maxima)
+    random = [row for row, draw in enumerate(draws) if not draw.params.greedy]
+    if random:
+        rows = torch.tensor(random, device=logits.device)
+        some = (logits, maxima) if len(random) == len(draws) else (logits[rows], maxima[rows])
+        drawn = [draws[row] for row in random]
+        numbers = [uniform(draw.seed, draw.index, len(draw.tokens)) for draw in drawn]
+        best[rows] = choose(*some, [draw.params for draw in drawn], numbers)
+    tokens: list[int] = best.tolist()
     errors: list[str | None] = [None] * len(draws)
     for row, draw in enumerate(draws):
-        if draw.constraint is not None and (error := draw.constraint.error()) is not None:
-            errors[row] = error
-            continue
-        if not draw.params.greedy:
-            tokens[row] = _choose(shaped[row], draw)
         if draw.constraint is not None:
-            tokens[row] = draw.constraint.choose(tokens[row], draw.left)
-    if logprobs is None:
-        return [Sampled(token, None, error) for token, error in zip(tokens, errors, strict=True)]
-    found = [logprobs.of_token(row, token, draws[row].params.logprobs) for row, token in enumerate(tokens)]
-    return [Sampled(*one) for one in zip(tokens, found, errors, strict=True)]
+            errors[row] = draw.constraint.error()
+            if errors[row] is None:
+                tokens[row] = draw.constraint.choose(tokens[row], draw.left)
+    logprobs = _logprobs(given, draws, tokens)
+    return [Sampled(*one) for one in zip(tokens, logprobs, errors, strict=True)]
 
 
-def _shape(logits: Tensor, draws: Sequence[Draw], *, in_place: bool) -> Tensor:
-    """The logits after penalties and exclusions; the same tensor if there are none, or if they may be made in place."""
+def _allowed_tokens(draws: Sequence[Draw], logits: Tensor) -> dict[int, Tensor]:
+    """By row, the packed mask of the tokens that a grammar allows."""
     constraints = {row: draw.constraint for row, draw in enumerate(draws) if draw.constraint is not None}
-    reshaped = [row for row, draw in enumerate(draws) if _reshapes(draw)]
-    if not constraints and not reshaped:
+    if not constraints:
+        return {}
+    from foreword.engine.structured.constraint import allowed_tokens
+
+    masks = allowed_tokens(list(constraints.values()), logits.shape[1])
+    return dict(zip(constraints, torch.from_numpy(masks).to(logits.device), strict=True))
+
+
+def _shape(given: Tensor, draws: Sequence[Draw], allowed: Mapping[int, Tensor]) -> Tensor:
+    """The logits in float32 after penalties and exclusions; the same tensor if nothing changes."""
+    reshaped = [row for row, draw in enumerate(draws) if reshapes(draw)]
+    logits = given.float()
+    if not allowed and not reshaped:
         return logits
-    before = {row: logits[row].clone() for row in reshaped if row in constraints}
-    shaped = logits if in_place else logits.clone()
-    for row in reshaped:
-        _apply_penalties(shaped[row], draws[row])
-    if constraints:
-        _constrain(shaped, constraints, before)
-    return shaped
+    if logits is given:
+        logits = logits.clone()
+    before = {row: logits[row].clone() for row in reshaped if row in allowed}
+    if reshaped:
+        reshape(logits, draws, reshaped)
+    if allowed:
+        _exclude(logits, allowed)
+    if before:
+        # Where the grammar leaves no token, the other exclusions are dropped.
+        left = logits[list(before)].amax(-1).tolist()
+        without = {row: allowed[row] for row, best in zip(before, left, strict=True) if best == -torch.inf}
+        for row in without:
+            logits[row] = before[row]
+        if without:
+            _exclude(logits, without)
+    return logits
 
 
-def _constrain(shaped: Tensor, constraints: Mapping[int, Constraint], before: Mapping[int, Tensor]) -> None:
-    """In place: exclude what the grammars forbid. Where that leaves no token, the other exclusions are dropped: `before` has
-    the rows without them."""
-    from foreword.engine.structured.constraint import forbidden_tokens
-
-    forbidden = torch.from_numpy(forbidden_tokens(list(constraints.values()), shaped.shape[-1])).to(shaped.device)
-    for row, excluded in zip(constraints, forbidden, strict=True):
-        shaped[row].masked_fill_(excluded, -torch.inf)
-        if row in before and shaped[row].max() == -torch.inf:
-            shaped[row] = before[row].masked_fill(excluded, -torch.inf)
+def _exclude(logits: Tensor, allowed: Mapping[int, Tensor]) -> None:
+    """In place: exclude what the grammars of these rows forbid. A byte of a mask becomes eight numbers to add."""
+    bits = torch.arange(256, device=logits.device)[:, None] >> torch.arange(8, device=logits.device) & 1
+    added = torch.where(bits == 1, 0.0, -torch.inf)
+    masks = torch.nn.functional.embedding(torch.stack(tuple(allowed.values())).int(), added).flatten(1)
+    rows = torch.tensor(tuple(allowed), device=logits.device)
+    logits.index_add_(0, rows, masks[:, : logits.shape[1]])
 
 
-def _reshapes(draw: Draw) -> bool:
-    params = draw.params
-    return bool(
-        params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
-        or params.logit_bias
-        or params.allowed_token_ids is not None
-        or draw.bad_words
-        or len(draw.output) < params.min_tokens
-    )
-
-
-def _apply_penalties(row: Tensor, draw: Draw) -> None:
-    """In place: logit bias, repetition (Keskar et al. 2019), presence and frequency penalties (OpenAI), and exclusions."""
-    params = draw.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*draw.prompt, *draw.output}), dtype=torch.long, device=row.device)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if draw.output and (params.presence_penalty or params.frequency_penalty):
-        output = torch.tensor(list(draw.output), dtype=torch.long, device=row.device)
-        tokens, counts = torch.unique(output, return_counts=True)
-        row[tokens] -= params.presence_penalty + params.frequency_penalty * counts
-    for token, bias in params.logit_bias.items():
-        row[token] += bias
-    if len(draw.output) < params.min_tokens and draw.end_tokens:
-        row[list(draw.end_tokens)] = -torch.inf
-    for words in draw.bad_words:
-        if len(words) == 1 or tuple(draw.output[1 - len(words) :]) == words[:-1]:
-            row[words[-1]] = -torch.inf
-    if params.allowed_token_ids is not None:
-        allowed = torch.tensor(params.allowed_token_ids, dtype=torch.long, device=row.device)
-        row[:] = torch.full_like(row, -torch.inf).index_copy_(0, allowed, row[allowed])
-
-
-def _choose(row: Tensor, draw: Draw) -> int:
-    """Temperature, then top-k, min-p and top-p, then the inverse of the cumulative distribution function."""
-    params = draw.params
-    # Subtracting the maximum first keeps tiny temperatures finite.
-    row = (row - row.max()) / max(params.temperature, _MIN_TEMPERATURE)
-    probabilities = torch.softmax(row, dim=-1)
-    ranked, tokens = _rank(probabilities, params)
-    if params.min_p > 0:
-        ranked = ranked.masked_fill(ranked < params.min_p * probabilities.max(), 0.0)
-    if params.top_p < 1.0:
-        before = torch.cumsum(ranked, 0) - ranked
-        dropped = before >= params.top_p * ranked.sum()
-        dropped[0] = False  # the likeliest token stays, however small top_p is
-        ranked = ranked.masked_fill(dropped, 0.0)
-    summed = torch.cumsum(ranked.double(), 0)
-    target = uniform(draw.seed, draw.index, draw.position) * summed[-1]
-    place = int(torch.searchsorted(summed, target, right=True))
-    place = min(place, int(ranked.nonzero()[-1]))
-    return place if tokens is None else int(tokens[place])
-
-
-def _rank(probabilities: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor | None]:
-    """Probabilities in descending order with their tokens, if a filter needs the order, else as they are."""
-    if 0 < params.top_k < probabilities.numel():
-        ranked, tokens = torch.topk(probabilities, params.top_k)
-        return ranked, tokens
-    if params.top_p < 1.0:
-        ranked, tokens = torch.sort(probabilities, descending=True, stable=True)
-        return ranked, tokens
-    return probabilities, None
-
-
-@dataclass(frozen=True, slots=True)
-class _StepLogprobs:
-    """Log-probabilities `[rows, vocab]`, and each row's largest with their tokens."""
-
-    all: Tensor
-    values: list[list[float]]
-    tokens: list[list[int]]
-
-    def of_token(self, row: int, token: int, count: int | None) -> TokenLogprob | None:
-        """The token's log-probability and the `count` largest; None if they were not requested."""
-        if count is None:
-            return None
-        top = tuple(zip(self.tokens[row][:count], self.values[row][:count], strict=True))
-        return TokenLogprob(token, float(self.all[row, token]), top)
-
-
-def _logprobs(logits: Tensor, draws: Sequence[Draw]) -> _StepLogprobs | None:
-    requested = [draw.params.logprobs for draw in draws if draw.params.logprobs is not None]
-    if not requested:
-        return None
-    logprobs = torch.log_softmax(logits, dim=-1)
-    top = torch.topk(logprobs, min(max(requested), logits.shape[-1]), dim=-1)
-    return _StepLogprobs(logprobs, top.values.tolist(), top.indices.tolist())
+def _logprobs(logits: Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[TokenLogprob | None]:
+    """Log-probabilities of the chosen tokens and the largest ones, of the rows that asked for them."""
+    found: list[TokenLogprob | None] = [None] * len(draws)
+    wanted = {row: draw.params.logprobs for row, draw in enumerate(draws) if draw.params.logprobs is not None}
+    if not wanted:
+        return found
+    own = logits[list(wanted)].float()
+    chosen = torch.tensor([[tokens[row]] for row in wanted], device=logits.device)
+    values, likeliest, _ = candidates(own, block_maxima(own), min(max(1, *wanted.values()), own.shape[1]))
+    all_of_them = torch.cat((own.gather(1, chosen), values), 1) - own.logsumexp(-1, keepdim=True)
+    for (row, count), (logprob, *top), best in zip(
+        wanted.items(), all_of_them.tolist(), likeliest.tolist(), strict=True
+    ):
+        found[row] = TokenLogprob(tokens[row], logprob, tuple(zip(best[:count], top[:count], strict=True)))
+    return found

@@ -12,6 +12,7 @@ from foreword.engine.kept import PromptRetentions
 from foreword.engine.request import CacheReport, Request
 
 if TYPE_CHECKING:
+    from foreword.engine.penalties import TokenCounts
     from foreword.engine.prompt_logprobs import PromptLogprobs
     from foreword.engine.structured.constraint import Constraint
 
@@ -33,6 +34,7 @@ class SequenceState:
         loaded, transferred: what the stores and the other instance brought before the first admission.
         kept: its retentions; None if there are none.
         constraint: what the output must match, after the output so far.
+        counts: of its tokens, from its first step with penalties on.
         bad_words: tokens that are not generated one after the other.
         prompt_logprobs: gathers those of the prompt; None if they were not requested.
     """
@@ -58,6 +60,7 @@ class SequenceState:
     kept: PromptRetentions | None = None
     constraint: Constraint | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    counts: TokenCounts | None = None
     prompt_logprobs: PromptLogprobs | None = None
     num_prompt: int = field(init=False)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from tiny import Reference, prompt
 
+from foreword.engine.penalties import TokenCounts, reshape
 from foreword.engine.request import SamplingParams
 from foreword.engine.sampling import Draw, sample, uniform
 from foreword.entrypoints.llm import LLM
@@ -27,8 +30,10 @@ shares = st.one_of(st.just(1.0), st.floats(0.01, 0.99))
 
 
 def draw(params: SamplingParams, seed: int = 0, **known: Any) -> Draw:
-    blank: dict[str, Any] = {"index": 0, "position": 5, "prompt": (), "output": (), "end_tokens": ()}
-    return Draw(params=params, seed=seed, **(blank | known))
+    prompt_tokens, output = known.pop("prompt", ()), known.pop("output", ())
+    blank: dict[str, Any] = {"index": 0, "end_tokens": ()}
+    tokens = [*prompt_tokens, *output]
+    return Draw(params=params, seed=seed, tokens=tokens, num_prompt=len(prompt_tokens), **(blank | known))
 
 
 def tokens_of(row: Sequence[float], params: SamplingParams, count: int) -> list[int]:
@@ -112,6 +117,99 @@ def test_frequencies(params: SamplingParams) -> None:
     freedom = len(terms) - 1
     assert sum(found[token] for token, mean in enumerate(expected) if mean == 0) == 0
     assert sum(terms) < freedom + 6 * math.sqrt(2 * freedom) + 6
+
+
+def reference(row: torch.Tensor, params: SamplingParams, number: float) -> int:
+    """The token of one row, by a full sort and sums in float64."""
+    weights = torch.exp((row.double() - row.max()) / params.temperature)
+    order = torch.arange(len(row))
+    if 0 < params.top_k < len(row) or params.top_p < 1:
+        order = torch.sort(row, descending=True, stable=True).indices[: params.top_k or None]
+    ranked = weights[order]
+    ranked[ranked < params.min_p] = 0
+    if params.top_p < 1:
+        ranked[1:][(ranked.cumsum(0) - ranked)[1:] >= params.top_p * ranked.sum()] = 0
+    summed = ranked.cumsum(0)
+    return int(order[torch.searchsorted(summed, number * summed[-1], right=True)])
+
+
+def nearly(row: torch.Tensor, params: SamplingParams, number: float) -> set[int]:
+    """The tokens that rounding may choose."""
+    moved = [(edge, place) for edge in (-2e-6, 0, 2e-6) for place in (-2e-6, 0, 2e-6)]
+    return {
+        reference(
+            row,
+            dataclasses.replace(params, top_p=min(1.0, params.top_p + edge) if params.top_p < 1 else 1.0),
+            min(max(number + place, 0.0), 1 - 1e-9),
+        )
+        for edge, place in moved
+    }
+
+
+@pytest.mark.parametrize("vocab", [4096, 20_011])
+def test_a_batch_is_sampled_as_each_row_by_a_full_sort(vocab: int) -> None:
+    """Peaked, flat, tied and partly excluded rows with every mixture of filters in one batch: each row gets the token that a
+    full sort of that row alone gives, and the same alone as in the batch."""
+    generator = torch.Generator().manual_seed(vocab)
+    made, rows = random.Random(vocab), []
+    for number in range(72):
+        row = torch.randn(vocab, generator=generator) * (0.1, 1, 3, 6)[number % 4]
+        row = row.bfloat16().float() if number % 3 == 0 else row
+        row[torch.rand(vocab, generator=generator) < made.choice((0, 0.5, 0.999))] = -math.inf
+        row[made.randrange(vocab)] = 1.0
+        rows.append(row)
+    params = [
+        SamplingParams(
+            temperature=made.choice((0.4, 1.0, 1.0, 1.7)),
+            top_k=made.choice((0, 0, 1, 50, 1000, vocab)),
+            top_p=made.choice((1.0, 0.001, 0.5, 0.9, 0.97)),
+            min_p=made.choice((0.0, 0.0, 0.02, 0.3)),
+        )
+        for _ in rows
+    ]
+    draws = [draw(one, seed) for seed, one in enumerate(params)]
+    found = [one.token for one in sample(torch.stack(rows), draws)]
+    close = 0
+    for row, one, drawn, token in zip(rows, params, draws, found, strict=True):
+        expected = nearly(row, one, uniform(drawn.seed, 0, 0))
+        close += len(expected) > 1
+        assert token in expected, one
+        assert sample(row[None], [drawn])[0].token == token
+    assert close < 8, "nearly every row has one answer"
+
+
+def test_equal_logits_are_ranked_by_token() -> None:
+    """Of equally likely tokens, filters keep those with lower ids, wherever they are in the vocabulary."""
+    row = torch.zeros(1, 9000)
+    row[0, [7, 40, 4000, 8999]] = 5.0
+    for count in (1, 2, 3, 4):
+        found = {sample(row, [draw(SamplingParams(top_k=count), seed)])[0].token for seed in range(40)}
+        assert found == set([7, 40, 4000, 8999][:count])
+    assert sample(row, [draw(SamplingParams(temperature=0.0))])[0].token == 7
+
+
+def test_counts_follow_the_sequence() -> None:
+    """Counts that are kept from token to token give the same tokens as those made anew, also after a jump back or ahead."""
+    made, counts = random.Random(5), TokenCounts()
+    prompt_tokens, output = [made.randrange(40) for _ in range(30)], [made.randrange(VOCAB * 50) for _ in range(700)]
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.3)
+    lengths = [*range(400), 390, 391, 600, 600, 601, 0, 1]
+    logits = torch.randn(1, VOCAB * 50, generator=torch.Generator().manual_seed(1)) * 4
+    for length in lengths:
+        known = draw(params, prompt=prompt_tokens, output=output[:length], counts=counts)
+        anew = draw(params, prompt=prompt_tokens, output=output[:length])
+        shaped = []
+        for one in (known, anew):
+            shaped.append(logits.clone())
+            reshape(shaped[-1], [one], [0])
+        assert torch.equal(*shaped)
+
+
+def test_nothing_left_to_sample() -> None:
+    """A row without any token that may be sampled, or without a number at all, still gives a token of the vocabulary."""
+    for row in (torch.full((1, 300), -math.inf), torch.full((1, 300), math.nan)):
+        for params in (SamplingParams(), SamplingParams(top_p=0.5), SamplingParams(top_k=3, min_p=0.1)):
+            assert 0 <= sample(row, [draw(params)])[0].token < 300
 
 
 def test_tiny_temperature_and_equal_logits() -> None:

@@ -107,15 +107,14 @@ class Constraint:
         return len(path) < left or len(self._vocabulary.spell(path)) < left
 
 
-def forbidden_tokens(constraints: Sequence[Constraint], vocab_size: int) -> NDArray[np.bool_]:
-    """Which tokens may not come next: `[constraints, vocabulary]`. Computed side by side."""
+def allowed_tokens(constraints: Sequence[Constraint], vocab_size: int) -> NDArray[np.uint8]:
+    """Which tokens may come next: bits, the lowest of a byte first, `[constraints, bytes]`. Computed side by side."""
     mask = allocate_token_bitmask(len(constraints), vocab_size)
     if len(constraints) == 1:
         fill_next_token_bitmask(constraints[0].matcher, mask)
     else:
         fill_next_token_bitmask_par(_executor(), [(one.matcher, row) for row, one in enumerate(constraints)], mask)
-    bits = np.unpackbits(np.invert(mask).view(np.uint8), axis=1, count=vocab_size, bitorder="little")
-    return bits.view(np.bool_)
+    return mask.view(np.uint8)
 
 
 @functools.cache
