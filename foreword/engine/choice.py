@@ -22,6 +22,10 @@ _BLOCK: Final = 32
 _CANDIDATES: Final = (128, 2048)
 # Elements of the temporary tensors of a sorted vocabulary.
 _SORTED_AT_ONCE: Final = 1 << 21
+# A float32 from 0 to 1 has 30 bits: an upper and a lower half.
+_HALF: Final = 15
+_LARGEST: Final = (1 << _HALF) - 1
+_BITS: Final = (1 << 2 * _HALF) - 1
 # Lower temperatures are zero in float32. Only the likeliest token has weight long before that.
 _MIN_TEMPERATURE: Final = 1e-6
 
@@ -114,20 +118,27 @@ def choose(logits: Tensor, maxima: Tensor, params: Sequence[SamplingParams], num
     ranked = [row for row, one in enumerate(params) if limited[row] or one.top_p < 1.0]
     whole = [row for row, one in enumerate(params) if not limited[row]]
     chosen = torch.zeros(len(params), dtype=torch.long, device=logits.device)
+    decided = [False] * len(params)
     if whole:
         rows = torch.tensor(whole, device=logits.device)
-        any_min_p = any(params[row].min_p for row in whole)
-        chosen[rows], filters.total[rows] = _choose_unsorted(_select(logits, rows), filters.of(rows), any_min_p)
+        shares = _shares(_select(logits, rows), filters.of(rows), any(params[row].min_p for row in whole))
+        chosen[rows], filters.total[rows] = _choose_unsorted(shares, filters.of(rows))
     for count in (*_CANDIDATES, vocab):
-        undecided: list[int] = []
-        size = len(ranked) if count < vocab else max(1, _SORTED_AT_ONCE // vocab)
-        for start in range(0, len(ranked), size or 1):
-            some = ranked[start : start + size]
+        left = [row for row in ranked if not decided[row]]
+        size = len(left) if count < vocab else max(1, _SORTED_AT_ONCE // vocab)
+        for start in range(0, len(left), size or 1):
+            some = left[start : start + size]
             rows = torch.tensor(some, device=logits.device)
             found = candidates(_select(logits, rows), maxima[rows], min(count, vocab))
-            chosen[rows], decided = _choose_sorted(*found, filters.of(rows))
-            undecided += [row for row, known in zip(some, decided.tolist(), strict=True) if not known]
-        ranked = undecided
+            chosen[rows], known = _choose_sorted(*found, filters.of(rows))
+            for row, one in zip(some, known.tolist(), strict=True):
+                decided[row] = one
+        flat = [place for place, row in enumerate(whole) if params[row].top_p < 1.0 and not decided[row]]
+        if flat:
+            rows = torch.tensor([whole[place] for place in flat], device=logits.device)
+            chosen[rows] = _choose_by_mass(shares[torch.tensor(flat, device=logits.device)], filters.of(rows))
+            for place in flat:
+                decided[whole[place]] = True
     return chosen
 
 
@@ -148,25 +159,29 @@ def _select(logits: Tensor, rows: Tensor) -> Tensor:
     return logits if len(rows) == len(logits) else logits[rows]
 
 
-def _choose_unsorted(logits: Tensor, filters: _Filters, any_min_p: bool) -> tuple[Tensor, Tensor]:
-    """A token of each row by temperature and min-p alone, `[rows]`, and the weight of all tokens that min-p keeps,
-    `[rows, 1]`, relative to the likeliest one."""
+def _shares(logits: Tensor, filters: _Filters, any_min_p: bool) -> Tensor:
+    """Probabilities `[rows, vocab]` by temperature; zero where min-p drops a token."""
     shares = torch.softmax((logits - filters.maximum).div_(filters.temperature), -1)
-    likeliest = shares.amax(-1, keepdim=True)
     if any_min_p:
-        shares.masked_fill_(shares < filters.min_p * likeliest, 0.0)
-    vocab = logits.shape[1]
+        shares.masked_fill_(shares < filters.min_p * shares.amax(-1, keepdim=True), 0.0)
+    return shares
+
+
+def _choose_unsorted(shares: Tensor, filters: _Filters) -> tuple[Tensor, Tensor]:
+    """A token of each row by these probabilities, `[rows]`, and their sum, `[rows, 1]`, if the likeliest one were 1."""
+    vocab = shares.shape[1]
     whole = vocab // _BLOCK
-    sums = shares[:, : whole * _BLOCK].reshape(len(logits), whole, _BLOCK).sum(-1, dtype=torch.float64)
+    sums = shares[:, : whole * _BLOCK].reshape(len(shares), whole, _BLOCK).sum(-1)
     if vocab % _BLOCK:
-        sums = torch.cat((sums, shares[:, whole * _BLOCK :].sum(-1, keepdim=True, dtype=torch.float64)), 1)
+        sums = torch.cat((sums, shares[:, whole * _BLOCK :].sum(-1, keepdim=True)), 1)
+    sums = sums.double()  # of blocks: a sum over all tokens in float64 would copy them
     up_to = sums.cumsum(-1)
     target = filters.number * up_to[:, -1:]
     block = _place(up_to, target)
     inside, tokens = _members(shares, block)
     inside = inside.clamp(min=0.0).double().cumsum(-1)
     place = _place(inside, target - (up_to - sums).gather(1, block))
-    return tokens.gather(1, place)[:, 0], up_to[:, -1:] / likeliest
+    return tokens.gather(1, place)[:, 0], up_to[:, -1:] / shares.amax(-1, keepdim=True)
 
 
 def _choose_sorted(values: Tensor, tokens: Tensor, edge: Tensor, filters: _Filters) -> tuple[Tensor, Tensor]:
@@ -191,6 +206,40 @@ def _choose_sorted(values: Tensor, tokens: Tensor, edge: Tensor, filters: _Filte
     up_to = weights.masked_fill(dropped, 0.0).cumsum(-1)
     place = _place(up_to, filters.number * up_to[:, -1:])
     return tokens.gather(1, place)[:, 0], decided[:, 0]
+
+
+def _choose_by_mass(shares: Tensor, filters: _Filters) -> Tensor:
+    """A token of each row by top-p, `[rows]`, without sorting: two searches for a place in the order of the probabilities."""
+    limit = filters.top_p * filters.total * shares.amax(-1, keepdim=True)
+    _, kept = _search(shares, torch.nextafter(limit, torch.zeros_like(limit)))
+    token, _ = _search(shares, filters.number * kept)
+    return token
+
+
+def _search(shares: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """In the order of descending probability, and of equal ones by token: the first token with which the sum exceeds `target`
+    `[rows, 1]`, `[rows]`; and the sum with it, `[rows, 1]`. Probabilities of float32 are searched by their upper bits, then by
+    their lower ones, then among equal ones."""
+    bits = shares.view(torch.int32) & _BITS
+    keys = _LARGEST - (bits >> _HALF)
+    upper, before = _search_key(shares, keys, target)
+    same = torch.where(keys == upper, shares, 0.0)
+    lower, more = _search_key(same, _LARGEST - (bits & _LARGEST), target - before)
+    before += more
+    found = (_LARGEST - upper << _HALF) + _LARGEST - lower
+    equal, value = bits == found, found.int().view(torch.float32).double()
+    count = equal.sum(-1, keepdim=True)
+    passed = ((target - before) / value).floor().nan_to_num(0.0).clamp(min=0).minimum(count - 1)
+    place = torch.searchsorted(equal.cumsum(-1, dtype=torch.int32), passed.int(), right=True)
+    return place.clamp(max=shares.shape[1] - 1)[:, 0], before + (passed + 1) * value
+
+
+def _search_key(shares: Tensor, keys: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The first key with which the sum over ascending keys exceeds the target, `[rows, 1]`, and the sum before it."""
+    sums = torch.zeros(len(shares), _LARGEST + 1, dtype=torch.float64, device=shares.device)
+    up_to = sums.scatter_add_(1, keys.long(), shares.double()).cumsum(-1)
+    place = _place(up_to, target)
+    return place, (up_to - sums).gather(1, place)
 
 
 def _place(up_to: Tensor, target: Tensor) -> Tensor:

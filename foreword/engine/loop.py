@@ -21,6 +21,7 @@ from foreword.blocks.retention import MAX_PRIORITY, PREFETCH_PRIORITY
 from foreword.blocks.runs import consecutive_runs
 from foreword.engine.best_of import BestOf, sampled_params
 from foreword.engine.cache_report import CacheReports
+from foreword.engine.draw import Sampled
 from foreword.engine.external_kv import RemoteKV
 from foreword.engine.kept import KeptPrefixes
 from foreword.engine.prefetch import MAX_PREFETCHES, Prefetch
@@ -35,7 +36,6 @@ from foreword.engine.request import (
     TokenLogprob,
 )
 from foreword.engine.runner import Runner, draw_of
-from foreword.engine.sampling import Sampled
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.engine.stops import StopFinder

@@ -5,56 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from foreword.engine.request import SamplingParams
+from foreword.engine.token_counts import TokenCounts
 
 if TYPE_CHECKING:
-    from foreword.engine.sampling import Draw
-
-
-class TokenCounts:
-    """The distinct tokens of a growing sequence and how often each was generated, kept from step to step on one device.
-
-    It depends on nothing but the tokens: wherever a sequence continues, it is made again from them.
-    """
-
-    def __init__(self) -> None:
-        self._length = -2  # no length is one more
-        self._places: dict[int, int] = {}
-        self._tokens = self._generated = torch.empty(0)
-
-    def follow(self, tokens: Sequence[int], num_prompt: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Distinct tokens (int64) and how often each was generated (float32), valid until the next call. Constant
-        time where there is one token more than at the last call."""
-        if len(tokens) - self._length == 1:
-            self._append(tokens[-1])
-        elif len(tokens) != self._length:
-            self._count(tokens, num_prompt, device)
-        self._length = len(tokens)
-        distinct = len(self._places)
-        return self._tokens[:distinct], self._generated[:distinct]
-
-    def _count(self, tokens: Sequence[int], num_prompt: int, device: torch.device) -> None:
-        every = np.array(tokens, dtype=np.int64)
-        distinct = np.unique(every)
-        generated = np.zeros(len(distinct), dtype=np.float32)
-        found, times = np.unique(every[num_prompt:], return_counts=True)
-        generated[np.searchsorted(distinct, found)] = times
-        self._places = dict(zip(distinct.tolist(), range(len(distinct)), strict=True))
-        self._tokens = torch.from_numpy(distinct).to(device)
-        self._generated = torch.from_numpy(generated).to(device)
-
-    def _append(self, token: int) -> None:
-        place = self._places.setdefault(token, len(self._places))
-        if place == len(self._tokens):
-            more = max(256, place)
-            self._tokens = torch.cat((self._tokens, self._tokens.new_zeros(more)))
-            self._generated = torch.cat((self._generated, self._generated.new_zeros(more)))
-        self._tokens[place] = token
-        self._generated[place] += 1
+    from foreword.engine.draw import Draw
 
 
 def penalizes(params: SamplingParams) -> bool:
@@ -94,20 +52,25 @@ def _index(numbers: Sequence[int], logits: Tensor) -> Tensor:
 
 
 def _penalize(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> None:
+    """All rows in one operation each, over the tokens that the rows have."""
     drawn = [draws[row] for row in rows]
     kept = [draw.counts or TokenCounts() for draw in drawn]
     found = [
         counts.follow(draw.tokens, draw.num_prompt, logits.device) for counts, draw in zip(kept, drawn, strict=True)
     ]
-    params = zip(rows, (draw.params for draw in drawn), strict=True)
-    given = [(row, p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for row, p in params]
-    sizes = torch.tensor([len(tokens) for tokens, _ in found])
-    of_rows = torch.tensor(given, dtype=torch.float64).repeat_interleave(sizes, 0).to(logits.device, non_blocking=True)
-    at, (repetition, presence, frequency) = of_rows[:, 0].long(), of_rows[:, 1:].float().unbind(1)
     tokens, generated = (torch.cat(parts) for parts in zip(*found, strict=True))
-    values = logits[at, tokens]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    logits[at, tokens] = values - (presence + frequency * generated).masked_fill_(generated == 0, 0.0)
+    sizes = torch.tensor([len(part) for part, _ in found])
+    given = [(d.params.repetition_penalty, d.params.presence_penalty, d.params.frequency_penalty) for d in drawn]
+    by, once, each = torch.tensor(given).to(logits.device).unbind(1)
+    of_row = torch.arange(len(rows)).repeat_interleave(sizes).to(logits.device)
+    flat, places = logits.view(-1), _index(rows, logits)[of_row] * logits.shape[1] + tokens
+    values = flat[places]
+    if any(one[0] != 1.0 for one in given):
+        divisor = by[of_row]
+        values = torch.where(values > 0, values / divisor, values * divisor)
+    if any(one[1] or one[2] for one in given):
+        values -= (once[of_row] + each[of_row] * generated).masked_fill_(generated == 0, 0.0)
+    flat[places] = values
 
 
 def _excluded(draw: Draw) -> list[int]:

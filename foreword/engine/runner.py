@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from foreword.engine.penalties import TokenCounts, penalizes
-from foreword.engine.sampling import Draw, Sampled
+from foreword.engine.draw import Draw, Sampled
+from foreword.engine.penalties import penalizes
 from foreword.engine.sequence import SequenceState, Step
+from foreword.engine.token_counts import TokenCounts
 
 
 class Runner(Protocol):

@@ -8,61 +8,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from foreword.engine.choice import block_maxima, candidates, choose, largest
-from foreword.engine.penalties import TokenCounts, reshape, reshapes
-from foreword.engine.request import SamplingParams, TokenLogprob
-
-if TYPE_CHECKING:
-    from foreword.engine.structured.constraint import Constraint
+from foreword.engine.draw import Draw, Sampled
+from foreword.engine.penalties import reshape, reshapes
+from foreword.engine.request import TokenLogprob
 
 # Logits that are sampled together on a CPU: temporary tensors of this size stay in the cache.
 _LOGITS_AT_ONCE: Final = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """What sampling one row of logits needs from its sequence.
-
-    Attributes:
-        tokens: token ids of prompt and output so far.
-        num_prompt: how many of them are the prompt.
-        end_tokens: tokens that are excluded until there are `params.min_tokens` output tokens.
-        left: tokens that may follow this one.
-        constraint: what the output must match. It comes before all other exclusions.
-        bad_words: token sequences that are excluded.
-        counts: the sequence's, for penalties; without it the tokens are counted each time.
-    """
-
-    params: SamplingParams
-    seed: int
-    index: int
-    tokens: Sequence[int]
-    num_prompt: int
-    end_tokens: tuple[int, ...]
-    left: int = 0
-    constraint: Constraint | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    counts: TokenCounts | None = None
-
-    @property
-    def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A sampled token, with log-probabilities if they were requested. `error`: why there is no token."""
-
-    token: int
-    logprob: TokenLogprob | None
-    error: str | None = None
 
 
 def uniform(seed: int, index: int, position: int) -> float:

@@ -12,9 +12,9 @@ from foreword.engine.kept import PromptRetentions
 from foreword.engine.request import CacheReport, Request
 
 if TYPE_CHECKING:
-    from foreword.engine.penalties import TokenCounts
     from foreword.engine.prompt_logprobs import PromptLogprobs
     from foreword.engine.structured.constraint import Constraint
+    from foreword.engine.token_counts import TokenCounts
 
 
 @dataclass(slots=True, eq=False)

@@ -13,10 +13,11 @@ from foreword.engine.attention.base import AttentionBackend, LayerRecorder, Step
 from foreword.engine.attention.cpu_backend import CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer, pinned
 from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
+from foreword.engine.draw import Draw, Sampled
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers
 from foreword.engine.prompt_logprobs import PromptLogprobs
-from foreword.engine.sampling import Draw, Sampled, sample
+from foreword.engine.sampling import sample
 from foreword.engine.sequence import SequenceState, Step
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 
 from foreword.blocks.resume import KVGroup
-from foreword.engine.sampling import Draw, Sampled
+from foreword.engine.draw import Draw, Sampled
 from foreword.engine.sequence import Chunk, SequenceState, Step
 
 VOCAB = 50

@@ -8,9 +8,9 @@ import tiny
 
 from foreword.blocks import PrefixCache
 from foreword.blocks.miss_history import MissHistory
+from foreword.engine.draw import Draw, Sampled
 from foreword.engine.loop import EngineCore, Limits
 from foreword.engine.request import Delta, Request, SamplingParams
-from foreword.engine.sampling import Draw, Sampled
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState, Step
 from foreword.engine.tokenizer import Tokenizer

@@ -17,9 +17,11 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from tiny import Reference, prompt
 
-from foreword.engine.penalties import TokenCounts, reshape
+from foreword.engine.draw import Draw
+from foreword.engine.penalties import reshape
 from foreword.engine.request import SamplingParams
-from foreword.engine.sampling import Draw, sample, uniform
+from foreword.engine.sampling import sample, uniform
+from foreword.engine.token_counts import TokenCounts
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest
 
