@@ -20,7 +20,7 @@ from foreword.offload.manager import OffloadStatus
 from foreword.router.metrics import RouterMetrics
 from foreword.router.state_metrics import RouterStateCollector
 from foreword.store.base import StoreStatus
-from foreword.store.tier import TierCounters
+from foreword.store.tier_counters import TierCounters
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 # (name, type, labels)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from foreword.entrypoints.build import ModelInfo
     from foreword.offload.manager import OffloadManager
     from foreword.store.base import StoreStatus
-    from foreword.store.tier import StoreTier, TierCounters
+    from foreword.store.tier import StoreTier
+    from foreword.store.tier_counters import TierCounters
     from foreword.transfer.endpoint import EndpointStatus
 
 # vLLM's buckets, so that quantiles compare; those of tokens begin earlier, for small models.

@@ -37,7 +37,7 @@ from foreword.store.admission import BlockUse
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, RAW, Header
-from foreword.store.tier import Rate
+from foreword.store.tier_counters import Rate
 from foreword.store.tiered import FetchedBlock, TieredStore, Tiers
 
 if TYPE_CHECKING:

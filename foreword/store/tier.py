@@ -8,9 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from foreword.errors import BadFrame, StoreError, StoreHung, StoreTimeout
@@ -18,6 +16,7 @@ from foreword.store.admission import Admission, AdmissionRule, BlockUse
 from foreword.store.base import BAD, FAILED, MISSING, Name, Store, StoreStatus
 from foreword.store.circuit_breaker import CircuitBreaker
 from foreword.store.frame import Frame, Header, check
+from foreword.store.tier_counters import Rate, TierCounters
 from foreword.store.tier_threads import TierCall, TierThreads
 
 log = logging.getLogger("foreword.store")
@@ -28,57 +27,12 @@ Outcome = Frame | str | int
 # Called with the positions of blocks whose buffers a store may still write into, and the call that does.
 OnLate = Callable[[Sequence[int], TierCall[list[Outcome]]], None]
 
-_RATE_LIFETIME: Final = 60.0  # seconds until a measured rate expires; then one load is tried again
-_RATE_WEIGHT: Final = 0.3
 _CORES: Final = os.cpu_count() or 1
 _PART_BYTES: Final = 2 << 20  # a batch is divided among threads in parts of at least this size
 _PROBE_SECONDS: Final = 5.0
 _DELETE_SECONDS: Final = 1.0
 _STATUS_SECONDS: Final = 0.5
 _CLOSE_SECONDS: Final = 5.0
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """Counters of one tier since the start. `errors` and `bad` (frames that failed verification) count by kind.
-
-    In `errors`, `block_failed` counts blocks that a call could not read although others of the call were read.
-    """
-
-    hit_blocks: int = 0
-    missed_blocks: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    written_blocks: int = 0
-    written_bytes: int = 0
-    write_seconds: float = 0.0
-    lookups: int = 0
-    lookup_seconds: float = 0.0
-    skipped: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    bad: Counter[str] = field(default_factory=Counter)
-
-
-class Rate:
-    """Measured bytes per second as an exponential moving average. 0.0 if there is no recent measurement."""
-
-    __slots__ = ("_at", "_clock", "_value")
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._value = 0.0
-        self._at = 0.0
-
-    def note(self, amount: float, seconds: float) -> None:
-        """Add a measurement."""
-        value = amount / max(seconds, 1e-9)
-        known = self.value
-        self._value = value if not known else known + _RATE_WEIGHT * (value - known)
-        self._at = self._clock()
-
-    @property
-    def value(self) -> float:
-        return self._value if self._clock() - self._at < _RATE_LIFETIME else 0.0
 
 
 class StoreTier:
@@ -113,6 +67,7 @@ class StoreTier:
         self._listener: Callable[[bool, Sequence[Name]], None] | None = None
         self._status = StoreStatus()
         self._probed: Sequence[Name] = ()
+        self._deleting: dict[threading.Event, float] = {}  # running deletions of bad blocks, and their deadlines
 
     def subscribe(self, listener: Callable[[bool, Sequence[Name]], None]) -> None:
         """Call `listener(stored, names)` whenever blocks are stored in or removed from this tier by this process."""
@@ -333,19 +288,26 @@ class StoreTier:
             self._delete_bad(list(bad), deadline)
 
     def _delete_bad(self, names: Sequence[Name], deadline: float) -> None:
-        """Delete blocks. Waits for it until the deadline; a slow store does it later."""
+        """Delete blocks. Waits for it until the deadline; a slow store does it later, before it stores any."""
+        done, until = threading.Event(), time.monotonic() + _DELETE_SECONDS
 
         def work() -> None:
             try:
-                self._delete(names, time.monotonic() + _DELETE_SECONDS)
+                self._delete(names, until)
             except Exception as error:  # noqa: BLE001 - as in `attempt`
                 self.count_error(error)
+            finally:
+                self._deleting.pop(done, None)
+                done.set()
 
-        with contextlib.suppress(StoreError):
+        self._deleting[done] = until
+        try:
             if self.blocking:
                 self._threads.start(work).wait(deadline)
             else:
                 work()
+        except StoreError:
+            del self._deleting[done]
 
     # Writing
 
@@ -370,6 +332,8 @@ class StoreTier:
         return kept
 
     def _put(self, frames: Sequence[Frame], deadline: float) -> int:
+        for deletion, until in tuple(self._deleting.items()):  # until then the bad block would be taken for present
+            deletion.wait(max(min(until, deadline) - time.monotonic(), 0.0))
         kept = self.store.put(frames, deadline=deadline)
         if self._listener is not None:
             names = [frame.name for frame in frames]

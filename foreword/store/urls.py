@@ -50,7 +50,7 @@ _MEMORY_OPTIONS: Final[Options] = {"size": parse_bytes, "pin_share": float, "ten
 _DISK_OPTIONS: Final[Options] = {**_MEMORY_OPTIONS, "read_only": parse_flag, "journal": str}
 _REDIS_OPTIONS: Final[Options] = {"prefix": str, "ttl": lambda text: float(text) or None}
 _RULE_OPTIONS: Final[Options] = {"admit": str, "min_tokens": int, "write_rate": parse_bytes}
-_OBJECT_OPTIONS: Final[Options] = {"prefix": str, "chunk": int, "parallel": int}
+_OBJECT_OPTIONS: Final[Options] = {"prefix": str, "chunk": int, "parallel": int, "touch": float}
 
 
 @dataclass(frozen=True, slots=True)

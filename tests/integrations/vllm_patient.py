@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from foreword.integrations.vllm import connector as vllm
-from foreword.store.tier import Rate
+from foreword.store.tier_counters import Rate
 
 
 class _Unknown(Rate):

@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import boto3  # type: ignore[import-untyped, unused-ignore]
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import CountingProxy, HttpServer, S3Server, ScriptedServer, free_port
+from servers import CountingProxy, HttpServer, S3Server, ScriptedServer, free_port, wait_until
 
 from foreword.conformance import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
 from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreReadOnly, StoreTimeout, StoreUnavailable
@@ -355,6 +356,38 @@ def test_scan_reads_positions_and_times(server: S3Server, folder: Path):
             assert (entry.parent, entry.depth, entry.size) == (one.header.parent, one.header.depth, len(one.data))
             assert abs(entry.stored_at - time.time()) < 3600
         store.close()
+
+
+def test_chunks_that_are_read_stay_young(server: S3Server):
+    """With `touch`, an old chunk that is read is written again, as it was. One that was erased is not."""
+    prefix = fresh()
+    client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{server.port}", region_name="us-east-1")
+    writer = ObjectStore(server.url(), prefix=prefix)
+    touching = ObjectStore(server.url(), prefix=prefix, touch=1.5 / 86400)
+    frames = make_frames(61, 40, 1000)
+    writer.put(frames, deadline=soon())
+
+    def listed() -> dict[str, Any]:
+        found = client.list_objects_v2(Bucket=server.bucket, Prefix=prefix).get("Contents", [])
+        return {one["Key"]: one["LastModified"] for one in found}
+
+    def renewed() -> int:
+        return touching.status().notes["renewed"]
+
+    before = listed()
+    assert read(touching, frames) == whole(frames)
+    time.sleep(2.6)
+    assert read(touching, frames) == whole(frames) and read(writer, frames) == whole(frames)
+    wait_until(lambda: renewed() >= len(before), "all chunks are written again")
+    assert listed().keys() == before.keys() and all(listed()[key] > before[key] for key in before)
+    assert read(touching, frames) == whole(frames)
+    for key in before:
+        client.delete_object(Bucket=server.bucket, Key=key)
+    time.sleep(1.6)
+    assert read(touching, frames) == [None] * 40
+    writer.close()
+    touching.close()
+    assert not listed()
 
 
 def test_foreign_objects_are_ignored(folder: Path):

@@ -10,10 +10,11 @@ import pytest
 
 from foreword.conformance import Fault, FlakyStore, StoreContract, make_frames, names_of, put_all, read, soon, whole
 from foreword.errors import StoreConfigError, StoreError, StoreReadOnly
-from foreword.store.base import Store
+from foreword.store.base import Name, Store
 from foreword.store.circuit_breaker import CircuitBreaker
 from foreword.store.memory.memory_store import MemoryStore
-from foreword.store.tier import Outcome, Rate
+from foreword.store.tier import Outcome
+from foreword.store.tier_counters import Rate
 from foreword.store.tier_threads import TierCall
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import loss_of, open_store, parse
@@ -306,6 +307,27 @@ def test_one_bad_block_costs_one_block(tiers: Tiers) -> None:
         tiers.slow.put(frames, deadline=soon())
         assert read(tiers.store, frames) == whole(frames)
     assert tier.counters.bad == {"unreadable": 3} and not tier.counters.errors and not tier.breaker.is_open
+
+
+def test_a_block_heals_while_it_is_deleted(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad block whose deletion is slow is stored by the next put: it is not taken for present and deleted afterwards."""
+    monkeypatch.setattr("foreword.store.tier._DELETE_SECONDS", 60.0)
+    gate = threading.Event()
+
+    class Slow(FlakyStore):
+        def delete(self, names: Sequence[Name], *, deadline: float) -> int:
+            assert gate.wait(60)
+            return super().delete(names, deadline=deadline)
+
+    frames, slow = make_frames(12, 3, PAYLOAD), Slow(MemoryStore(1 << 20))
+    store = TieredStore([slow])
+    store.put(frames, deadline=soon())
+    slow.spoil([frames[1].name])
+    assert read(store, frames, deadline=soon(0.2))[1] is None
+    threading.Timer(0.2, gate.set).start()
+    assert store.put(frames, deadline=soon()) == 3
+    assert read(store, frames) == whole(frames)
+    store.close()
 
 
 def test_dead_nodes_cost_their_blocks(tiers: Tiers) -> None:

@@ -15,7 +15,7 @@ from foreword.offload.manager import StoreLoad
 from foreword.offload.policy import search_timeout
 from foreword.offload.search import StoredGroup, find_resumable
 from foreword.store.base import Store
-from foreword.store.tier import Rate
+from foreword.store.tier_counters import Rate
 from foreword.store.urls import StoreUrl
 
 

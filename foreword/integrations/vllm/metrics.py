@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from foreword.integrations.vllm.leases import KVLeases
 from foreword.offload.manager import OffloadManager, OffloadStatus
-from foreword.store.tier import TierCounters
+from foreword.store.tier_counters import TierCounters
 
 # Name, help, and how the value is read from a tier's counters.
 _PER_TIER: Final[tuple[tuple[str, str, Callable[[TierCounters], float]], ...]] = (

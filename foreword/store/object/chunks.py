@@ -17,7 +17,7 @@ import base64
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from foreword.blocks.keys import KEY_BYTES
@@ -71,6 +71,7 @@ class Chunk:
         prefix: the bytes before the key in the names of its blocks.
         tags: of its blocks, in order.
         size: bytes of the object.
+        written: when, in seconds since the epoch; 0.0 if unknown.
     """
 
     path: str
@@ -78,6 +79,7 @@ class Chunk:
     head: bytes
     tags: tuple[bytes, ...]
     size: int
+    written: float = field(default=0.0, compare=False)
 
     @property
     def index_bytes(self) -> int:
@@ -99,7 +101,7 @@ class Chunk:
         return self.index_bytes + first * self.slot, count * self.slot
 
 
-def read_path(path: str, size: int) -> Chunk | None:
+def read_path(path: str, size: int, written: float = 0.0) -> Chunk | None:
     """The chunk with this path, None if it is not the path of one."""
     match = _PATH.fullmatch(path)
     if match is None:
@@ -111,7 +113,7 @@ def read_path(path: str, size: int) -> Chunk | None:
     tags = tuple(data[at : at + _TAG_BYTES] for at in range(0, len(data), _TAG_BYTES))
     if not tags or len(tags[-1]) != _TAG_BYTES or len(tags) > MAX_BLOCKS:
         return None
-    return Chunk(path, bytes.fromhex(match[1].replace("/", "")), bytes.fromhex(match[2]), tags, size)
+    return Chunk(path, bytes.fromhex(match[1].replace("/", "")), bytes.fromhex(match[2]), tags, size, written)
 
 
 def read_slot(data: memoryview) -> memoryview | None:

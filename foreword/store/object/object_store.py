@@ -10,7 +10,8 @@ block is found through the blocks before it: those of the same call, of an earli
 writers may store a block in several chunks.
 
 The store never evicts. A lifecycle rule of the bucket removes old chunks. A rule by age removes the first blocks of a
-chain before the later ones, which then cannot be found any more until the rule removes them too.
+chain before the later ones, which then cannot be found any more until the rule removes them too. With `touch`, chunks that
+are read stay young.
 
 The requests of obstore run on an event loop in a background thread, so a call that passes its deadline is cancelled
 there while its caller continues. A process that forks must open its stores after the fork.
@@ -61,9 +62,11 @@ from foreword.store.object.chunks import (
     tag_of,
 )
 from foreword.store.object.client import ClientLoop, error_text, open_client, result_of
+from foreword.store.object.renewal import Renewals
 from foreword.store.object.sections import Heads, Location, RecentlyUsed, Search, Section
 
 _PAGE: Final = 1000  # chunks read of one listing
+_DAY: Final = 86400.0  # seconds
 _ROUNDS: Final = 64  # listings of one call that follow blocks which were stored outside of their section
 _PREFIX = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
 _NO_BUCKET = re.compile("status code: 404")
@@ -96,6 +99,7 @@ class ObjectStore(Store):
         prefix: a path below that of the URL.
         chunk: blocks per object, at most.
         parallel: concurrent requests per call. For requests without a body it is four times as many.
+        touch: days after which a chunk that is read is written again; 0: never.
         options: as in the URL; they take precedence.
     """
 
@@ -107,6 +111,7 @@ class ObjectStore(Store):
         prefix: str = "",
         chunk: int = MAX_BLOCKS,
         parallel: int = 16,
+        touch: float = 0.0,
         **options: str,
     ) -> None:
         prefix = prefix.strip("/")
@@ -116,6 +121,8 @@ class ObjectStore(Store):
             raise StoreConfigError(f"parallel is at least 1, not {parallel}")
         if not 1 <= chunk <= MAX_BLOCKS:
             raise StoreConfigError(f"chunk is from 1 to {MAX_BLOCKS}, not {chunk}")
+        if touch < 0:
+            raise StoreConfigError(f"touch is 0 or more days, not {touch}")
         self.label = label
         self._store = open_client(url, options)
         self._prefix = prefix + "/" if prefix else ""
@@ -125,6 +132,7 @@ class ObjectStore(Store):
         self._heads = Heads()
         self._locations: RecentlyUsed[Location] = RecentlyUsed()
         self._loop = ClientLoop(label)
+        self._renewals = Renewals(self._store, self._prefix, self._loop, touch * _DAY)
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         self._check_open(deadline)
@@ -158,6 +166,7 @@ class ObjectStore(Store):
                 lengths[index] = _copied(data, place, len(read.indexes), views[index])
         if errors and all(length == FAILED for length in lengths):
             raise copy_error(errors[0])
+        self._renewals.used(read.chunk for read in reads)
         return lengths
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
@@ -257,8 +266,9 @@ class ObjectStore(Store):
         return sorted(key for key in keys if key.startswith(prefix))
 
     def status(self) -> StoreStatus:
-        """Blocks and bytes are unknown: a bucket reports them only in a listing. `notes`: conditional_put."""
-        return StoreStatus(notes={"conditional_put": int(self._conditional)})
+        """Blocks and bytes are unknown: a bucket reports them only in a listing. `notes`: conditional_put, renewed (chunks
+        that `touch` has written again)."""
+        return StoreStatus(notes={"conditional_put": int(self._conditional), "renewed": self._renewals.count})
 
     def close(self) -> None:
         self._loop.close()
@@ -459,7 +469,7 @@ class ObjectStore(Store):
         return chunks, len(metas) < _PAGE
 
     def _read_meta(self, meta: Any) -> Chunk | None:
-        return read_path(self._relative(meta["path"]), int(meta["size"]))
+        return read_path(self._relative(meta["path"]), int(meta["size"]), meta["last_modified"].timestamp())
 
     async def _read(self, read: _Read) -> memoryview | int | None:
         """Slots of a chunk. None if the chunk is gone, BAD if it is shorter than it was."""
