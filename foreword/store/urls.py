@@ -216,10 +216,14 @@ def _open_memory(url: StoreUrl) -> Store:
 
 def _open_disk(url: StoreUrl) -> Store:
     from foreword.store.disk.disk_store import DiskStore
+    from foreword.store.disk.striped_store import StripedStore, folders_of
 
     options = {"size": _DISK_SIZE, **read_options(url, _DISK_OPTIONS)}
     if not url.path:
         raise StoreConfigError("a disk store needs a folder: disk:///var/cache/foreword?size=20GiB")
+    folders = folders_of(url.path)
+    if len(folders) > 1:
+        return StripedStore(folders, label=url.label, **options)
     return DiskStore(url.path, label=url.label, **options)
 
 
