@@ -481,6 +481,14 @@ class RouterConfig:
         directory_blocks: maximum number of blocks in the directory of all replicas, about 16 bytes each.
         tokenize_timeout: seconds to tokenize a prompt; after that it is compared as text. If a response can only be continued
             with a replica's tokenizer, replicas get up to 25 times as long.
+        picker: `HOST:PORT` on which a gateway, such as Envoy, asks where to send requests that it forwards itself (external
+            processing over gRPC); by default none may.
+        picker_timeout: seconds that a gateway's request may wait until a replica is chosen.
+        picker_streams: maximum number of open gRPC streams of gateways; a request has one or two.
+        picker_open: let the gateway choose where no replica takes a request, instead of refusing the request. Without effect
+            where API keys are configured.
+        picker_cert: file with a TLS certificate for the picker; by default it speaks plain text.
+        picker_cert_key: file with the key of that certificate.
     """
 
     replicas: tuple[str, ...] = ()
@@ -511,6 +519,12 @@ class RouterConfig:
     min_prefill: int = _at_least(0, 512)
     directory_blocks: int = _at_least(1, 4_000_000)
     tokenize_timeout: float = _positive(1.0)
+    picker: str | None = None
+    picker_timeout: float = _positive(10.0)
+    picker_streams: int = _at_least(1, 8192)
+    picker_open: bool = False
+    picker_cert: str | None = None
+    picker_cert_key: str | None = None
 
     def __post_init__(self) -> None:
         _check("router", self)

@@ -21,6 +21,7 @@ from foreword.errors import ConfigError
 from foreword.router.app import create_app
 from foreword.router.auth import RouterAuth
 from foreword.router.discovery import Discovery, configured_replicas
+from foreword.router.gateway.server import check_config, picking
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.service import Router
 from foreword.routing.baselines import policy_named
@@ -45,6 +46,7 @@ def run(config: Config) -> int:
     if not specs and not config.router.replica_file and not config.router.replica_dns and not config.server.admin_key:
         raise ConfigError("name at least one replica: foreword route --replica http://host:8000")
     policy_named(config.router.policy)
+    check_config(config.router)
     RouterAuth(config)  # raises configuration errors early
     listener = bind(config.server)
     _raise_open_files()
@@ -121,7 +123,8 @@ async def serving(config: Config, listener: socket.socket, specs: list[ReplicaSp
     discovery.start(specs)
     logger.info("Foreword %s routes on %s", __version__, url_of(listener))
     try:
-        yield router
+        async with picking(router, config.server.body_timeout):
+            yield router
     finally:
         discovery.stop()
         server.close()

@@ -1,0 +1,122 @@
+"""One request through a gateway, from its arrival to the end of its response: load, quotas, learning, metrics and log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from foreword.api.errors import CLIENT_GONE
+from foreword.api.outcomes import outcome_of_status
+from foreword.api.request_log import log_request
+from foreword.api.tenants import Tenant
+from foreword.errors import ForewordError
+from foreword.router.attempt import Attempt
+from foreword.router.gateway.observed_response import ObservedResponse
+from foreword.router.gateway.picker import Answer, RequestHead
+from foreword.router.replicas import clock
+from foreword.router.routed_request import RoutedRequest
+from foreword.router.service import Router
+
+_MAX_PAUSE: Final = 5.0
+
+
+class Accounting:
+    """A request that counts as running until `end`. Raises RateLimited if its tenant may send no more.
+
+    Attributes:
+        observed: its response is being observed.
+    """
+
+    def __init__(self, router: Router, head: RequestHead, tenant: Tenant) -> None:
+        self._router, self._head, self._tenant = router, head, tenant
+        self._began = clock()
+        self._admitted = router.quotas.admit(tenant.name, self._began)
+        self._placed: tuple[RoutedRequest, Attempt] | None = None
+        self._answer: Answer | None = None
+        self._response: ObservedResponse | None = None
+        self._status = CLIENT_GONE
+        self._ended = False
+        self.observed = False
+        router.active += 1
+
+    def answered(self, answer: Answer) -> None:
+        """The gateway is told where to send the request."""
+        self._answer, self._placed = answer, answer.placed
+        if self._placed is not None:
+            routed, attempt = self._placed
+            if not routed.request.streams:
+                routed.pool.expect_first_token(attempt)
+
+    def refused(self, error: ForewordError) -> None:
+        """The gateway is told to answer with an error."""
+        self._router.metrics.rejected(self._tenant.name, error.code)
+        self._status = error.status
+        self.end()
+
+    def response(self, status: int, headers: Mapping[str, str], served: str) -> None:
+        """The head of the response came, from the endpoint `served`; empty if the gateway does not say."""
+        self._status = status
+        if self._placed is None or self._answer is None:
+            return
+        routed, attempt = self._placed
+        router, upstream = self._router, attempt.upstream
+        if served and served != self._answer.endpoints.partition(",")[0]:
+            router.failed(upstream, f"the gateway used {served} instead")
+        elif status == 200:
+            self._response = ObservedResponse(streams=routed.request.streams)
+            return
+        elif status in (429, 503) and headers.get("retry-after", "").isdigit():
+            router.paused(upstream, min(float(headers["retry-after"]), _MAX_PAUSE))
+        elif status >= 500:
+            router.failed(upstream, f"status {status}")
+        self._give_up()
+
+    def data(self, piece: bytes) -> None:
+        """The next bytes of the response."""
+        if self._placed is None or self._answer is None or self._response is None:
+            return
+        routed, attempt = self._placed
+        if self._response.feed(piece):
+            attempt.begun, attempt.first_token_at = True, clock()
+            routed.pool.first_token(attempt)
+            self._router.metrics.first_token(attempt.upstream.url, attempt.first_token_at - self._began)
+        if self._answer.normalised is not None and self._response.streams:
+            self._answer.normalised.stream(piece)
+
+    def complete(self) -> None:
+        """The response came to its end."""
+        if self._placed is not None and self._answer is not None and self._response is not None:
+            routed, attempt = self._placed
+            counts = self._response.counts()
+            if self._answer.normalised is not None and not self._response.streams:
+                self._answer.normalised.whole(bytes(self._response.kept))
+            if counts.output is not None and counts.output > 1 and attempt.first_token_at is not None:
+                self._router.metrics.token_time((clock() - attempt.first_token_at) / (counts.output - 1))
+            used = counts.used or len(routed.prompt.tokens) + self._response.events
+            self._router.quotas.charge(self._admitted, used, clock())
+            routed.finished(attempt, counts)
+            self._placed = None
+        self.end()
+
+    def end(self) -> None:
+        """The request is over: its response is complete, its client left, or its replica broke. May be called again."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._placed is not None:
+            self._status = CLIENT_GONE
+            self._give_up()
+        router, head = self._router, self._head
+        router.active -= 1
+        router.quotas.finish(self._admitted)
+        if head.dialect:
+            router.metrics.outcome(head.dialect, outcome_of_status(self._status))
+        router.metrics.response(f"picker {head.path}", self._status)
+        log_request(head.method, head.path, self._status, clock() - self._began, head.id)
+
+    def _give_up(self) -> None:
+        """The attempt teaches nothing."""
+        assert self._placed is not None
+        routed, attempt = self._placed
+        self._placed = None
+        routed.pool.failed(attempt)

