@@ -40,7 +40,7 @@ class Accounting:
         router.active += 1
 
     def answered(self, answer: Answer) -> None:
-        """The gateway is told where to send the request."""
+        """The gateway gets the answer, and sends the request there."""
         self._answer, self._placed = answer, answer.placed
         if self._placed is not None:
             routed, attempt = self._placed
@@ -48,7 +48,7 @@ class Accounting:
                 routed.pool.expect_first_token(attempt)
 
     def refused(self, error: ForewordError) -> None:
-        """The gateway is told to answer with an error."""
+        """The gateway gets an error, to send to the client."""
         self._router.metrics.rejected(self._tenant.name, error.code)
         self._status = error.status
         self.end()

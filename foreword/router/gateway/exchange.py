@@ -23,7 +23,7 @@ from foreword.router.gateway.picker import DESTINATION, PICK, ROUTE, Answer, Pic
 # A gateway's own time limit for an answer is short, so that a hanging picker costs little; it is asked for more after this.
 _ASK_FOR_TIME_SECONDS: Final = 0.05
 _MORE_SECONDS: Final = 1
-# An answer whose response nobody observes counts as running for this time.
+# An answer whose response is not observed counts as running for this time.
 UNOBSERVED_SECONDS: Final = 5.0
 # Below the limits that gateways set for a piece of a body.
 _PIECE_BYTES: Final = 60 << 10

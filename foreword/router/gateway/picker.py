@@ -1,4 +1,4 @@
-"""What a gateway is told about a request: where to send it, and what to change in it."""
+"""The answers to a gateway: where to send a request, and what to change in it."""
 
 from __future__ import annotations
 
