@@ -10,7 +10,8 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -20,7 +21,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import from_url
 
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreTimeout, StoreUnavailable
-from foreword.store.base import time_left
+from foreword.store.base import copy_error, time_left
 from foreword.store.redact import redacted, split_url
 
 _CLIENT: Final = {"connect_timeout": "5s", "timeout": "120s"}  # deadlines are shorter; these end abandoned requests
@@ -41,10 +42,15 @@ T = TypeVar("T")
 
 
 class ClientLoop:
-    """An event loop in a background thread. It ends with the store, at the latest with the program."""
+    """An event loop in a background thread. It ends with the store, at the latest with the program.
 
-    def __init__(self, label: str) -> None:
+    Args:
+        parallel: concurrent requests of one call. For requests without a body it is four times as many.
+    """
+
+    def __init__(self, label: str, parallel: int = 16) -> None:
         self._label = label
+        self._parallel = parallel
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name=f"foreword-{label}", daemon=True)
         thread.start()
@@ -66,6 +72,61 @@ class ClientLoop:
                 raise
             raise StoreUnavailable(f"the store {self._label!r} is closed") from None  # since the check
 
+    def results(
+        self,
+        calls: Iterable[Coroutine[Any, Any, T]],
+        deadline: float,
+        denied: type[StoreError] = StoreConfigError,
+        *,
+        light: bool = False,
+    ) -> Iterator[T | StoreError]:
+        """Run calls with bounded concurrency and yield results or errors in order. Running calls are cancelled at the end.
+
+        Args:
+            denied: the exception if the service forbids a call.
+            light: the calls transfer no bodies.
+        """
+        width = self._parallel * 4 if light else self._parallel
+        todo = iter(calls)
+        running: deque[Future[T] | StoreError] = deque()
+        try:
+            while True:
+                while len(running) < width and (call := next(todo, None)) is not None:
+                    running.append(self._started(call, deadline))
+                if not running:
+                    return
+                result = _result(running[0], deadline, denied)
+                running.popleft()
+                yield result
+        finally:
+            for future in running:
+                if isinstance(future, Future):
+                    future.cancel()
+
+    def _started(self, call: Coroutine[Any, Any, T], deadline: float) -> Future[T] | StoreError:
+        try:
+            return self.start(call, deadline)
+        except StoreError as error:
+            return error
+
+    def each(
+        self,
+        calls: Iterable[Coroutine[Any, Any, T]],
+        deadline: float,
+        denied: type[StoreError] = StoreConfigError,
+        *,
+        light: bool = False,
+    ) -> Iterator[T]:
+        """As `results`, but raises the first error."""
+        for result in self.results(calls, deadline, denied, light=light):
+            if isinstance(result, StoreError):
+                raise copy_error(result)
+            yield result
+
+    def one(self, call: Coroutine[Any, Any, T], deadline: float, denied: type[StoreError] = StoreConfigError) -> T:
+        [result] = self.each([call], deadline, denied)
+        return result
+
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     """Cancel running tasks, then end the loop."""
@@ -82,6 +143,16 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     thread.join(2)
     if not thread.is_alive():
         loop.close()
+
+
+def _result(future: Future[T] | StoreError, deadline: float, denied: type[StoreError]) -> T | StoreError:
+    if isinstance(future, StoreError):
+        return future
+    try:
+        return result_of(future, deadline, denied)
+    except StoreError as error:
+        future.cancel()
+        return error
 
 
 def result_of(future: Future[T], deadline: float, denied: type[StoreError]) -> T:

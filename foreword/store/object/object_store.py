@@ -21,14 +21,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from foreword.blocks.layout import key_of
 from foreword.errors import StoreConfigError, StoreError, StoreReadOnly
@@ -46,46 +42,27 @@ from foreword.store.base import (
     time_left,
 )
 from foreword.store.frame import Frame
+from foreword.store.object.bucket import Bucket, ChunkRead
 from foreword.store.object.chunks import (
     MAX_BLOCKS,
-    Chunk,
     IndexEntry,
-    chunk_path,
     divide,
-    entry_of,
-    pack,
     prefix_of,
     read_index,
-    read_path,
     read_slot,
     section_path,
     tag_of,
 )
-from foreword.store.object.client import ClientLoop, error_text, open_client, result_of
+from foreword.store.object.client import ClientLoop, open_client
 from foreword.store.object.renewal import Renewals
 from foreword.store.object.sections import Heads, Location, RecentlyUsed, Search, Section
 
-_PAGE: Final = 1000  # chunks read of one listing
 _DAY: Final = 86400.0  # seconds
 _ROUNDS: Final = 64  # listings of one call that follow blocks which were stored outside of their section
 _PREFIX = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
-_NO_BUCKET = re.compile("status code: 404")
 _LAYOUT = re.compile(r"[0-9a-f]{32}")
 _BLOCK_PATH = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}/.*")
-_UNKNOWN = re.compile("status code: 501")
-_TOO_SHORT = re.compile("status code: 416|Invalid range")
 _RECORD = re.compile(r"records/([^/]+)\.record")
-
-T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Read:
-    """Consecutive slots of a chunk, and the indexes of the blocks in the call."""
-
-    chunk: Chunk
-    first: int
-    indexes: list[int]
 
 
 class ObjectStore(Store):
@@ -126,12 +103,11 @@ class ObjectStore(Store):
         self.label = label
         self._store = open_client(url, options)
         self._prefix = prefix + "/" if prefix else ""
+        self._bucket = Bucket(self._store, self._prefix)
         self._chunk = chunk
-        self._parallel = parallel
-        self._conditional = True
         self._heads = Heads()
         self._locations: RecentlyUsed[Location] = RecentlyUsed()
-        self._loop = ClientLoop(label)
+        self._loop = ClientLoop(label, parallel)
         self._renewals = Renewals(self._store, self._prefix, self._loop, touch * _DAY)
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
@@ -154,9 +130,9 @@ class ObjectStore(Store):
         self._check_open(deadline)
         views = [buffer.cast("B") for buffer in buffers]
         lengths, reads = self._plan(names, deadline)
-        calls = (self._read(read) for read in reads)
+        calls = (self._bucket.read(read) for read in reads)
         errors = []
-        for read, data in zip(reads, self._results(calls, deadline), strict=True):
+        for read, data in zip(reads, self._loop.results(calls, deadline), strict=True):
             if isinstance(data, StoreError):
                 errors.append(data)
                 data = FAILED
@@ -175,8 +151,8 @@ class ObjectStore(Store):
         found = self._present_frames(frames, deadline)
         missing = list({frame.name: frame for frame in frames if frame.name not in found}.values())
         chunks = list(divide(missing, self._section_of, self._chunk))
-        calls = (self._write(*chunk) for chunk in chunks)
-        for _ in self._each(calls, deadline, StoreReadOnly):
+        calls = (self._bucket.write(*chunk) for chunk in chunks)
+        for _ in self._loop.each(calls, deadline, StoreReadOnly):
             pass
         return len(frames)
 
@@ -185,8 +161,8 @@ class ObjectStore(Store):
         self._check_open(deadline)
         search = self._search(names, deadline, StoreReadOnly)
         tags = {(prefix_of(name), tag_of(name)) for name in names}
-        calls = (self._remove_from(chunk, tags) for chunk in search.chunks.values())
-        for _ in self._each(calls, deadline, StoreReadOnly):
+        calls = (self._bucket.remove_from(chunk, tags) for chunk in search.chunks.values())
+        for _ in self._loop.each(calls, deadline, StoreReadOnly):
             pass
         self._locations.drop(names)
         return len(search.found)
@@ -216,10 +192,12 @@ class ObjectStore(Store):
         count = 0
         for folder in self._folders(layout, root, deadline):
             for metas in self._pages(folder, deadline):
-                mine = [meta for meta in metas if _BLOCK_PATH.fullmatch(self._relative(meta["path"]))]
-                for _ in self._each((self._remove(meta["path"]) for meta in mine), deadline, StoreReadOnly, light=True):
+                mine = [meta for meta in metas if _BLOCK_PATH.fullmatch(self._bucket.relative(meta["path"]))]
+                for _ in self._loop.each(
+                    (self._bucket.remove(meta["path"]) for meta in mine), deadline, StoreReadOnly, light=True
+                ):
                     pass
-                chunks = [self._read_meta(meta) for meta in mine]
+                chunks = [self._bucket.read_meta(meta) for meta in mine]
                 count += sum(1 if chunk is None else len(chunk.tags) for chunk in chunks)
         return count
 
@@ -234,14 +212,16 @@ class ObjectStore(Store):
         async def listed() -> Any:
             return await obstore.list_with_delimiter_async(self._store, self._prefix or None)
 
-        names = [self._relative(path).strip("/") for path in self._one(listed(), deadline)["common_prefixes"]]
+        names = [
+            self._bucket.relative(path).strip("/") for path in self._loop.one(listed(), deadline)["common_prefixes"]
+        ]
         return [name for name in names if _LAYOUT.fullmatch(name)]
 
     def _blocks(self, folder: str, deadline: float) -> Iterator[list[StoredBlock]]:
         """The blocks of the chunks below a path, a page of chunks at a time. A block may be in several chunks."""
         for metas in self._pages(folder, deadline):
-            chunks = [(chunk, meta) for meta in metas if (chunk := self._read_meta(meta)) is not None]
-            indexes = self._each((self._index(chunk) for chunk, _ in chunks), deadline, light=True)
+            chunks = [(chunk, meta) for meta in metas if (chunk := self._bucket.read_meta(meta)) is not None]
+            indexes = self._loop.each((self._bucket.index(chunk) for chunk, _ in chunks), deadline, light=True)
             blocks = []
             for (chunk, meta), index in zip(chunks, indexes, strict=True):
                 for place, entry in read_index(chunk, index):
@@ -252,32 +232,31 @@ class ObjectStore(Store):
             yield blocks
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
-        self._one(self._put(self._record_path(key), check_record(data), "overwrite"), deadline, StoreReadOnly)
+        self._loop.one(
+            self._bucket.put(self._record_path(key), check_record(data), "overwrite"), deadline, StoreReadOnly
+        )
 
     def get_record(self, key: str, *, deadline: float) -> bytes | None:
-        return self._one(self._read_whole(self._record_path(key)), deadline)
+        return self._loop.one(self._bucket.read_whole(self._record_path(key)), deadline)
 
     def delete_record(self, key: str, *, deadline: float) -> bool:
-        return self._one(self._remove(self._record_path(key)), deadline, StoreReadOnly)
+        return self._loop.one(self._bucket.remove(self._record_path(key)), deadline, StoreReadOnly)
 
     def records(self, prefix: str, *, deadline: float) -> list[str]:
-        paths = [self._relative(meta["path"]) for metas in self._pages("records", deadline) for meta in metas]
+        paths = [self._bucket.relative(meta["path"]) for metas in self._pages("records", deadline) for meta in metas]
         keys = [match[1].replace("!", "/") for match in map(_RECORD.fullmatch, paths) if match]
         return sorted(key for key in keys if key.startswith(prefix))
 
     def status(self) -> StoreStatus:
         """Blocks and bytes are unknown: a bucket reports them only in a listing. `notes`: conditional_put, renewed (chunks
         that `touch` has written again)."""
-        return StoreStatus(notes={"conditional_put": int(self._conditional), "renewed": self._renewals.count})
+        return StoreStatus(notes={"conditional_put": int(self._bucket.conditional), "renewed": self._renewals.count})
 
     def close(self) -> None:
         self._loop.close()
 
     def _record_path(self, key: str) -> str:
         return f"{self._prefix}records/{check_record_key(key).replace('/', '!')}.record"
-
-    def _relative(self, path: str) -> str:
-        return path.removeprefix(self._prefix)
 
     # Finding blocks
 
@@ -307,8 +286,8 @@ class ObjectStore(Store):
             partly: a failure ends the search instead of raising.
         """
         todo = [section for section in sections if first or section not in search.listed]
-        calls = (self._list_section(section_path(*section, first)) for section in todo)
-        for section, found in zip(todo, self._results(calls, deadline, denied, light=True), strict=True):
+        calls = (self._bucket.list_section(section_path(*section, first)) for section in todo)
+        for section, found in zip(todo, self._loop.results(calls, deadline, denied, light=True), strict=True):
             if isinstance(found, StoreError):
                 if partly:
                     return
@@ -336,14 +315,14 @@ class ObjectStore(Store):
             if search.gap == gap:
                 return
 
-    def _plan(self, names: Sequence[Name], deadline: float) -> tuple[list[int], list[_Read]]:
+    def _plan(self, names: Sequence[Name], deadline: float) -> tuple[list[int], list[ChunkRead]]:
         """Results for the blocks that need no reading, and which parts of chunks to read for the others."""
         places = [self._locations.get(name) for name in names]
         if None in places:
             search = self._search(names, deadline)
             places = [search.found.get(name) or known for name, known in zip(names, places, strict=True)]
         lengths = [MISSING] * len(names)
-        reads: list[_Read] = []
+        reads: list[ChunkRead] = []
         for index, place in enumerate(places):
             if place is None:
                 continue
@@ -353,7 +332,7 @@ class ObjectStore(Store):
             elif reads and reads[-1].chunk.path == chunk.path and at == reads[-1].first + len(reads[-1].indexes):
                 reads[-1].indexes.append(index)
             else:
-                reads.append(_Read(chunk, at, [index]))
+                reads.append(ChunkRead(chunk, at, [index]))
         return lengths, reads
 
     def _present_frames(self, frames: Sequence[Frame], deadline: float) -> dict[Name, Location]:
@@ -366,7 +345,9 @@ class ObjectStore(Store):
         sizes = {frame.name: frame for frame in frames}
         wrong = {name for name, (chunk, _) in search.found.items() if not chunk.fits(sizes[name])}
         damaged = {search.found[name][0].path for name in wrong}
-        for _ in self._each((self._remove(self._prefix + path) for path in damaged), deadline, StoreReadOnly):
+        for _ in self._loop.each(
+            (self._bucket.remove(self._prefix + path) for path in damaged), deadline, StoreReadOnly
+        ):
             pass
         removed = {name for name, (chunk, _) in search.found.items() if chunk.path in damaged}
         self._locations.drop(removed)
@@ -389,61 +370,6 @@ class ObjectStore(Store):
         self._loop.check_open()
         time_left(deadline)
 
-    def _results(
-        self,
-        calls: Iterable[Coroutine[Any, Any, T]],
-        deadline: float,
-        denied: type[StoreError] = StoreConfigError,
-        *,
-        light: bool = False,
-    ) -> Iterator[T | StoreError]:
-        """Run calls with bounded concurrency and yield results or errors in order. Running calls are cancelled at the end.
-
-        Args:
-            denied: the exception if the service forbids a call.
-            light: the calls transfer no bodies.
-        """
-        width = self._parallel * 4 if light else self._parallel
-        todo = iter(calls)
-        running: deque[Future[T] | StoreError] = deque()
-        try:
-            while True:
-                while len(running) < width and (call := next(todo, None)) is not None:
-                    running.append(self._start(call, deadline))
-                if not running:
-                    return
-                result = _result(running[0], deadline, denied)
-                running.popleft()
-                yield result
-        finally:
-            for future in running:
-                if isinstance(future, Future):
-                    future.cancel()
-
-    def _start(self, call: Coroutine[Any, Any, T], deadline: float) -> Future[T] | StoreError:
-        try:
-            return self._loop.start(call, deadline)
-        except StoreError as error:
-            return error
-
-    def _each(
-        self,
-        calls: Iterable[Coroutine[Any, Any, T]],
-        deadline: float,
-        denied: type[StoreError] = StoreConfigError,
-        *,
-        light: bool = False,
-    ) -> Iterator[T]:
-        """As `_results`, but raises the first error."""
-        for result in self._results(calls, deadline, denied, light=light):
-            if isinstance(result, StoreError):
-                raise copy_error(result)
-            yield result
-
-    def _one(self, call: Coroutine[Any, Any, T], deadline: float, denied: type[StoreError] = StoreConfigError) -> T:
-        [result] = self._each([call], deadline, denied)
-        return result
-
     def _pages(self, folder: str, deadline: float) -> Iterator[Sequence[Any]]:
         """Metadata of objects, a thousand at a time."""
         streams = [obstore.list(self._store, (self._prefix + folder) or None, chunk_size=1000)]
@@ -452,107 +378,10 @@ class ObjectStore(Store):
             return await anext(streams[0], None)
 
         try:
-            while (metas := self._one(more(), deadline)) is not None:
+            while (metas := self._loop.one(more(), deadline)) is not None:
                 yield metas
         finally:
             streams.clear()  # ends its request now, also if an exception keeps this frame alive
-
-    async def _list_section(self, path: str) -> tuple[list[Chunk], bool]:
-        """The chunks below a path, and whether these are all."""
-        try:
-            metas = await anext(obstore.list(self._store, self._prefix + path, chunk_size=_PAGE), None) or []
-        except BaseError as error:
-            if not _NO_BUCKET.search(str(error)):
-                raise
-            metas = []
-        chunks = [chunk for meta in metas if (chunk := self._read_meta(meta)) is not None]
-        return chunks, len(metas) < _PAGE
-
-    def _read_meta(self, meta: Any) -> Chunk | None:
-        return read_path(self._relative(meta["path"]), int(meta["size"]), meta["last_modified"].timestamp())
-
-    async def _read(self, read: _Read) -> memoryview | int | None:
-        """Slots of a chunk. None if the chunk is gone, BAD if it is shorter than it was."""
-        start, length = read.chunk.range_of(read.first, len(read.indexes))
-        path = self._prefix + read.chunk.path
-        try:
-            data = memoryview(await obstore.get_range_async(self._store, path, start=start, length=length))
-        except FileNotFoundError:
-            return None
-        except BaseError as error:
-            if not _TOO_SHORT.search(str(error)):
-                raise
-            return BAD
-        return data if len(data) == length else BAD
-
-    async def _index(self, chunk: Chunk) -> bytes:
-        length = min(chunk.index_bytes, chunk.size)
-        try:
-            path = self._prefix + chunk.path
-            return bytes(await obstore.get_range_async(self._store, path, start=0, length=length)) if length else b""
-        except FileNotFoundError:  # removed since it was listed
-            return b""
-
-    async def _read_whole(self, path: str) -> bytes | None:
-        try:
-            return bytes(await (await obstore.get_async(self._store, path)).bytes_async())
-        except FileNotFoundError:
-            return None
-
-    async def _write(self, prefix: bytes, head: bytes, frames: Sequence[Frame]) -> None:
-        blocks = [(entry_of(frame), frame.data.cast("B")) for frame in frames]
-        await self._write_chunk(prefix, head, blocks)
-
-    async def _write_chunk(self, prefix: bytes, head: bytes, blocks: Sequence[tuple[IndexEntry, memoryview]]) -> None:
-        path = self._prefix + chunk_path(prefix, head, [entry.key for entry, _ in blocks])
-        data = pack(blocks)  # a copy: a cancelled request may continue for a moment after the call
-        if self._conditional:
-            try:
-                await self._put(path, data, "create")
-            except (AlreadyExistsError, PreconditionError):
-                return
-            except (NotImplementedError, BaseError) as error:
-                if isinstance(error, BaseError) and not _UNKNOWN.search(str(error)):
-                    raise
-                self._conditional = False
-            else:
-                return
-        await self._put(path, data, "overwrite")
-
-    async def _remove_from(self, chunk: Chunk, tags: set[tuple[bytes, bytes]]) -> None:
-        """Remove blocks from a chunk: write the others into new chunks, then remove it."""
-        path = self._prefix + chunk.path
-        kept = [place for place, tag in enumerate(chunk.tags) if (chunk.prefix, tag) not in tags]
-        if kept and chunk.slot:
-            data = memoryview(await self._read_whole(path) or b"")
-            if len(data) == chunk.size:
-                for blocks in filter(None, (_blocks_of(chunk, data, run) for run in _runs(kept))):
-                    await self._write_chunk(chunk.prefix, chunk.head, blocks)
-        await self._remove(path)
-
-    async def _put(self, path: str, data: bytes, mode: Any) -> None:
-        try:
-            await obstore.put_async(self._store, path, data, mode=mode, use_multipart=False)
-        except FileNotFoundError as error:
-            raise StoreConfigError(f"there is no such bucket: {error_text(error)}") from None
-
-    async def _remove(self, path: str) -> bool:
-        try:
-            await obstore.head_async(self._store, path)
-            await obstore.delete_async(self._store, path)
-        except FileNotFoundError:
-            return False
-        return True
-
-
-def _result(future: Future[T] | StoreError, deadline: float, denied: type[StoreError]) -> T | StoreError:
-    if isinstance(future, StoreError):
-        return future
-    try:
-        return result_of(future, deadline, denied)
-    except StoreError as error:
-        future.cancel()
-        return error
 
 
 def _copied(data: memoryview | int | None, place: int, count: int, buffer: memoryview) -> int:
@@ -568,29 +397,6 @@ def _copied(data: memoryview | int | None, place: int, count: int, buffer: memor
         return BAD
     buffer[: len(frame)] = frame
     return len(frame)
-
-
-def _blocks_of(chunk: Chunk, data: memoryview, places: Sequence[int]) -> list[tuple[IndexEntry, memoryview]]:
-    """The index entries and frames of some blocks of a chunk. Damaged ones are left out."""
-    entries = dict(read_index(chunk, bytes(data[: chunk.index_bytes])))
-    blocks = []
-    for place in places:
-        start, length = chunk.range_of(place, 1)
-        frame = read_slot(data[start : start + length])
-        if place in entries and frame is not None and len(frame) == entries[place].length:
-            blocks.append((entries[place], frame))
-    return blocks
-
-
-def _runs(places: Sequence[int]) -> list[list[int]]:
-    """Divide ascending numbers into runs without gaps."""
-    runs: list[list[int]] = []
-    for place in places:
-        if runs and place == runs[-1][-1] + 1:
-            runs[-1].append(place)
-        else:
-            runs.append([place])
-    return runs
 
 
 def _described(name: Name, entry: IndexEntry, stored_at: float) -> StoredBlock:
