@@ -274,7 +274,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The output of one prompt: `n` completions, in order of their index."""
+    """The output of one prompt: `n` completions, in order of their index.
+
+    Attributes:
+        error: why the request failed; None if it did not. Completions that had not ended by then have the text so far and the
+            finish_reason "error".
+    """
 
     request_id: str
     prompt_tokens: tuple[int, ...]
@@ -284,3 +289,4 @@ class RequestOutput:
     time_to_first_token: float = 0.0
     retained: tuple[RetentionAnswer, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    error: ForewordError | None = None

@@ -17,7 +17,7 @@ from foreword.engine.request import Completion, Delta, Request, RequestOutput, S
 from foreword.entrypoints import cache_control
 from foreword.entrypoints.build import build_engine
 from foreword.entrypoints.cache_control import RetentionInfo
-from foreword.errors import BadRequest
+from foreword.errors import BadRequest, ForewordError
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
 from foreword.prefixes.pin import PrefixPin
@@ -73,8 +73,9 @@ class LLM:
 
         `params` holds for all prompts or is a list, one each; by default the model's own (`info.sampling`). `prefix` names
         a text prefix that stands before every prompt.
-        `retain`: which parts of every prompt are kept. Raises BadRequest before anything is computed if a prompt or a parameter
-        is bad.
+        `retain`: which parts of every prompt are kept.
+        A request that fails has an `error` in its output, and the others are not affected. Raises the error of the first one
+        if all fail, and BadRequest before anything is computed if a prompt or a parameter is bad.
         """
         alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed = cast("Sequence[Prompt]", [prompts] if alone else prompts)
@@ -231,17 +232,23 @@ class LLM:
                 for request in requests:
                     self._core.abort(request.id)
                 raise
+        if outputs and all(output.error is not None for output in outputs):
+            raise cast("ForewordError", outputs[0].error)
         return [output.finish() for output in outputs]
 
     def _drain(self, outputs: Sequence[_Output], bar: Any = None) -> None:
         by_id = {output.request.id: output for output in outputs}
         while self._core.has_work():
             for delta in self._core.step():
-                if delta.finish_reason == "error":
-                    raise delta.failure
                 output = by_id.get(delta.request_id)
-                if output is not None and output.add(delta) and bar is not None:
+                if output is None and delta.finish_reason == "error":
+                    raise delta.failure
+                if output is None or output.error is not None:
+                    continue
+                if output.add(delta) and bar is not None:
                     bar.update()
+                if delta.finish_reason == "error":
+                    self._core.abort(delta.request_id)  # its other sequences
 
 
 @dataclasses.dataclass(slots=True)
@@ -258,13 +265,14 @@ class _Output:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.cached_tokens = 0
+        self.error: ForewordError | None = None
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self._parts = [_Part() for _ in range(request.params.n)]
         self._started = time.monotonic()
         self._first: float | None = None
 
     def add(self, delta: Delta) -> bool:
-        """True if that was the request's last."""
+        """True if that was the request's last. A sequence that fails ends its request."""
         if self._first is None:
             self._first = time.monotonic() - self._started
         part = self._parts[delta.index]
@@ -276,20 +284,22 @@ class _Output:
             self.cached_tokens = delta.cached_tokens
         if delta.finish_reason is not None:
             part.last = delta
+        if delta.finish_reason == "error":
+            self.error = delta.failure
+            return True
         return all(one.last is not None for one in self._parts)
 
     def finish(self) -> RequestOutput:
         completions = []
         for index, part in enumerate(self._parts):
-            assert part.last is not None and part.last.finish_reason is not None
             completions.append(
                 Completion(
                     index,
                     tuple(part.tokens),
                     "".join(part.text),
                     tuple(part.logprobs),
-                    part.last.finish_reason,
-                    part.last.stop_match,
+                    "error" if part.last is None else part.last.finish_reason or "error",
+                    None if part.last is None else part.last.stop_match,
                 )
             )
         first = self._parts[0].last
@@ -302,4 +312,5 @@ class _Output:
             self._first or 0.0,
             first.retained if first is not None else (),
             self.prompt_logprobs,
+            self.error,
         )

@@ -109,6 +109,35 @@ def test_failed_step(engine: Make) -> None:
     assert llm.generate([prompt(20, 1)], SHORT)[0].outputs == expected
 
 
+@pytest.mark.parametrize("several", [{}, {"n": 2}, {"n": 1, "best_of": 3}], ids=str)
+def test_one_failed_request_of_a_batch(several: dict[str, int], engine: Make) -> None:
+    """A request that fails has an error in its output, all its sequences have ended, and the other outputs are as ever."""
+    llm = engine("llama", max_num_seqs=2, enable_prefix_caching=False)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0, seed=3, **several)
+    prompts = [prompt(length, length) for length in (20, 14, 9)]
+    expected = llm.generate(prompts, params)
+    run = llm._core._runner.run
+
+    def fail_once(step: Any, draws: Any) -> Any:
+        if any(len(sequence.table) == 9 + 3 and sequence.num_prompt == 9 for sequence in draws):
+            raise RuntimeError("out of memory")
+        return run(step, draws)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm._core._runner, "run", fail_once)
+        found = llm.generate(prompts, [SHORT, SHORT, params])
+    assert [len(output.outputs[0].tokens) for output in found[:2]] == [3, 3]
+    assert found[0].error is found[1].error is None
+    assert isinstance(found[2].error, EngineFailed)
+    assert "out of memory" in found[2].error.message
+    assert [one.finish_reason for one in found[2].outputs] == ["error"] * params.n
+    if params.best_of is None:
+        assert found[2].outputs[0].tokens == expected[2].outputs[0].tokens[:3]
+    assert not llm._core.has_work()
+    llm.check()
+    assert [one.outputs for one in llm.generate(prompts, params)] == [one.outputs for one in expected]
+
+
 def test_unknown_option(llama: Path) -> None:
     """A misspelt option is an error that names close ones."""
     with pytest.raises(ConfigError, match="block_size"):
