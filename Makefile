@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all faults check lint docs clean
+.PHONY: setup demo test test-all faults mutants check lint docs clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,10 @@ SEED ?= 1
 
 faults: setup
 	OMP_NUM_THREADS=1 MALLOC_ARENA_MAX=1 $(BIN)/python tests/store/fault_campaign.py --faults $(FAULTS) --seed $(SEED) --notes
+
+# Plants defects in a copy of the sources; the tests must catch each. With FOREWORD_VLLM_PYTHON also those of the connector.
+mutants: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
 
 lint: setup
 	$(BIN)/ruff check .

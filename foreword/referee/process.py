@@ -27,6 +27,10 @@ class Failed(ForewordError, code="process_failed"):
     """A process refused, crashed, or took too long."""
 
 
+class Refused(Failed, code="process_refused"):
+    """A process did not start with these settings."""
+
+
 class Worker:
     """The driver's end of a `worker.py`.
 
@@ -89,8 +93,7 @@ class Worker:
         ready, _, _ = select.select([self.process.stdout], [], [], limit)
         text = self.process.stdout.readline() if ready else ""
         if not text:
-            what = "crashed" if self.process.poll() is not None or ends_soon(self.process) else "is stuck"
-            raise Failed(f"vLLM {what}: {last_line(self._log)}")
+            raise Failed(f"vLLM {'crashed' if ready else 'is stuck'}: {last_line(self._log)}")
         found: Answer = json.loads(text)
         self.transcript.append("  -> " + _summary(found))
         return found
@@ -139,15 +142,6 @@ def _summary(answer: Answer) -> str:
     if "results" not in answer:
         return json.dumps(answer)
     return json.dumps([{"cached": one["cached"], "tokens": one["tokens"]} for one in answer["results"]])
-
-
-def ends_soon(process: subprocess.Popen[str]) -> bool:
-    """Whether a process that closed its output is gone a moment later."""
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
 
 
 def end(process: subprocess.Popen[str]) -> None:

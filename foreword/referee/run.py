@@ -15,7 +15,7 @@ from typing import Any, Final
 from foreword.errors import ConfigError, did_you_mean
 from foreword.referee import faults, identity, reuse, schedules
 from foreword.referee.models import KINDS, Kind, kind_named
-from foreword.referee.process import Failed
+from foreword.referee.process import Failed, Refused
 from foreword.referee.session import Draw, Evidence, Session, Target, environment_note
 
 Check = Callable[[Session, Draw], Evidence]
@@ -162,10 +162,13 @@ def _check(session: Session, plan: Plan, name: str, check: Check, versions: str)
 
 
 def _attempt(session: Session, check: Check, draw: Draw) -> tuple[Evidence, list[str]]:
-    """A process that fails is a failure of the claim; the next claim gets a new process."""
+    """A process that fails is a failure of the claim; the next claim gets a new process. Settings that the target refuses show
+    nothing."""
     session.begin()
     try:
         evidence = check(session, draw)
+    except Refused as error:
+        evidence = Evidence(missing=[error.message])
     except Failed as error:
         evidence = Evidence(problems=[error.message])
         session.close()

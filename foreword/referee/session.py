@@ -7,14 +7,14 @@ import json
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from foreword.referee.damage import data_files
 from foreword.referee.models import KINDS, Kind, draw_tokens
-from foreword.referee.process import HERE, WORKER, Answer, Failed, Worker, last_line
+from foreword.referee.process import HERE, WORKER, Answer, Failed, Refused, Worker, last_line
 
 BLOCK: Final = 32
 KV_BYTES: Final = 256 << 20
@@ -146,6 +146,7 @@ class Session:
         self.transcript: list[str] = []
         self._live: dict[bool, tuple[str, Worker]] = {}
         self._answers: dict[str, Answer] = {}
+        self._started: set[str] = set()
 
     def model(self, name: str = "Llama", seed: int = 0) -> Path:
         """The folder of a random model; made when it is needed first. The embedded engine uses its embedded model."""
@@ -194,7 +195,13 @@ class Session:
         log = self.folder / ("connected.log" if connected else "alone.log")
         if connected:
             self.transcript.append(f"start {json.dumps(job)}")
-        worker = Worker.start(self.target.python, job, log, script=_ENGINE_WORKER if self.target.engine else WORKER)
+        script = _ENGINE_WORKER if self.target.engine else WORKER
+        try:
+            worker = Worker.start(self.target.python, job, log, script=script)
+        except Failed as error:
+            # With settings that worked before, it is the claim's fault (a damaged file, a restart) that it does not start.
+            raise error if key in self._started else Refused(f"does not start: {error.message}") from None
+        self._started.add(key)
         if connected:
             worker.transcript = self.transcript
         self._live[connected] = key, worker
@@ -215,6 +222,8 @@ class Session:
     def begin(self) -> None:
         """A new claim."""
         self.transcript.clear()
+        if True in self._live:
+            self.transcript.append(f"started before: {self._live[True][0]}")
 
     def reference(self, prompts: Prompts, new_tokens: int = 8) -> list[Answer]:
         """Answers of vLLM alone, computed without any cache."""
@@ -250,6 +259,13 @@ class Session:
         finally:
             self.end(connected=True, kill=True)
             subprocess.run(["umount", "-l", str(files)], check=True)
+
+    def damage(self, change: Callable[[Path], int]) -> int:
+        """Damage the files, and return how much was changed."""
+        files = self.target.files
+        done = change(files) if files is not None and files.exists() else 0
+        self.transcript.append(f"{change.__name__}({str(files)!r}): {done}")
+        return done
 
     def data_bytes(self) -> int:
         """Bytes of KV in files."""

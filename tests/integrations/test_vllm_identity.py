@@ -137,6 +137,14 @@ def test_text_keeps_its_keys() -> None:
     assert tenant_salt(request(cache_salt="ann")) == b"vllm\x00ann"
 
 
+def test_the_place_of_an_image() -> None:
+    """The same image elsewhere in a block, or in another block, gives other keys from its block on, with the same tokens."""
+    tokens = [7] * 12
+    keys_of = {place: keys(tokens, request([Image(place, 2)])) for place in (4, 5, 6, 8)}
+    assert len({found[0] for found in keys_of.values()}) == 1
+    assert all(len({found[block] for found in keys_of.values()}) == 4 for block in (1, 2))
+
+
 def test_an_identifier_for_two_images() -> None:
     """An identifier that a client gives to two images is not identified from then on; others still are."""
     one = identities()

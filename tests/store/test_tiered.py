@@ -286,6 +286,7 @@ def test_a_late_read_writes_nothing_that_is_used(tiers: Tiers) -> None:
     while None in tiers.store.fetch(names, [memoryview(bytearray(2000)) for _ in frames], deadline=soon()):
         assert soon(0.0) < until, "the tier is used again"
         tiers.clock.now += 10
+    assert not any(bytes(one).strip(b"\0") for one in buffers), "the late read has returned, elsewhere"
     tiers.slow.stick()
     assert tiers.store.fetch(names, buffers, deadline=soon(0.2), on_late=late) == [None] * 4
     assert told == [0, 1, 2, 3] and not returned.is_set()

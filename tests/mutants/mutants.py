@@ -1,0 +1,267 @@
+"""Defects that tests must catch. Each is a change of one place; the text before must occur exactly once in the file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted defect.
+
+    Attributes:
+        tests: arguments of pytest, or claims of `foreword conform` (`claims`), one of which must fail.
+    """
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+    claims: bool = False
+
+
+KEYS = ("tests/blocks/test_keys.py",)
+RESUME = ("tests/blocks/test_resume.py",)
+IDENTITY = ("tests/integrations/test_vllm_identity.py",)
+FRAME = ("tests/store/test_frame.py",)
+MEMORY = ("tests/store/test_memory.py", "tests/store/test_contract_machine.py")
+TIERED = ("tests/store/test_tiered.py",)
+DISK = ("tests/store/test_disk.py", "tests/store/test_disk_faults.py")
+OFFLOAD = ("tests/test_offload.py", "tests/engine/test_stores.py")
+LEASES = ("tests/integrations/test_vllm_leases.py",)
+
+_SCOPE = "for part in (self.model, self.salt))"
+_CHAIN = "parent = sha256(parent + data[start : start + width]).digest()"
+
+MUTANTS = (
+    # Keys: what KV depends on
+    Mutant(
+        "keys: salt of a request ignored",
+        "foreword/integrations/vllm/identity.py",
+        "return salt_of(request.cache_salt)",
+        "return salt_of(None)",
+        IDENTITY,
+    ),
+    Mutant(
+        "keys: adapter ignored",
+        "foreword/integrations/vllm/identity.py",
+        "return RequestIdentity(adapter, salt) if adapter else _PLAIN",
+        "return _PLAIN",
+        IDENTITY,
+    ),
+    Mutant(
+        "keys: adapter's configuration not in its digest",
+        "foreword/integrations/vllm/weights.py",
+        'return sorted([*weights, folder / "adapter_config.json"])',
+        "return sorted(weights)",
+        IDENTITY,
+    ),
+    Mutant(
+        "keys: place of an image ignored",
+        "foreword/integrations/vllm/identity.py",
+        "item.offset - block * block_size)",
+        "0)",
+        IDENTITY,
+    ),
+    Mutant(
+        "keys: weights version trusted though KV was computed before it",
+        "foreword/integrations/vllm/weights.py",
+        "        if self._computed:\n",
+        "        if False:\n",
+        IDENTITY,
+    ),
+    Mutant(
+        "keys: an adapter that changed on disk still loads",
+        "foreword/integrations/vllm/weights.py",
+        "return digest == adapter.digest and self._by_path.get(path) == digest",
+        "return True",
+        IDENTITY,
+    ),
+    Mutant("keys: model not in the scope", "foreword/blocks/keys.py", _SCOPE, 'for part in (b"", self.salt))', KEYS),
+    Mutant(
+        "keys: block size not in the scope",
+        "foreword/blocks/keys.py",
+        '"<II", KEY_FORMAT, self.block_size)',
+        '"<II", KEY_FORMAT, 0)',
+        KEYS,
+    ),
+    Mutant(
+        "keys: parent not in the key", "foreword/blocks/keys.py", _CHAIN, _CHAIN.replace("parent + data", "data"), KEYS
+    ),
+    Mutant("keys: extras ignored", "foreword/blocks/keys.py", "+ width] + extra).digest()", "+ width]).digest()", KEYS),
+    Mutant(
+        "keys: a chain that grows starts at its root again",
+        "foreword/blocks/keys.py",
+        "parent = self.keys[-1] if known else self.root",
+        "parent = self.root",
+        KEYS,
+    ),
+    # Positions
+    Mutant(
+        "resume: window one block too short",
+        "foreword/blocks/resume.py",
+        "return max(position - self.span + 1, 0)",
+        "return max(position - self.span + 1 + self.block_size, 0)",
+        RESUME,
+    ),
+    Mutant(
+        "resume: recurrent state one block off",
+        "foreword/blocks/resume.py",
+        "iter(range(stop - 1, max(stop - 2, -1), -1))",
+        "iter(range(stop - 2, max(stop - 3, -1), -1))",
+        RESUME,
+    ),
+    Mutant(
+        "resume: one block more than there is",
+        "foreword/blocks/resume.py",
+        "position = min(position, run * group.block_size // step * step)",
+        "position = min(position, (run + 1) * group.block_size // step * step)",
+        RESUME,
+    ),
+    Mutant(
+        "resume: chunk's blocks not needed",
+        "foreword/blocks/resume.py",
+        "return position - position % self.span if",
+        "return position if",
+        RESUME,
+    ),
+    # Frames and stores
+    Mutant(
+        "frame: checksum not compared",
+        "foreword/store/frame.py",
+        "if _checksum(data[: header.length], data[header.length : end]) != data[end:]:",
+        "if False:",
+        FRAME,
+    ),
+    Mutant(
+        "frame: header not in the checksum", "foreword/store/frame.py", "state.update(head)", 'state.update(b"")', FRAME
+    ),
+    Mutant(
+        "frame: name not compared",
+        "foreword/store/frame.py",
+        "if name is not None and header.name != name:",
+        "if False:",
+        FRAME,
+    ),
+    Mutant(
+        "frame: length not compared",
+        "foreword/store/frame.py",
+        "if len(data) != header.length + HEADER_BYTES:",
+        "if False:",
+        FRAME,
+    ),
+    Mutant(
+        "tier: damaged block kept",
+        "foreword/store/tier.py",
+        "            self._delete_bad(list(bad), deadline)",
+        "            pass",
+        TIERED,
+    ),
+    Mutant(
+        "tier: circuit breaker never opens",
+        "foreword/store/circuit_breaker.py",
+        "            if now < self._open_until:\n                return False",
+        "            if False:\n                return False",
+        TIERED,
+    ),
+    Mutant(
+        "tier: a late read writes into the caller's buffer",
+        "foreword/store/tier.py",
+        "private = self.blocking and on_late is None",
+        "private = False",
+        TIERED,
+    ),
+    Mutant(
+        "memory: lease of a reader ignored",
+        "foreword/store/memory/slot_table.py",
+        "            in_use[slot] += 1\n",
+        "            in_use[slot] += 0\n",
+        MEMORY,
+    ),
+    Mutant(
+        "memory: pins ignored by eviction",
+        "foreword/store/chain_lru.py",
+        "if self._children[slot] or self.pinned[slot]:\n                heappop",
+        "if self._children[slot]:\n                heappop",
+        MEMORY,
+    ),
+    Mutant(
+        "memory: parents evicted before their children",
+        "foreword/store/chain_lru.py",
+        "if self._children[slot] or self.pinned[slot]:\n                heappop",
+        "if self.pinned[slot]:\n                heappop",
+        MEMORY,
+    ),
+    Mutant(
+        "disk: files written in place",
+        "foreword/store/disk/files.py",
+        'write_atomically(path, f"{path}.{token}", data)',
+        "write_atomically(path, path, data)",
+        DISK,
+    ),
+    Mutant(
+        "store: signature not verified",
+        "foreword/store/integrity.py",
+        "        except InvalidTag:\n            return False\n        return True",
+        "        except InvalidTag:\n            return True\n        return True",
+        ("tests/store/test_integrity.py",),
+    ),
+    # Between the device and the stores
+    Mutant(
+        "offload: queued before it is copied",
+        "foreword/offload/manager.py",
+        "            self._staging.gather(part, slots, group)\n"
+        "            self._writer.add(headers[low : low + step], slots, self._saving_slots, self.store.writable)",
+        "            self._writer.add(headers[low : low + step], slots, self._saving_slots, self.store.writable)\n"
+        "            self._staging.gather(part, slots, group)",
+        OFFLOAD,
+    ),
+    Mutant(
+        "offload: loaded into the next block",
+        "foreword/offload/manager.py",
+        "store_load.blocks[done + low : done + high], group)",
+        "(*store_load.blocks[done + low + 1 : done + high], store_load.blocks[done + low]), group)",
+        OFFLOAD,
+    ),
+    Mutant(
+        "offload: a block that was not read counts as loaded",
+        "foreword/offload/manager.py",
+        "pairs = itertools.takewhile(self._is_usable, zip(found, groups, strict=True))",
+        "pairs = filter(self._is_usable, zip(found, groups, strict=True))",
+        OFFLOAD,
+    ),
+    # The connector, under a real vLLM
+    Mutant(
+        "connector: off by one block when saving",
+        "foreword/integrations/vllm/request_state.py",
+        "parent, depth, tuple(ids), self.identity.adapter)",
+        "parent, depth, tuple([*ids[1:], *ids[:1]]), self.identity.adapter)",
+        ("reuse.reset",),
+        True,
+    ),
+    Mutant(
+        "connector: saves blocks before they are computed",
+        "foreword/integrations/vllm/scheduler.py",
+        "known = min(request.num_computed_tokens + scheduled, len(state.chain))\n        states = {}",
+        "known = len(state.chain)\n        states = {}",
+        ("schedule.chunked",),
+        True,
+    ),
+    Mutant(
+        "connector: loads blocks in the wrong order",
+        "foreword/integrations/vllm/scheduler.py",
+        "tuple(table[block] for block in blocks))",
+        "tuple(table[block] for block in reversed(blocks)))",
+        ("reuse.reset",),
+        True,
+    ),
+    Mutant(
+        "connector: weights identified without their content",
+        "foreword/integrations/vllm/weights.py",
+        "state.update(part)",
+        'state.update(b"")',
+        ("identity.weights",),
+        True,
+    ),
+)
