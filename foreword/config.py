@@ -96,10 +96,10 @@ class EngineConfig:
         partial_reuse: also reuse partly filled blocks, by copying them.
         shared_prefix_attention: read a prefix that several decoding sequences share once per step.
         threads: CPU threads for computation; by default the number of cores.
-        linear_memory: on CPUs without bfloat16 instructions, memory for float32 copies of the weights, which make batches
-            faster: `auto` (what is needed, if that is at most half of the free memory), a size, or `0`.
-        kernels: `native` (compiled from C++ at first start), `torch` (PyTorch's operators), `triton` (on CUDA),
-            or `auto` (Triton on CUDA; native on CPUs if there is a C++ compiler).
+        linear_memory: on CPUs, memory for packed copies of the weights, which replace them: `auto` (at most half of the free
+            memory), a size, or `0`.
+        kernels: `native` (compiled from C++ at first start), `torch` (PyTorch's operators), `triton` (on CUDA), or `auto`
+            (Triton on CUDA; on CPUs for each shape the faster of native and torch, measured at the first start).
         self_check: compare the engine with the model's own forward pass at start, and refuse a model that differs.
         trust_remote_code: run Python code that a checkpoint contains.
         generation_config: sampling where a request says nothing: `model` (temperature, top_p, top_k, min_p and

@@ -66,7 +66,7 @@ def examine(config: Config, load: bool) -> Iterator[Finding]:
     for url in config.store.urls:
         yield _store(url)
     if load:
-        yield _model(config)
+        yield from _model(config)
 
 
 def _versions() -> str:
@@ -121,9 +121,8 @@ def _kernels(config: EngineConfig) -> Finding:
     except CannotBuild as error:
         needed = config.kernels == "native"
         return Finding("kernels", f"PyTorch's operators, which are slower; no native kernels: {error}", not needed)
-    products = [name for name, dtype in native.NAMES.items() if kernels.multiplies(dtype)]
-    text = f"native, compiled for {kernels.lanes * 32}-bit vectors; matrix products in {' and '.join(products) or 'no dtype'}"
-    return Finding("kernels", text + ("" if len(products) == len(native.NAMES) else ", the others by PyTorch"))
+    used = "for everything" if config.kernels == "native" else "where they measure fastest"
+    return Finding("kernels", f"native, compiled for {kernels.lanes * 32}-bit vectors; used {used}")
 
 
 def _port(host: str, port: int) -> Finding:
@@ -162,23 +161,27 @@ def _store(url: str) -> Finding:
     return Finding("store", f"{shown}: opened and answered in {seconds * 1000:.0f} ms{held}")
 
 
-def _model(config: Config) -> Finding:
+def _model(config: Config) -> Iterator[Finding]:
+    """Load the model; also what was measured to choose its kernels."""
     from foreword.entrypoints.async_engine import AsyncEngine
 
     began = time.monotonic()
     try:
         engine = AsyncEngine.from_config(config.engine, prefixes=config.prefixes)
     except ForewordError as error:
-        return Finding("model", error.message, ok=False)
+        yield Finding("model", error.message, ok=False)
+        return
     seconds = time.monotonic() - began
     info = engine.info
     engine.close()
     text = f"{info.name}: loaded in {seconds:.1f} s, {info.parameters} parameters, {info.dtype} on {info.device}, "
-    return Finding(
+    yield Finding(
         "model",
         text + f"up to {info.max_model_len} tokens, KV memory for {info.kv_tokens} tokens at "
         f"{info.kv_bytes_per_token} bytes each",
     )
+    for line in info.backends:
+        yield Finding("chosen", line)
 
 
 def _first_line(path: str) -> str:

@@ -1,4 +1,7 @@
-"""Norms and whole decoder layers, each in one call of the compiled kernels (kernels/decoder.h). Model code stays.
+"""Norms and whole decoder layers by the compiled kernels (kernels/decoder.h). Model code stays.
+
+Where the compiled kernels are chosen for all products and the attention, a layer is one call. Elsewhere it is a few, between
+which other kernels multiply or attend.
 
 A layer is a candidate if it has two norms, and linear layers of the usual names that are packed. Whether it also
 computes what the kernels compute is not read from its code but tried: in one pass of the model over random tokens every
@@ -10,18 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreword.engine.attention.base import LayerRecorder, StepAttention, current_attention, forward_context
+from foreword.engine.attention.base import (
+    AttentionBackend,
+    LayerRecorder,
+    StepAttention,
+    current_attention,
+    forward_context,
+)
 from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
-from foreword.engine.kernels.native import TYPES, AttentionLayer, DecoderLayer, Kernels
-from foreword.engine.linear import CompiledProduct, PackedForward, Patch, unpatched
+from foreword.engine.kernels.choice import COMPILED, row_bucket
+from foreword.engine.kernels.native import TYPES, AttentionLayer, DecoderLayer, Kernels, PackedWeight
+from foreword.engine.linear import PackedForward, Patch, unpatched
+from foreword.engine.products import ChosenProduct
 
 # Rounding's share of the difference between a module's output and the kernels', relative to how far the output is from
 # the input, beside what rounding the output itself may change.
@@ -55,25 +67,32 @@ class _LayerParts:
     number: int
     heads: int
     params: AttentionParams
-    qkv: CompiledProduct
-    output: CompiledProduct
-    gate_up: CompiledProduct
-    down: CompiledProduct
+    qkv: ChosenProduct
+    output: ChosenProduct
+    gate_up: ChosenProduct
+    down: ChosenProduct
     input_norm: NormForward
     output_norm: NormForward
     query_norm: NormForward | None
     key_norm: NormForward | None
 
+    @property
+    def products(self) -> dict[str, ChosenProduct]:
+        return {"qkv": self.qkv, "output": self.output, "gate_up": self.gate_up, "down": self.down}
+
 
 class DecoderForward(Patch):
     """`forward` of a decoder layer: in the engine's step by the kernels, elsewhere the layer's own."""
 
-    __slots__ = ("_layer", "_parts", "_rotated")
+    __slots__ = ("_layer", "_parts", "_rotated", "_whole")
 
     def __init__(self, layer: nn.Module, parts: _LayerParts, rotated: bool) -> None:
         self._layer = layer
         self._parts = parts
         self._rotated = rotated
+        # By `row_bucket`: whether one call computes the layer.
+        kinds = zip(*(product.served for product in parts.products.values()), strict=True)
+        self._whole = [set(served) == {COMPILED} for served in kinds]
 
     def __call__(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
         attention = current_attention()
@@ -82,33 +101,66 @@ class DecoderForward(Patch):
         cpu = attention.cpu(self._parts.number) if isinstance(attention, StepAttention) else None
         if cpu is None or unusual or not _is_rotary(rotary, hidden_states):
             return type(self._layer).forward(self._layer, hidden_states, *arguments, **named)
-        out = self.compute(cpu, hidden_states, rotary)
         assert isinstance(attention, StepAttention)
+        backend = attention.backend(self._parts.number, hidden_states)
+        if backend is cpu and self.is_whole(hidden_states.shape[1]):
+            out = self.compute(cpu, hidden_states, rotary)
+        else:
+            out = self.compute_in_parts(cpu, backend, hidden_states, rotary)
         attention.notify_written(self._parts.number)
         return out
 
+    def is_whole(self, rows: int) -> bool:
+        """Whether the compiled kernels multiply this number of rows in all products."""
+        return self._whole[row_bucket(rows)]
+
     def compute(self, cpu: CpuAttention, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """The layer's output for the step's tokens; their K and V go into the paged tensors."""
-        parts = self._parts
+        """The layer's output for the step's tokens in one call; their K and V go into the paged tensors."""
         cosines, sines = (one.contiguous() for one in rotary)
+        return cpu.decode(self._decoder(cpu, cosines), x.contiguous(), cosines, sines, self._parts.params.window)
+
+    def compute_in_parts(
+        self, cpu: CpuAttention, backend: AttentionBackend, x: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The same with the products that were chosen, and with any attention."""
+        parts, kernels = self._parts, cpu.layers.kernels
+        cosines, sines = (one.contiguous() for one in rotary)
+        decoder = self._decoder(cpu, cosines)
+        qkv = parts.qkv.multiply(parts.input_norm(x))
+        cpu.prepare(decoder, qkv, cosines, sines)
+        query, key, value = _split_heads(qkv, parts.heads, decoder.layer)
+        attended = backend.attend(parts.number, query, key, value, parts.params)
+        between = parts.output.multiply(attended.flatten(2)).add_(x)
+        gate_up = parts.gate_up.multiply(parts.output_norm(between))
+        return parts.down.multiply(kernels.gate(gate_up)).add_(between)
+
+    def _decoder(self, cpu: CpuAttention, cosines: Tensor) -> DecoderLayer:
         rotated = cosines.shape[-1] if self._rotated else 0
-        decoder = cpu.layers.decoder(parts.number, parts.heads, lambda layer: self._struct(layer, rotated))
-        return cpu.decode(decoder, x.contiguous(), cosines, sines, parts.params.window)
+        return cpu.layers.decoder(self._parts.number, self._parts.heads, lambda layer: self._struct(layer, rotated))
 
     def _struct(self, layer: AttentionLayer, rotated: int) -> DecoderLayer:
         parts = self._parts
         layer.scale = parts.params.scale
-        decoder = DecoderLayer(
-            layer=layer, hidden=parts.output.weight.outputs, inner=parts.down.weight.inputs, rotated=rotated
-        )
-        for name in ("qkv", "output", "gate_up", "down"):
-            setattr(decoder, name, getattr(parts, name).weight)
+        decoder = DecoderLayer(layer=layer, hidden=parts.output.outputs, inner=parts.down.inputs, rotated=rotated)
+        for name, product in parts.products.items():
+            sizes = PackedWeight(inputs=product.inputs, outputs=product.outputs)
+            setattr(decoder, name, product.compiled.weight if product.compiled else sizes)
         for name in ("input", "output", "query", "key"):
             norm: NormForward | None = getattr(parts, f"{name}_norm")
             if norm is not None:
                 setattr(decoder, f"{name}_norm", norm.weight.data_ptr())
                 setattr(decoder, f"{name}_epsilon", norm.epsilon)
         return decoder
+
+
+def _split_heads(qkv: Tensor, heads: int, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of queries, keys and values, `[1, heads, T, dim]`, in `[1, T, outputs]`."""
+    kv_heads, key_dim, value_dim = int(layer.kv_heads), int(layer.key_dim), int(layer.value_dim)
+    parts = torch.split(qkv, [heads * key_dim, kv_heads * key_dim, kv_heads * value_dim], dim=-1)
+    dims = (key_dim, key_dim, value_dim)
+    shape = (*qkv.shape[:2], -1)
+    query, key, value = (part.view(*shape, dim).transpose(1, 2) for part, dim in zip(parts, dims, strict=True))
+    return query, key, value
 
 
 def fuse(model: Any, recorder: LayerRecorder, kernels: Kernels, vocab_size: int) -> None:
@@ -180,8 +232,8 @@ def _layer_parts(layer: nn.Module, recorder: LayerRecorder) -> _LayerParts | Non
     fits = (
         params.softcap is None
         and params.sinks is None
-        and qkv.weight.outputs == qkv_outputs
-        and output.weight.inputs == heads * layout.value_dim
+        and qkv.outputs == qkv_outputs
+        and output.inputs == heads * layout.value_dim
         and gate_up.layers[0].weight.dtype == recorder.dtype
         and all(norm is None or norm.weight.shape[0] == layout.key_dim for norm in (query_norm, key_norm))
         and _has_silu(feed_forward.values())
@@ -193,12 +245,12 @@ def _layer_parts(layer: nn.Module, recorder: LayerRecorder) -> _LayerParts | Non
     )  # fmt: skip
 
 
-def _product(children: Mapping[str, nn.Module], *choices: Sequence[str]) -> CompiledProduct | None:
-    """The compiled product of exactly the layers of the first choice of names that exists, in this order."""
+def _product(children: Mapping[str, nn.Module], *choices: Sequence[str]) -> ChosenProduct | None:
+    """The product of exactly the layers of the first choice of names that exists, in this order."""
     names = next((names for names in choices if names[0] in children), ())
     modules = [children.get(name) for name in names]
     forward = modules[0].__dict__.get("forward") if modules and modules[0] is not None else None
-    if not isinstance(forward, PackedForward) or not isinstance(forward.product, CompiledProduct):
+    if not isinstance(forward, PackedForward):
         return None
     layers = forward.product.layers
     same = len(modules) == len(layers) and all(a is b for a, b in zip(modules, layers, strict=True))
@@ -266,8 +318,15 @@ def _try_layer(
         return None
     for rotated in (True, False):
         forward = DecoderForward(layer, parts, rotated)
-        out = forward.compute(cpu, call.x, call.rotary)
-        if _agree(out, call.out, call.x) and _agree(found.k, expected.k) and _agree(found.v, expected.v):
+        ways = [partial(forward.compute_in_parts, cpu, cpu)]
+        if all(product.compiled for product in parts.products.values()):
+            ways.append(partial(forward.compute, cpu))
+        if all(
+            _agree(way(call.x, call.rotary), call.out, call.x)
+            and _agree(found.k, expected.k)
+            and _agree(found.v, expected.v)
+            for way in ways
+        ):
             return forward
         cpu.layers.forget_decoder(parts.number)
     return None

@@ -1,35 +1,26 @@
-"""Faster linear layers on CPUs: each keeps a packed copy of its weight (docs/decisions/0006-cpu-linear-layers.md).
+"""Faster linear layers on CPUs: each keeps a packed copy of its weight, or two (docs/decisions/0006-cpu-linear-layers.md).
 
-oneDNN multiplies faster by a weight that was packed beforehand, above all with few rows. The copy has the weight's
-dtype where the processor has units for it. A processor without bfloat16 units multiplies a bfloat16 matrix by one or
-two rows at the speed of memory, but by more rows at a fraction of the speed of float32. There a bfloat16 layer has a
-packed float32 copy for batches and prompts, and uses its own weight for single rows. A product of two bfloat16 numbers
-is exact in float32, so both give the same sums.
-
-Where the compiled kernels are faster than oneDNN (kernels/product.h), they do the packing and the product.
+Which kind of product serves which number of rows is measured at load (measure.py, kernels/choice.py). A layer whose packed
+copies serve all numbers of rows releases its own weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from foreword.engine.kernels.choice import PLAIN, ROWS, Times, choose
 from foreword.engine.kernels.native import Kernels
+from foreword.engine.products import ChosenProduct, Product, kinds, make_product, size_of
 
-# With at most this many rows a layer multiplies by its own weight rather than by a wider copy.
-GEMV_ROWS = 2
-# Error that rounding explains, relative to the product.
-_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-
-
-def has_bfloat16_units() -> bool:
-    """Whether oneDNN multiplies bfloat16 matrices natively here (AVX512-BF16, AMX, Arm BF16)."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+# Inputs and outputs of a product.
+Shape = tuple[int, int]
 
 
 def packable(model: nn.Module) -> Iterator[nn.Linear]:
@@ -41,18 +32,22 @@ def packable(model: nn.Module) -> Iterator[nn.Linear]:
                 yield module
 
 
-def packed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a packed copy of a weight of `dtype`."""
-    return dtype if dtype == torch.float32 or has_bfloat16_units() else torch.float32
+def groups(model: nn.Module, siblings: Sequence[Sequence[nn.Linear]] = ()) -> list[list[nn.Linear]]:
+    """The packable layers in order, siblings together (`find_siblings`)."""
+    together = {layer: list(group) for group in siblings for layer in group}
+    found: list[list[nn.Linear]] = []
+    done: set[nn.Linear] = set()
+    for linear in packable(model):
+        if linear not in done:
+            group = together.get(linear, [linear])
+            done.update(group)
+            found.append(group)
+    return found
 
 
-def packed_bytes(model: nn.Module) -> int:
-    """Bytes of all copies that `pack` makes without a budget."""
-    return sum(_packed_size(linear) for linear in packable(model))
-
-
-def _packed_size(linear: nn.Linear) -> int:
-    return packed_dtype(linear.weight.dtype).itemsize * linear.weight.numel()
+def shape_of(group: Sequence[nn.Linear]) -> Shape:
+    """Inputs and outputs of the product of a group."""
+    return group[0].weight.shape[1], sum(layer.weight.shape[0] for layer in group)
 
 
 def find_siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
@@ -116,119 +111,83 @@ def pack(
     budget: int,
     siblings: Sequence[Sequence[nn.Linear]] = (),
     kernels: Kernels | None = None,
+    times: Mapping[Shape, Times] | None = None,
 ) -> int:
-    """Give linear layers a packed copy, in order, until `budget` bytes are used; returns the bytes used.
+    """Give linear layers packed copies, in order, until `budget` bytes are used; returns the bytes used.
 
     Only `forward` of the layer's instance is replaced; its parameters stay as they are, so tied weights stay tied.
-    `siblings` share one packed copy (`find_siblings`).
+    `siblings` share one product (`find_siblings`). `times` are those measured for each shape; a shape without any has the first
+    kind of product that this machine computes.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return 0
-    together = {layer: group for group in siblings for layer in group}
+    shared = _shared_storage(model)
     used = 0
-    done: set[nn.Linear] = set()
-    for linear in packable(model):
-        if linear in done:
-            continue
-        group = together.get(linear, [linear])
-        size = sum(map(_packed_size, group))
-        done.update(group)
-        if used + size <= budget:
-            product = packed_product(group, kernels)
-            for place, layer in enumerate(group):
-                setattr(layer, "forward", PackedForward(layer, product, place))  # noqa: B010 - a method is replaced
-            used += size
+    for group in groups(model, siblings):
+        tied = any(_address(layer.weight) in shared for layer in group)
+        product = _product(group, kernels, (times or {}).get(shape_of(group)), budget - used, tied)
+        for place, layer in enumerate(group):
+            setattr(layer, "forward", PackedForward(layer, product, place))  # noqa: B010 - a method is replaced
+        used += sum(size_of(kind, group) for kind in set(product.served) - {PLAIN})
     return used
 
 
-def packed_product(layers: Sequence[nn.Linear], kernels: Kernels | None) -> PackedProduct:
-    """The product of one input with the weights of these layers, by the compiled kernels where they are faster."""
-    first = layers[0].weight
-    # A word of the kernels holds two numbers of bfloat16.
-    if kernels is not None and kernels.multiplies(first.dtype) and first.shape[1] % 2 == 0:
-        product = CompiledProduct(layers, kernels)
-        if _is_product(product, layers):
-            return product
-    return _OneDnnProduct(layers)
+def _product(
+    group: Sequence[nn.Linear], kernels: Kernels | None, times: Times | None, room: int, tied: bool
+) -> ChosenProduct:
+    """The product of a group's layers with copies of at most `room` bytes."""
+    possible = kinds(group[0].weight.dtype, group[0].weight.shape[1], kernels)
+    measured = times or {kind: [1.0 + place] * len(ROWS) for place, kind in enumerate(possible)}
+    # A shape's times may be from another group, and a kind fail for this one.
+    left = {kind: measured[kind] for kind in possible if kind in measured} or {PLAIN: [1.0] * len(ROWS)}
+    while True:
+        sizes = {kind: size_of(kind, group) for kind in left}
+        if tied:
+            sizes[PLAIN] = 0
+        served = choose(left, sizes, room)
+        made: dict[str, Product] = {}
+        for kind in dict.fromkeys(served):
+            product = make_product(kind, group, kernels)
+            if product is None:
+                del left[kind]
+                break
+            made[kind] = product
+        else:
+            return ChosenProduct(group, served, made)
 
 
-class PackedProduct:
-    """The product of one input with the packed weights of one or more layers.
-
-    Sibling layers share one product: the first of them that is called computes the outputs of all, and each takes its
-    own once. This relies on what `find_siblings` saw in a trial pass: the siblings are called one after the other with
-    the same tensor object, and nothing changes the tensor in between. Any other order of calls computes the product
-    again. The input is referenced until all outputs are taken, so no other tensor can have its identity.
-    """
-
-    # Whether the packed weights have a wider dtype than the layers' own.
-    wider = False
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.layers = list(layers)
-        self._sizes = [layer.weight.shape[0] for layer in layers]
-        self._input: Tensor | None = None
-        # By place of the layer; those that were not taken yet.
-        self._outputs: dict[int, Tensor] = {}
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """`[..., in]` to the outputs of all layers side by side, `[..., out]`."""
-        raise NotImplementedError
-
-    def output(self, x: Tensor, place: int) -> Tensor:
-        """The output of layer number `place`."""
-        if len(self.layers) == 1:
-            return self.multiply(x)
-        if x is not self._input or place not in self._outputs:
-            self._input = x
-            self._outputs = dict(enumerate(torch.split(self.multiply(x), self._sizes, dim=-1)))
-        output = self._outputs.pop(place)
-        if not self._outputs:
-            self._input = None
-        return output
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
-class CompiledProduct(PackedProduct):
-    """The product by the compiled kernels."""
-
-    def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels) -> None:
-        super().__init__(layers)
-        self._kernels = kernels
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        self.weight = kernels.pack([layer.weight for layer in layers], biases)
-
-    def multiply(self, x: Tensor) -> Tensor:
-        return self._kernels.multiply(self.weight, x)
+def _shared_storage(model: nn.Module) -> set[int]:
+    """Addresses of memory that more than one module has a parameter or a buffer in."""
+    counts: Counter[int] = Counter()
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            counts[_address(tensor)] += 1
+    return {address for address, count in counts.items() if count > 1}
 
 
-class _OneDnnProduct(PackedProduct):
-    """The product by oneDNN."""
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        super().__init__(layers)
-        kind = packed_dtype(layers[0].weight.dtype)
-        self.wider = kind != layers[0].weight.dtype
-        weight = torch.cat([layer.weight.detach().to(kind) for layer in layers])
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        biases = [layer.bias.detach().to(kind) for layer in layers if layer.bias is not None]
-        self._bias = torch.cat(biases) if biases else None
-
-    def multiply(self, x: Tensor) -> Tensor:
-        wide = x.float() if self.wider else x
-        product = torch.ops.mkldnn._linear_pointwise(wide, self._packed, self._bias, "none", [], "")
-        assert isinstance(product, Tensor)
-        return product.to(x.dtype) if self.wider else product
+def release_weights(model: nn.Module) -> dict[nn.Linear, nn.Parameter]:
+    """Take away the weights that packed copies have replaced for all numbers of rows; tied weights stay. The layers keep a
+    parameter without memory, of the same shape and dtype. Returns the weights, for `restore_weights`."""
+    shared = _shared_storage(model)
+    # A model's device is that of its first parameter.
+    first = next(model.parameters(), None)
+    released: dict[nn.Linear, nn.Parameter] = {}
+    for layer in packable(model):
+        forward = layer.__dict__.get("forward")
+        if not isinstance(forward, PackedForward) or PLAIN in forward.product.served:
+            continue
+        if layer.weight is not first and _address(layer.weight) not in shared:
+            released[layer] = cast(nn.Parameter, layer.weight)
+            layer.weight = nn.Parameter(layer.weight.detach().to("meta"), requires_grad=False)
+    return released
 
 
-@torch.inference_mode()
-def _is_product(product: PackedProduct, layers: Sequence[nn.Linear]) -> bool:
-    """Whether the product of random rows is what the layers compute. The engine's self-check would not see a
-    difference: both of its passes multiply by packed weights."""
-    first = layers[0].weight
-    x = torch.randn(2, first.shape[1], generator=torch.Generator().manual_seed(0)).to(first.dtype)
-    expected = torch.cat([functional.linear(x, layer.weight, layer.bias) for layer in layers], dim=-1).float()
-    error = torch.linalg.vector_norm(product.multiply(x).float() - expected)
-    return bool(error <= _ROUNDING[first.dtype] * torch.linalg.vector_norm(expected))
+def restore_weights(released: Mapping[nn.Linear, nn.Parameter]) -> None:
+    """Undo `release_weights`."""
+    for layer, weight in released.items():
+        layer.weight = weight
 
 
 class PackedForward(Patch):
@@ -236,14 +195,13 @@ class PackedForward(Patch):
 
     __slots__ = ("_linear", "_place", "product")
 
-    def __init__(self, linear: nn.Linear, product: PackedProduct, place: int) -> None:
+    def __init__(self, linear: nn.Linear, product: ChosenProduct, place: int) -> None:
         self._linear = linear
         self.product = product
         self._place = place
 
     def __call__(self, x: Tensor) -> Tensor:
         linear = self._linear
-        few_rows = self.product.wider and x.numel() <= GEMV_ROWS * x.shape[-1]
-        if few_rows or x.dtype != linear.weight.dtype:
+        if x.dtype != linear.weight.dtype:
             return functional.linear(x, linear.weight, linear.bias)
         return self.product.output(x, self._place)

@@ -27,8 +27,10 @@ from foreword.engine.attention import base as attention
 from foreword.engine.attention.base import LayerRecorder
 from foreword.engine.kernels import native
 from foreword.engine.kernels.build import CannotBuild, is_compiled
+from foreword.engine.kernels.choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers, group_layers
+from foreword.engine.measure import Measured, describe, measure
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState
@@ -64,6 +66,8 @@ class LoadedModel:
         sampling: fields of `SamplingParams` from the same file.
         kernels: the compiled kernels; None where they are not used.
         triton: the Triton kernels compute attention.
+        choice: which attention the compiled kernels serve; None for all.
+        backends: which kernels serve which shapes, in words.
     """
 
     model: Any
@@ -81,6 +85,8 @@ class LoadedModel:
     sampling: Mapping[str, float]
     kernels: Kernels | None = None
     triton: bool = False
+    choice: AttentionChoice | None = None
+    backends: tuple[str, ...] = ()
 
 
 def embedded_model() -> Path:
@@ -106,10 +112,10 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     recorder = _record(model, settings)
     kernels = open_kernels(config, dtype, device, progress)
-    if device.type == "cpu":
-        _pack(model, config, kernels, progress)
+    measured = _pack(model, config, recorder, kernels, progress) if device.type == "cpu" else None
     if kernels is not None:
         decoder.fuse(model, recorder, kernels, vocab_size)
+    _release_weights(model)
     max_model_len = _max_model_len(settings.get_text_config(), recorder, config)
     windows = {layer: params.window for layer, params in recorder.params.items()}
     return LoadedModel(
@@ -128,6 +134,8 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
         sampling=_sampling(source) if config.generation_config == "model" else {},
         kernels=kernels,
         triton=use_triton(config, device),
+        choice=None if measured is None else measured.attention_choice(recorder),
+        backends=describe(model, measured),
     )
 
 
@@ -296,17 +304,31 @@ def use_triton(config: EngineConfig, device: torch.device) -> bool:
     return found
 
 
-def _pack(model: Any, config: EngineConfig, kernels: Kernels | None, progress: Callable[[str], None]) -> None:
-    """Give linear layers packed copies of their weights, within `linear_memory`."""
-    needed = linear.packed_bytes(model)
-    if config.linear_memory == "auto":
-        budget = needed if needed <= psutil.virtual_memory().available // 2 else 0
-    else:
-        budget = parse_bytes(config.linear_memory)
-    if needed and budget:
-        progress("packing the weights")
-        siblings = linear.find_siblings(model, lambda: record_layers(model))
-        linear.pack(model, budget, siblings, kernels)
+def _pack(
+    model: Any, config: EngineConfig, recorder: LayerRecorder, kernels: Kernels | None, progress: Callable[[str], None]
+) -> Measured | None:
+    """Give linear layers packed copies of their weights, within `linear_memory`. Returns what was measured to choose the
+    kernels: nothing where the configuration names them."""
+    auto = config.linear_memory == "auto"
+    budget = psutil.virtual_memory().available // 2 if auto else parse_bytes(config.linear_memory)
+    siblings = linear.find_siblings(model, lambda: record_layers(model))
+    measured = None
+    if config.kernels != "native":
+        progress("choosing kernels")
+        measured = measure(model, siblings, recorder, kernels)
+    progress("packing the weights")
+    linear.pack(model, budget, siblings, kernels, None if measured is None else measured.products)
+    return measured
+
+
+def _release_weights(model: Any) -> None:
+    """Free the weights whose packed copies are used instead, unless the model's code reads them."""
+    released = linear.release_weights(model)
+    try:
+        if released:
+            record_layers(model)
+    except _FORWARD_ERRORS:
+        linear.restore_weights(released)
 
 
 def _max_model_len(text: Any, recorder: LayerRecorder, config: EngineConfig) -> int:
@@ -419,7 +441,14 @@ def _engine_logits(loaded: LoadedModel, tokens: list[int], block_size: int) -> l
     groups = loaded.layers.kv_groups(block_size)
     blocks = 3 * (len(tokens) // block_size + 2) * len(groups)
     runner = TorchRunner(
-        loaded.model, loaded.layers, loaded.kv_dtype, blocks, block_size, kernels=loaded.kernels, triton=loaded.triton
+        loaded.model,
+        loaded.layers,
+        loaded.kv_dtype,
+        blocks,
+        block_size,
+        kernels=loaded.kernels,
+        choice=loaded.choice,
+        triton=loaded.triton,
     )
     cache = PrefixCache(blocks, block_size, groups=groups)
     found: list[tuple[int, Tensor]] = []

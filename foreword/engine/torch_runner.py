@@ -14,6 +14,7 @@ from foreword.engine.attention.cpu_backend import CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer, pinned
 from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
 from foreword.engine.draw import Draw, Sampled
+from foreword.engine.kernels.choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers
 from foreword.engine.prompt_logprobs import PromptLogprobs
@@ -34,7 +35,7 @@ class TorchRunner:
         layers: the model's layers by KV group, each with what it keeps per token in numbers of `dtype`.
         num_blocks, block_size: the pool.
         share_prefixes: read a prefix that decoding sequences share once per batch.
-        kernels: the compiled kernels, if they are to be used.
+        kernels: the compiled kernels, if they are to be used, where `choice` says so.
         triton: Triton kernels compute attention.
 
     `on_written`, where it is set, is called during a step with each layer whose K and V are written.
@@ -51,6 +52,7 @@ class TorchRunner:
         share_prefixes: bool = True,
         kernels: Kernels | None = None,
         triton: bool = False,
+        choice: AttentionChoice | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.bytes_per_block = bytes_per_block(layers, dtype, block_size)
@@ -64,7 +66,7 @@ class TorchRunner:
         self.layers = {
             layer: paged for group in layers.groups for layer, paged in zip(group, self._columns, strict=False)
         }
-        self._cpu_layers = None if kernels is None else CpuLayers(kernels, self.layers)
+        self._cpu_layers = None if kernels is None else CpuLayers(kernels, self.layers, choice)
         self._make_backend = self._triton_backends() if triton else None
         self._graphs: DecodeGraphs | None = None
 

@@ -53,7 +53,8 @@ _FEWEST_SLOTS = 16
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What is served. `fingerprint` is hexadecimal; `max_model_len` counts prompt and output; a block of the pool has the
-    KV of one of the `kv_groups`. `sampling` has the model's own values of fields of `SamplingParams`."""
+    KV of one of the `kv_groups`. `sampling` has the model's own values of fields of `SamplingParams`. `backends` says which
+    kernels serve which shapes, and why."""
 
     name: str
     max_model_len: int
@@ -67,6 +68,7 @@ class ModelInfo:
     parameters: int
     kv_groups: int = 1
     sampling: Mapping[str, float] = field(default_factory=dict)
+    backends: tuple[str, ...] = ()
 
     def sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
         """Parameters of a request: those given, then the model's, then the defaults. Raises BadRequest."""
@@ -216,6 +218,7 @@ def _take_kv_memory(config: EngineConfig, loaded: models.LoadedModel, progress: 
         share_prefixes=config.shared_prefix_attention,
         kernels=loaded.kernels,
         triton=loaded.triton,
+        choice=loaded.choice,
     )
     if loaded.triton and loaded.device.type == "cuda":  # pragma: no cover - needs a GPU
         progress("recording CUDA graphs")
@@ -238,6 +241,7 @@ def _model_info(config: EngineConfig, loaded: models.LoadedModel, runner: TorchR
         parameters=loaded.parameters,
         kv_groups=len(cache.groups),
         sampling=loaded.sampling,
+        backends=loaded.backends,
     )
 
 

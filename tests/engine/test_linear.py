@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from foreword.config import EngineConfig
 from foreword.engine import linear
+from foreword.engine.kernels.choice import ONEDNN, PLAIN, WIDE
 from foreword.engine.model import load_model
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError
@@ -23,10 +24,13 @@ from foreword.errors import ConfigError
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(autouse=True)
-def no_bfloat16_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behave like a CPU without bfloat16 units on any machine."""
-    monkeypatch.setattr(linear, "has_bfloat16_units", lambda: False)
+def times(*served: str) -> dict[str, list[float]]:
+    """Measured times by which these kinds serve 1, 4, 16, 64 and 256 rows."""
+    return {kind: [1.0 if kind == best else 2.0 for best in served] for kind in (ONEDNN, WIDE, PLAIN)}
+
+
+# One kind for few rows and one for many; a float32 copy as on a processor without bfloat16 units.
+FEW_PLAIN = times(PLAIN, *[WIDE] * 4)
 
 
 def make(inputs: int, outputs: int, bias: bool, dtype: torch.dtype, seed: int = 0) -> nn.Sequential:
@@ -58,7 +62,8 @@ def test_is_linear(
     """A packed layer gives `F.linear` up to rounding of its dtype, for any shape, few rows and many, 2D and 3D."""
     model = make(inputs, outputs, bias, dtype, seed)
     layer = model[0]
-    assert linear.pack(model, 1 << 30) == 4 * inputs * outputs
+    measured = {(inputs, outputs): FEW_PLAIN} if dtype == torch.bfloat16 else None
+    assert linear.pack(model, 1 << 30, times=measured) == 4 * inputs * outputs
     x = torch.randn(rows, inputs, dtype=dtype)
     if strided:  # every other row of a larger tensor
         x = torch.randn(rows, 2, inputs, dtype=dtype)[:, 1]
@@ -110,13 +115,14 @@ def test_budget_is_respected() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 4)).requires_grad_(False)
     plain = copy.deepcopy(model)
     sizes = [4 * 64, 4 * 256, 4 * 256, 4 * 32]
-    assert linear.packed_bytes(model) == sum(sizes)
     x = torch.randn(5, 8)
     for budget in (0, 100, 4 * 64, 4 * 64 + 4 * 255, 4 * 64 + 4 * 256 + 200, sum(sizes)):
         packed = copy.deepcopy(model)
         used = linear.pack(packed, budget)
         assert used <= budget
-        changed = [size for size, layer in zip(sizes, packed, strict=True) if "forward" in vars(layer)]
+        changed = [
+            size for size, layer in zip(sizes, packed, strict=True) if set(layer.forward.product.served) != {PLAIN}
+        ]
         assert sum(changed) == used
         assert torch.allclose(packed(x), plain(x), rtol=1e-5, atol=1e-5)
     assert used == sum(sizes)
@@ -130,15 +136,38 @@ def test_only_plain_linear_layers_are_packed() -> None:
             return 2 * super().forward(x)
 
     model = nn.Sequential(Doubled(8, 8), nn.Linear(8, 8, dtype=torch.float64)).requires_grad_(False)
-    assert linear.packed_bytes(model) == 0
     assert linear.pack(model, 1 << 30) == 0
 
 
-def test_bfloat16_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU with bfloat16 units packs bfloat16 weights in bfloat16, in half the bytes."""
-    monkeypatch.setattr(linear, "has_bfloat16_units", lambda: True)
-    assert linear.packed_bytes(make(8, 8, True, torch.bfloat16)) == 128
-    assert linear.packed_bytes(make(8, 8, True, torch.float32)) == 256
+def test_two_copies_have_room_or_not() -> None:
+    """Kinds that are best at some numbers of rows are used together where the budget has room for both, else one of them."""
+    best = times(WIDE, WIDE, PLAIN, ONEDNN, ONEDNN)
+    for budget, expected in ((1 << 30, {ONEDNN, WIDE, PLAIN}), (300, None), (100, {PLAIN})):
+        model = make(8, 8, True, torch.bfloat16)
+        used = linear.pack(model, budget, times={(8, 8): best})
+        assert used <= budget
+        served = set(model[0].forward.product.served)
+        # A processor without bfloat16 units cannot pack bfloat16.
+        assert expected is None or served == expected or served == expected - {ONEDNN}
+
+
+def test_released_weights() -> None:
+    """Weights that packed copies replace are freed; tied ones, those used for some rows, and the first parameter stay. The
+    output is the same, and the weights can be put back."""
+    model = nn.Sequential(Tied(), nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 8)).requires_grad_(False)
+    x = torch.randn(5, 8)
+    expected = [layer(x) for layer in (model[0].head, model[0].other, model[1], model[2])]
+    linear.pack(model, 1 << 30, times={(8, 4): FEW_PLAIN | {ONEDNN: [1.5, 1, 1, 1, 1]}})
+    first = model[0].embedding.weight
+    released = linear.release_weights(model)
+    assert set(released) == {model[0].other, model[1], model[3]}
+    assert all(layer.weight.is_meta and layer.weight.shape == weight.shape for layer, weight in released.items())
+    assert model[0].head.weight is first and not first.is_meta
+    with torch.inference_mode():
+        found = [layer(x) for layer in (model[0].head, model[0].other, model[1], model[2])]
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found, expected, strict=True))
+    linear.restore_weights(released)
+    assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 class Gated(nn.Module):
@@ -167,7 +196,8 @@ def test_siblings_share_a_product(dtype: torch.dtype) -> None:
     x = torch.randn(5, 24, dtype=dtype)
     siblings = linear.find_siblings(model, lambda: model(x))
     assert siblings == [[model.gate, model.up]]
-    assert linear.pack(model, 1 << 30, siblings) == linear.packed_bytes(plain)
+    measured = {(24, 96): FEW_PLAIN} if dtype == torch.bfloat16 else None
+    assert linear.pack(model, 1 << 30, siblings, times=measured) > 0
     with torch.inference_mode():
         for seed in range(3):
             x = torch.randn(5 + seed, 24, dtype=dtype)

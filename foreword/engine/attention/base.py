@@ -41,8 +41,8 @@ class StepAttention:
     """The attention of one step: made once, used by every layer.
 
     `metadata` is that of each layer's KV group. `on_written` is called with each layer whose K and V are in the paged tensors.
-    `cpu` are the layers as the compiled kernels see them. Without it, and for layers that the kernels do not support,
-    `make_backend` makes the backend of a KV group: by default that of PyTorch's operators.
+    `cpu` are the layers as the compiled kernels see them. Without it, and where the kernels do not support a layer or are not
+    chosen for it, `make_backend` makes the backend of a KV group: by default that of PyTorch's operators.
     """
 
     def __init__(
@@ -73,12 +73,13 @@ class StepAttention:
             backend = self._cpu[metadata] = CpuAttention(metadata, self._cpu_layers)
         return backend
 
-    def _backend(self, layer: int, query: Tensor) -> AttentionBackend:
-        if self._cpu_layers is not None and self._cpu_layers.supports(layer, query):
+    def backend(self, layer: int, query: Tensor) -> AttentionBackend:
+        """The backend of this layer in this step; `query` has the model's dtype."""
+        metadata, cpu = self._metadata[layer], self._cpu_layers
+        if cpu is not None and cpu.supports(layer, query) and cpu.serves(layer, metadata):
             backend = self.cpu(layer)
             assert backend is not None
             return backend
-        metadata = self._metadata[layer]
         if metadata not in self._others:
             self._others[metadata] = self._make_backend(metadata)
         return self._others[metadata]
@@ -89,7 +90,7 @@ class StepAttention:
         held = self._metadata[layer].window
         if held is not None and (params.window is None or params.window > held):
             raise RuntimeError(f"layer {layer} attends to more than the last {held} tokens, which is all that is kept")
-        backend = self._backend(layer, query)
+        backend = self.backend(layer, query)
         backend.write(layer, key, value)
         self.notify_written(layer)
         return backend.attend(layer, query, key, value, params)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
+from foreword.engine.kernels.choice import AttentionChoice, attention_bucket
 from foreword.engine.kernels.native import TYPES, AttentionLayer, AttentionTasks, DecoderLayer, DecoderStep, Kernels
 
 # Query rows of a tile, for each KV head: enough that laying out a block of keys costs little beside using it.
@@ -91,10 +92,13 @@ def _pack_tasks(
 
 
 class CpuLayers:
-    """A runner's paged tensors as the kernels see them."""
+    """A runner's paged tensors as the kernels see them. Without a `choice` they serve every layer that they support."""
 
-    def __init__(self, kernels: Kernels, layers: Mapping[int, PagedLayer]) -> None:
+    def __init__(
+        self, kernels: Kernels, layers: Mapping[int, PagedLayer], choice: AttentionChoice | None = None
+    ) -> None:
         self.kernels = kernels
+        self._choice = choice or AttentionChoice({})
         self._layers = layers
         self._structs: dict[tuple[int, int], AttentionLayer] = {}
         self._decoders: dict[int, DecoderLayer] = {}
@@ -105,6 +109,10 @@ class CpuLayers:
         if keys.dtype not in TYPES or query.dtype != keys.dtype:
             return False
         return keys.dtype == torch.float32 or keys.shape[2] % 2 == 0
+
+    def serves(self, layer: int, metadata: AttentionMetadata) -> bool:
+        """Whether the kernels are chosen for this layer in this step."""
+        return self._choice.compiled(layer, attention_bucket(*metadata.work))
 
     def layer(self, number: int, heads: int) -> AttentionLayer:
         """One layer with that many query heads; the caller sets its parameters."""
@@ -167,6 +175,18 @@ class CpuAttention:
         out = query.new_empty(query.shape[2], query.shape[1], int(struct.value_dim))
         self.layers.kernels.attend(self.tasks(params.window, struct), struct, query, out)
         return out.unsqueeze(0)
+
+    def prepare(self, decoder: DecoderLayer, qkv: Tensor, cosines: Tensor, sines: Tensor) -> None:
+        """Norms and rotary embedding of the step's queries and keys, in place in `qkv` `[1, T, outputs]`; K and V go into
+        their slots."""
+        step = DecoderStep(
+            slot_mapping=self._slot_mapping.buffer_info()[0],
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+            qkv=qkv.data_ptr(),
+            tokens=qkv.shape[1],
+        )
+        self.layers.kernels.prepare(qkv.dtype, decoder, step)
 
     def decode(self, decoder: DecoderLayer, x: Tensor, cosines: Tensor, sines: Tensor, window: int | None) -> Tensor:
         """A whole decoder layer: `x` `[1, T, hidden]` to the same shape; K and V go into their slots."""

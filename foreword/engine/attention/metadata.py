@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -93,6 +94,16 @@ class AttentionMetadata:
     @property
     def num_tokens(self) -> int:
         return len(self.slot_mapping)
+
+    @cached_property
+    def work(self) -> tuple[bool, int, float]:
+        """The part of the step that attends the most: whether it is of prompts, its sequences, and keys per token."""
+        rows = sum(chunk.count for chunk in self.prefills)
+        of_prompts = sum(chunk.count * (chunk.start + chunk.end) / 2 for chunk in self.prefills)
+        of_decodes = sum(chunk.end for chunk in self.decodes)
+        if of_prompts > of_decodes:
+            return True, len(self.prefills), of_prompts / rows
+        return False, len(self.decodes), of_decodes / max(1, len(self.decodes))
 
     def decode_groups(self, window: int | None) -> list[DecodeGroup]:
         """The decoding sequences, grouped by common prefix where reading it once pays; the last group is of all others.

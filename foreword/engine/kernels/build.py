@@ -85,14 +85,14 @@ def _compiler() -> list[str]:
 
 def _digest(command: list[str], compiler: list[str], sources: dict[str, bytes]) -> str:
     """A hash of all that the compiled file depends on: machines that share a home directory have one file each."""
-    parts = [" ".join(command).encode(), _run([*compiler, "--version"]).encode(), _processor().encode()]
+    parts = [" ".join(command).encode(), _run([*compiler, "--version"]).encode(), processor().encode()]
     digest = hashlib.sha256()
     for part in [*parts, *sources.values()]:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:24]
 
 
-def _processor() -> str:
+def processor() -> str:
     """Architecture and instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

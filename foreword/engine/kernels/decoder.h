@@ -110,6 +110,19 @@ static void for_rows(ThreadTeam& team, int64_t rows, const F& work) {
 }
 
 template <class T>
+static void prepare_rows(const DecoderLayer& decoder, const DecoderStep& step, ThreadTeam& team) {
+    for_rows(team, step.tokens, [&](int64_t row) { prepare<T>(decoder, step, row); });
+}
+
+// `gate_up` is `[rows, 2 * inner]`, gates first.
+template <class T>
+static void gate_rows(const void* gate_up, int64_t rows, int64_t inner, void* out, ThreadTeam& team) {
+    for_rows(team, rows, [=](int64_t row) {
+        gate<T>(at<T>(gate_up, row * 2 * inner), at<T>(gate_up, (row * 2 + 1) * inner), at<T>(out, row * inner), inner);
+    });
+}
+
+template <class T>
 static void decode(const DecoderLayer& decoder, const DecoderStep& step, ThreadTeam& team) {
     const AttentionLayer& layer = decoder.layer;
     const int64_t tokens = step.tokens, hidden = decoder.hidden, inner = decoder.inner, qkv = decoder.qkv.outputs;
@@ -121,14 +134,11 @@ static void decode(const DecoderLayer& decoder, const DecoderStep& step, ThreadT
     };
     norm_rows(step.x, decoder.input_norm, decoder.input_epsilon);
     multiply_packed<T>(decoder.qkv, Operands{step.normed, hidden, tokens, nullptr, step.qkv, qkv}, team);
-    for_rows(team, tokens, [&](int64_t row) { prepare<T>(decoder, step, row); });
+    prepare_rows<T>(decoder, step, team);
     attend<T>(*step.tasks, layer, QueryRows{step.qkv, step.attended, qkv, layer.key_dim}, team);
     multiply_packed<T>(decoder.output, Operands{step.attended, attended, tokens, step.x, step.between, hidden}, team);
     norm_rows(step.between, decoder.output_norm, decoder.output_epsilon);
     multiply_packed<T>(decoder.gate_up, Operands{step.normed, hidden, tokens, nullptr, step.gate_up, 2 * inner}, team);
-    for_rows(team, tokens, [&](int64_t row) {
-        gate<T>(at<T>(step.gate_up, row * 2 * inner), at<T>(step.gate_up, (row * 2 + 1) * inner),
-                at<T>(step.inner, row * inner), inner);
-    });
+    gate_rows<T>(step.gate_up, tokens, inner, step.inner, team);
     multiply_packed<T>(decoder.down, Operands{step.inner, inner, tokens, step.between, step.out, hidden}, team);
 }

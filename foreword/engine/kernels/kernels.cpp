@@ -5,14 +5,6 @@ extern "C" {
 
 int fw_lanes() { return LANES; }
 
-int fw_bfloat16_units() {
-#if defined(__AVX512BF16__)
-    return 1;
-#else
-    return 0;
-#endif
-}
-
 void fw_use_openmp(void* region) { open_region = (Region)region; }
 
 int64_t fw_packed_words(int type, int64_t inputs, int64_t outputs) {
@@ -55,6 +47,16 @@ void fw_norm(int type, const void* x, const void* weight, float epsilon, int64_t
                 norm<Float32>(at<Float32>(x, row * size), weight, epsilon, size, at<Float32>(out, row * size));
         });
     });
+}
+
+void fw_gate(int type, const void* gate_up, int64_t rows, int64_t inner, void* out, int threads) {
+    ThreadTeam team(threads);
+    team.run([&] { (type ? gate_rows<BFloat16> : gate_rows<Float32>)(gate_up, rows, inner, out, team); });
+}
+
+void fw_prepare(int type, const DecoderLayer* decoder, const DecoderStep* step, int threads) {
+    ThreadTeam team(threads);
+    team.run([&] { (type ? prepare_rows<BFloat16> : prepare_rows<Float32>)(*decoder, *step, team); });
 }
 
 void fw_decode(int type, const DecoderLayer* decoder, const DecoderStep* step, int threads) {

@@ -16,7 +16,6 @@ from foreword.engine.kernels import build
 from foreword.engine.kernels.build import CannotBuild
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def _fields(pointers: str, integers: str = "", floats: str = "") -> list[tuple[str, Any]]:
@@ -85,8 +84,10 @@ class DecoderStep(Structure):
 class Kernels:
     """The functions of one compiled library."""
 
-    def __init__(self, lib: ctypes.CDLL) -> None:
+    def __init__(self, lib: ctypes.CDLL, name: str) -> None:
         self._lib = lib
+        # Of the library's file: a hash of sources, compiler and processor.
+        self.name = name
         pointer, number = c_void_p, c_int64
         tasks, layer = POINTER(AttentionTasks), POINTER(AttentionLayer)
         lib.fw_packed_words.restype = number
@@ -96,6 +97,8 @@ class Kernels:
             "multiply": (POINTER(PackedWeight), pointer, number, number, pointer),
             "attend": (tasks, layer, POINTER(QueryRows)),
             "norm": (pointer, pointer, c_float, number, number, pointer),
+            "gate": (pointer, number, number, pointer),
+            "prepare": (POINTER(DecoderLayer), POINTER(DecoderStep)),
             "decode": (POINTER(DecoderLayer), POINTER(DecoderStep)),
         }
         for name, types in arguments.items():
@@ -106,12 +109,6 @@ class Kernels:
         lib.fw_write.restype = None
         lib.fw_write.argtypes = (c_int, layer, pointer, number, *(pointer, number, number) * 2)
         self.lanes: int = lib.fw_lanes()
-
-    def multiplies(self, dtype: torch.dtype) -> bool:
-        """Whether its products are used for this dtype: with AVX-512 registers and, for bfloat16, AVX512-BF16 units."""
-        if dtype == torch.bfloat16:
-            return bool(self._lib.fw_bfloat16_units())
-        return dtype == torch.float32 and self.lanes >= 16
 
     def pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> PackedWeight:
         """Lay out weights that are multiplied by the same input; there is a bias for each of them or for none."""
@@ -158,6 +155,18 @@ class Kernels:
         self._lib.fw_norm(TYPES[x.dtype], *rows, out.data_ptr(), torch.get_num_threads())
         return out
 
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` of `[1, T, 2 * inner]`, gates first, to `[1, T, inner]`."""
+        tokens, inner = gate_up.shape[1], gate_up.shape[2] // 2
+        out = gate_up.new_empty(1, tokens, inner)
+        source = (gate_up.data_ptr(), tokens, inner)
+        self._lib.fw_gate(TYPES[gate_up.dtype], *source, out.data_ptr(), torch.get_num_threads())
+        return out
+
+    def prepare(self, dtype: torch.dtype, decoder: DecoderLayer, step: DecoderStep) -> None:
+        """Norms and rotary embedding of a step's queries and keys, in place in `step.qkv`; K and V go into their slots."""
+        self._lib.fw_prepare(TYPES[dtype], byref(decoder), byref(step), torch.get_num_threads())
+
     def decode(self, dtype: torch.dtype, decoder: DecoderLayer, step: DecoderStep) -> None:
         """A whole decoder layer."""
         self._lib.fw_decode(TYPES[dtype], byref(decoder), byref(step), torch.get_num_threads())
@@ -176,7 +185,7 @@ def open_library(path: Path) -> Kernels:
         lib.fw_lanes.restype = c_int
         lib.fw_use_openmp.argtypes = (c_void_p,)
         lib.fw_use_openmp(_parallel_region())
-        return Kernels(lib)
+        return Kernels(lib, path.name)
     except (OSError, AttributeError) as error:
         raise CannotBuild(f"{path} cannot be used: {error}") from error
 
