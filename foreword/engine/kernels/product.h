@@ -86,23 +86,56 @@ INLINE void put(Floats (&sums)[ROWS][PANEL_VECTORS], const PackedWeight& weight,
 }
 
 // ROWS rows, from `row` on, times the panel of outputs that begins at `column`. For each word of a row LINES cache
-// lines at `ahead` are prefetched.
+// lines at `ahead` are prefetched. `tile` are the rows' words side by side, or null: they are read where they are.
 template <class T, int ROWS, int LINES>
 static void multiply_rows(const PackedWeight& weight, const int32_t* panel, int64_t column, const Operands& operands,
-                          int64_t row, const char* ahead) {
+                          int64_t row, const int32_t* tile, const char* ahead) {
     Floats sums[ROWS][PANEL_VECTORS] = {};
-    const int32_t* words = (const int32_t*)at<T>(operands.x, row * operands.x_stride);
-    multiply<T, ROWS, PANEL_VECTORS, LINES>(sums, words, operands.x_stride / T::PER_WORD, panel, PANEL,
-                                            weight.inputs / T::PER_WORD, ahead);
+    const int64_t steps = weight.inputs / T::PER_WORD;
+    if (LINES < 2 || (T::TILED_WORDS > 1 && tile != nullptr)) {
+        multiply_tiled<T, ROWS, PANEL_VECTORS, LINES>(sums, tile, panel, PANEL, steps, ahead);
+    } else {
+        const int32_t* words = (const int32_t*)at<T>(operands.x, row * operands.x_stride);
+        multiply<T, ROWS, PANEL_VECTORS, LINES>(sums, words, operands.x_stride / T::PER_WORD, panel, PANEL, steps,
+                                                ahead);
+    }
     put<T, ROWS>(sums, weight, column, operands, row);
 }
 
 // The same for any number of rows up to TILE_ROWS.
 template <class T, int LINES, int ROWS = TILE_ROWS>
 INLINE void multiply_panel(int rows, const PackedWeight& weight, const int32_t* panel, int64_t column,
-                           const Operands& operands, int64_t row, const char* ahead) {
-    if (rows == ROWS) return multiply_rows<T, ROWS, LINES>(weight, panel, column, operands, row, ahead);
-    if constexpr (ROWS > 1) multiply_panel<T, LINES, ROWS - 1>(rows, weight, panel, column, operands, row, ahead);
+                           const Operands& operands, int64_t row, const int32_t* tile, const char* ahead) {
+    if (rows == ROWS) return multiply_rows<T, ROWS, LINES>(weight, panel, column, operands, row, tile, ahead);
+    if constexpr (ROWS > 1) multiply_panel<T, LINES, ROWS - 1>(rows, weight, panel, column, operands, row, tile, ahead);
+}
+
+// Words of a tile, and between one tile and the next: a vector is stored at once, so the last goes beyond the end.
+template <class T>
+static int64_t tile_words(int64_t inputs) {
+    return round_up(T::TILED_WORDS * TILE_ROWS * (inputs / T::PER_WORD) + LANES, LANES);
+}
+
+// The words of `rows` rows from `row` on, side by side. Rows that are a power of two apart would share a few sets of the
+// cache, and bfloat16 would be widened once for each panel.
+template <class T>
+static void lay_out_tile(const Operands& operands, int64_t inputs, int64_t row, int rows, int32_t* tile) {
+    const int64_t words = inputs / T::PER_WORD, stride = operands.x_stride / T::PER_WORD;
+    const int32_t* from = (const int32_t*)operands.x + row * stride;
+    int64_t word = 0;
+    for (; word + LANES <= words; word += LANES) {
+        Words block[LANES];
+        for (int r = 0; r < LANES; r++) block[r] = r < rows ? load<Words>(from + r * stride + word) : Words{};
+        transpose(block);
+        for (int i = 0; i < LANES; i++)
+            for (int half = 0; half < T::TILED_WORDS; half++)
+                store(tile + ((word + i) * T::TILED_WORDS + half) * rows, tiled_words<T>(block[i], half));
+    }
+    for (; word < words; word++)
+        for (int half = 0; half < T::TILED_WORDS; half++)
+            for (int r = 0; r < rows; r++)
+                tile[(word * T::TILED_WORDS + half) * rows + r] =
+                    tiled_words<T>(broadcast(from[r * stride + word]), half)[0];
 }
 
 template <class T>
@@ -111,6 +144,17 @@ static void multiply_packed(const PackedWeight& weight, const Operands& operands
     const int64_t tiles = (operands.rows + TILE_ROWS - 1) / TILE_ROWS;
     // A thread reads its panels one after the other, and prefetches the next one while it multiplies by this one.
     const int64_t run = max(1, panels / (team.threads * 4));
+    static thread_local Scratch scratch;
+    const int64_t pitch = tile_words<T>(weight.inputs);
+    int32_t* laid_out = nullptr;
+    if (tiles > 1 || (T::TILED_WORDS > 1 && operands.rows > 2)) {
+        laid_out = (int32_t*)scratch.reserve(tiles * pitch * 4);
+        team.share(tiles, [&](int64_t i) {
+            const int64_t row = operands.rows * i / tiles;
+            lay_out_tile<T>(operands, weight.inputs, row, (int)(operands.rows * (i + 1) / tiles - row),
+                            laid_out + i * pitch);
+        });
+    }
     team.share((panels + run - 1) / run, [&](int64_t item) {
         for (int64_t number = item * run; number < min(panels, (item + 1) * run); number++) {
             const int32_t* panel = weight.packed + number * size;
@@ -120,12 +164,13 @@ static void multiply_packed(const PackedWeight& weight, const Operands& operands
             for (int64_t i = 0; i < tiles; i++) {
                 const int64_t end = operands.rows * (i + 1) / tiles;
                 const int rows = (int)(end - row);
+                const int32_t* tile = laid_out == nullptr ? nullptr : laid_out + i * pitch;
                 if (tiles == 1) {
-                    multiply_panel<T, 2>(rows, weight, panel, column, operands, row, ahead);
+                    multiply_panel<T, 2>(rows, weight, panel, column, operands, row, tile, ahead);
                 } else if (i < 2) {
-                    multiply_panel<T, 1>(rows, weight, panel, column, operands, row, ahead + i * size * 2);
+                    multiply_panel<T, 1>(rows, weight, panel, column, operands, row, tile, ahead + i * size * 2);
                 } else {
-                    multiply_panel<T, 0>(rows, weight, panel, column, operands, row, ahead);
+                    multiply_panel<T, 0>(rows, weight, panel, column, operands, row, tile, ahead);
                 }
                 row = end;
             }

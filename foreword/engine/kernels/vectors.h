@@ -121,6 +121,7 @@ INLINE Floats tanh_of(Floats x) {
 struct Float32 {
     typedef float Element;
     static constexpr int PER_WORD = 1;
+    static constexpr int TILED_WORDS = 1;
     static constexpr int EXP_DEGREE = 6;
 
     INLINE Floats multiply_add(Floats sum, Words a, Words b) { return sum + (Floats)a * (Floats)b; }
@@ -136,6 +137,11 @@ struct Float32 {
 struct BFloat16 {
     typedef uint16_t Element;
     static constexpr int PER_WORD = 2;
+#if defined(__AVX512BF16__)
+    static constexpr int TILED_WORDS = 1;
+#else
+    static constexpr int TILED_WORDS = 2;
+#endif
     static constexpr int EXP_DEGREE = 4;
 
     INLINE Floats multiply_add(Floats sum, Words a, Words b) {
@@ -174,6 +180,14 @@ struct BFloat16 {
         return (Words)(low | (high << 16));
     }
 };
+
+// Words of a row that are laid out for a product (`multiply_tiled`): as they are, or, where there are no units for
+// bfloat16, each as two floats.
+template <class T>
+INLINE Words tiled_words(Words words, int which) {
+    if (T::TILED_WORDS == 1) return words;
+    return which == 0 ? words << 16 : words & (int32_t)0xffff0000;
+}
 
 // LANES vectors of LANES words each, transposed: log2(LANES) rounds of interleaving row i with row i + LANES / 2.
 INLINE void transpose(Words rows[LANES]) {
@@ -237,6 +251,45 @@ INLINE void multiply(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, int64_t a_
             for (int c = 0; c < COLUMNS; c++) sums[r][c] = T::multiply_add(sums[r][c], word, columns[c]);
         }
         a++;
+        b += stride;
+    }
+}
+
+// The same where the words of the ROWS rows are laid out side by side: `a` is `[steps][T::TILED_WORDS][ROWS]`.
+template <class T, int ROWS, int COLUMNS, int LINES>
+INLINE void multiply_tiled(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, const int32_t* b, int64_t stride,
+                           int64_t steps, const char* ahead) {
+    for (int64_t step = 0; step < steps; step++) {
+        Words columns[COLUMNS];
+#pragma GCC unroll 4
+        for (int c = 0; c < COLUMNS; c++) columns[c] = load<Words>(b + c * LANES);
+        if (LINES > 0) {
+            __builtin_prefetch(ahead, 0, 2);
+            if (LINES > 1) __builtin_prefetch(ahead + 64, 0, 2);
+            ahead += 64 * LINES;
+        }
+        if (T::TILED_WORDS == 1) {
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                const Words word = broadcast(a[r]);
+#pragma GCC unroll 4
+                for (int c = 0; c < COLUMNS; c++) sums[r][c] = T::multiply_add(sums[r][c], word, columns[c]);
+            }
+        } else {
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                Floats floats[COLUMNS];
+#pragma GCC unroll 4
+                for (int c = 0; c < COLUMNS; c++) floats[c] = (Floats)tiled_words<T>(columns[c], half);
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++) {
+                    const Floats word = (Floats)broadcast(a[half * ROWS + r]);
+#pragma GCC unroll 4
+                    for (int c = 0; c < COLUMNS; c++) sums[r][c] += word * floats[c];
+                }
+            }
+        }
+        a += T::TILED_WORDS * ROWS;
         b += stride;
     }
 }
