@@ -504,7 +504,9 @@ class OffloadManager:
         `prompt` is the length of the request's prompt. With `again`, the request has not computed the blocks but found them:
         they are written to tiers that have refused them before (`store/admission.py`).
         """
-        if not self.store.writable:
+        if not self.store.writable or (
+            again and not self.store.takes_again(self.units[group].names(root, keys[-1:])[-1])
+        ):
             return
         units = self.units[group].of_blocks(blocks)
         headers = self._headers(root, keys, parent, depth, group)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from foreword.errors import StoreConfigError
+from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, Header
 
 RULES: Final = ("every", "second", "prompts")
@@ -77,6 +78,10 @@ class Admission:
         self._older: dict[int, bool] = {}
         self._left = float(rule.write_rate)
         self._at = clock()
+
+    def has(self, name: Name) -> bool:
+        """Whether this block was admitted, as far as it is remembered. The blocks before it in its chain were too."""
+        return bool(self._known(hash(name)))
 
     def choose(self, headers: Sequence[Header], use: BlockUse) -> list[bool]:
         """Which of these blocks, in chain order, the tier takes."""

@@ -206,6 +206,11 @@ class TieredStore(Store):
             yield tuple(compress(tiers, taken)), low, high
             low = high
 
+    def takes_again(self, name: Name) -> bool:
+        """Whether a tier may take this block, or one before it, when it is used again. False for most: it is a quick test."""
+        admissions = (self.tiers[index].admission for index in self.writable)
+        return any(one is not None and not one.has(name) for one in admissions)
+
     def promotion_targets(self, tier: int) -> Tiers:
         """The faster, writable tiers to which a block found in this tier is copied."""
         return tuple(index for index in self.writable if index < tier)

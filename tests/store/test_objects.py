@@ -318,6 +318,18 @@ def test_incomplete_objects(folder: Path):
     store.close()
 
 
+def test_an_object_that_becomes_longer(store: ObjectStore, folder: Path):
+    """An object that grows by whole slots' worth of bytes, while the store knows its old size, heals with the next put."""
+    frames = make_frames(7, 3, 1000)
+    store.put(frames, deadline=soon())
+    assert read(store, frames) == whole(frames)
+    [path] = [path for path in folder.rglob("*") if path.is_file()]
+    path.write_bytes(path.read_bytes() + bytes(3 * 225))
+    assert read(store, frames) == whole(frames)
+    assert store.put(frames, deadline=soon()) == 3
+    assert read(store, frames) == whole(frames)
+
+
 def test_an_object_that_becomes_empty(server: S3Server):
     """An object that another program empties is BAD for a store that knows it as whole; put heals it."""
     store = ObjectStore(server.url(), prefix=fresh(), chunk=1)

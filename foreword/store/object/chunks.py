@@ -91,10 +91,10 @@ class Chunk:
         slot, rest = divmod(self.size - self.index_bytes, len(self.tags))
         return 0 if rest or slot <= _LENGTH.size else slot
 
-    def fits(self, frame: Frame) -> bool:
-        """Whether a slot can be the one of this frame."""
-        room = self.slot - _LENGTH.size
-        return room == len(frame.data) or (room > len(frame.data) and len(self.tags) > 1)
+    def fits(self, frames: Sequence[Frame]) -> bool:
+        """Whether the slots can be those of these frames, all or some of the chunk's. The longest one fills its slot."""
+        room, longest = self.slot - _LENGTH.size, max(len(frame.data) for frame in frames)
+        return room == longest or (room > longest and len(frames) < len(self.tags))
 
     def range_of(self, first: int, count: int) -> tuple[int, int]:
         """Offset and length of consecutive slots."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -342,9 +343,10 @@ class ObjectStore(Store):
         self._list(search, list(sections), deadline, StoreReadOnly)
         if search.incomplete:
             self._follow(search, deadline)
-        sizes = {frame.name: frame for frame in frames}
-        wrong = {name for name, (chunk, _) in search.found.items() if not chunk.fits(sizes[name])}
-        damaged = {search.found[name][0].path for name in wrong}
+        by_name, by_chunk = {frame.name: frame for frame in frames}, defaultdict[str, list[Frame]](list)
+        for name, (chunk, _) in search.found.items():
+            by_chunk[chunk.path].append(by_name[name])
+        damaged = {path for path, known in by_chunk.items() if not search.chunks[path].fits(known)}
         for _ in self._loop.each(
             (self._bucket.remove(self._prefix + path) for path in damaged), deadline, StoreReadOnly
         ):
