@@ -34,7 +34,8 @@ class Engine:
         self._count = self._preempted = self._drafted = 0
         given = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False, "seed": 0}
         self._llm = LLM(job["model"], kv_transfer_config=job["transfer"], **{**given, **job["llm"]})
-        self.ask({"ask": [[7] * 40], "new_tokens": 2})
+        # A new prompt each time: a connector may have kept, or lost, what it was asked before.
+        self.ask({"ask": [[1 + byte for byte in os.urandom(40)]], "new_tokens": 2})
 
     def ask(self, line: dict[str, Any]) -> dict[str, Any]:
         """Generate greedily."""
