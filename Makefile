@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all faults mutants check lint docs clean
+.PHONY: setup demo test test-all faults mutants gpu check lint docs clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,10 @@ faults: setup
 # Plants defects in a copy of the sources; the tests must catch each. With FOREWORD_VLLM_PYTHON also those of the connector.
 mutants: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
+
+# Everything that needs a GPU, in below nine minutes, with the Python of the machine: make gpu PYTHON=python3
+gpu:
+	$(PYTHON) benchmarks/gpu_plan.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -106,6 +106,20 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     _refuse_foreign(settings)
     dtype = _dtype(config.dtype, settings, device)
     model = _read_weights(source, settings, dtype, config)
+    return prepare_model(model, settings, source, dtype, device, config, progress)
+
+
+def prepare_model(
+    model: Any,
+    settings: Any,
+    source: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: EngineConfig,
+    progress: Callable[[str], None] = lambda _: None,
+) -> LoadedModel:
+    """Check and fingerprint a Transformers model, in evaluation mode and with `attention.NAME` as its attention, and prepare
+    it for the engine. `settings` are its configuration. Raises ModelUnsupported or ConfigError."""
     progress("fingerprinting the weights")
     fingerprint = fingerprint_model(model)
     model = model.to(device)

@@ -101,6 +101,11 @@ class TorchRunner:
         )  # fmt: skip
         self._graphs.record()
 
+    @property
+    def graph_sizes(self) -> list[int]:
+        """The batch sizes for which steps were recorded."""
+        return [] if self._graphs is None else self._graphs.sizes
+
     def _triton_backends(self) -> Callable[[AttentionMetadata], AttentionBackend]:
         from foreword.engine.attention.triton_backend import StepTensors, TritonAttention
 
