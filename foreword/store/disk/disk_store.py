@@ -24,36 +24,28 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
 from foreword.store.base import FAILED, MISSING, Name, Store, StoredBlock, StoreStatus, time_left
-from foreword.store.disk.eviction import AdmittedBlocks, BlockBudget, in_groups
+from foreword.store.disk.eviction import BlockBudget, in_groups
 from foreword.store.disk.files import BlockFiles, DiskFull, is_name, make_folder, read_block_header
 from foreword.store.disk.index import DiskIndex
-from foreword.store.disk.index_rows import IndexTransaction, block_id
-from foreword.store.disk.locks import LivenessLock, is_alive
+from foreword.store.disk.index_rows import block_id
+from foreword.store.disk.locks import is_alive
 from foreword.store.disk.opener import IndexOpener
-from foreword.store.disk.pending_updates import PendingUpdates
 from foreword.store.disk.records import RecordFiles
+from foreword.store.disk.writer import FLUSH_TIMEOUT, BlockWriter
 from foreword.store.fair_share import quota_of
 from foreword.store.frame import Frame
 
-_FLUSH_SECONDS: Final = 5.0  # how often uses are written to the index
-_FLUSH_TIMEOUT: Final = 0.02
 _OPEN_TIMEOUT: Final = 10.0
-_SETTLE_SECONDS: Final = 0.05  # allowed beyond the caller's deadline to settle a write in the index
 _CLOSE_TIMEOUT: Final = 1.0
 _SCAN_ROWS: Final = 1024
-_ROOM_ATTEMPTS: Final = 4
-_ROOM_SHARE: Final = 256  # on a full disk a put evicts at least this part of the blocks
-_LEAVES_FOR_INDEX: Final = 16
 
 log = logging.getLogger("foreword.store")
-
-Result = TypeVar("Result")
 
 _stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
 
@@ -106,9 +98,8 @@ class DiskStore(Store):
         self._notes: Counter[str] = Counter(missing=0, recovered=0, rebuilt=0, found=0, stuck=0)
         self._opener = IndexOpener(self._index, self._files, self._notes, self._index_opened)
         self._budget = BlockBudget(self._files, size, self._notes, quota_of(tenant_quota, size))
-        self._totals = (-1, 0, 0)  # blocks, bytes and pinned bytes when they were last known
-        self._liveness: LivenessLock | None = None
-        self._reset()
+        self._writer = BlockWriter(self._files, self._index, self._budget)
+        self._lock = threading.Lock()
         _stores.add(self)
         if self.read_only:
             self._open_read_only(time.monotonic() + _OPEN_TIMEOUT)
@@ -123,13 +114,6 @@ class DiskStore(Store):
         except StoreError as error:
             raise StoreUnavailable(f"the folder {self.path} cannot be created: {error.message}") from error
 
-    def _reset(self) -> None:
-        """Set the state that belongs to one process."""
-        self._lock = threading.Lock()
-        self._writer = 0  # our id as a writer when we last wrote, 0 before; the index may have been rebuilt since
-        self._updates = PendingUpdates()
-        self._flushed = time.monotonic()
-
     @property
     def on_evicted(self) -> Callable[[Name], None] | None:
         return self._budget.on_evicted
@@ -139,13 +123,11 @@ class DiskStore(Store):
         self._budget.on_evicted = call
 
     def after_fork(self) -> None:
-        """In the child: connections, liveness lock and running operations belong to the parent."""
+        """In the child: connections, locks and running operations belong to the parent."""
         self._index.after_fork()
         self._opener.after_fork()
-        if self._liveness is not None:
-            self._liveness.abandon()
-            self._liveness = None
-        self._reset()
+        self._writer.after_fork()
+        self._lock = threading.Lock()
 
     # Blocks
 
@@ -174,10 +156,9 @@ class DiskStore(Store):
         self._ready(deadline)
         lengths = self._read(names, buffers, deadline)
         if not self.read_only and self._index.usable():
-            self._updates.note_reads([name for name, length in zip(names, lengths, strict=True) if length > 0])
+            read = [name for name, length in zip(names, lengths, strict=True) if length > 0]
             missing = [name for name, length in zip(names, lengths, strict=True) if length == MISSING]
-            if missing or time.monotonic() - self._flushed > _FLUSH_SECONDS:
-                self._flush(missing, min(deadline, time.monotonic() + _FLUSH_TIMEOUT))
+            self._writer.note_reads(read, missing, deadline)
         return lengths
 
     def _read(self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float) -> list[int]:
@@ -206,9 +187,7 @@ class DiskStore(Store):
                 present = self._index.present([block_id(one.name) for one in part], deadline)
                 kept += sum(block_id(one.name) in present for one in part)
                 continue
-            keep = {name for one in part for name in (one.name, one.header.parent_name)}
-            admitted, now = self._with_room(partial(self._admit, part, now, deadline), deadline, keep)
-            written = self._write(admitted, now, deadline)
+            admitted, written, now = self._writer.put(part, now, deadline)
             kept += admitted.present + written
             full = admitted.full or written < len(admitted.rows)
         if full and not kept:
@@ -218,12 +197,12 @@ class DiskStore(Store):
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
         wanted = {block_id(name): name for name in names if is_name(name)}
         if not self._ready_to_write(deadline):
-            return self._remove_files(list(wanted.values()))
-        return self._with_room(partial(self._delete, wanted, deadline), deadline)
+            return self._writer.remove_files(list(wanted.values()))
+        return self._writer.with_room(partial(self._delete, wanted, deadline), deadline)
 
     def _delete(self, wanted: dict[int, Name], deadline: float) -> int:
         count = 0
-        with self._transaction(deadline) as transaction:
+        with self._writer.transaction(deadline) as transaction:
             rows, pending = transaction.find(wanted), transaction.find_pending(wanted)
             for id_, name in wanted.items():
                 if id_ in pending:  # not present yet, and its writer could not tell that it was deleted
@@ -238,7 +217,7 @@ class DiskStore(Store):
             raise StoreUnavailable("the index is being rebuilt")
         wanted = {block_id(name): name for name in names if is_name(name)}
         count = 0
-        with self._transaction(deadline) as transaction:
+        with self._writer.transaction(deadline) as transaction:
             rows = transaction.find(wanted)
             for id_, name in wanted.items():
                 row = rows.get(id_)
@@ -279,7 +258,7 @@ class DiskStore(Store):
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         self._check_writable(deadline)
-        self._records.put(key, data, self._token())
+        self._records.put(key, data, self._writer.token())
 
     def get_record(self, key: str, *, deadline: float) -> bytes | None:
         self._check_open(deadline)
@@ -302,9 +281,9 @@ class DiskStore(Store):
         be opened), read_only. Evictions are those of this process."""
         with contextlib.suppress(StoreError):
             if not self._closed and self._index.usable():
-                self._totals = self._index.totals(time.monotonic() + _FLUSH_TIMEOUT)
+                self._writer.totals = self._index.totals(time.monotonic() + FLUSH_TIMEOUT)
         budget = self._budget
-        blocks, size, pinned = self._totals
+        blocks, size, pinned = self._writer.totals
         scanning = not self.read_only and not self._closed and not self._opener.complete()
         no_index = self._opener.failure is not None or (self.read_only and not self._index.usable())
         notes = {**self._notes, "scanning": int(scanning), "no_index": int(no_index), "read_only": int(self.read_only)}
@@ -319,20 +298,10 @@ class DiskStore(Store):
         deadline = time.monotonic() + _CLOSE_TIMEOUT
         with contextlib.suppress(StoreError):  # other processes recover what stays unfinished
             if not self.read_only and self._index.usable():
-                with self._transaction(deadline) as transaction:
-                    writer = self._writer
-                    ours = writer and transaction.is_registered(writer, self._token())
-                    if ours and not transaction.unfinished(writer):
-                        transaction.unregister(writer)
+                self._writer.unregister(deadline)
         with contextlib.suppress(StoreError):
             self._index.close(deadline)
-        self._release_liveness()
-
-    def _release_liveness(self) -> None:
-        with self._lock:
-            if self._liveness is not None:
-                self._liveness.release()
-                self._liveness = None
+        self._writer.release_liveness()
 
     def _check_open(self, deadline: float) -> None:
         if self._closed:
@@ -367,140 +336,8 @@ class DiskStore(Store):
         return False
 
     def _index_opened(self) -> None:
-        if self._liveness is not None and not self._liveness.exists():
-            self._release_liveness()
+        self._writer.release_liveness(if_missing=True)
         self._records.remove_incomplete(lambda token: not is_alive(self.path, token))
-
-    # Writing
-
-    @contextlib.contextmanager
-    def _transaction(self, deadline: float) -> Iterator[IndexTransaction]:
-        """A transaction that first applies the pending updates. If it fails, finished writes stay pending."""
-        updates = self._updates.take()
-        try:
-            with self._index.write(deadline) as transaction:
-                updates.apply(transaction, self._files, lambda: transaction.is_registered(self._writer, self._token()))
-                self._totals = (transaction.blocks, transaction.bytes, transaction.pinned_bytes)
-                yield transaction
-        except BaseException:
-            self._updates.put_back(updates)
-            raise
-        self._flushed = time.monotonic()
-
-    def _token(self) -> str:
-        with self._lock:
-            if self._liveness is None:
-                self._liveness = LivenessLock(self.path)
-            return self._liveness.token
-
-    def _admit(self, frames: Sequence[Frame], now: int, deadline: float) -> tuple[AdmittedBlocks, int]:
-        """Choose the frames to write and evict blocks for them. Returns them, and the time of the put.
-
-        `now` is the time of the put, 0 in its first group. Blocks used since then are not evicted.
-        """
-        token = self._token()
-        with self._transaction(deadline) as transaction:
-            writer = self._writer
-            if not transaction.is_registered(writer, token):  # the first put, or the index was rebuilt
-                writer = transaction.register(token)
-            now = now or transaction.tick()
-            admitted = self._budget.admit(transaction, frames, now, writer)
-            if admitted.frames:
-                admitted.rows = transaction.add(admitted.frames, now, writer, time.time())
-        self._writer = writer
-        return admitted, now
-
-    def _write(self, admitted: AdmittedBlocks, now: int, deadline: float) -> int:
-        """Write files and make the blocks visible. Returns how many: fewer if the disk is full."""
-        if not admitted.rows:
-            return 0
-        token = self._token()
-        written = 0
-        try:
-            for row, one in zip(admitted.rows, admitted.frames.values(), strict=True):
-                time_left(deadline)
-                if not self._write_file(row.name, one, token, now, deadline):
-                    break
-                written += 1
-        finally:
-            self._updates.note_writes(admitted.rows[:written], admitted.rows[written:])
-            settled = max(deadline, time.monotonic() + _SETTLE_SECONDS)
-            try:
-                self._with_room(partial(self._settle, settled), settled, _names_of(admitted))
-            except DiskFull:  # not even for the index: keep nothing that it does not know
-                for row in admitted.rows[:written]:
-                    self._files.remove(row.name)
-                self._updates.give_up(admitted.rows[:written])
-                written = 0
-                with contextlib.suppress(DiskFull):
-                    self._settle(settled)
-        return written
-
-    def _write_file(self, name: Name, one: Frame, token: str, now: int, deadline: float) -> bool:
-        """Write a file. On a full disk, evict blocks last used before `now` for it. False if that does not help."""
-        for attempt in range(_ROOM_ATTEMPTS):
-            try:
-                self._files.write(name, one.data, token)
-            except DiskFull:
-                need = max(len(one.data), self._totals[1] // _ROOM_SHARE) << attempt
-                keep = {one.name, one.header.parent_name}
-                if not self._with_room(partial(self._evict, need, now, deadline), deadline, keep):
-                    return False
-            except StoreFull:
-                return False
-            else:
-                return True
-        return False
-
-    def _evict(self, need: int, now: int, deadline: float) -> int:
-        """Evict blocks of at least `need` bytes. Returns how many."""
-        with self._transaction(deadline) as transaction:
-            return self._budget.evict(transaction, need, now)
-
-    def _settle(self, deadline: float) -> None:
-        """Write the pending updates to the index."""
-        with self._transaction(deadline):
-            pass
-
-    def _with_room(self, call: Callable[[], Result], deadline: float, keep: Collection[Name] = ()) -> Result:
-        """Make a call that changes the index. If the disk has no room for that, remove a few other blocks and repeat it."""
-        for attempt in range(_ROOM_ATTEMPTS):
-            try:
-                return call()
-            except DiskFull:
-                leaves = self._index.oldest_leaves(_LEAVES_FOR_INDEX << attempt, deadline)
-                oldest = [name for name in leaves if name not in keep]
-                self._remove_files(oldest)
-                self._budget.note_evicted(oldest)
-                self._index.shrink_log(deadline)
-        return call()
-
-    def _remove_files(self, names: Sequence[Name]) -> int:
-        """Remove the files of blocks. The index learns of it in its next transaction. Returns how many there were."""
-        count = 0
-        for name in names:
-            count += self._files.remove(name)
-            self._files.remove_empty_folder(name)
-            self._updates.note_removed(name)
-        return count
-
-    def _flush(self, missing: Sequence[Name], deadline: float) -> None:
-        """Remove blocks whose file is missing, and write uses to the index if they are due. May be skipped on an error."""
-        due = time.monotonic() - self._flushed > _FLUSH_SECONDS
-        with contextlib.suppress(StoreError):
-            listed = self._index.present([block_id(name) for name in missing], deadline) if missing else set()
-            if not listed and not due:
-                return
-            self._flushed = time.monotonic()
-            with self._transaction(deadline) as transaction:
-                for row in transaction.find(listed).values():
-                    if self._files.size(row.name) < 0:
-                        self._budget.discard(transaction, row)
-
-
-def _names_of(admitted: AdmittedBlocks) -> set[Name]:
-    """The names of blocks that are written, and of their parents."""
-    return {name for one in admitted.frames.values() for name in (one.name, one.header.parent_name)}
 
 
 def _after_fork() -> None:

@@ -1,0 +1,219 @@
+"""Writes to a disk store: transactions of the index, files, and room for both on a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Final, TypeVar
+
+from foreword.errors import StoreError, StoreFull
+from foreword.store.base import Name, time_left
+from foreword.store.disk.eviction import AdmittedBlocks, BlockBudget
+from foreword.store.disk.files import BlockFiles, DiskFull
+from foreword.store.disk.index import DiskIndex
+from foreword.store.disk.index_rows import IndexTransaction, block_id
+from foreword.store.disk.locks import LivenessLock
+from foreword.store.disk.pending_updates import PendingUpdates
+from foreword.store.frame import Frame
+
+_FLUSH_SECONDS: Final = 5.0  # how often uses are written to the index
+FLUSH_TIMEOUT: Final = 0.02
+_SETTLE_SECONDS: Final = 0.05  # allowed beyond the caller's deadline to settle a write in the index
+_ROOM_ATTEMPTS: Final = 4
+_ROOM_SHARE: Final = 256  # on a full disk a put evicts at least this part of the blocks
+_LEAVES_FOR_INDEX: Final = 16
+
+Result = TypeVar("Result")
+
+
+class BlockWriter:
+    """The writing half of a disk store. Thread-safe.
+
+    Attributes:
+        totals: blocks, bytes and pinned bytes when they were last known.
+    """
+
+    def __init__(self, files: BlockFiles, index: DiskIndex, budget: BlockBudget) -> None:
+        self.totals = (-1, 0, 0)
+        self._files = files
+        self._index = index
+        self._budget = budget
+        self._liveness: LivenessLock | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Set the state that belongs to one process."""
+        self._lock = threading.Lock()
+        self._writer = 0  # our id as a writer when we last wrote, 0 before; the index may have been rebuilt since
+        self._updates = PendingUpdates()
+        self._flushed = time.monotonic()
+
+    def after_fork(self) -> None:
+        """In the child: the liveness lock and running operations belong to the parent."""
+        if self._liveness is not None:
+            self._liveness.abandon()
+            self._liveness = None
+        self._reset()
+
+    # Transactions
+
+    @contextlib.contextmanager
+    def transaction(self, deadline: float) -> Iterator[IndexTransaction]:
+        """A transaction that first applies the pending updates. If it fails, finished writes stay pending."""
+        updates = self._updates.take()
+        try:
+            with self._index.write(deadline) as transaction:
+                updates.apply(transaction, self._files, lambda: transaction.is_registered(self._writer, self.token()))
+                self.totals = (transaction.blocks, transaction.bytes, transaction.pinned_bytes)
+                yield transaction
+        except BaseException:
+            self._updates.put_back(updates)
+            raise
+        self._flushed = time.monotonic()
+
+    def token(self) -> str:
+        with self._lock:
+            if self._liveness is None:
+                self._liveness = LivenessLock(self._files.folder)
+            return self._liveness.token
+
+    def release_liveness(self, *, if_missing: bool = False) -> None:
+        """Give up the liveness lock, or only if its file is gone."""
+        with self._lock:
+            if self._liveness is not None and not (if_missing and self._liveness.exists()):
+                self._liveness.release()
+                self._liveness = None
+
+    def unregister(self, deadline: float) -> None:
+        """End as a writer, unless writes are unfinished: other processes recover them."""
+        with self.transaction(deadline) as transaction:
+            writer = self._writer
+            ours = writer and transaction.is_registered(writer, self.token())
+            if ours and not transaction.unfinished(writer):
+                transaction.unregister(writer)
+
+    def note_reads(self, names: Sequence[Name], missing: Sequence[Name], deadline: float) -> None:
+        """Note that blocks were read, and remove those whose file is missing. May be skipped on an error."""
+        self._updates.note_reads(names)
+        if missing or time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._flush(missing, min(deadline, time.monotonic() + FLUSH_TIMEOUT))
+
+    # Blocks
+
+    def put(self, frames: Sequence[Frame], now: int, deadline: float) -> tuple[AdmittedBlocks, int, int]:
+        """Write a group of frames as far as there is room. Returns those admitted, how many were written, and the time.
+
+        `now` is the time of the put, 0 in its first group. Blocks used since then are not evicted.
+        """
+        keep = {name for one in frames for name in (one.name, one.header.parent_name)}
+        admitted, now = self.with_room(partial(self._admit, frames, now, deadline), deadline, keep)
+        return admitted, self._write(admitted, now, deadline), now
+
+    def _admit(self, frames: Sequence[Frame], now: int, deadline: float) -> tuple[AdmittedBlocks, int]:
+        """Choose the frames to write and evict blocks for them. Returns them, and the time of the put."""
+        token = self.token()
+        with self.transaction(deadline) as transaction:
+            writer = self._writer
+            if not transaction.is_registered(writer, token):  # the first put, or the index was rebuilt
+                writer = transaction.register(token)
+            now = now or transaction.tick()
+            admitted = self._budget.admit(transaction, frames, now, writer)
+            if admitted.frames:
+                admitted.rows = transaction.add(admitted.frames, now, writer, time.time())
+        self._writer = writer
+        return admitted, now
+
+    def _write(self, admitted: AdmittedBlocks, now: int, deadline: float) -> int:
+        """Write files and make the blocks visible. Returns how many: fewer if the disk is full."""
+        if not admitted.rows:
+            return 0
+        token = self.token()
+        written = 0
+        try:
+            for row, one in zip(admitted.rows, admitted.frames.values(), strict=True):
+                time_left(deadline)
+                if not self._write_file(row.name, one, token, now, deadline):
+                    break
+                written += 1
+        finally:
+            self._updates.note_writes(admitted.rows[:written], admitted.rows[written:])
+            settled = max(deadline, time.monotonic() + _SETTLE_SECONDS)
+            try:
+                self.with_room(partial(self._settle, settled), settled, _names_of(admitted))
+            except DiskFull:  # not even for the index: keep nothing that it does not know
+                for row in admitted.rows[:written]:
+                    self._files.remove(row.name)
+                self._updates.give_up(admitted.rows[:written])
+                written = 0
+                with contextlib.suppress(DiskFull):
+                    self._settle(settled)
+        return written
+
+    def _write_file(self, name: Name, one: Frame, token: str, now: int, deadline: float) -> bool:
+        """Write a file. On a full disk, evict blocks last used before `now` for it. False if that does not help."""
+        for attempt in range(_ROOM_ATTEMPTS):
+            try:
+                self._files.write(name, one.data, token)
+            except DiskFull:
+                need = max(len(one.data), self.totals[1] // _ROOM_SHARE) << attempt
+                keep = {one.name, one.header.parent_name}
+                if not self.with_room(partial(self._evict, need, now, deadline), deadline, keep):
+                    return False
+            except StoreFull:
+                return False
+            else:
+                return True
+        return False
+
+    def _evict(self, need: int, now: int, deadline: float) -> int:
+        """Evict blocks of at least `need` bytes. Returns how many."""
+        with self.transaction(deadline) as transaction:
+            return self._budget.evict(transaction, need, now)
+
+    def _settle(self, deadline: float) -> None:
+        """Write the pending updates to the index."""
+        with self.transaction(deadline):
+            pass
+
+    def with_room(self, call: Callable[[], Result], deadline: float, keep: Collection[Name] = ()) -> Result:
+        """Make a call that changes the index. If the disk has no room for that, remove a few other blocks and repeat it."""
+        for attempt in range(_ROOM_ATTEMPTS):
+            try:
+                return call()
+            except DiskFull:
+                leaves = self._index.oldest_leaves(_LEAVES_FOR_INDEX << attempt, deadline)
+                oldest = [name for name in leaves if name not in keep]
+                self.remove_files(oldest)
+                self._budget.note_evicted(oldest)
+                self._index.shrink_log(deadline)
+        return call()
+
+    def remove_files(self, names: Sequence[Name]) -> int:
+        """Remove the files of blocks. The index learns of it in its next transaction. Returns how many there were."""
+        count = 0
+        for name in names:
+            count += self._files.remove(name)
+            self._files.remove_empty_folder(name)
+            self._updates.note_removed(name)
+        return count
+
+    def _flush(self, missing: Sequence[Name], deadline: float) -> None:
+        """Remove blocks whose file is missing, and write uses to the index if they are due. May be skipped on an error."""
+        due = time.monotonic() - self._flushed > _FLUSH_SECONDS
+        with contextlib.suppress(StoreError):
+            listed = self._index.present([block_id(name) for name in missing], deadline) if missing else set()
+            if not listed and not due:
+                return
+            self._flushed = time.monotonic()
+            with self.transaction(deadline) as transaction:
+                for row in transaction.find(listed).values():
+                    if self._files.size(row.name) < 0:
+                        self._budget.discard(transaction, row)
+
+
+def _names_of(admitted: AdmittedBlocks) -> set[Name]:
+    """The names of blocks that are written, and of their parents."""
+    return {name for one in admitted.frames.values() for name in (one.name, one.header.parent_name)}
