@@ -38,6 +38,8 @@ Rule = Callable[[PlacementQuery, Sequence[Candidate]], str]
 class RulePolicy:
     """A policy that applies a rule to the available candidates."""
 
+    needs_all = True
+
     def __init__(self, name: str, rule: Rule) -> None:
         self.name = name
         self._rule = rule

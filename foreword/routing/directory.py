@@ -192,9 +192,9 @@ class Directory:
         runs = self._runs(keys)
         if not runs:
             return Holdings({})
-        slots = {entry >> 8 for _, holders in runs for entry in holders}
-        shared = _reach(runs, _SHARED_SLOT)
-        return Holdings({self._names[slot]: _reach(runs, slot) for slot in slots if slot != _SHARED_SLOT}, shared)
+        by_slot = [(end, {entry >> 8: entry & _TIER_BITS for entry in holders}) for end, holders in runs]
+        slots = {slot for _, holders in by_slot for slot in holders if slot != _SHARED_SLOT}
+        return Holdings({self._names[slot]: _reach(by_slot, slot) for slot in slots}, _reach(by_slot, _SHARED_SLOT))
 
     def _runs(self, keys: Sequence[bytes]) -> list[tuple[int, tuple[int, ...]]]:
         """Runs of blocks with the same holders: `(end, holders)`, up to the first block that no replica holds."""
@@ -382,19 +382,14 @@ def _set_epoch(bucket: bytearray, at: int, epoch: int) -> None:
     bucket[at + 9] = epoch >> 8
 
 
-def _reach(runs: Sequence[tuple[int, tuple[int, ...]]], slot: int) -> Reach:
-    """The reach of one replica, including the shared tier."""
-    tiers = [
-        (end, sum(entry & _TIER_BITS for entry in holders if entry >> 8 in (slot, _SHARED_SLOT)))
-        for end, holders in runs
-    ]
-    return tuple(_leading(tiers, (2 << tier) - 1) for tier in range(NUM_TIERS))
-
-
-def _leading(tiers: Iterable[tuple[int, int]], mask: int) -> int:
-    reached = 0
-    for end, held in tiers:
-        if not held & mask:
+def _reach(runs: Sequence[tuple[int, Mapping[int, int]]], slot: int) -> Reach:
+    """The reach of one replica, including the shared tier. `runs`: `(end, tiers by slot)`."""
+    reach, slowest = [0] * NUM_TIERS, 0
+    for end, holders in runs:
+        tiers = holders.get(slot, 0) | holders.get(_SHARED_SLOT, 0)
+        if not tiers:
             break
-        reached = end
-    return reached
+        slowest = max(slowest, (tiers & -tiers).bit_length() - 1)
+        for tier in range(slowest, NUM_TIERS):
+            reach[tier] = end
+    return tuple(reach)

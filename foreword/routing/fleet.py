@@ -11,18 +11,20 @@ Not thread-safe. Times are seconds of any monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from foreword.errors import ConfigError, NotFound, did_you_mean
 from foreword.routing.costs import CostModel, ReplicaCosts
-from foreword.routing.directory import Directory, Holdings, Reach
+from foreword.routing.directory import CacheTier, Directory, Holdings, Reach
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.estimated_directory import EstimateAccuracy, EstimatedBlocks, InFlightPrefixes
 from foreword.routing.load import ReplicaLoad, SentRequest
 from foreword.routing.placement import Candidate, CostPolicy, Decision, PlacementQuery, Policy
 from foreword.routing.sessions import SessionTable
+from foreword.routing.shortlist import MAX_PRICED, Shortlist
 
 Role = Literal["both", "prefill", "decode"]
 
@@ -32,6 +34,8 @@ _USUAL_OUTPUT: Final = 256
 _MIN_DECODE_TOKENS: Final = 8
 # Learned costs count as stale after this time without an observation.
 _STALE_SECONDS: Final = 60.0
+# In a large fleet the typical costs are updated after this time.
+_TYPICAL_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -73,6 +77,10 @@ class ReplicaState:
                 max(tokens // block_size, 1) if tokens else _DEFAULT_CAPACITY_BLOCKS
             )
         return self.estimated_blocks
+
+    def is_full(self) -> bool:
+        """Whether as many requests wait there as may."""
+        return self.max_queued is not None and len(self.load.waiting) >= self.max_queued
 
     def leading_without_events(self, keys: Sequence[bytes]) -> int:
         """Leading blocks that are being computed there or are estimated to be cached."""
@@ -145,6 +153,8 @@ class Fleet:
         self.sessions_moved = 0
         self.on_finished: Callable[[PlacedRequest], None] | None = None
         self._requests: dict[str, PlacedRequest] = {}
+        self._shortlist = Shortlist()
+        self._typical: tuple[float, ReplicaCosts | None] = (-math.inf, None)
 
     # Replicas
 
@@ -167,25 +177,49 @@ class Fleet:
         model = CostModel(costs)
         replica = ReplicaState(name, role, "", sends_events, block_size, capacity_tokens, max_queued, cost_model=model)
         self.replicas[name] = replica
+        self._rank(replica)
         return replica
 
     def remove(self, name: str) -> None:
         """Remove a replica. Its requests in flight may still be reported as finished. Raises NotFound."""
         self._replica(name)
         del self.replicas[name]
+        self._shortlist.discard(name)
         self.directory.cleared(name)
         self.sessions.remove_replica(name)
 
     def exclude(self, name: str, reason: str) -> None:
         """Send no new requests to a replica; an empty `reason` includes it again. Raises NotFound."""
-        self._replica(name).excluded = reason
+        replica = self._replica(name)
+        if replica.excluded != reason:
+            replica.excluded = reason
+            self._rank(replica)
+
+    def _rank(self, replica: ReplicaState) -> None:
+        """Apply a change of a replica's load to the order in which replicas are considered."""
+        if self.replicas.get(replica.name) is not replica:
+            return
+        if replica.excluded or replica.is_full():
+            self._shortlist.discard(replica.name)
+            return
+        load, costs = replica.load, replica.cost_model.costs
+        queued = load.rank(costs, len(load.running) + replica.reported_running, replica.capacity_tokens)
+        self._shortlist.update(replica.name, replica.role, costs.prefill, queued, load.recent_rank())
 
     # Placement
 
     def place(self, query: PlacementQuery, now: float, *, avoid: Sequence[str] = ()) -> Decision:
         """Choose a replica. Changes only the policy's state. `avoid` names replicas where the request failed."""
         home = self.sessions.home(query.session, query.keys, now)
-        candidates = self.candidates(query, now, avoid)
+        if self.policy.needs_all or len(self.replicas) <= MAX_PRICED:
+            return self._choose(query, self.candidates(query, now, avoid), home)
+        decision = self._choose(query, self.shortlisted(query, now, avoid, home), home)
+        # Only if there is none, the reasons of all replicas matter.
+        return (
+            decision if decision.replica is not None else self._choose(query, self.candidates(query, now, avoid), home)
+        )
+
+    def _choose(self, query: PlacementQuery, candidates: Sequence[Candidate], home: str | None) -> Decision:
         decode = [one for one in candidates if self.replicas[one.name].role != "prefill"]
         if len(decode) == len(candidates):
             return self.policy.choose(query, decode, home)
@@ -194,17 +228,44 @@ class Fleet:
 
     def candidates(self, query: PlacementQuery, now: float, avoid: Sequence[str] = ()) -> list[Candidate]:
         """The present state of every replica for this request."""
-        held: dict[int, Holdings] = {}
-        typical = self._typical_costs(now) if any(one.is_stale(now) for one in self.replicas.values()) else None
+        return self._candidates(query, now, avoid, dict.fromkeys(self.replicas, 1.0), {})
+
+    def shortlisted(
+        self, query: PlacementQuery, now: float, avoid: Sequence[str] = (), home: str | None = None
+    ) -> list[Candidate]:
+        """The present state of the replicas that may be the best for this request: a bounded number (`shortlist`)."""
+        lookups: dict[int, Holdings] = {}
+        held: dict[str, int] = {}
+        for size in {query.block_size, *query.other_keys}:
+            keys = query.keys_at(size)
+            lookups[size] = self.directory.lookup(keys)
+            found = self._shortlist.sent_to(keys)
+            found.update((name, reach[CacheTier.DISK]) for name, reach in lookups[size].replicas.items())
+            held.update((name, blocks * size) for name, blocks in found.items() if blocks)
+        return self._candidates(query, now, avoid, self._shortlist.choose(held, home, frozenset(avoid)), lookups)
+
+    def _candidates(
+        self,
+        query: PlacementQuery,
+        now: float,
+        avoid: Collection[str],
+        chosen: Mapping[str, float],
+        lookups: dict[int, Holdings],
+    ) -> list[Candidate]:
+        """The state of the chosen replicas, which stand for so many. `lookups`: those that were done, by block size."""
+        replicas = [self.replicas[name] for name in chosen]
+        avoid = frozenset(avoid)
+        typical = self._typical_costs(now) if any(one.is_stale(now) for one in replicas) else None
         found: list[Candidate] = []
-        for replica in self.replicas.values():
+        for replica in replicas:
             size = replica.block_size or query.block_size
             keys = query.keys_at(size)
-            if size not in held:
-                held[size] = self.directory.lookup(keys)
-            reach = _at_least(held[size].of(replica.name), replica.leading_without_events(keys))
+            if size not in lookups:
+                lookups[size] = self.directory.lookup(keys)
+            reach = _at_least(lookups[size].of(replica.name), replica.leading_without_events(keys))
             costs = typical if typical is not None and replica.is_stale(now) else replica.cost_model.costs
-            found.append(_candidate(replica, query, reach, size, costs, now, replica.name in avoid))
+            avoided = replica.name in avoid
+            found.append(_candidate(replica, query, reach, size, costs, now, avoided, chosen[replica.name]))
         return found
 
     def _typical_costs(self, now: float) -> ReplicaCosts | None:
@@ -212,9 +273,14 @@ class Fleet:
 
         Stale replicas get these costs. Otherwise one that once looked slow by mistake would never be used again.
         """
+        known_at, typical = self._typical
+        if len(self.replicas) > MAX_PRICED and 0 <= now - known_at < _TYPICAL_SECONDS:
+            return typical
         known = [one.cost_model.costs for one in self.replicas.values() if not one.is_stale(now)]
         known.sort(key=lambda costs: costs.prefill)
-        return known[(len(known) - 1) // 2] if known else None
+        typical = known[(len(known) - 1) // 2] if known else None
+        self._typical = now, typical
+        return typical
 
     # Requests in flight
 
@@ -248,6 +314,8 @@ class Fleet:
             session=query.session,
         )
         load.sent(request, now)
+        self._rank(computing)
+        self._shortlist.sent(computing.name, keys, len(self.replicas))
         in_flight = computing.in_flight_prefixes.leading(keys)
         computing.in_flight_prefixes.add(keys)
         if computing.sends_events:
@@ -270,8 +338,11 @@ class Fleet:
             # Disaggregated prefill: from now on the request decodes on the other replica.
             computing.load.finished(request, now)
             decoding.load.received(request)
+            self._rank(decoding)
+            self._shortlist.sent(decoding.name, request.keys, len(self.replicas))
             if not decoding.sends_events and decoding.block_size in (None, request.block_size):
                 decoding.estimate(request.block_size).sent(request.keys)
+        self._rank(computing)
 
     def finished(
         self,
@@ -292,7 +363,7 @@ class Fleet:
         if request is None:
             return
         running = len(request.decoding.load.running)
-        request.end(now)
+        self._end(request, now)
         request.finished_at, request.cached_tokens, request.output_tokens = now, cached_tokens, output_tokens
         if guessed:
             request.first_at = None
@@ -323,12 +394,19 @@ class Fleet:
         replica.cost_model.observe_first_token(
             before.tokens + own.tokens, request.running, first_at - request.sent_at, pairs=before.pairs + own.pairs
         )
+        self._rank(replica)
 
     def failed(self, name: str, now: float) -> None:
         """Note that a request failed or its client disconnected. Nothing is learned. Unknown requests are ignored."""
         request = self._requests.pop(name, None)
         if request is not None:
-            request.end(now)
+            self._end(request, now)
+
+    def _end(self, request: PlacedRequest, now: float) -> None:
+        request.end(now)
+        self._rank(request.computing)
+        if request.decoding is not request.computing:
+            self._rank(request.decoding)
 
     def _replica(self, name: str) -> ReplicaState:
         if name not in self.replicas:
@@ -344,11 +422,12 @@ def _candidate(
     costs: ReplicaCosts,
     now: float,
     avoided: bool,
+    stands_for: float,
 ) -> Candidate:
     load = replica.load
     excluded = replica.excluded or ("it failed this request" if avoided else "")
     queued, work = len(load.waiting), load.queued(now, costs)
-    if not excluded and replica.max_queued is not None and queued >= replica.max_queued:
+    if not excluded and replica.is_full():
         excluded = f"overloaded: {queued} requests wait there"
     return Candidate(
         replica.name,
@@ -362,6 +441,7 @@ def _candidate(
         excluded,
         work.pairs,
         load.recent_tokens(now),
+        stands_for,
     )
 
 

@@ -10,6 +10,7 @@ from foreword.routing.costs import ReplicaCosts, pairs
 
 _LIFETIME_WEIGHT: Final = 0.1
 _RECENT_SECONDS: Final = 180.0
+_USUAL_PROMPT: Final = 1024
 
 
 class PrefillWork(NamedTuple):
@@ -75,6 +76,20 @@ class ReplicaLoad:
     def recent_tokens(self, now: float) -> float:
         """Prompt tokens sent recently, exponentially decayed with a time constant of three minutes."""
         return self._recent * math.exp(-max(now - self._recent_at, 0.0) / _RECENT_SECONDS)
+
+    def rank(self, costs: ReplicaCosts, running: int, capacity: int | None) -> tuple[float, float]:
+        """For comparing replicas: those without a queue by the time that a usual prompt takes, then others by when it would be
+        computed there, then those without free memory. Lower is better. Does not change while time passes."""
+        if capacity is not None and self.resident >= capacity:
+            return 2.0, self.resident / max(capacity, 1)
+        usual = costs.prefill * _USUAL_PROMPT + costs.interference(_USUAL_PROMPT, running)
+        if not self.waiting:
+            return 0.0, usual
+        return 1.0, self._head_since + PrefillWork(self._waiting_tokens, self._waiting_pairs).seconds(costs) + usual
+
+    def recent_rank(self) -> float:
+        """For comparing replicas by `recent_tokens`: its logarithm on a scale that does not change while time passes."""
+        return math.log(self._recent) + self._recent_at / _RECENT_SECONDS if self._recent > 0 else -math.inf
 
     def memory_wait(self, needed: int, capacity: int | None) -> float:
         """Expected seconds until `needed` tokens fit, if requests keep finishing at their present rate (Little's law)."""

@@ -47,6 +47,7 @@ _REASONS: Final = {
     "only": "the only available replica",
 }
 _TIE_SECONDS: Final = 0.005
+_MAX_REASONS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class Candidate:
         block_size: tokens per block of `reach`; None if it is the query's.
         excluded: why it takes no requests; empty if it does.
         recent_tokens: prompt tokens sent there in the last minutes, cached or not.
+        stands_for: number of replicas like it, this one included, of which only it is a candidate.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Candidate:
     excluded: str = ""
     queued_pairs: float = 0.0
     recent_tokens: float = 0.0
+    stands_for: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,9 @@ class Decision:
     def in_words(self) -> str:
         """One sentence that explains the decision."""
         if self.replica is None or self.estimate is None:
-            reasons = "; ".join(f"{one.replica}: {one.excluded}" for one in self.estimates)
+            reasons = "; ".join(f"{one.replica}: {one.excluded}" for one in self.estimates[:_MAX_REASONS])
+            more = len(self.estimates) - _MAX_REASONS
+            reasons += f"; and {more} more" if more > 0 else ""
             return f"no replica takes requests: {reasons}" if reasons else "there is no replica"
         where = f"{self.replica} after {self.prefill}" if self.prefill else self.replica
         return f"{where}: {_REASONS.get(self.reason, self.reason)}, {self.estimate.in_words()}{self._runner_up()}"
@@ -195,9 +200,14 @@ class Decision:
 
 
 class Policy(Protocol):
-    """A placement policy. It may keep state, such as whose turn it is, but does no I/O and reads no clock."""
+    """A placement policy. It may keep state, such as whose turn it is, but does no I/O and reads no clock.
+
+    Attributes:
+        needs_all: it needs all replicas as candidates, also in a large fleet.
+    """
 
     name: str
+    needs_all: bool
 
     def choose(self, query: PlacementQuery, candidates: Sequence[Candidate], home: str | None = None) -> Decision:
         """`home` is the replica of the session's last request. Deterministic, given state and arguments."""
@@ -237,6 +247,7 @@ class CostPolicy:
     """
 
     name = "cost"
+    needs_all = False
 
     def __init__(self, affinity: SessionAffinity | None = None, *, tie: float = 0.05) -> None:
         self.affinity = affinity or SessionAffinity()
@@ -276,7 +287,8 @@ class CostPolicy:
         """Whether a larger share of prompts than of candidates has the first `tokens` tokens."""
         known = min(-(-tokens // query.block_size), len(query.keys))
         share = self._popularity.record(query.keys[known - 1] if known else None)
-        return sum(one.reused >= tokens for one, _ in usable) < math.ceil(share * len(usable))
+        holding = sum(found.stands_for for one, found in usable if one.reused >= tokens)
+        return holding < math.ceil(share * sum(found.stands_for for _, found in usable))
 
     def _tie_limit(self, cheapest: float) -> float:
         return cheapest * (1 + self.tie) + _TIE_SECONDS
