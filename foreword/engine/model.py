@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from foreword.blocks import PrefixCache
 from foreword.config import EngineConfig, parse_bytes
 from foreword.engine import decoder, linear
 from foreword.engine.attention import base as attention
@@ -31,18 +29,14 @@ from foreword.engine.kernels.choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers, group_layers
 from foreword.engine.measure import Measured, describe, measure
-from foreword.engine.request import Request, SamplingParams
-from foreword.engine.scheduler import Scheduler
-from foreword.engine.sequence import SequenceState
-from foreword.engine.torch_runner import TorchRunner, record_layers
+from foreword.engine.request import SamplingParams
+from foreword.engine.torch_runner import record_layers
 from foreword.errors import BadRequest, ConfigError, ModelNotFound, ModelUnsupported
 
 log = logging.getLogger(__name__)
 
 EMBEDDED = "stdlib-nano"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Relative error of logits that rounding explains; a wrong computation gives an error of about 1.
-TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 # Fields of `generation_config.json` that `SamplingParams` has too.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Settings of a configuration that do not change the KV.
@@ -52,7 +46,7 @@ _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "u
 # them only beyond a length that no short check reaches.
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # What a forward pass raises where a model and this engine do not fit.
-_FORWARD_ERRORS = (TypeError, AttributeError, RuntimeError, ValueError, IndexError)
+FORWARD_ERRORS = (TypeError, AttributeError, RuntimeError, ValueError, LookupError, ArithmeticError, AssertionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +170,10 @@ def _read_config(source: str, config: EngineConfig) -> Any:
             trust_remote_code=config.trust_remote_code,
         )
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise ModelNotFound(f"cannot read a model configuration from {source!r}: {_first_line(error)}") from error
+        raise ModelNotFound(f"cannot read a model configuration from {source!r}: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -227,7 +221,9 @@ def _read_weights(source: str, settings: Any, dtype: torch.dtype, config: Engine
             raise ModelUnsupported(
                 f"{settings.model_type} does not go through Transformers' attention interface, which the engine needs"
             ) from error
-        raise ModelNotFound(f"cannot load the model {source!r}: {_first_line(error)}") from error
+        raise ModelNotFound(f"cannot load the model {source!r}: {first_line(error)}") from error
+    except (*FORWARD_ERRORS, ImportError) as error:
+        raise ModelUnsupported(f"Transformers cannot build this {settings.model_type}: {first_line(error)}") from error
     finally:
         if was_shown:
             quiet.enable_progress_bar()
@@ -257,9 +253,9 @@ def _record(model: Any, settings: Any) -> LayerRecorder:
     """The model's layers; refuses a model whose layers do not all use the attention interface."""
     try:
         recorder, keeps_rows = record_layers(model)
-    except _FORWARD_ERRORS as error:
+    except FORWARD_ERRORS as error:
         raise ModelUnsupported(
-            f"{settings.model_type} does not run through paged attention: {_first_line(error)}"
+            f"{settings.model_type} does not run through paged attention: {first_line(error)}"
         ) from error
     found = len(recorder.layouts)
     expected = int(getattr(settings.get_text_config(), "num_hidden_layers", found))
@@ -341,7 +337,7 @@ def _release_weights(model: Any) -> None:
     try:
         if released:
             record_layers(model)
-    except _FORWARD_ERRORS:
+    except FORWARD_ERRORS:
         linear.restore_weights(released)
 
 
@@ -358,7 +354,7 @@ def _max_model_len(text: Any, recorder: LayerRecorder, config: EngineConfig) -> 
                 text, "original_max_position_embeddings", None
             )
             length = min(length, int(original or length))
-    if _has_window(text) and not any(params.window for params in recorder.params.values()):
+    if has_window(text) and not any(params.window for params in recorder.params.values()):
         length = min(length, int(text.sliding_window))
     if config.max_model_len is not None:
         if config.max_model_len > length:
@@ -369,7 +365,7 @@ def _max_model_len(text: Any, recorder: LayerRecorder, config: EngineConfig) -> 
     return int(length)
 
 
-def _has_window(text: Any) -> bool:
+def has_window(text: Any) -> bool:
     """Whether the configuration says that at least one layer has a sliding window."""
     kinds = getattr(text, "layer_types", None)
     slides = "sliding_attention" in kinds if kinds else getattr(text, "use_sliding_window", True)
@@ -404,86 +400,3 @@ def _sampling(source: str) -> dict[str, float]:
             f"generation_config.json: {error.message}; use --generation-config openai to ignore it"
         ) from error
     return given
-
-
-def self_check(loaded: LoadedModel, block_size: int) -> float:
-    """Compare the engine's logits with the model's own forward pass on a short random prompt.
-
-    The prompt is computed in two chunks, then extended by one token; then a second sequence reuses its cached blocks.
-    Returns the largest relative error. Raises ModelUnsupported if it is more than rounding explains.
-    """
-    length = 2 * block_size + block_size // 2 + 3
-    length = min(length, loaded.max_model_len - 1)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, loaded.vocab_size, (length,), generator=generator).tolist()
-    family = loaded.model.config.model_type
-    try:
-        expected = _own_logits(loaded, tokens)
-    except _FORWARD_ERRORS as failure:
-        raise ModelUnsupported(f"{family}: the model's own forward pass fails: {_first_line(failure)}") from failure
-    if torch.isnan(expected).any():
-        raise ModelUnsupported(f"{family}: the model's own logits are not numbers; its weights may be damaged")
-    try:
-        computed = _engine_logits(loaded, tokens, block_size)
-    except _FORWARD_ERRORS as failure:
-        raise ModelUnsupported(f"{family} does not run through paged attention: {_first_line(failure)}") from failure
-    error = max(_relative(logits, expected[position]) for position, logits in computed)
-    limit = TOLERANCE[loaded.dtype]
-    if not error <= limit:  # also true for NaN
-        raise ModelUnsupported(
-            f"{family}: the engine's logits differ from the model's own by {error:.2g} "
-            f"(at most {limit:g} is rounding); this family does something that paged attention does not do here"
-        )
-    return error
-
-
-def _own_logits(loaded: LoadedModel, tokens: list[int]) -> Tensor:
-    """The model's own forward pass, `[tokens, vocab]`, with Transformers' attention."""
-    model = loaded.model
-    model.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            output = model(input_ids=torch.tensor([tokens], device=loaded.device), use_cache=False)
-    finally:
-        model.set_attn_implementation(attention.NAME)
-    logits: Tensor = output.logits[0].float()
-    return logits
-
-
-def _engine_logits(loaded: LoadedModel, tokens: list[int], block_size: int) -> list[tuple[int, Tensor]]:
-    """(position, logits) of the same tokens through the paged engine: chunks, a decode step, and a prefix hit."""
-    groups = loaded.layers.kv_groups(block_size)
-    blocks = 3 * (len(tokens) // block_size + 2) * len(groups)
-    runner = TorchRunner(
-        loaded.model,
-        loaded.layers,
-        loaded.kv_dtype,
-        blocks,
-        block_size,
-        kernels=loaded.kernels,
-        choice=loaded.choice,
-        triton=loaded.triton,
-    )
-    cache = PrefixCache(blocks, block_size, groups=groups)
-    found: list[tuple[int, Tensor]] = []
-    for chunk_size in (block_size + 1, len(tokens)):
-        scheduler = Scheduler(cache, max_batch_tokens=chunk_size)
-        request = Request("self-check", tuple(tokens[:-1]), SamplingParams())
-        sequence = SequenceState(request, cache.open(request.tokens), 0, len(tokens))
-        scheduler.add(sequence)
-        while sequence.computed < len(tokens):
-            if sequence.computed == len(tokens) - 1:
-                sequence.table.append(tokens[-1])
-            step = scheduler.schedule()
-            logits = runner.logits(step)
-            found += [(step.chunks[0].start + i, row) for i, row in enumerate(logits)]
-            scheduler.settle(step)
-        scheduler.finish(sequence)
-    return found
-
-
-def _relative(found: Tensor, expected: Tensor) -> float:
-    finite = torch.isfinite(expected)
-    difference = torch.linalg.vector_norm(found[finite] - expected[finite])
-    error = float(difference / (torch.linalg.vector_norm(expected[finite]) + 1e-12))
-    return math.inf if math.isnan(error) else error

@@ -27,6 +27,7 @@ from foreword.engine.loop import EngineCore, Limits
 from foreword.engine.pool_size import kv_blocks
 from foreword.engine.request import SamplingParams
 from foreword.engine.scheduler import Scheduler
+from foreword.engine.self_check import self_check
 from foreword.engine.structured.compiler import GrammarCompiler
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
@@ -182,7 +183,7 @@ def build_engine(
     tokenizer = Tokenizer.load(loaded.source, loaded.end_tokens, trust_remote_code=config.trust_remote_code)
     if config.self_check:
         progress("checking the engine against the model's own forward pass")
-        models.self_check(loaded, config.block_size)
+        self_check(loaded, config.block_size)
     runner = _take_kv_memory(config, loaded, progress)
     chains = ChainIndex() if readable else None
     watchers = tuple(observers) if chains is None else (*observers, chains)

@@ -25,7 +25,8 @@ from foreword.config import Config, EngineConfig
 from foreword.engine.decoder import DecoderForward, NormForward
 from foreword.engine.kernels import build, native
 from foreword.engine.kernels.build import CannotBuild
-from foreword.engine.model import load_model, self_check
+from foreword.engine.model import load_model
+from foreword.engine.self_check import self_check
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError, ModelUnsupported
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from tiny import Reference, common, greedy, prompt
 from transformers import AttentionInterface
 
 from foreword.config import EngineConfig
+from foreword.engine import torch_runner
 from foreword.engine.attention import base as attention
-from foreword.engine.model import load_model, self_check
+from foreword.engine.model import load_model
+from foreword.engine.self_check import self_check
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported, PromptTooLong
 
@@ -177,6 +180,32 @@ def test_self_check(fault: str, dtype: str, folder: Callable[[str], Path], crook
         return  # as large as bfloat16's rounding in a model with such sharp attention
     crooked(**wrong)
     with pytest.raises(ModelUnsupported, match=r"differ from the model's own|attends to more than"):
+        self_check(loaded, 4)
+
+
+def test_self_check_leaves_a_long_window(tmp_path: Path, crooked: Callable[..., None]) -> None:
+    """A window that is wrong by one token is found, though it is much longer than a few blocks."""
+    config = tiny.FAMILIES["mistral"]()
+    config.sliding_window = 60
+    path = tiny.save(tiny.random_model(config), tmp_path)
+    loaded = load_model(EngineConfig(model=str(path), dtype="float32", kernels="torch"))
+    assert self_check(loaded, 4) < 1e-4
+    crooked(sliding_window=lambda window: window + 1)
+    with pytest.raises(ModelUnsupported, match=r"differ from the model's own|attends to more than"):
+        self_check(loaded, 4)
+
+
+def test_self_check_sees_a_batch(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that only a batch shows is found: the second sequence of a step gets the first one's blocks."""
+    loaded = load_model(EngineConfig(model=str(llama), dtype="float32"))
+    right = torch_runner.AttentionMetadata
+
+    def mixed(chunks: Sequence[Any], *args: Any, **options: Any) -> Any:
+        own = [dataclasses.replace(chunk, block_table=chunks[0].block_table) for chunk in chunks]
+        return right(own, *args, **options)
+
+    monkeypatch.setattr(torch_runner, "AttentionMetadata", mixed)
+    with pytest.raises(ModelUnsupported, match="differ from the model's own"):
         self_check(loaded, 4)
 
 

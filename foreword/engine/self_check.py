@@ -1,0 +1,155 @@
+"""The check at start: whether the engine computes what the model's own forward pass computes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from foreword.blocks import PrefixCache
+from foreword.engine.attention import base as attention
+from foreword.engine.model import FORWARD_ERRORS, LoadedModel, first_line, has_window
+from foreword.engine.request import Request, SamplingParams
+from foreword.engine.scheduler import Scheduler
+from foreword.engine.sequence import SequenceState, Step
+from foreword.engine.torch_runner import TorchRunner
+from foreword.errors import ModelUnsupported
+
+log = logging.getLogger(__name__)
+
+# Relative error of logits that rounding explains; a wrong computation gives an error of about 1.
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+# Of the self-check: tokens times parameters, a few seconds.
+_CHECK_WORK = 10**11
+_CHECK_WORK_GPU = 10**14
+
+
+def self_check(loaded: LoadedModel, block_size: int) -> float:
+    """Compare the engine's logits with the model's own forward pass on random prompts.
+
+    A prompt is computed in chunks, then extended by one token; a second sequence reuses its cached blocks, in a batch with a
+    shorter prompt. The first is longer than the sliding window, unless that would take too long. Returns the largest
+    relative error. Raises ModelUnsupported if it is more than rounding explains, or if anything fails.
+    """
+    short = min(2 * block_size + block_size // 2 + 3, loaded.max_model_len - 1)
+    length = max(short, _length_beyond_window(loaded, block_size))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, loaded.vocab_size, (length,), generator=generator).tolist()
+    prompts = [tokens, tokens[::-1][: max(1, short - 2)]]
+    family = loaded.model.config.model_type
+    try:
+        expected = [_own_logits(loaded, prompt, short) for prompt in prompts]
+    except FORWARD_ERRORS as failure:
+        raise ModelUnsupported(f"{family}: the model's own forward pass fails: {first_line(failure)}") from failure
+    if any(torch.isnan(logits).any() for logits in expected):
+        raise ModelUnsupported(f"{family}: the model's own logits are not numbers; its weights may be damaged")
+    try:
+        computed = _engine_logits(loaded, prompts, block_size, short)
+    except FORWARD_ERRORS as failure:
+        raise ModelUnsupported(f"{family} does not run through paged attention: {first_line(failure)}") from failure
+    error = max(_relative(logits, expected[prompt][place]) for prompt, place, logits in computed)
+    limit = TOLERANCE[loaded.dtype]
+    if not error <= limit:  # also true for NaN
+        raise ModelUnsupported(
+            f"{family}: the engine's logits differ from the model's own by {error:.2g} "
+            f"(at most {limit:g} is rounding); this family does something that paged attention does not do here"
+        )
+    return error
+
+
+def _length_beyond_window(loaded: LoadedModel, block_size: int) -> int:
+    """Tokens of a prompt that leaves the sliding window; 0 if there is none, or the check would take too long."""
+    text = loaded.model.config.get_text_config()
+    if not has_window(text):
+        return 0
+    window = int(text.sliding_window)
+    length = min(window + block_size + 3, loaded.max_model_len - 1)
+    if length * loaded.parameters > (_CHECK_WORK if loaded.device.type == "cpu" else _CHECK_WORK_GPU):
+        log.info("the self-check ends before the sliding window of %d tokens does", window)
+        return 0
+    return length
+
+
+def _own_logits(loaded: LoadedModel, tokens: list[int], last: int) -> Tensor:
+    """The model's own forward pass, `[tokens, vocab]` of the last tokens, with Transformers' attention."""
+    model = loaded.model
+    model.set_attn_implementation("eager")
+    kept = torch.arange(max(0, len(tokens) - last), len(tokens), device=loaded.device)
+    try:
+        with torch.inference_mode():
+            ids = torch.tensor([tokens], device=loaded.device)
+            output = model(input_ids=ids, use_cache=False, logits_to_keep=kept)
+    finally:
+        model.set_attn_implementation(attention.NAME)
+    logits: Tensor = output.logits[0].float()
+    return logits
+
+
+def _engine_logits(
+    loaded: LoadedModel, prompts: list[list[int]], block_size: int, last: int
+) -> list[tuple[int, int, Tensor]]:
+    """(prompt, place among its last tokens, logits) through the paged engine: the first prompt in chunks, then all prompts in
+    one batch, where the first one is a prefix hit; each with a decode step."""
+    groups = loaded.layers.kv_groups(block_size)
+    blocks = 4 * (len(prompts[0]) // block_size + 2) * len(groups)
+    runner = TorchRunner(
+        loaded.model,
+        loaded.layers,
+        loaded.kv_dtype,
+        blocks,
+        block_size,
+        kernels=loaded.kernels,
+        choice=loaded.choice,
+        triton=loaded.triton,
+    )
+    cache = PrefixCache(blocks, block_size, groups=groups)
+    found: list[tuple[int, int, Tensor]] = []
+    for chunk_size, batch in ((max(block_size + 1, len(prompts[0]) // 3), prompts[:1]), (2 * len(prompts[0]), prompts)):
+        scheduler = Scheduler(cache, max_batch_tokens=chunk_size)
+        running: dict[SequenceState, int] = {}
+        for number, tokens in enumerate(batch):
+            request = Request(f"self-check {number}", tuple(tokens[:-1]) or tuple(tokens), SamplingParams())
+            running[SequenceState(request, cache.open(request.tokens), 0, len(tokens))] = number
+        for sequence in running:
+            scheduler.add(sequence)
+        while running:
+            step = scheduler.schedule()
+            rows, places = _compared(step, running, {n: max(0, len(tokens) - last) for n, tokens in enumerate(prompts)})
+            logits = runner.logits(step, rows or [0])
+            found += [(number, place, row) for (number, place), row in zip(places, logits, strict=False)]
+            scheduler.settle(step)
+            for sequence in list(running):
+                tokens = prompts[running[sequence]]
+                if sequence.computed == len(tokens):
+                    scheduler.finish(sequence)
+                    del running[sequence]
+                elif sequence.computed == len(tokens) - 1 == len(sequence.table):
+                    sequence.table.append(tokens[-1])
+    return found
+
+
+def _compared(
+    step: Step, running: Mapping[SequenceState, int], begins: Mapping[int, int]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """The rows of a step that are compared, and each one's prompt and place after where the comparison begins."""
+    rows: list[int] = []
+    places: list[tuple[int, int]] = []
+    row = 0
+    for chunk in step.chunks:
+        number = running[chunk.sequence]
+        for position in range(chunk.start, chunk.start + chunk.count):
+            if position >= begins[number]:
+                rows.append(row)
+                places.append((number, position - begins[number]))
+            row += 1
+    return rows, places
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    finite = torch.isfinite(expected)
+    difference = torch.linalg.vector_norm(found[finite] - expected[finite])
+    error = float(difference / (torch.linalg.vector_norm(expected[finite]) + 1e-12))
+    return math.inf if math.isnan(error) else error
