@@ -139,7 +139,9 @@ def test_a_client_that_leaves_frees_its_place(fleet: Fleet, gateway: Envoy) -> N
     with slow(*fleet.servers):
         body = body_of(words("leaving", 20), max_tokens=400, stream=True, ignore_eos=True)
         with http_client.stream("POST", f"{gateway.url}/v1/completions", json=body) as response:
-            next(response.iter_lines())
+            # The response is closed with the last reference to this.
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
             until(lambda: fleet.in_flight() > 0)
         until(lambda: fleet.in_flight() == 0)
 
