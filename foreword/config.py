@@ -487,8 +487,8 @@ class RouterConfig:
         picker_streams: maximum number of open gRPC streams of gateways; a request has one or two.
         picker_open: let the gateway choose where no replica takes a request, instead of refusing the request. Without effect
             where API keys are configured.
-        picker_cert: file with a TLS certificate for the picker; by default it speaks plain text.
-        picker_cert_key: file with the key of that certificate.
+        picker_tls_certificate_file: file with a TLS certificate for the picker; by default it speaks plain text.
+        picker_tls_key_file: file with the key of that certificate.
     """
 
     replicas: tuple[str, ...] = ()
@@ -523,8 +523,8 @@ class RouterConfig:
     picker_timeout: float = _positive(10.0)
     picker_streams: int = _at_least(1, 8192)
     picker_open: bool = False
-    picker_cert: str | None = None
-    picker_cert_key: str | None = None
+    picker_tls_certificate_file: str | None = None
+    picker_tls_key_file: str | None = None
 
     def __post_init__(self) -> None:
         _check("router", self)

@@ -29,7 +29,8 @@ from foreword.engine.kernels.choice import (
     choose,
     row_bucket,
 )
-from foreword.engine.model import load_model, self_check
+from foreword.engine.model import load_model
+from foreword.engine.self_check import self_check
 
 BFLOAT16 = {COMPILED: 2, ONEDNN: 2, WIDE: 4, PLAIN: 2}
 

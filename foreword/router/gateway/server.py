@@ -88,16 +88,16 @@ def check_config(config: RouterConfig) -> None:
     host, _, port = config.picker.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(f"--picker is written HOST:PORT, such as 0.0.0.0:9002, not {config.picker!r}")
-    if (config.picker_cert is None) != (config.picker_cert_key is None):
-        raise ConfigError("--picker-cert and --picker-cert-key are given together")
+    if (config.picker_tls_certificate_file is None) != (config.picker_tls_key_file is None):
+        raise ConfigError("--picker-tls-certificate-file and --picker-tls-key-file are given together")
 
 
 def _bind(grpc: Any, server: Any, config: RouterConfig) -> int:
     try:
-        if config.picker_cert is None or config.picker_cert_key is None:
+        if config.picker_tls_certificate_file is None or config.picker_tls_key_file is None:
             port: int = server.add_insecure_port(config.picker)
         else:
-            pair = Path(config.picker_cert_key).read_bytes(), Path(config.picker_cert).read_bytes()
+            pair = Path(config.picker_tls_key_file).read_bytes(), Path(config.picker_tls_certificate_file).read_bytes()
             port = server.add_secure_port(config.picker, grpc.ssl_server_credentials([pair]))
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"cannot serve the endpoint picker on {config.picker}: {error}") from error
