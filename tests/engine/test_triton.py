@@ -129,13 +129,8 @@ def repeat(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
     return lambda: out.copy_(run()), out
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_5to1", "gpt_oss")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3_5to1", "gpt_oss"])
 def test_engine(family: str, engine: Callable[..., LLM], reference: Callable[[str], tiny.Reference]) -> None:
     """With Triton kernels, and decode steps over padded buffers, the engine's output is that of the model itself, with and
     without a cached prefix."""
