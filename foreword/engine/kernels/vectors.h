@@ -23,7 +23,9 @@ constexpr int LANES = 4;
 
 // A product keeps ROWS x COLUMNS vectors of sums in registers, beside COLUMNS + 1 of operands.
 constexpr int PANEL_VECTORS = 2;
-constexpr int TILE_ROWS = LANES == 16 ? 12 : 5;
+constexpr int TILE_ROWS = LANES == 16 ? 12 : LANES == 8 ? 5 : 4;
+// A tile is laid out from one vector of words per row, transposed.
+static_assert(TILE_ROWS <= LANES);
 constexpr int KEY_VECTORS = LANES == 16 ? 4 : 2;
 constexpr int QUERY_ROWS = LANES == 16 ? 6 : 4;
 
