@@ -87,6 +87,7 @@ def test_chunked_prefill(family: str, chunk: int, engine: Make, reference: Find)
     assert min(check(llm, truth, MIXED[3:])) > 0
 
 
+@pytest.mark.slow
 @kinds_first
 def test_preemption(family: str, engine: Make, reference: Find) -> None:
     """When memory runs out, preempted requests resume and give the same tokens."""
@@ -134,6 +135,7 @@ def test_unshared_prefix(family: str, engine: Make, reference: Find) -> None:
         assert min(check(llm, truth, FORKED)) >= len(COMMON)
 
 
+@pytest.mark.slow
 @kinds_first
 def test_large_blocks(family: str, engine: Make, reference: Find) -> None:
     """Blocks longer than the sliding window and longer than most prompts change nothing."""

@@ -266,6 +266,7 @@ def test_stop_string_across_a_migration(nodes: tuple[Node, Node]) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_refused(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
     """A destination that only computes prompts, is full, allows only shorter texts, has other blocks, or is not there
     refuses with a reason, and the request continues at the source."""
@@ -310,6 +311,7 @@ def test_refused(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> Non
             other.engine.close()
 
 
+@pytest.mark.slow
 def test_target_without_memory(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
     """A destination without free blocks refuses a request, which continues at the source; the destination's own
     requests continue; and once it has room the request can migrate."""
@@ -481,6 +483,7 @@ def test_unclaimed_request_expires(nodes: tuple[Node, Node]) -> None:
         there.engine.unclaimed._within = 30.0
 
 
+@pytest.mark.slow
 def test_many_migrate_at_once(nodes: tuple[Node, Node]) -> None:
     """Four requests migrate back and forth while others decode; their outputs are those without a migration."""
 

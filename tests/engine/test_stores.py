@@ -343,6 +343,7 @@ def test_a_pinned_prefix_of_windows(family: str, engine: Make, reference: Find, 
         assert llm.offload.store.tiers[0].store.status().pinned_bytes == 0
 
 
+@pytest.mark.slow
 @each_kind
 def test_eviction_in_a_small_store(family: str, engine: Make, reference: Find) -> None:
     """A small store that is read and written by more prompts than it holds gives right outputs."""
@@ -359,6 +360,7 @@ def test_eviction_in_a_small_store(family: str, engine: Make, reference: Find) -
         assert status.evictions > 0 and status.bytes <= status.budget
 
 
+@pytest.mark.slow
 @each_kind
 def test_like_no_store(family: str, engine: Make, tmp_path: Path) -> None:
     """Random batches with common prefixes, a small device (so that blocks are evicted and reloaded, and requests

@@ -171,6 +171,7 @@ def test_targets_must_be_allowed(urls: tuple[str, str], processes: Servers) -> N
     assert found.done and not found.error
 
 
+@pytest.mark.slow
 def test_requests_that_cannot_migrate(urls: tuple[str, str], processes: Servers) -> None:
     """A wrong target, the same server, a request with two answers and an unknown request are errors with a message, and
     the stream continues."""

@@ -370,6 +370,7 @@ def test_scan_reads_positions_and_times(server: S3Server, folder: Path):
         store.close()
 
 
+@pytest.mark.slow
 def test_chunks_that_are_read_stay_young(server: S3Server):
     """With `touch`, an old chunk that is read is written again, as it was. One that was erased is not."""
     prefix = fresh()
