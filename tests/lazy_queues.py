@@ -24,7 +24,7 @@ class LazyEvent:
 
 
 class LazyQueues:
-    """Runs nothing before somebody waits for an event, and then streams at random until it is reached."""
+    """Runs nothing until an event is waited for, and then streams at random until it is reached."""
 
     def __init__(self, seed: int) -> None:
         pytest.importorskip("triton")

@@ -51,7 +51,7 @@ _HOPELESS = 4.0
 _CLOCK_STEP = 1e-7
 _MIN_TURNS, _MAX_TURNS = 3, 9
 _BLOCK = 16
-# Blocks of a sequence are consecutive by so many.
+# Length of the runs of consecutive blocks in a sequence's block table.
 _RUN = 4
 
 

@@ -200,7 +200,7 @@ class Decision:
 
 
 class Policy(Protocol):
-    """A placement policy. It may keep state, such as whose turn it is, but does no I/O and reads no clock.
+    """A placement policy. It may keep state, such as which replica is next, but does no I/O and reads no clock.
 
     Attributes:
         needs_all: it needs all replicas as candidates, also in a large fleet.

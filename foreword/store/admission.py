@@ -80,7 +80,7 @@ class Admission:
         self._at = clock()
 
     def has(self, name: Name) -> bool:
-        """Whether this block was admitted, as far as it is remembered. The blocks before it in its chain were too."""
+        """Whether this block is remembered as admitted. The blocks before it in its chain were too."""
         return bool(self._known(hash(name)))
 
     def choose(self, headers: Sequence[Header], use: BlockUse) -> list[bool]:

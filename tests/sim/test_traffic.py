@@ -53,7 +53,7 @@ def test_recorded_causes_are_ranked(tmp_path: Path) -> None:
 
 
 def test_a_recording_without_causes(tmp_path: Path) -> None:
-    """Blocks that were computed again after an earlier request are evictions, and the report says how large a cache is that
+    """Blocks that were recomputed after an earlier request are evictions, and the report says how large a cache is that
     keeps them."""
     one, other = list(range(320)), list(range(1000, 1320))
     path = record(tmp_path / "trace.jsonl", (one, 0, None), (other, 0, None), (one, 0, None), (other, 319, None))

@@ -1,4 +1,4 @@
-"""The messages of Envoy's external processing protocol and of gRPC's health protocol, as far as a picker needs them.
+"""The messages of Envoy's external processing protocol and of gRPC's health protocol that a picker needs.
 
 Only these fields are declared, with the numbers of `envoy/service/ext_proc/v3/external_processor.proto` and of the files that
 it imports; decoders skip all others. The classes are made from this table when the module is loaded.

@@ -104,7 +104,7 @@ class BlockWriter:
     # Blocks
 
     def put(self, frames: Sequence[Frame], now: int, deadline: float) -> tuple[AdmittedBlocks, int, int]:
-        """Write a group of frames as far as there is room. Returns those admitted, how many were written, and the time.
+        """Write the frames of a group that there is room for. Returns those admitted, how many were written, and the time.
 
         `now` is the time of the put, 0 in its first group. Blocks used since then are not evicted.
         """
