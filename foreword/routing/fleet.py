@@ -252,7 +252,7 @@ class Fleet:
         chosen: Mapping[str, float],
         lookups: dict[int, Holdings],
     ) -> list[Candidate]:
-        """The state of the chosen replicas, which represent a fleet of a given size. `lookups`: those that were done, by block size."""
+        """The state of the chosen replicas, each with its weight in the fleet. `lookups`: those done, by block size."""
         replicas = [self.replicas[name] for name in chosen]
         avoid = frozenset(avoid)
         typical = self._typical_costs(now) if any(one.is_stale(now) for one in replicas) else None

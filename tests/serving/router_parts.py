@@ -193,10 +193,20 @@ class Relay:
 
     Args:
         as_vllm: the router takes the server behind it for one of vLLM.
+        shouts: its texts of token ids are in capitals.
     """
 
-    def __init__(self, loop: Loop, target: str, scissors: Scissors | None = None, *, as_vllm: bool = False) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        target: str,
+        scissors: Scissors | None = None,
+        *,
+        as_vllm: bool = False,
+        shouts: bool = False,
+    ) -> None:
         self._loop = loop
+        self._shouts = shouts
         self._as_vllm = as_vllm
         self._scissors = scissors or Scissors()
         parts = urlsplit(target)
@@ -277,5 +287,7 @@ class Relay:
                     data = b"".join(part + b"\n\n" for part in parts[:passed])
             if self._as_vllm:
                 data = data.replace(b'"owned_by":"foreword"', b'"owned_by":"vllm"    ')
+            if self._shouts:
+                data = re.sub(rb'(?<={"prompt":").*', lambda found: found[0].upper(), data)
             writer.write(data)
             await writer.drain()

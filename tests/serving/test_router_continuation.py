@@ -129,6 +129,30 @@ def test_characters_split_by_a_failover(
         assert (text(chunks), ending(chunks)) == (text(whole), ending(whole)), events
 
 
+def test_replicas_that_detokenize_otherwise(shared: SharedServers, scissors: Scissors) -> None:
+    """A greedy response continues exactly although the replicas' text of its tokens is not the text that was sent: tokens
+    after the last certain place are generated again."""
+    loop = Loop()
+    relays = [Relay(loop, shared.open.url, scissors, as_vllm=True, shouts=True) for _ in range(2)]
+    urls = [argument for relay in relays for argument in ("--replica", relay.url)]
+    router = RouterProcess(*urls, "--policy", "round-robin", "--failures", "1000").wait_for(2)
+    try:
+        with shared.open.http() as client:
+            bias = half_characters(client)
+        asked = {**TEXT, "max_tokens": 24, "logit_bias": bias}
+        whole = stream(shared.open.url, "/v1/completions", asked)
+        before = continued(router)
+        for events in range(1, len(whole) + 1):
+            scissors.cut_after(events)
+            chunks = stream(router.url, "/v1/completions", asked)
+            assert (text(chunks), ending(chunks)) == (text(whole), ending(whole)), events
+        assert continued(router) > before
+    finally:
+        router.kill()
+        for relay in relays:
+            relay.close()
+
+
 def tokens_of(chunks: list[dict[str, Any]]) -> list[tuple[str, float]]:
     """Tokens and log-probabilities of either interface."""
     found: list[tuple[str, float]] = []
