@@ -1,0 +1,185 @@
+"""Equal prompts at once, and traffic over two routers: real servers, real routers, streaming clients, all on this machine.
+
+    python benchmarks/router_burst.py [MODEL] [--only burst|routers]
+
+MODEL is a folder; without it, the embedded model.
+
+burst     equal prompts arrive together at a fleet that has never seen them. With `cost` the fleet should compute the prompt
+          about once, with `round-robin` each replica does. Policies take turns; devices are empty before each burst.
+routers   questions after shared system prompts, through one router, and split at random between two that know nothing of each
+          other. Both ways take turns. Each router learns from KV events what all replicas hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import Any
+
+from router_fleet import Answer, Client, Process, Request, router, servers
+from timing import machine, median, set_up, table, version_of
+from tokenizers import Tokenizer
+
+import foreword
+
+EMBEDDED = Path(foreword.__file__).parent / "models" / "stdlib-nano"
+SYSTEM_TOKENS = 1000
+
+
+def main() -> int:
+    given = read_arguments()
+    tokenizer = Tokenizer.from_file(str(given.model / "tokenizer.json"))
+    facts = machine() | {
+        "libraries": ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformers", "aiohttp")),
+        "servers": f"{given.replicas} x foreword serve {given.model.name}, one thread each; all processes share the cores",
+    }
+    print(set_up(facts), flush=True)
+    kv = max(2 * given.prompt_tokens, given.kv_memory)
+    flags = [str(given.model), "--served-model-name", "bench", "--kv-memory", f"{kv} tokens"]
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="foreword-burst-") as folder:
+        names = [f"s{i}" for i in range(given.replicas)]
+        with servers(Path(folder), names, *flags, "--kv-events", "tcp://127.0.0.1:0") as fleet:
+            if given.only != "routers":
+                failed |= burst(given, Path(folder), tokenizer, fleet)
+            if given.only != "burst":
+                failed |= routers(given, Path(folder), tokenizer, fleet)
+    return int(failed)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL", default=EMBEDDED)
+    parser.add_argument("--only", choices=("burst", "routers"))
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=50, help="burst: equal prompts at once")
+    parser.add_argument("--prompt-tokens", type=int, default=7500, help="burst: length of the prompt")
+    parser.add_argument("--requests", type=int, default=200, help="routers: in each round")
+    parser.add_argument("--rate", type=float, default=4.0, help="routers: requests per second")
+    parser.add_argument("--systems", type=int, default=24, help="routers: number of system prompts")
+    parser.add_argument("--kv-memory", type=int, default=8192, help="tokens of each device, for routers")
+    return parser.parse_args()
+
+
+def library() -> list[str]:
+    """Real text that every machine has: the longest modules of Python's standard library."""
+    sources = [path.read_text(encoding="utf-8", errors="replace") for path in Path(random.__file__).parent.glob("*.py")]
+    return sorted(sources, key=lambda text: (-len(text), text))
+
+
+def cut(tokenizer: Tokenizer, text: str, tokens: int) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids[:tokens]
+
+
+def body(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    return {"model": "bench", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+def computed(answers: Sequence[Answer]) -> int:
+    """Prompt tokens that were not cached."""
+    return sum(one.prompt_tokens - one.cached_tokens for one in answers)
+
+
+def hit_share(answers: Sequence[Answer]) -> float:
+    return 1 - computed(answers) / max(sum(one.prompt_tokens for one in answers), 1)
+
+
+def failures(answers: Sequence[Answer]) -> list[str]:
+    return [one.wrong() for one in answers if one.wrong()]
+
+
+# Equal prompts at once
+
+
+def burst(given: argparse.Namespace, folder: Path, tokenizer: Tokenizer, fleet: list[Process]) -> bool:
+    text = "\n".join(library()[:8])
+    found: dict[str, list[tuple[float, float, list[Answer]]]] = {"cost": [], "round-robin": []}
+    for number in range(given.rounds):
+        # The first token differs, so that no round finds another's blocks.
+        for place, policy in enumerate(found):
+            prompt = [200 + 2 * number + place, *cut(tokenizer, text, given.prompt_tokens - 1)]
+            for one in fleet:
+                one.forget()
+            with router(folder, fleet, "--tokenizer", str(given.model), "--policy", policy) as front:
+                began = time.perf_counter()
+                answers = asyncio.run(at_once(front.url, [Request(body(prompt, 4))] * given.prompts))
+                took = time.perf_counter() - began
+            found[policy].append((took, computed(answers) / len(prompt), answers))
+    print(f"\n{given.prompts} equal prompts of {given.prompt_tokens:,} tokens at once, nothing cached:")
+    rows = [
+        [
+            policy,
+            f"{median(took for took, _, _ in runs):.1f}",
+            f"{median(times for _, times, _ in runs):.2f}",
+            str(len({one.replica for _, _, answers in runs for one in answers})),
+            str(sum(len(failures(answers)) for _, _, answers in runs)),
+        ]
+        for policy, runs in found.items()
+    ]
+    print(table(["policy", "seconds", "prompts computed", "replicas used", "failed"], rows), flush=True)
+    return any(failures(answers) for runs in found.values() for _, _, answers in runs)
+
+
+async def at_once(url: str, requests: Sequence[Request]) -> list[Answer]:
+    async with Client(url) as client:
+        return list(await asyncio.gather(*(client.ask(request) for request in requests)))
+
+
+# Two routers
+
+
+def routers(given: argparse.Namespace, folder: Path, tokenizer: Tokenizer, fleet: list[Process]) -> bool:
+    shares: dict[int, list[float]] = {1: [], 2: []}
+    failed: list[str] = []
+    requests = questions(given, tokenizer)
+    for number in range(given.rounds):
+        for count in (1, 2) if number % 2 == 0 else (2, 1):
+            for one in fleet:
+                one.forget()
+            with ExitStack() as stack:
+                flags = ("--tokenizer", str(given.model))
+                fronts = [stack.enter_context(router(folder, fleet, *flags)) for _ in range(count)]
+                answers = asyncio.run(split(given, [front.url for front in fronts], requests))
+            shares[count].append(hit_share(answers))
+            failed += failures(answers)
+    print(
+        f"\n{len(requests)} questions after {given.systems} system prompts of {SYSTEM_TOKENS} tokens, {given.rate:g}/s:"
+    )
+    rows = [[str(count), *(f"{share:.1%}" for share in found)] for count, found in shares.items()]
+    print(table(["routers", *(f"hit share, round {i + 1}" for i in range(given.rounds))], rows))
+    print(f"failed: {len(failed)} {failed[:3] if failed else ''}", flush=True)
+    return bool(failed)
+
+
+def questions(given: argparse.Namespace, tokenizer: Tokenizer) -> list[Request]:
+    chance = random.Random(1)
+    systems = [cut(tokenizer, text, SYSTEM_TOKENS) for text in library()[: given.systems]]
+    weights = [1 / (place + 1) for place in range(len(systems))]
+    own = [[chance.randrange(100, 4000) for _ in range(chance.randrange(10, 60))] for _ in range(given.requests)]
+    chosen = chance.choices(systems, weights, k=given.requests)
+    return [Request(body([*system, *question], 8)) for system, question in zip(chosen, own, strict=True)]
+
+
+async def split(given: argparse.Namespace, urls: Sequence[str], requests: Sequence[Request]) -> list[Answer]:
+    """Open loop with Poisson arrivals; each request goes to one of the routers by chance."""
+    chance = random.Random(2)
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(url)) for url in urls]
+        running = []
+        for request in requests:
+            running.append(asyncio.ensure_future(chance.choice(clients).ask(request)))
+            await asyncio.sleep(chance.expovariate(given.rate))
+        return list(await asyncio.gather(*running))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
