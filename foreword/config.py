@@ -451,6 +451,10 @@ class RouterConfig:
         prefill: URLs of servers that only prefill prompts.
         replica_file: file with one replica per line, watched for changes; `#` starts a comment.
         replica_dns: `http://NAME:PORT`: every address of the name is a replica. The name is resolved periodically.
+        replica_services: `NAMESPACE/SERVICE[:PORT]`, optionally followed by options as for `replicas`: the pods of a Kubernetes
+            Service, watched through its EndpointSlices.
+        kubernetes_api: URL of the Kubernetes API server; by default that of the cluster in which the router runs.
+        kubernetes_credentials: folder with the files `token` and `ca.crt` for the Kubernetes API; read again when they change.
         replica_key: API key for calls to replicas; by default the caller's key.
         policy: routing policy: cost (lowest expected time to first token), random, round-robin, least-loaded, least-tokens,
             consistent-hashing, longest-prefix or two-choices.
@@ -495,6 +499,9 @@ class RouterConfig:
     prefill: tuple[str, ...] = ()
     replica_file: str | None = None
     replica_dns: tuple[str, ...] = ()
+    replica_services: tuple[str, ...] = ()
+    kubernetes_api: str | None = None
+    kubernetes_credentials: str = "/var/run/secrets/kubernetes.io/serviceaccount"
     replica_key: str | None = field(default=None, repr=False)
     policy: str = "cost"
     tokenizer: str | None = None

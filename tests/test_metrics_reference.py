@@ -1,8 +1,10 @@
-"""docs/reference/metrics.md lists exactly the metrics of the server, the router and the vLLM connector."""
+"""docs/reference/metrics.md lists exactly the metrics of the server, the router and the vLLM connector, and the dashboard
+and alert rules in deploy/ use no others."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 from vllm_stub import stubbed_vllm
@@ -22,7 +25,10 @@ from foreword.router.state_metrics import RouterStateCollector
 from foreword.store.base import StoreStatus
 from foreword.store.tier_counters import TierCounters
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
+# Labels that Prometheus adds.
+SCRAPED = {"instance", "job", "le"}
 # (name, type, labels)
 Metrics = set[tuple[str, str, tuple[str, ...]]]
 
@@ -124,3 +130,55 @@ def test_vllm() -> None:
         setattr(module.ForewordPromMetrics, attribute, staticmethod(recorder(kind)))
     module.ForewordPromMetrics(None, None, ["model_name", "engine"], {})
     assert found == documented("vLLM connector")
+
+
+def dashboard_queries() -> Iterator[tuple[str, str]]:
+    """Each query of the Grafana dashboard with its legend."""
+    dashboard = json.loads((ROOT / "deploy" / "grafana" / "foreword.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            yield target["expr"].replace("$__rate_interval", "5m"), target["legendFormat"]
+
+
+def alert_queries() -> Iterator[tuple[str, str]]:
+    """The expression of each alert rule with its texts."""
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "foreword.yaml").read_text())
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+            yield rule["expr"], " ".join(rule["annotations"].values())
+
+
+def selected(node: Any, grouped: frozenset[str] = frozenset()) -> Iterator[tuple[str, set[str]]]:
+    """The metrics of a parsed PromQL expression, each with the labels that the expression uses of it."""
+    if hasattr(node, "matchers"):
+        yield node.name, {one.name for one in node.matchers.matchers} | grouped
+        return
+    if getattr(node, "modifier", None) is not None and hasattr(node, "param"):
+        grouped |= frozenset(node.modifier.labels)
+    for name in ("vector_selector", "expr", "lhs", "rhs"):
+        if getattr(node, name, None) is not None:
+            yield from selected(getattr(node, name), grouped)
+    for argument in getattr(node, "args", ()):
+        yield from selected(argument, grouped)
+
+
+@pytest.mark.parametrize("queries", [dashboard_queries, alert_queries])
+def test_dashboard_and_alerts(queries: Any) -> None:
+    """Every query is valid PromQL; its metrics exist with the labels that the query and its texts use."""
+    promql = pytest.importorskip("promql_parser")
+    known: dict[str, set[str]] = {}
+    for name, kind, labels in documented("Server") | documented("Router") | documented("vLLM connector"):
+        suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+        for suffix in suffixes:
+            known.setdefault(name + suffix, set()).update(labels)
+    checked = 0
+    for query, text in queries():
+        used: set[str] = set()
+        for name, labels in selected(promql.parse(query)):
+            assert name in known, f"{name} in {query}"
+            assert labels <= known[name] | SCRAPED, f"labels of {name} in {query}"
+            used |= known[name] | SCRAPED
+            checked += 1
+        assert set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)", text)) <= used, text
+    assert checked > 10

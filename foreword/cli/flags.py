@@ -53,6 +53,7 @@ _NAMES = {
     ("server", "peers"): "peer",
     ("server", "quotas"): "quota",
     ("router", "replicas"): "replica",
+    ("router", "replica_services"): "replica-service",
     ("router", "tenant_weights"): "tenant-weight",
     ("router", "drop_lines"): "drop-lines",
     ("router", "tenant_priorities"): "tenant-priority",

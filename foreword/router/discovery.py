@@ -1,16 +1,17 @@
-"""Discovery of replicas: from flags, a watched file, and a DNS name that is resolved periodically."""
+"""Discovery of replicas: from flags, a watched file, a DNS name that is resolved periodically, and Kubernetes Services."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
 from foreword.config import RouterConfig
 from foreword.errors import ConfigError
+from foreword.router.endpoint_slices import ApiServer, ServiceSpec, ServiceWatch
 from foreword.router.replicas import ReplicaSpec, parse_spec, url_parts
 from foreword.router.service import Router
 
@@ -33,6 +34,10 @@ def configured_replicas(config: RouterConfig) -> list[ReplicaSpec]:
         seen.add(spec.url)
     for url in config.replica_dns:
         _dns_parts(url)
+    if config.replica_services:
+        ApiServer(config.kubernetes_api, config.kubernetes_credentials)
+    for text in config.replica_services:
+        ServiceSpec.parse(text)
     if config.replica_file is not None:
         read_file(Path(config.replica_file))
     return specs
@@ -63,6 +68,8 @@ class Discovery:
             self._tasks.append(asyncio.create_task(self._watch_file(Path(self._config.replica_file))))
         for url in self._config.replica_dns:
             self._tasks.append(asyncio.create_task(self._watch_dns(url)))
+        for text in self._config.replica_services:
+            self._tasks.append(asyncio.create_task(self._watch_service(ServiceSpec.parse(text))))
 
     def stop(self) -> None:
         for task in self._tasks:
@@ -95,8 +102,16 @@ class Discovery:
                 logger.warning("cannot resolve %s; the list of replicas is unchanged: %s", host, error)
             await asyncio.sleep(_DNS_SECONDS)
 
-    def _apply(self, wanted: list[ReplicaSpec], source: str) -> None:
-        """Make the replicas from this source equal to `wanted`."""
+    async def _watch_service(self, service: ServiceSpec) -> None:
+        def changed(found: dict[ReplicaSpec, bool]) -> None:
+            unready = {spec.url for spec, ready in found.items() if not ready}
+            self._apply(list(found), f"service {service}", unready)
+
+        api = ApiServer(self._config.kubernetes_api, self._config.kubernetes_credentials)
+        await ServiceWatch(api, service, changed).run()
+
+    def _apply(self, wanted: list[ReplicaSpec], source: str, unready: Collection[str] = ()) -> None:
+        """Make the replicas from this source equal to `wanted`. Those in `unready` get no requests."""
         router, by_url = self._router, {spec.url: spec for spec in wanted}
         for url, upstream in list(router.upstreams.items()):
             if upstream.source == source and by_url.get(url) != upstream.spec:
@@ -104,6 +119,10 @@ class Discovery:
         for url, spec in by_url.items():
             if url not in router.upstreams:
                 router.add(spec, source)
+            upstream = router.upstreams[url]
+            if upstream.source == source and upstream.unready != (url in unready):
+                upstream.unready = url in unready
+                router.refresh(upstream)
 
 
 def _dns_parts(url: str) -> tuple[str, int]:

@@ -43,7 +43,8 @@ def run(config: Config) -> int:
     """Run the router until a signal; returns the exit status. Raises ConfigError before anything is started."""
     configure_logging(config.server.log_level)
     specs = configured_replicas(config.router)
-    if not specs and not config.router.replica_file and not config.router.replica_dns and not config.server.admin_key:
+    given = config.router
+    if not (specs or given.replica_file or given.replica_dns or given.replica_services or config.server.admin_key):
         raise ConfigError("name at least one replica: foreword route --replica http://host:8000")
     policy_named(config.router.policy)
     check_config(config.router)

@@ -102,10 +102,10 @@ class Upstream:
     """One replica and its present state.
 
     Attributes:
-        source: where it was configured: `flag`, `file`, `api` or `dns`.
+        source: where it was configured: `flag`, `file`, `api`, `dns NAME` or `service NAME`.
         info: None until the replica has answered for the first time.
         metrics: its metrics as last read.
-        drained: an operator drained it; it gets no new requests.
+        drained: an operator drained it; it gets no new requests. unready: Kubernetes says that it is not ready; the same.
         pause_until: it replied that it is overloaded; it gets no requests until then.
         in_flight: requests that this router sent there and that have not ended, at most `max_in_flight`.
         trial: the breaker is half-open, and the trial request is in flight.
@@ -124,6 +124,7 @@ class Upstream:
     info: ReplicaInfo | None = None
     metrics: ReplicaMetrics = UNKNOWN
     drained: bool = False
+    unready: bool = False
     pause_until: float = 0.0
     in_flight: int = 0
     max_in_flight: int = 512
@@ -153,6 +154,8 @@ class Upstream:
         """Why it gets no new requests now; empty if it does."""
         if self.drained:
             return "draining"
+        if self.unready:
+            return "unhealthy: its pod is not ready"
         if self.info is None:
             return f"unhealthy: {self.problem}"
         if self.breaker.state == "open":

@@ -61,15 +61,17 @@ class RouterStateCollector(Collector):
 
     def _pools(self) -> Iterator[Metric]:
         queue = _gauge("queue_length", "Requests in the router's queue.", "model_name")
+        work = _gauge("queued_work_seconds", "Prompt work not done yet, in seconds of one replica.", "model_name")
         blocks = _gauge("directory_blocks", "Blocks in the directory.", "model_name")
         sessions = _gauge("sessions", "Known sessions.", "model_name")
         moved = _counter("sessions_moved", "Requests not placed on their session's replica.", "model_name")
         for name, pool in self._router.pools.items():
             queue.add_metric((name,), len(pool.queue))
+            work.add_metric((name,), pool.fleet.queued_seconds(clock(), pool.queue.cost))
             blocks.add_metric((name,), len(pool.fleet.directory))
             sessions.add_metric((name,), len(pool.fleet.sessions))
             moved.add_metric((name,), pool.fleet.sessions_moved)
-        yield from (queue, blocks, sessions, moved)
+        yield from (queue, work, blocks, sessions, moved)
 
     def _events(self) -> Metric:
         events = _counter("kv_events", "KV events by kind.", "replica", "kind")

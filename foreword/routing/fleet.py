@@ -282,6 +282,16 @@ class Fleet:
         self._typical = now, typical
         return typical
 
+    def queued_seconds(self, now: float, unplaced: float = 0.0) -> float:
+        """Prompt work that is not done yet, in seconds of one replica. `unplaced`: tokens of prompts not sent to one yet."""
+        seconds, prefill = 0.0, 0.0
+        typical = self._typical_costs(now)
+        for replica in self.replicas.values():
+            costs = typical if typical is not None and replica.is_stale(now) else replica.cost_model.costs
+            seconds += replica.load.queued(now, costs).seconds(costs)
+            prefill += costs.prefill
+        return seconds + (unplaced * prefill / len(self.replicas) if self.replicas else 0.0)
+
     # Requests in flight
 
     def sent(self, name: str, query: PlacementQuery, decision: Decision, now: float) -> None:

@@ -68,6 +68,11 @@ class FairQueue(Generic[Item]):
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def cost(self) -> float:
+        """Cost of all entries."""
+        return self._cost
+
     def queued(self, tenant: str) -> int:
         """Number of entries of one tenant."""
         found = self._tenants.get(tenant)

@@ -125,6 +125,21 @@ def test_the_second_in_the_queue_starts_after_the_first() -> None:
     assert fleet.candidates(first, 0.6)[0].queued_tokens == pytest.approx(900)
 
 
+def test_queued_work_of_the_fleet() -> None:
+    """The work of all replicas and of prompts that no replica has yet, in seconds; finished and done work does not count."""
+    fleet = fleet_of("a", "b")
+    assert fleet.queued_seconds(0.0) == 0
+    for name in ("1", "2", "3"):
+        asked = query(text(int(name), 1000))
+        fleet.sent(name, asked, fleet.place(asked, 0.0), 0.0)
+    assert fleet.queued_seconds(0.0) == pytest.approx(3.0)
+    assert fleet.queued_seconds(0.0, unplaced=500) == pytest.approx(3.5)
+    assert fleet.queued_seconds(0.5) == pytest.approx(2.0), "both heads are half done"
+    for name in ("1", "2", "3"):
+        fleet.failed(name, 0.6)
+    assert fleet.queued_seconds(0.6) == 0
+
+
 def test_events_replace_estimates() -> None:
     """For a replica with events the directory says what it holds, and removed blocks are not expected any more."""
     fleet = fleet_of("a", "b", sends_events=True)

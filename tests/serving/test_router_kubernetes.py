@@ -1,0 +1,115 @@
+"""Replicas of a Kubernetes Service: the router follows its EndpointSlices, against a server that speaks the API."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import http_client
+import pytest
+from kubernetes_api import KubernetesApi, endpoint, endpoint_slice
+from router_parts import Loop, RouterThread
+from shared_server import until
+from test_router_faults import Scripted
+
+READY = endpoint("127.0.0.1", ready=True, serving=True, terminating=False)
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    one = Loop()
+    yield one
+    one.loop.call_soon_threadsafe(one.loop.stop)
+
+
+@contextmanager
+def following(api: KubernetesApi) -> Iterator[RouterThread]:
+    given = ["--replica-service", "llm/vllm:http", "--kubernetes-api", api.url]
+    router = RouterThread(*given, "--kubernetes-credentials", str(api.folder))
+    try:
+        yield router
+    finally:
+        router.kill()
+
+
+def listed(router: RouterThread) -> dict[str, str]:
+    """Each replica, and why it takes no requests."""
+    found = http_client.get(f"{router.url}/v1/router/replicas").json()["data"]
+    return {one["replica"]: one["reason"] or "" for one in found}
+
+
+def port(one: Scripted) -> int:
+    return int(one.url.rpartition(":")[2])
+
+
+def test_replicas_of_a_service(loop: Loop, tmp_path: Path) -> None:
+    """Pods come, lose readiness and terminate; the API forgets its history, and refuses. The router always knows the replicas
+    as of the last answer, and pods that are not ready get no requests."""
+    api, one, two = KubernetesApi(loop, tmp_path), Scripted(loop), Scripted(loop)
+    api.put(endpoint_slice("vllm-1", port(one), READY))
+    with following(api) as router:
+        router.wait_for(1)
+        assert listed(router) == {one.url: ""}
+        api.put(endpoint_slice("vllm-2", port(two), READY))
+        until(lambda: listed(router) == {one.url: "", two.url: ""})
+        api.put(endpoint_slice("vllm-2", port(two), endpoint("127.0.0.1", ready=False, serving=True)))
+        until(lambda: "not ready" in listed(router)[two.url])
+        for _ in range(4):
+            answer = http_client.post(f"{router.url}/v1/completions", json={"model": "m", "prompt": "x"})
+            assert answer.status_code == 200
+        assert len(one.seen) == 4 and not two.seen
+        api.put(endpoint_slice("vllm-2", port(two), READY))
+        until(lambda: listed(router) == {one.url: "", two.url: ""})
+        api.put(endpoint_slice("vllm-1", port(one), endpoint("127.0.0.1", ready=False, serving=True, terminating=True)))
+        until(lambda: listed(router) == {two.url: ""})
+
+        api.set_token("second")
+        api.refusing = 403
+        api.close_watches()
+        until(lambda: "says 403" in router.text)
+        assert listed(router) == {two.url: ""}, "a failing API server changes nothing"
+        api.delete("vllm-2")
+        api.put(endpoint_slice("vllm-3", port(one), READY))
+        api.compact()
+        api.refusing = 0
+        until(lambda: listed(router) == {one.url: ""})
+
+
+@pytest.mark.slow
+def test_nothing_is_missed(loop: Loop, tmp_path: Path) -> None:
+    """However changes, ended watches, forgotten versions, errors in the stream and new tokens follow each other, the router
+    ends with the replicas of the last state."""
+    rng = random.Random(5)
+    api = KubernetesApi(loop, tmp_path)
+    with following(api) as router:
+        until(lambda: api.watches > 0)
+        for _ in range(6):
+            for _ in range(rng.randrange(1, 12)):
+                name = f"vllm-{rng.randrange(6)}"
+                if name in api.slices and rng.random() < 0.4:
+                    api.delete(name)
+                    continue
+                hosts = rng.sample(range(2, 250), rng.randrange(4))
+                pods = [endpoint(f"127.0.0.{host}", terminating=rng.random() < 0.3) for host in hosts]
+                api.put(endpoint_slice(name, 7000 + int(name[-1]), *pods))
+            watches, disturbance = api.watches, rng.randrange(4)
+            if disturbance == 0:
+                api.compact()
+            elif disturbance == 1:
+                api.set_token(f"token-{rng.random()}")
+                api.close_watches()
+            elif disturbance == 2:
+                api.send({"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old"}})
+                api.compact()
+            if disturbance < 3:
+                until(lambda count=watches: api.watches > count)
+        expected = {
+            f"http://{pod['addresses'][0]}:{one['ports'][1]['port']}"
+            for one in api.slices.values()
+            for pod in one["endpoints"] or ()
+            if not pod["conditions"]["terminating"]
+        }
+        until(lambda: set(listed(router)) == expected)
+        assert api.lists > 1 and api.watches > 1
