@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
+    from foreword.sim.costs import EngineCosts
     from foreword.sim.plan import SimulationCase
     from foreword.sim.profile import Profile
     from foreword.sim.run import SimulationResult
@@ -24,7 +26,9 @@ bench_app = typer.Typer(help="Measure the costs of an engine.", no_args_is_help=
 _LIST = "one or several, separated by commas"
 _SIZE = "in tokens, or in bytes (40GiB)"
 Traces = Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Trace files (docs/reference/formats.md).")]
-Replicas = Annotated[str, typer.Option("--replicas", help=f"Number of replicas: {_LIST}.")]
+Replicas = Annotated[
+    str | None, typer.Option("--replicas", help=f"Number of replicas: {_LIST}. [default: 8]", show_default=False)
+]
 Policies = Annotated[str, typer.Option("--policy", help=f"Routing policies: {_LIST}; `all` for all of them.")]
 Device = Annotated[str, typer.Option("--device", help=f"KV memory on each replica's device, {_SIZE}; {_LIST}.")]
 Memory = Annotated[str, typer.Option("--memory", help="Host memory tier of each replica, in the same format.")]
@@ -58,6 +62,19 @@ Limit = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="Write an HTML page with charts to this file.")]
 Svg = Annotated[Path | None, typer.Option("--svg", help="Write the charts as SVG files to this folder.")]
+Slo = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--slo",
+        help="Find the smallest fleet that meets this service level, such as 'p90 ttft < 1 s'. Can be repeated. "
+        "--replicas then lists the numbers to choose from. [default: 1 to 256]",
+    ),
+]
+Price = Annotated[float | None, typer.Option("--price", help="With --slo: price of a replica per hour.")]
+Runs = Annotated[
+    int, typer.Option("--runs", help="With --slo: simulations of each fleet, with costs that differ by up to 10 %.")
+]
+Jobs = Annotated[int, typer.Option("--jobs", help="With --slo: number of processes that simulate at the same time.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -70,7 +87,7 @@ def register(app: typer.Typer) -> None:
 def simulate(
     traces: Traces,
     *,
-    replicas: Replicas = "8",
+    replicas: Replicas = None,
     policy: Policies = "cost",
     device: Device = "1000000",
     memory: Memory = "0",
@@ -87,12 +104,17 @@ def simulate(
     limit: Limit = None,
     out: Out = None,
     svg: Svg = None,
+    slo: Slo = None,
+    price: Price = None,
+    runs: Runs = 3,
+    jobs: Jobs = 1,
     as_json: AsJson = False,
 ) -> None:
     """Simulate hit rate, TTFT and cost for a trace.
 
     Runs the real scheduler, block pool, eviction and routing in virtual time, for every combination of the given values.
     """
+    from foreword.routing.baselines import POLICIES
     from foreword.sim.plan import counts, simulation_cases, sizes
     from foreword.sim.profile import Profile, read_profile
     from foreword.sim.trace import block_size_of, read_trace
@@ -103,7 +125,7 @@ def simulate(
     profile = read_profile(costs) if costs is not None else Profile(_default_costs())
     per_token = kv_bytes or profile.kv_bytes_per_token
     axes = {
-        "replicas": counts(replicas, "--replicas"),
+        "replicas": [(1, "1")] if slo else counts(replicas or "8", "--replicas"),
         "device_tokens": sizes(device, "--device", per_token),
         "host_tokens": sizes(memory, "--memory", per_token),
         "disk_tokens": sizes(disk, "--disk", per_token),
@@ -116,8 +138,46 @@ def simulate(
         events,
         learn,
     )
-    results = _run(simulation_cases(base, axes, _policies(policy)), trace, profile)
-    _write_results(results, _about(traces, trace, costs, profile), out, svg, as_json)
+    cases, about = simulation_cases(base, axes, _policies(policy)), _about(traces, trace, costs, profile)
+    if not cases:
+        raise ConfigError(f"--policy names no policy; choose from {', '.join((*POLICIES, 'all'))}")
+    if slo:
+        if out is not None or svg is not None:
+            raise ConfigError("--slo prints a table or JSON; simulate the fleet that it finds for --out and --svg")
+        numbers = [number for number, _ in counts(replicas, "--replicas")] if replicas else range(1, 257)
+        _size_fleets(cases, numbers, trace, profile.costs, slo, price, runs, jobs, about, as_json)
+        return
+    if price is not None:
+        raise ConfigError("--price needs --slo")
+    _write_results(_run(cases, trace, profile), about, out, svg, as_json)
+
+
+def _size_fleets(
+    cases: Sequence[SimulationCase],
+    numbers: Sequence[int],
+    trace: Sequence[TraceRequest],
+    costs: EngineCosts,
+    slo: Sequence[str],
+    price: float | None,
+    runs: int,
+    jobs: int,
+    about: str,
+    as_json: bool,
+) -> None:
+    from foreword.sim.sizing import Sizing, parse_objective, sizes_table
+
+    objectives = [parse_objective(text) for text in slo]
+    sizing = Sizing(
+        trace, costs, objectives, runs=runs, jobs=jobs, progress=lambda text: print(text, file=sys.stderr, flush=True)
+    )
+    found = sizing.search(cases, numbers)
+    if as_json:
+        plain = [dataclasses.asdict(one) | {"price": one.hours * price if price is not None else None} for one in found]
+        print(json.dumps({"about": about, "fleets": plain}, indent=2))
+    else:
+        print(f"{about}\n\n{sizes_table(found, objectives, price)}")
+    if all(one.replicas is None for one in found):
+        raise typer.Exit(1)
 
 
 def _default_costs() -> Any:
@@ -146,11 +206,8 @@ def _policies(text: str) -> list[str]:
 
 
 def _run(cases: Sequence[SimulationCase], trace: Sequence[TraceRequest], profile: Profile) -> list[SimulationResult]:
-    from foreword.routing.baselines import POLICIES
     from foreword.sim.run import simulate as run
 
-    if not cases:
-        raise ConfigError(f"--policy names no policy; choose from {', '.join((*POLICIES, 'all'))}")
     with _progress(len(cases) * len(trace)) as step:
         return [_one(run, case, trace, profile, step) for case in cases]
 

@@ -38,6 +38,12 @@ class EngineCosts:
     def load(self, tier: CacheTier) -> LoadCost:
         return self.loads[tier - 1]
 
+    def scaled(self, factor: float) -> EngineCosts:
+        """The costs of an engine whose steps take `factor` times as long."""
+        fields = ("base", "prefill", "attention", "decode_each", "decode_context")
+        scaled = {name: getattr(self, name) * factor for name in fields}
+        return EngineCosts(**scaled, loads=self.loads)
+
     def as_known(self, step_tokens: int) -> ReplicaCosts:
         """The costs as a router knows them after learning."""
         return ReplicaCosts(

@@ -120,7 +120,11 @@ def rows(results: Iterable[SimulationResult]) -> tuple[list[str], list[list[str]
 
 def table(results: Iterable[SimulationResult]) -> str:
     """All simulations as a Markdown table."""
-    head, body = rows(results)
+    return markdown_table(*rows(results))
+
+
+def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; all columns but the first are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import json
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,9 +97,39 @@ def test_sizes_in_bytes_need_the_size_of_a_token(
     assert "a model" in output["about"]
 
 
+def test_the_smallest_fleet_for_a_service_level(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path
+) -> None:
+    """`--slo` finds the number of replicas that meets the limit while one replica less does not, and its price; the same with
+    two processes. Where no number meets it, the exit status is 1."""
+
+    def sized(*more: str) -> dict[str, Any]:
+        assert run(monkeypatch, str(trace), "--speed", "40", "--slo", "p90 ttft < 400 ms", "--json", *more) == 0
+        [found] = json.loads(capsys.readouterr().out)["fleets"]
+        return dict(found)
+
+    def p90s(replicas: int) -> float:
+        assert run(monkeypatch, str(trace), "--speed", "40", "--replicas", str(replicas), "--json") == 0
+        return float(json.loads(capsys.readouterr().out)["simulations"][0]["p90"])
+
+    found = sized("--runs", "1", "--price", "20")
+    assert found["replicas"] > 1
+    assert p90s(found["replicas"]) < 0.4 <= p90s(found["replicas"] - 1)
+    assert found["price"] == pytest.approx(20 * found["hours"])
+    careful = sized("--runs", "2")
+    assert careful["replicas"] >= found["replicas"] and careful == sized("--runs", "2", "--jobs", "2")
+    assert run(monkeypatch, str(trace), "--slo", "p99 ttft < 1 ms", "--replicas", "1,2") == 1
+    assert "more than 2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--slo", "ttft < 1"], "not a service level"),
+        (["--slo", "p90 ttft < 1 s", "--runs", "0"], "--runs must be from 1"),
+        (["--slo", "p90 ttft < 1 s", "--jobs", "0"], "--jobs must be at least 1"),
+        (["--slo", "p90 ttft < 1 s", "--out", "page.html"], "--out"),
+        (["--price", "3"], "--price needs --slo"),
         (["--policy", "least-load"], "least-loaded"),
         (["--replicas", "many"], "--replicas takes whole numbers"),
         (["--replicas", "0"], "at least one replica"),
