@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 
 from foreword.errors import ConfigError, ForewordError
-from foreword.router.replicas import CONNECTION_ERRORS, ReplicaSpec, parse_spec, read_whole, url_parts
+from foreword.router.replicas import ANY_ADDRESS, CONNECTION_ERRORS, ReplicaSpec, parse_spec, read_whole, url_parts
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +115,8 @@ class ServiceSpec:
         if found is None:
             raise ConfigError(f"a Service is written NAMESPACE/NAME or NAMESPACE/NAME:PORT, not {name!r}")
         replica = parse_spec(" ".join(("http://service", *options)), role)
-        if replica.events is not None:
-            raise ConfigError("replicas of a Service are asked for the addresses of their KV events")
+        if any(address and not address.startswith(ANY_ADDRESS) for address in (replica.events, replica.replay)):
+            raise ConfigError(f"the Service {name} has several pods: write events=tcp://*:PORT")
         namespace, service, port = found.groups()
         if port is not None and port.isdigit() and not 0 < int(port) < 1 << 16:
             raise ConfigError(f"the Service {name} has no valid port")

@@ -23,7 +23,7 @@ _MAX_METRICS_BYTES: Final = 8 << 20
 _MAX_PROBE_BYTES: Final = 8 << 20
 _MAX_RESPONSE_BYTES: Final = 64 << 20
 _MAX_MODEL_LEN: Final = 1 << 24
-_ANY_ADDRESS: Final = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
+ANY_ADDRESS: Final = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
 # What an aiohttp call raises when the server is unreachable or the connection breaks.
 CONNECTION_ERRORS: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 
@@ -303,12 +303,12 @@ class ReplicaProbe:
         return found if isinstance(found, str) else None
 
     async def _event_sources(self, upstream: Upstream) -> tuple[tuple[str, str | None], ...]:
-        if upstream.spec.events is not None:
-            return ((upstream.spec.events, upstream.spec.replay),)
+        host, spec = urlsplit(upstream.url).hostname or "", upstream.spec
+        if spec.events is not None:
+            return ((_reachable(spec.events, host), _reachable(spec.replay, host) if spec.replay else None),)
         status, body = await self._get(f"{upstream.url}/kv_event_sources")
         if status != 200 or not isinstance(body, dict):
             return ()
-        host = urlsplit(upstream.url).hostname or ""
         found = [one for one in body.values() if isinstance(one, dict) and isinstance(one.get("endpoint"), str)]
         found = [one for one in found if one.get("publisher", "zmq") == "zmq"]
         return tuple((_reachable(one["endpoint"], host), _replay_endpoint(one, host)) for one in found)
@@ -333,7 +333,7 @@ def _replay_endpoint(source: Mapping[str, Any], host: str) -> str | None:
 def _reachable(endpoint: str, host: str) -> str:
     """Replace "all addresses" in a ZeroMQ endpoint by the replica's host."""
     shown = f"[{host}]" if ":" in host else host
-    for anywhere in _ANY_ADDRESS:
+    for anywhere in ANY_ADDRESS:
         if endpoint.startswith(anywhere):
             return f"tcp://{shown}:{endpoint.removeprefix(anywhere)}"
     return endpoint

@@ -105,6 +105,7 @@ def test_endpoints_of_a_service() -> None:
         slices(endpoint_slice("c", 1, endpoint("fd00::1"), family="IPv6"))
     )
     assert [spec.url for spec in only] == ["http://[fd00::1]:1"]
+    assert ServiceSpec.parse("llm/vllm events=tcp://*:5557").replica.events == "tcp://*:5557"
 
 
 @pytest.mark.parametrize(

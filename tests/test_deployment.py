@@ -1,0 +1,216 @@
+"""What is in deploy/: the Helm chart, the systemd units and the images. Without a cluster, and without building images."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+import foreword
+from foreword.cli.flags import with_config, with_router_config
+from foreword.config import Config
+from foreword.router.discovery import configured_replicas
+from foreword.router.endpoint_slices import ServiceSpec
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+# Not in Kubernetes itself, so without a schema here.
+CUSTOM = {"InferencePool", "ScaledObject"}
+STORES = ["memory://?size=1GiB", "disk:///cache?size=2GiB&pin_share=0.25"]
+EVERYTHING = {
+    "router": {"services": ["/old:http", "llm/vllm"], "existingSecret": "keys", "args": ["--tokenizer", "/models/m"]},
+    "picker": {
+        "enabled": True,
+        "tlsSecret": "tls",
+        "inferencePool": {"create": True, "selector": {"app": "vllm"}},
+    },
+    "servers": {
+        "llama": {
+            "kind": "vllm",
+            "image": "vllm-foreword",
+            "args": ["m"],
+            "stores": STORES,
+            "kvEvents": True,
+            "cache": {"sizeLimit": "3Gi"},
+            "resources": {"limits": {"nvidia.com/gpu": 1}},
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        },
+        "own": {
+            "kind": "foreword",
+            "image": "foreword-server",
+            "replicas": 2,
+            "stores": STORES,
+            "kvEvents": True,
+            "role": "prefill",
+            "cache": {"persistentVolumeClaim": {"claimName": "shared"}},
+            "existingSecret": "keys",
+            "env": [{"name": "HF_HOME", "value": "/cache/huggingface"}],
+            "drainSeconds": 7,
+        },
+    },
+    "autoscaling": {"enabled": True, "server": "llama", "model": "m"},
+}
+# A router in front of servers that exist already.
+PLAIN = {"router": {"services": ["llm/vllm:8000"]}}
+
+
+def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chart's objects, by Helm's own engine."""
+    helm = pytest.importorskip("helm_python")
+    with helm.Chart.load(str(DEPLOY / "chart")) as chart:
+        files = chart.render(values, name="demo", namespace="prod")
+    return [found for text in files.values() for found in yaml.safe_load_all(text) if found]
+
+
+def workloads(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The pods' specifications of all Deployments."""
+    return {one["metadata"]["name"]: one["spec"]["template"] for one in objects if one["kind"] == "Deployment"}
+
+
+def container(template: dict[str, Any]) -> dict[str, Any]:
+    [one] = template["spec"]["containers"]
+    assert isinstance(one, dict)
+    return one
+
+
+def parsed(wrap: Any, arguments: list[str]) -> Config:
+    """The configuration that a command has with these arguments."""
+    seen: list[Config] = []
+    app = typer.Typer()
+    app.command()(wrap(lambda config: seen.append(config)))
+    environ = {key: None for key in os.environ if key.startswith("FOREWORD_")}
+    result = CliRunner().invoke(app, arguments, env=environ, catch_exceptions=False)
+    assert seen, result.output
+    return seen[0]
+
+
+@pytest.mark.parametrize("values", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+def test_objects_are_valid(values: dict[str, Any]) -> None:
+    """Every object follows the schema of Kubernetes 1.29 and of the newest version known, without unknown fields."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    objects = rendered(values)
+    for one in objects:
+        if one["kind"] not in CUSTOM:
+            for version in ("1.29", schemas.latest_version()):
+                schemas.validate(one, version, strict=True)
+    names = [(one["kind"], one["metadata"].get("namespace"), one["metadata"]["name"]) for one in objects]
+    assert len(set(names)) == len(names)
+    assert {"Deployment", "Service", "Role", "RoleBinding", "ServiceAccount"} <= {one["kind"] for one in objects}
+
+
+def test_chart_without_replicas() -> None:
+    """Helm's linter has no complaint, and the chart's version is Foreword's. Without replicas an installation is refused."""
+    helm = pytest.importorskip("helm_python")
+    chart = yaml.safe_load((DEPLOY / "chart" / "Chart.yaml").read_text())
+    assert foreword.__version__.startswith(chart["version"]) and chart["appVersion"] == chart["version"]
+    assert helm.lint(str(DEPLOY / "chart"))["errors"] == []
+    with pytest.raises(helm.HelmError, match=r"router\.services"):
+        rendered({})
+
+
+def test_selectors_ports_and_times() -> None:
+    """Services select one workload each and name its ports; probes too; a pod may live as long as its drain takes."""
+    objects = rendered(EVERYTHING)
+    pods = workloads(objects)
+    assert set(pods) == {"demo-router", "demo-llama", "demo-own"}
+    for one in objects:
+        if one["kind"] == "Service":
+            selector = one["spec"]["selector"].items()
+            [name] = [name for name, pod in pods.items() if selector <= pod["metadata"]["labels"].items()]
+            assert name == one["metadata"]["name"]
+            ports = {port["name"] for port in container(pods[name])["ports"]}
+            assert {port["targetPort"] for port in one["spec"]["ports"]} <= ports
+    for template in pods.values():
+        one = container(template)
+        ports = {port["name"] for port in one["ports"]}
+        probes = [one[name] for name in ("startupProbe", "livenessProbe", "readinessProbe") if name in one]
+        assert all(probe["httpGet"]["port"] in ports for probe in probes)
+        flags = re.findall(r"--(?:drain-seconds|shutdown-timeout)=(\d+)", " ".join(one["args"]))
+        pause = float(one["lifecycle"]["preStop"]["exec"]["command"][1])
+        assert template["spec"]["terminationGracePeriodSeconds"] >= int(flags[0]) + pause + 5
+
+
+def test_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The containers' arguments are those of Foreword's commands; vLLM's JSON names the connector and stores as written."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    pods = workloads(rendered(EVERYTHING))
+    config = parsed(with_router_config, container(pods["demo-router"])["args"])
+    assert configured_replicas(config.router) == []
+    services = [ServiceSpec.parse(text) for text in config.router.replica_services]
+    assert [(str(one), one.port, one.replica.role) for one in services] == [
+        ("prod/old", "http", "both"),
+        ("llm/vllm", None, "both"),
+        ("prod/demo-llama", "http", "both"),
+        ("prod/demo-own", "http", "prefill"),
+    ]
+    assert config.router.picker == "0.0.0.0:9002" and config.server.host == "0.0.0.0"
+    config = parsed(with_config, container(pods["demo-own"])["args"])
+    assert list(config.store.urls) == STORES and config.server.drain_seconds == 7
+
+    settings = dict(
+        text[2:].split("=", 1) for text in container(pods["demo-llama"])["args"] if text.startswith("--kv-")
+    )
+    transfer, events = json.loads(settings["kv-transfer-config"]), json.loads(settings["kv-events-config"])
+    package = ROOT / Path(*transfer["kv_connector_module_path"].split("."), "__init__.py")
+    assert transfer["kv_connector"] in package.read_text()
+    assert transfer["kv_connector_extra_config"] == {"store": STORES}
+    ports = {port["containerPort"] for port in container(pods["demo-llama"])["ports"]}
+    assert {int(events[name].rpartition(":")[2]) for name in ("endpoint", "replay_endpoint")} <= ports
+
+
+def test_rights() -> None:
+    """The router may list and watch EndpointSlices in the namespaces of its Services, and nothing else."""
+    objects = rendered(EVERYTHING)
+    roles = {one["metadata"]["namespace"]: one for one in objects if one["kind"] == "Role"}
+    assert set(roles) == {"prod", "llm"}
+    for one in roles.values():
+        [rule] = one["rules"]
+        assert rule == {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+    account = workloads(objects)["demo-router"]["spec"]["serviceAccountName"]
+    for one in objects:
+        if one["kind"] == "RoleBinding":
+            assert one["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": "prod"}]
+            assert one["roleRef"]["name"] == roles[one["metadata"]["namespace"]]["metadata"]["name"]
+
+
+@pytest.mark.parametrize("name", ["foreword-router", "foreword-server"])
+def test_systemd_units(name: str, tmp_path: Path) -> None:
+    """systemd knows every key of a unit; its command exists; it waits longer than a drain takes."""
+    text = (DEPLOY / "systemd" / f"{name}.service").read_text()
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(text)
+    command = unit["Service"]["ExecStart"].split()
+    assert command[0].endswith("/foreword")
+    config = tmp_path / "config.toml"
+    config.write_text("[server]\nport = 1\n")
+    wrap = {"route": with_router_config, "serve": with_config}[command[1]]
+    found = parsed(wrap, [str(config) if part.endswith(".toml") else part for part in command[2:]])
+    assert found.server.port == 1
+    assert float(unit["Service"]["TimeoutStopSec"]) > found.server.drain_seconds
+    if shutil.which("systemd-analyze"):
+        copy = tmp_path / f"{name}.service"
+        copy.write_text(text.replace(command[0], "/bin/true"))
+        checked = subprocess.run(["systemd-analyze", "verify", copy], capture_output=True, text=True, check=False)
+        assert checked.returncode == 0 and name not in checked.stderr, checked.stderr
+
+
+def test_images() -> None:
+    """The images install extras that exist, and the commands that the chart gives arguments to."""
+    text = (DEPLOY / "Containerfile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = [name for group in re.findall(r"\*\.whl\)\[([\w,]+)\]", text) for name in group.split(",")]
+    assert set(asked) <= set(extras) and {"router", "gateway", "server", "vllm"} <= set(asked)
+    assert re.findall(r'ENTRYPOINT \["foreword", "(\w+)"\]', text) == ["route", "serve"]
+    assert set(re.findall(r"^FROM .* AS (\w+)$", text, re.MULTILINE)) == {"wheel", "router", "server", "vllm"}
