@@ -1,11 +1,15 @@
-"""Foreword's engine against vLLM and Transformers on the CPU: prefill, and decode at batch 1 and 16.
+"""Foreword's engine against vLLM, Transformers and llama.cpp on the CPU: prefill, and decode at batch 1, 16 and 64.
 
-    python benchmarks/random_model.py 88m MODEL
-    python benchmarks/engines.py MODEL --vllm-python PATH_TO_VLLM_ENVIRONMENT/bin/python
+    python benchmarks/random_model.py 88m MODEL88
+    python benchmarks/random_model.py 370m MODEL370
+    python benchmarks/engines.py MODEL88 MODEL370 --vllm-python PATH_TO_VLLM_ENVIRONMENT/bin/python --json FILE
 
-Each engine is measured by `engine_worker.py` in its own process, with its best settings, on the same model and the
-same number of threads. Engines take turns, and who goes first changes with every round, so that whatever else the machine
-does meets all of them. Where an engine has several modes, each one runs and the best one counts, figure by figure.
+Each engine is measured by `engine_worker.py` in its own process, on the same model and number of threads. Ours runs twice:
+with the kernels that it chooses, and with `kernels=torch`. Shares are of the machine's own limits (`engine_limits.py`).
+
+Results are kept in FILE after each row: another run measures only the rows that are missing, so that a long run can be made in
+parts (`--only prefill`, `--seconds 600`). `--environment` sets variables for Foreword's processes, to measure other kinds of
+processors on this one.
 """
 
 import argparse
@@ -13,17 +17,24 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_worker import BATCHES, DECODE_NEW_TOKENS, DECODE_PROMPT_TOKENS, MODES, PREFILL_TOKENS, Times, environment
-from engine_worker import speeds as speeds_of
+from engine_worker import MODES, environment, parse_row
 from timing import cores, machine, median, ratio, set_up, table
 
 OURS = "foreword"
-FIGURES = ("prefill", *(f"decode_{batch}" for batch in BATCHES))
+DEFAULT, TORCH = "foreword", "foreword (torch)"
+# By size of the model, in bytes of weights: what fits into ten minutes on two cores.
+ROWS = ("prefill-512", "prefill-2048", "decode-1x512", "decode-1x4096", "decode-16x512", "decode-64x512")
+SMALL_ROWS = (*ROWS[:4], "decode-1x16384", "decode-16x512", "decode-16x2048", "decode-64x512")
+SMALL = 250e6
+# Engines without a prefix cache compute the prompts of each row; longer rows are left out.
+LONGEST = {"transformers": 8_192, "llama.cpp": 16_384}
+CONTENDERS = ("foreword", "foreword:torch", "vllm", "transformers", "llama.cpp")
 
 Result = dict[str, Any]
 
@@ -39,103 +50,134 @@ class Contender:
     @property
     def label(self) -> str:
         """Its name in tables."""
-        return self.engine if len(MODES[self.engine]) == 1 else f"{self.engine} ({self.mode})"
+        return self.engine if self.mode == MODES[self.engine][0] else f"{self.engine} ({self.mode})"
+
+    def can_run(self, row: str) -> bool:
+        """Whether this row takes it a reasonable time."""
+        found = parse_row(row)
+        return found.batch * found.context <= LONGEST.get(self.engine, 1 << 30)
 
 
-@dataclass(frozen=True)
-class Load:
-    """What every contender has to do."""
+class Results:
+    """What was measured so far, in a file."""
 
-    model: Path
-    dtype: str
-    threads: int
-    repetitions: int
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        stored = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+        self.rows: list[Result] = stored.get("results", [])
+        self.limits: dict[str, dict[str, float]] = stored.get("limits", {})
+        self.set_up: dict[str, str] = stored.get("set_up", {})
+
+    def find(self, label: str, model: str, row: str) -> float | None:
+        """Tokens per second: the median of what was measured."""
+        wanted = (label, model, row)
+        found = [one["tokens_per_s"] for one in self.rows if (one["label"], one["model"], one["row"]) == wanted]
+        return median(found) if found else None
+
+    def save(self) -> None:
+        if self._path is not None:
+            stored = {"set_up": self.set_up, "limits": self.limits, "results": self.rows}
+            self._path.write_text(json.dumps(stored, indent=1), encoding="utf-8")
 
 
-def contenders(engines: Sequence[str], modes: Sequence[str], vllm_python: str | None) -> list[Contender]:
-    """All modes of the engines that can run here; says which ones cannot."""
+def contenders(names: Sequence[str], pythons: dict[str, str | None]) -> list[Contender]:
+    """The engines and modes that can run here; says which ones cannot. `pythons`: interpreters other than this one."""
     found = []
-    for engine in engines:
-        python = vllm_python if engine == "vllm" else sys.executable
+    for name in names:
+        engine, _, mode = name.partition(":")
+        python = pythons.get(engine, sys.executable)
+        if engine not in MODES or (mode and mode not in MODES[engine]):
+            raise SystemExit(f"{name!r} is no engine; known are {MODES}")
         if python is None or not Path(python).exists():
-            print(f"{engine} is left out: --vllm-python names no interpreter\n")
+            print(f"{engine} is left out: no interpreter is named for it\n")
             continue
-        chosen = [mode for mode in MODES[engine] if not modes or mode in modes] or MODES[engine][:1]
-        found += [Contender(engine, mode, python) for mode in chosen]
+        found.append(Contender(engine, mode or MODES[engine][0], python))
     return found
 
 
-def run_worker(contender: Contender, load: Load) -> Result:
-    """One measurement in a fresh process."""
-    worker = Path(__file__).resolve().parent / "engine_worker.py"
-    command = [contender.python, str(worker), "--engine", contender.engine, "--mode", contender.mode]
-    command += ["--model", str(load.model), "--dtype", load.dtype, "--threads", str(load.threads)]
-    command += ["--repetitions", str(load.repetitions)]
-    done = subprocess.run(
-        command, env=variables(contender, load.threads), stdout=subprocess.PIPE, text=True, check=True
-    )
-    result: Result = json.loads(done.stdout)
-    return result
+def rows_of(model: Path, only: Sequence[str]) -> list[str]:
+    """The rows for a model; with `only`, those that begin with one of its words."""
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    rows = SMALL_ROWS if size < SMALL else ROWS
+    return [row for row in rows if not only or row.startswith(tuple(only))]
 
 
-def variables(contender: Contender, threads: int) -> dict[str, str]:
+def variables(contender: Contender, arguments: argparse.Namespace) -> dict[str, str]:
     """The environment of a contender: ours finds the checkout, whether or not it is installed."""
-    wanted = environment(contender.engine, threads, Path(contender.python).parent.parent)
+    wanted = environment(contender.engine, arguments.threads, Path(contender.python).parent.parent)
     if contender.engine == OURS:
         checkout = str(Path(__file__).resolve().parent.parent)
         wanted["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH", "")]))
+        wanted |= dict(pair.split("=", 1) for pair in arguments.environment)
     return {**os.environ, **wanted}
 
 
-def measure(field: Sequence[Contender], load: Load, rounds: int) -> dict[str, list[Result]]:
-    """The results of every contender, by label, one for each round."""
-    results: dict[str, list[Result]] = {contender.label: [] for contender in field}
-    for number in range(rounds):
-        for contender in turns(field, number):
-            print(
-                f"round {number + 1} of {rounds}: {contender.label}, {load.model.name}, {load.dtype}", file=sys.stderr
-            )
-            results[contender.label].append(run_worker(contender, load))
-    return results
+def measure(contender: Contender, model: Path, rows: Sequence[str], arguments: argparse.Namespace) -> list[Result]:
+    """The rows in a fresh process; fewer where it took longer than `--seconds` allow."""
+    worker = Path(__file__).resolve().parent / "engine_worker.py"
+    command = [contender.python, str(worker), "--engine", contender.engine, "--mode", contender.mode]
+    command += ["--model", str(model), "--dtype", arguments.dtype, "--threads", str(arguments.threads)]
+    command += ["--repetitions", str(arguments.repetitions), "--rows", *rows]
+    print(f"{contender.label}, {model.name}: {' '.join(rows)}", file=sys.stderr)
+    wanted = variables(contender, arguments)
+    with subprocess.Popen(command, env=wanted, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, errors = process.communicate(timeout=max(arguments.deadline - time.monotonic(), 1.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, errors = process.communicate()
+        else:
+            if process.returncode:
+                print(f"{contender.label} failed:\n{errors[-2000:]}", file=sys.stderr)
+    lines = [line for line in out.splitlines() if line.endswith("}")]
+    return [{**json.loads(line), "label": contender.label} for line in lines]
 
 
-def turns(field: Sequence[Contender], number: int) -> Iterator[Contender]:
-    """The order of a round: the one before, begun one later."""
-    first = number % len(field)
-    yield from [*field[first:], *field[:first]]
+def measure_limits(model: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """Bandwidth of the memory and oneDNN's rate for a model's products."""
+    script = Path(__file__).resolve().parent / "engine_limits.py"
+    command = [sys.executable, str(script), "--model", str(model), "--threads", str(arguments.threads)]
+    found: dict[str, float] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    return found
 
 
-def pooled(results: Sequence[Result]) -> Times:
-    """The times of all rounds together."""
-    return {task: [taken for result in results for taken in result["seconds"][task]] for task in results[0]["seconds"]}
+def report(model: str, rows: Sequence[str], results: Results, field: Sequence[Contender]) -> str:
+    """Tokens per second of each contender, ours as multiples, and as shares of the machine's limits."""
+    labels = [contender.label for contender in field]
+    head = [model, *labels, "default / torch", "default / best peer", "share of the limit"]
+    lines = []
+    for row in rows:
+        speeds = {label: results.find(label, model, row) for label in labels}
+        ours = speeds.get(DEFAULT)
+        peers = [speed for label, speed in speeds.items() if speed is not None and not label.startswith(OURS)]
+        cells = [f"{speed:,.1f}" if speed is not None else "-" for speed in speeds.values()]
+        pairs = [times(ours, speeds.get(TORCH)), times(ours, max(peers, default=None))]
+        lines.append([row, *cells, *pairs, share(row, ours, results.limits.get(model))])
+    return table(head, lines)
 
 
-def report(model: str, dtype: str, results: dict[str, list[Result]]) -> str:
-    """Tokens per second of each contender, and ours as a multiple of each peer's best mode."""
-    speeds = {label: speeds_of(pooled(mine), median) for label, mine in results.items()}
-    rows = [[label, *(f"{mine[figure]:,.1f}" for figure in FIGURES)] for label, mine in speeds.items()]
-    peers = {result["engine"] for mine in results.values() for result in mine} - {OURS}
-    if OURS in speeds:
-        rows += [against(peer, speeds, results) for peer in sorted(peers)]
-    return f"{model}, {dtype}, tokens per second\n\n{table(['engine', *FIGURES], rows)}"
+def times(ours: float | None, theirs: float | None) -> str:
+    return "-" if ours is None or theirs is None else f"{ratio(ours, theirs):.2f}x"
 
 
-def against(peer: str, speeds: dict[str, dict[str, float]], results: dict[str, list[Result]]) -> list[str]:
-    """A row of ratios: ours over the best that a peer reached in any mode."""
-    modes = [speeds[label] for label, mine in results.items() if mine[0]["engine"] == peer]
-    best = {figure: max(mode[figure] for mode in modes) for figure in FIGURES}
-    return [f"{OURS} / {peer}", *(f"{ratio(speeds[OURS][figure], best[figure]):.2f}x" for figure in FIGURES)]
+def share(row: str, ours: float | None, limits: dict[str, float] | None) -> str:
+    """Of oneDNN's product rate (prefill), or of the bandwidth of the memory (batch 1, weights only)."""
+    found = parse_row(row)
+    if ours is None or limits is None or found.batch > 1:
+        return "-"
+    if found.task == "prefill":
+        return f"{100 * ours / limits['products']:.0f} % of oneDNN's products"
+    return f"{100 * ours * limits['step_bytes'] / limits['bandwidth']:.0f} % of bandwidth"
 
 
-def facts(field: Sequence[Contender], arguments: argparse.Namespace) -> dict[str, str]:
+def facts(arguments: argparse.Namespace) -> dict[str, str]:
     """The set-up that does not depend on a result."""
-    tasks = f"{PREFILL_TOKENS} tokens of prompt; {DECODE_NEW_TOKENS} new tokens after {DECODE_PROMPT_TOKENS}"
     return {
         **machine(),
         "threads": str(arguments.threads),
-        "engines": ", ".join(contender.label for contender in field),
-        "tasks": f"{tasks}, at batch {' and '.join(map(str, BATCHES))}",
-        "samples": f"median of {arguments.rounds} rounds with {arguments.repetitions} repetitions each",
+        "dtype": arguments.dtype,
+        "samples": f"median of {arguments.repetitions}",
+        **({"variables": " ".join(arguments.environment)} if arguments.environment else {}),
         **{f"model {model.name}": described(model) for model in arguments.models},
     }
 
@@ -162,33 +204,41 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Compare engines on the CPU.")
     parser.add_argument("models", type=Path, nargs="+", help="folders made by random_model.py")
-    parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16"])
-    parser.add_argument("--engines", nargs="+", choices=sorted(MODES), default=list(MODES))
-    parser.add_argument("--modes", nargs="+", default=[], help=f"only these of {MODES}")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--engines", nargs="+", default=CONTENDERS, help=f"ENGINE or ENGINE:MODE of {MODES}")
+    parser.add_argument("--only", nargs="+", default=[], help="rows whose names begin so, as prefill or decode-1x")
     parser.add_argument("--threads", type=int, default=cores())
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing and stop what runs after this time")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
-    parser.add_argument("--json", type=Path, help="also write all samples here")
-    return parser.parse_args()
+    parser.add_argument("--llama-python", help="interpreter of an environment with llama-cpp-python and gguf")
+    parser.add_argument("--environment", nargs="+", default=[], metavar="NAME=VALUE", help="for Foreword's processes")
+    parser.add_argument("--json", type=Path, help="keep results here, and measure only those that are missing")
+    found = parser.parse_args()
+    found.deadline = time.monotonic() + found.seconds
+    return found
 
 
 def main() -> None:
-    """Measures every model in every dtype and prints a table for each."""
+    """Measures what is missing and prints a table for each model."""
     arguments = parse()
-    field = contenders(arguments.engines, arguments.modes, arguments.vllm_python)
-    print(set_up(facts(field, arguments)), flush=True)
-    everything: list[Result] = []
+    pythons = {"vllm": arguments.vllm_python, "llama.cpp": arguments.llama_python}
+    field = contenders(arguments.engines, pythons)
+    results = Results(arguments.json)
+    results.set_up = results.set_up or facts(arguments)
+    print(set_up(results.set_up), flush=True)
     for model in arguments.models:
-        for dtype in arguments.dtypes:
-            load = Load(model, dtype, arguments.threads, arguments.repetitions)
-            results = measure(field, load, arguments.rounds)
-            print(f"\n{report(model.name, dtype, results)}", flush=True)
-            everything += [result for mine in results.values() for result in mine]
-    print(f"\n{set_up(versions(everything))}")
-    if arguments.json:
-        stored = {"set_up": facts(field, arguments), "results": everything}
-        arguments.json.write_text(json.dumps(stored, indent=2), encoding="utf-8")
+        rows = rows_of(model, arguments.only)
+        if model.name not in results.limits:
+            results.limits[model.name] = measure_limits(model, arguments)
+        for contender in field:
+            missing = [row for row in rows if contender.can_run(row)]
+            missing = [row for row in missing if results.find(contender.label, model.name, row) is None]
+            if missing and time.monotonic() < arguments.deadline:
+                results.rows += measure(contender, model, missing, arguments)
+            results.save()
+        print(f"\nTokens per second\n\n{report(model.name, rows, results, field)}", flush=True)
+    print(f"\n{set_up(versions(results.rows))}")
 
 
 if __name__ == "__main__":

@@ -100,6 +100,8 @@ class EngineConfig:
             memory), a size, or `0`.
         kernels: `native` (compiled from C++ at first start), `torch` (PyTorch's operators), `triton` (on CUDA), or `auto`
             (Triton on CUDA; on CPUs for each shape the faster of native and torch, measured at the first start).
+        quantization: `none`, or `int8`: on CPUs, weights of linear layers as 8-bit integers with one scale for each output.
+            KV is not shared with the unquantized model.
         self_check: compare the engine with the model's own forward pass at start, and refuse a model that differs.
         trust_remote_code: run Python code that a checkpoint contains.
         generation_config: sampling where a request says nothing: `model` (temperature, top_p, top_k, min_p and
@@ -126,6 +128,7 @@ class EngineConfig:
     threads: int | None = _at_least(1, None)
     linear_memory: str = "auto"
     kernels: str = _one_of(("auto", "native", "torch", "triton"), "auto")
+    quantization: str = _one_of(("none", "int8"), "none")
     self_check: bool = True
     trust_remote_code: bool = False
     generation_config: str = _one_of(("model", "openai"), "model")

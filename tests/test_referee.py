@@ -127,6 +127,12 @@ def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580, check=False)
 
 
+def test_an_interpreter_that_does_not_exist() -> None:
+    """A wrong `--python` is a usage error, not a failed claim."""
+    done = foreword("--python", "/no/such", "--only", "reuse.cold")
+    assert done.returncode == 2 and "cannot run /no/such" in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 def test_a_store(tmp_path: Path) -> None:
     """`--store` runs the contract on an empty part of a store and removes what it wrote."""

@@ -38,6 +38,7 @@ from foreword.engine.kernels.choice import (
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.linear import Shape
 from foreword.engine.products import kinds, make_product
+from foreword.engine.quantize import scale_of, set_scale
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def measure(
     for group in linear.groups(model, siblings):
         groups.setdefault(linear.shape_of(group), group)
     layers = {_attention_name(recorder, layer): layer for layer in recorder.layouts} if kernels is not None else {}
-    shapes = [f"{group[0].weight.dtype} {inputs}x{outputs}" for (inputs, outputs), group in groups.items()]
+    shapes = [f"{_weights(group)} {inputs}x{outputs}" for (inputs, outputs), group in groups.items()]
     file = TimesFile([*_conditions(kernels), *shapes, *layers])
     known = file.load()
     if known is None or set(known) != {*shapes, *layers}:
@@ -94,6 +95,10 @@ def measure(
         log.info("kernels measured in %.2f s", time.monotonic() - began)
     products = {shape: known[name] for shape, name in zip(groups, shapes, strict=True)}
     return Measured(products, {name: known[name] for name in layers})
+
+
+def _weights(group: Sequence[nn.Linear]) -> str:
+    return str(group[0].weight.dtype) + (" int8" if scale_of(group[0]) is not None else "")
 
 
 def _conditions(kernels: Kernels | None) -> list[str]:
@@ -179,6 +184,9 @@ def _sample(group: Sequence[nn.Linear]) -> nn.Linear:
     weight = torch.cat([layer.weight.detach()[:wanted] for layer in group])[:wanted].contiguous()
     sample = nn.Linear(inputs, len(weight), bias=False, device="meta")
     sample.weight = nn.Parameter(weight, requires_grad=False)
+    scales = [scale[:wanted] for layer in group if (scale := scale_of(layer)) is not None]
+    if scales:
+        set_scale(sample, torch.cat(scales)[:wanted])
     return sample
 
 

@@ -29,6 +29,7 @@ from foreword.engine.kernels.choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers, group_layers
 from foreword.engine.measure import Measured, describe, measure
+from foreword.engine.quantize import quantize
 from foreword.engine.request import SamplingParams
 from foreword.engine.torch_runner import record_layers
 from foreword.errors import BadRequest, ConfigError, ModelNotFound, ModelUnsupported
@@ -114,6 +115,9 @@ def prepare_model(
 ) -> LoadedModel:
     """Check and fingerprint a Transformers model, in evaluation mode and with `attention.NAME` as its attention, and prepare
     it for the engine. `settings` are its configuration. Raises ModelUnsupported or ConfigError."""
+    if config.quantization != "none":
+        progress("quantizing the weights")
+        _quantize(model, dtype, device)
     progress("fingerprinting the weights")
     fingerprint = fingerprint_model(model)
     model = model.to(device)
@@ -145,6 +149,14 @@ def prepare_model(
         choice=None if measured is None else measured.attention_choice(recorder),
         backends=describe(model, measured),
     )
+
+
+def _quantize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ConfigError where there are no kernels for it, and ModelUnsupported for a model without linear layers."""
+    if device.type != "cpu" or dtype not in native.TYPES:
+        raise ConfigError("engine.quantization is int8, which needs a CPU and float32 or bfloat16")
+    if not quantize(linear.packable(model)):
+        raise ModelUnsupported("engine.quantization is int8, but this model has no plain linear layers")
 
 
 def _device(name: str) -> torch.device:

@@ -1,6 +1,6 @@
 """Products of one input with the weights of linear layers: the kinds that `choice.choose` chooses among.
 
-- compiled: the weight in panels, by the kernels of kernels/product.h;
+- compiled: the weight in panels, by the kernels of kernels/product.h, as 8-bit integers if it is quantized (quantize.py);
 - onednn: the weight in oneDNN's packed layout;
 - wide: a float32 copy of a bfloat16 weight in oneDNN's packed layout, for processors without bfloat16 units. A product of
   two bfloat16 numbers is exact in float32, so the sums are the same;
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from foreword.engine.kernels.choice import COMPILED, ONEDNN, PLAIN, WIDE, row_bucket
 from foreword.engine.kernels.native import TYPES, Kernels
+from foreword.engine.quantize import scale_of
 
 # Error that rounding explains, relative to the product.
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -40,7 +41,7 @@ class CompiledProduct(Product):
         super().__init__(layers)
         self._kernels = kernels
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        self.weight = kernels.pack([layer.weight for layer in layers], biases)
+        self.weight = kernels.pack([layer.weight for layer in layers], biases, [scale_of(layer) for layer in layers])
 
     def multiply(self, x: Tensor) -> Tensor:
         return self._kernels.multiply(self.weight, x)
@@ -84,8 +85,12 @@ def kinds(dtype: torch.dtype, inputs: int, kernels: Kernels | None) -> list[str]
 
 def size_of(kind: str, layers: Sequence[nn.Linear]) -> int:
     """Bytes that a product of this kind keeps for these layers."""
-    weights = [layer.weight for layer in layers]
-    return sum(weight.numel() * (4 if kind == WIDE else weight.dtype.itemsize) for weight in weights)
+
+    def itemsize(layer: nn.Linear) -> int:
+        quantized = kind == COMPILED and scale_of(layer) is not None
+        return 1 if quantized else 4 if kind == WIDE else layer.weight.dtype.itemsize
+
+    return sum(layer.weight.numel() * itemsize(layer) for layer in layers)
 
 
 def make_product(kind: str, layers: Sequence[nn.Linear], kernels: Kernels | None) -> Product | None:

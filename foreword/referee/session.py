@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from foreword.errors import ConfigError
 from foreword.referee.damage import data_files
 from foreword.referee.models import KINDS, Kind, draw_tokens
 from foreword.referee.process import HERE, WORKER, Answer, Failed, Refused, Worker, last_line
@@ -286,7 +287,7 @@ def arguments(kind: Kind, **more: Any) -> dict[str, Any]:
 
 
 def environment_note(python: str) -> str:
-    """Versions of what an interpreter has, for reports."""
+    """Versions of what an interpreter has, for reports. Raises ConfigError if it cannot be run."""
     names = ["vllm", "torch", "foreword", "lmcache", "mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"]
     program = (
         "import sys\nfrom importlib import metadata\nfound = []\nfor name in sys.argv[1:]:\n"
@@ -296,5 +297,5 @@ def environment_note(python: str) -> str:
     try:
         done = subprocess.run([python, "-c", program, *names], capture_output=True, text=True, check=False, timeout=60)
     except OSError as error:
-        raise Failed(f"cannot run {python}: {error.strerror}") from None
+        raise ConfigError(f"cannot run {python}: {error.strerror}") from None
     return done.stdout.strip() or "no versions found"

@@ -159,6 +159,7 @@ def test_large_scores(kernels: Kernels) -> None:
     outputs=st.lists(st.integers(1, 90), min_size=1, max_size=3),
     bias=st.booleans(),
     strided=st.booleans(),
+    int8=st.booleans(),
     seed=st.integers(0, 100),
 )
 def test_product(
@@ -169,17 +170,26 @@ def test_product(
     outputs: list[int],
     bias: bool,
     strided: bool,
+    int8: bool,
     seed: int,
 ) -> None:
-    """Rows times packed weights, one or several, with a bias or without, are the product in float64, for any shape."""
+    """Rows times packed weights, one or several, with a bias or without, are the product in float64, for any shape; also where
+    weights are 8-bit integers with a scale for each output."""
     noise = torch.Generator().manual_seed(seed)
     inputs = 2 * words
-    weights = [torch.randn(size, inputs, generator=noise).to(dtype) for size in outputs]
+    exact = [torch.randn(size, inputs, generator=noise).to(dtype).double() for size in outputs]
+    scales = [torch.rand(size, generator=noise) / 64 + 1e-4 for size in outputs] if int8 else []
+    if int8:
+        exact = [
+            torch.randint(-127, 128, (len(scale), inputs), generator=noise) * scale.double().unsqueeze(1)
+            for scale in scales
+        ]
+    weights = [weight.to(dtype) for weight in exact]
     biases = [torch.randn(size, generator=noise).to(dtype) for size in outputs] if bias else []
     x = torch.randn(rows, 3, inputs, generator=noise).to(dtype)[:, 1]
     x = x if strided else x.contiguous()
-    found = kernels.multiply(kernels.pack(weights, biases), x)
-    expected = functional.linear(x.double(), torch.cat(weights).double(), torch.cat(biases).double() if bias else None)
+    found = kernels.multiply(kernels.pack(weights, biases, scales), x)
+    expected = functional.linear(x.double(), torch.cat(exact), torch.cat(biases).double() if bias else None)
     assert found.dtype == dtype
     assert found.shape == (rows, sum(outputs))
     rtol, atol = (1e-5, 2e-5) if dtype == torch.float32 else (2**-7, 2**-7)

@@ -169,12 +169,14 @@ def greedy(max_tokens: int, **options: Any) -> SamplingParams:
 
 
 class Reference:
-    """The reference: the same checkpoint, loaded independently, run by Transformers with its eager attention."""
+    """The reference: the same checkpoint, loaded independently, run by Transformers with its eager attention. `prepare` may
+    change its weights."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prepare: Callable[[Any], object] = lambda _: None) -> None:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float32
         ).eval()
+        prepare(self._model)
         self._known: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
 
     def greedy(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:

@@ -11,10 +11,11 @@ int64_t fw_packed_words(int type, int64_t inputs, int64_t outputs) {
     return (type ? packed_words<BFloat16> : packed_words<Float32>)(inputs, outputs);
 }
 
-void fw_pack(int type, const void* weight, int64_t inputs, int64_t outputs, int64_t first, int32_t* packed,
-             int threads) {
+// `word` is the size of a word in bytes: 4, and for weights of 8-bit integers 1 for float32 and 2 for bfloat16.
+void fw_pack(int word, const void* weight, int64_t words, int64_t outputs, int64_t first, void* packed, int threads) {
     ThreadTeam team(threads);
-    team.run([&] { (type ? pack<BFloat16> : pack<Float32>)(weight, inputs, outputs, first, packed, team); });
+    const auto function = word == 4 ? pack<int32_t> : word == 2 ? pack<int16_t> : pack<int8_t>;
+    team.run([&] { function(weight, words, outputs, first, packed, team); });
 }
 
 void fw_multiply(int type, const PackedWeight* weight, const void* x, int64_t x_stride, int64_t rows, void* out,

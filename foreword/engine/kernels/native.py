@@ -25,12 +25,13 @@ def _fields(pointers: str, integers: str = "", floats: str = "") -> list[tuple[s
 
 
 class PackedWeight(Structure):
-    """A weight `[outputs, inputs]`, or several concatenated, laid out for the kernels, with its bias (product.h).
+    """A weight `[outputs, inputs]`, or several concatenated, laid out for the kernels, with its bias, and the scale of each
+    output where it is of 8-bit integers (product.h).
 
     `memory` are the tensors that it points to, `type` is its dtype's number.
     """
 
-    _fields_ = _fields("packed bias", "inputs outputs")
+    _fields_ = _fields("packed bias scales", "inputs outputs")
     memory: object
     type: int
 
@@ -110,19 +111,29 @@ class Kernels:
         lib.fw_write.argtypes = (c_int, layer, pointer, number, *(pointer, number, number) * 2)
         self.lanes: int = lib.fw_lanes()
 
-    def pack(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> PackedWeight:
-        """Lay out weights that are multiplied by the same input; there is a bias for each of them or for none."""
+    def pack(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor | None] = ()
+    ) -> PackedWeight:
+        """Lay out weights that are multiplied by the same input; there is a bias for each of them or for none. With `scales`,
+        one float32 per output, weights are multiples of them from -127 to 127 and kept as 8-bit integers."""
         kind, inputs = TYPES[weights[0].dtype], weights[0].shape[1]
         outputs = sum(weight.shape[0] for weight in weights)
-        packed = torch.zeros(self._lib.fw_packed_words(kind, inputs, outputs), dtype=torch.int32)
+        known = [scale for scale in scales if scale is not None]
+        # Bytes of the numbers that a word of 32 bits stands for.
+        word = 4 // weights[0].element_size() if known else 4
+        words = self._lib.fw_packed_words(kind, inputs, outputs)
+        packed = torch.zeros(words * word, dtype=torch.int8)
         bias = torch.cat([bias.detach().float() for bias in biases]) if biases else None
+        scale = torch.cat(known) if known else None
         first, threads = 0, torch.get_num_threads()
-        for weight in weights:
-            rows = weight.detach().contiguous()
-            self._lib.fw_pack(kind, rows.data_ptr(), inputs, len(rows), first, packed.data_ptr(), threads)
+        for place, weight in enumerate(weights):
+            rows = quantized(weight.detach(), known[place]) if known else weight.detach().contiguous()
+            row_words = inputs * rows.element_size() // word
+            self._lib.fw_pack(word, rows.data_ptr(), row_words, len(rows), first, packed.data_ptr(), threads)
             first += len(rows)
-        product = PackedWeight(packed.data_ptr(), None if bias is None else bias.data_ptr(), inputs, outputs)
-        product.type, product.memory = kind, (packed, bias)
+        pointers = [None if one is None else one.data_ptr() for one in (packed, bias, scale)]
+        product = PackedWeight(*pointers, inputs, outputs)
+        product.type, product.memory = kind, (packed, bias, scale)
         return product
 
     def multiply(self, weight: PackedWeight, x: Tensor) -> Tensor:
@@ -170,6 +181,11 @@ class Kernels:
     def decode(self, dtype: torch.dtype, decoder: DecoderLayer, step: DecoderStep) -> None:
         """A whole decoder layer."""
         self._lib.fw_decode(TYPES[dtype], byref(decoder), byref(step), torch.get_num_threads())
+
+
+def quantized(weight: Tensor, scale: Tensor) -> Tensor:
+    """A weight `[outputs, inputs]` in units of each output's scale, as 8-bit integers."""
+    return (weight.float() / scale.unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8)
 
 
 @cache

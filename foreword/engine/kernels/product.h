@@ -1,7 +1,7 @@
 // Products with a packed weight: `out = x W^T + bias + residual`.
 //
 // A packed weight is a sequence of panels of PANEL output columns; a panel is `[words of K][PANEL]`, so it is read from
-// one end to the other.
+// one end to the other. Weights of 8-bit integers have a scale for each output.
 #pragma once
 
 #include "threads.h"
@@ -11,7 +11,8 @@ constexpr int PANEL = PANEL_VECTORS * LANES;
 
 struct PackedWeight {
     const int32_t* packed;
-    const float* bias;  // `[outputs]`, or null
+    const float* bias;    // `[outputs]`, or null
+    const float* scales;  // `[outputs]` for weights of 8-bit integers, or null
     int64_t inputs, outputs;
 };
 
@@ -20,16 +21,15 @@ static int64_t packed_words(int64_t inputs, int64_t outputs) {
     return round_up(outputs, PANEL) * (inputs / T::PER_WORD);
 }
 
-// `weight` is `[outputs, inputs]`; its first output is output number `first` of `packed`.
-template <class T>
-static void pack(const void* weight, int64_t inputs, int64_t outputs, int64_t first, int32_t* packed,
-                 ThreadTeam& team) {
-    const int64_t words = inputs / T::PER_WORD;
-    const int32_t* rows = (const int32_t*)weight;
+// `weight` is `[outputs, words]`; its first output is output number `first` of `target`.
+template <class Word>
+static void pack(const void* weight, int64_t words, int64_t outputs, int64_t first, void* target, ThreadTeam& team) {
+    const Word* rows = (const Word*)weight;
+    Word* packed = (Word*)target;
     team.share((outputs + PANEL - 1) / PANEL, [=](int64_t block) {
         for (int64_t output = block * PANEL; output < min(outputs, (block + 1) * PANEL); output++) {
             const int64_t place = first + output;
-            int32_t* to = packed + place / PANEL * PANEL * words + place % PANEL;
+            Word* to = packed + place / PANEL * PANEL * words + place % PANEL;
             for (int64_t word = 0; word < words; word++) to[word * PANEL] = rows[output * words + word];
         }
     });
@@ -51,7 +51,8 @@ template <class T>
 static __attribute__((noinline)) void put_partial_panel(const float* sums, const PackedWeight& weight, int64_t column,
                                                         const Operands& operands, int64_t place) {
     for (int64_t i = 0; i < weight.outputs - column; i++) {
-        float value = sums[i] + (weight.bias != nullptr ? weight.bias[column + i] : 0.0f);
+        float value = weight.scales != nullptr ? sums[i] * weight.scales[column + i] : sums[i];
+        if (weight.bias != nullptr) value += weight.bias[column + i];
         if (operands.residual != nullptr)
             value = T::to_float(T::from_float(value)) + T::to_float(*at<T>(operands.residual, place + i));
         *at<T>(operands.out, place + i) = T::from_float(value);
@@ -77,6 +78,7 @@ INLINE void put(Floats (&sums)[ROWS][PANEL_VECTORS], const PackedWeight& weight,
         }
         for (int c = 0; c < PANEL_VECTORS; c++) {
             Floats value = load<Floats>(values + r * PANEL + c * LANES);
+            if (weight.scales != nullptr) value *= load<Floats>(weight.scales + column + c * LANES);
             if (weight.bias != nullptr) value += load<Floats>(weight.bias + column + c * LANES);
             if (operands.residual != nullptr)
                 value = T::rounded(value) + T::read(at<T>(operands.residual, place + c * LANES));
@@ -91,12 +93,13 @@ template <class T, int ROWS, int LINES>
 static void multiply_rows(const PackedWeight& weight, const int32_t* panel, int64_t column, const Operands& operands,
                           int64_t row, const int32_t* tile, const char* ahead) {
     Floats sums[ROWS][PANEL_VECTORS] = {};
-    const int64_t steps = weight.inputs / T::PER_WORD;
+    const int64_t steps = weight.inputs / T::PER_WORD, stride = PANEL / T::PACKING;
+    constexpr int AHEAD = T::PACKING > 1 && LINES > 1 ? 1 : LINES;
     if (LINES < 2 || (T::TILED_WORDS > 1 && tile != nullptr)) {
-        multiply_tiled<T, ROWS, PANEL_VECTORS, LINES>(sums, tile, panel, PANEL, steps, ahead);
+        multiply_tiled<T, ROWS, PANEL_VECTORS, AHEAD>(sums, tile, panel, stride, steps, ahead);
     } else {
         const int32_t* words = (const int32_t*)at<T>(operands.x, row * operands.x_stride);
-        multiply<T, ROWS, PANEL_VECTORS, LINES>(sums, words, operands.x_stride / T::PER_WORD, panel, PANEL, steps,
+        multiply<T, ROWS, PANEL_VECTORS, AHEAD>(sums, words, operands.x_stride / T::PER_WORD, panel, stride, steps,
                                                 ahead);
     }
     put<T, ROWS>(sums, weight, column, operands, row);
@@ -138,9 +141,24 @@ static void lay_out_tile(const Operands& operands, int64_t inputs, int64_t row, 
                     tiled_words<T>(broadcast(from[r * stride + word]), half)[0];
 }
 
+// A panel of 8-bit integers as the words that it stands for.
 template <class T>
-static void multiply_packed(const PackedWeight& weight, const Operands& operands, ThreadTeam& team) {
-    const int64_t panels = (weight.outputs + PANEL - 1) / PANEL, size = PANEL * (weight.inputs / T::PER_WORD);
+static const int32_t* widen_panel(const int32_t* panel, int64_t words, const char* ahead) {
+    static thread_local Scratch scratch;
+    int32_t* wide = (int32_t*)scratch.reserve(words * 4);
+    for (int64_t word = 0; word < words; word += LANES) {
+        const int32_t* from = panel + word / T::PACKING;
+        __builtin_prefetch(ahead + ((const char*)from - (const char*)panel), 0, 2);
+        store(wide + word, T::columns(from));
+    }
+    return wide;
+}
+
+template <class T>
+static void multiply_weights(const PackedWeight& weight, const Operands& operands, ThreadTeam& team) {
+    typedef typename T::Number Number;
+    const int64_t panels = (weight.outputs + PANEL - 1) / PANEL, words = PANEL * (weight.inputs / T::PER_WORD);
+    const int64_t size = words / T::PACKING;
     const int64_t tiles = (operands.rows + TILE_ROWS - 1) / TILE_ROWS;
     // A thread reads its panels one after the other, and prefetches the next one while it multiplies by this one.
     const int64_t run = max(1, panels / (team.threads * 4));
@@ -160,6 +178,9 @@ static void multiply_packed(const PackedWeight& weight, const Operands& operands
             const int32_t* panel = weight.packed + number * size;
             const char* ahead = (const char*)(number + 1 < panels ? panel + size : panel);
             const int64_t column = number * PANEL;
+            // With more rows the panel is converted once for all of them.
+            const bool wide = T::PACKING > 1 && tiles > 1;
+            if (wide) panel = widen_panel<T>(panel, words, ahead);
             int64_t row = 0;
             for (int64_t i = 0; i < tiles; i++) {
                 const int64_t end = operands.rows * (i + 1) / tiles;
@@ -167,13 +188,19 @@ static void multiply_packed(const PackedWeight& weight, const Operands& operands
                 const int32_t* tile = laid_out == nullptr ? nullptr : laid_out + i * pitch;
                 if (tiles == 1) {
                     multiply_panel<T, 2>(rows, weight, panel, column, operands, row, tile, ahead);
-                } else if (i < 2) {
-                    multiply_panel<T, 1>(rows, weight, panel, column, operands, row, tile, ahead + i * size * 2);
+                } else if (i < 2 && !wide) {
+                    multiply_panel<Number, 1>(rows, weight, panel, column, operands, row, tile, ahead + i * size * 2);
                 } else {
-                    multiply_panel<T, 0>(rows, weight, panel, column, operands, row, tile, ahead);
+                    multiply_panel<Number, 0>(rows, weight, panel, column, operands, row, tile, ahead);
                 }
                 row = end;
             }
         }
     });
+}
+
+template <class T>
+static void multiply_packed(const PackedWeight& weight, const Operands& operands, ThreadTeam& team) {
+    if (weight.scales != nullptr) return multiply_weights<Int8<T>>(weight, operands, team);
+    multiply_weights<T>(weight, operands, team);
 }

@@ -35,6 +35,7 @@ typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 constexpr float LOG2E = 1.4426950408889634f;
@@ -125,6 +126,9 @@ struct Float32 {
     static constexpr int PER_WORD = 1;
     static constexpr int TILED_WORDS = 1;
     static constexpr int EXP_DEGREE = 6;
+    typedef Float32 Number;
+    static constexpr int PACKING = 1;
+    INLINE Words columns(const int32_t* from) { return load<Words>(from); }
 
     INLINE Floats multiply_add(Floats sum, Words a, Words b) { return sum + (Floats)a * (Floats)b; }
     INLINE Floats read(const Element* from) { return load<Floats>(from); }
@@ -145,6 +149,9 @@ struct BFloat16 {
     static constexpr int TILED_WORDS = 2;
 #endif
     static constexpr int EXP_DEGREE = 4;
+    typedef BFloat16 Number;
+    static constexpr int PACKING = 1;
+    INLINE Words columns(const int32_t* from) { return load<Words>(from); }
 
     INLINE Floats multiply_add(Floats sum, Words a, Words b) {
 #if defined(__AVX512BF16__)
@@ -180,6 +187,30 @@ struct BFloat16 {
         const Bits low = __builtin_convertvector(load<Halves>(first), Bits);
         const Bits high = __builtin_convertvector(load<Halves>(second), Bits);
         return (Words)(low | (high << 16));
+    }
+};
+
+// Numbers of type T that are stored as 8-bit integers, in the same order: PACKING words of T fit into one.
+template <class T>
+struct Int8 : T {
+    static constexpr int PACKING = 4 / T::PER_WORD;
+    // A vector of words of T.
+    INLINE Words columns(const int32_t* from) {
+        if constexpr (T::PER_WORD == 1) {
+            return (Words)__builtin_convertvector(load<Bytes>(from), Floats);
+        } else {
+#if defined(__AVX512BF16__)
+            const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+            const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from + 4)));
+            return (Words)_mm512_cvtne2ps_pbh(high, low);
+#else
+            // Seven bits fit into the upper half of a float: no rounding.
+            const Words pairs = __builtin_convertvector(load<Halves>(from), Words);
+            const Bits low = (Bits)__builtin_convertvector((pairs << 24) >> 24, Floats);
+            const Bits high = (Bits)__builtin_convertvector((pairs << 16) >> 24, Floats);
+            return (Words)((low >> 16) | (high & 0xffff0000u));
+#endif
+        }
     }
 };
 
@@ -240,7 +271,7 @@ INLINE void multiply(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, int64_t a_
     for (int64_t step = 0; step < steps; step++) {
         Words columns[COLUMNS];
 #pragma GCC unroll 4
-        for (int c = 0; c < COLUMNS; c++) columns[c] = load<Words>(b + c * LANES);
+        for (int c = 0; c < COLUMNS; c++) columns[c] = T::columns(b + c * LANES / T::PACKING);
         if (LINES > 0) {
             __builtin_prefetch(ahead, 0, 2);
             if (LINES > 1) __builtin_prefetch(ahead + 64, 0, 2);
@@ -264,7 +295,7 @@ INLINE void multiply_tiled(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, cons
     for (int64_t step = 0; step < steps; step++) {
         Words columns[COLUMNS];
 #pragma GCC unroll 4
-        for (int c = 0; c < COLUMNS; c++) columns[c] = load<Words>(b + c * LANES);
+        for (int c = 0; c < COLUMNS; c++) columns[c] = T::columns(b + c * LANES / T::PACKING);
         if (LINES > 0) {
             __builtin_prefetch(ahead, 0, 2);
             if (LINES > 1) __builtin_prefetch(ahead + 64, 0, 2);

@@ -1,0 +1,68 @@
+"""What this machine's memory and oneDNN allow for a model: prints one line of JSON.
+
+    python benchmarks/engine_limits.py --model DIR --threads 2
+
+- `bandwidth`: bytes per second that PyTorch's threads read from memory (the sum of 1 GiB);
+- `step_bytes`: bytes of weights that each decode step reads;
+- `products`: tokens per second of prefill if nothing but linear layers took time, at oneDNN's rate for 512 rows of bfloat16
+  and a packed weight.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROWS = 512
+
+
+def best(call: Callable[[], object], turns: int) -> float:
+    """The shortest time of a call in seconds."""
+    taken = []
+    for _ in range(turns):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def limits(model: Path, threads: int) -> dict[str, float]:
+    """The figures for a model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    memory = torch.ones(1 << 28)
+    bandwidth = memory.nbytes / best(memory.sum, 8)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    head = loaded.get_output_embeddings()
+    weights = [layer.weight for layer in loaded.modules() if isinstance(layer, torch.nn.Linear)]
+    seconds: dict[torch.Size, float] = {}
+    with torch.inference_mode():
+        for weight in weights:
+            if weight.shape not in seconds and weight is not head.weight:
+                packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+                x = torch.randn(ROWS, weight.shape[1]).bfloat16()
+                multiply = torch.ops.mkldnn._linear_pointwise
+                seconds[weight.shape] = best(lambda: multiply(x, packed, None, "none", [], ""), 12)  # noqa: B023
+    total = sum(seconds[weight.shape] for weight in weights if weight is not head.weight)
+    return {
+        "bandwidth": bandwidth,
+        "step_bytes": float(sum(weight.nbytes for weight in weights)),
+        "products": ROWS / total,
+    }
+
+
+def main() -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(description="Measure memory bandwidth and oneDNN's products.")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    found = parser.parse_args()
+    print(json.dumps(limits(found.model, found.threads)))
+
+
+if __name__ == "__main__":
+    main()
