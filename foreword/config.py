@@ -109,6 +109,10 @@ class EngineConfig:
         seed: seed for requests without one; by default random.
         history_tokens: tokens of recent prompts kept to explain cache misses in cache reports.
         report_other_tenants: let a cache report say that another tenant has a prefix cached. This reveals that it does.
+        audit_every: recompute one prefix hit in N while the engine is idle, and compare its KV; 0 for none.
+        audit_budget: share of the time that audits may take.
+        audit_reports: folder for a report of each hit that differs.
+        audit_evidence: put the tokens and the wrong KV into these reports, for `foreword audit rerun`. Both reveal the prompt.
     """
 
     model: str | None = None
@@ -135,6 +139,10 @@ class EngineConfig:
     seed: int | None = None
     history_tokens: int = _at_least(0, 1 << 20)
     report_other_tenants: bool = False
+    audit_every: int = _at_least(0, 0)
+    audit_budget: float = _between(0.0, 1.0, 0.1)
+    audit_reports: str | None = None
+    audit_evidence: bool = False
 
     def __post_init__(self) -> None:
         _check("engine", self)

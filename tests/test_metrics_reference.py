@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 from vllm_stub import stubbed_vllm
 
+from foreword.engine.hit_audit import AuditCounts
 from foreword.observability.metrics import PrometheusObserver
 from foreword.offload.manager import OffloadStatus
 from foreword.router.metrics import RouterMetrics
@@ -76,6 +77,7 @@ def server_engine() -> Any:
         label="memory",
         counters=TierCounters(errors=Counter(timeout=1), bad=Counter(checksum=1)),
         status=StoreStatus,
+        suspended=False,
         breaker=SimpleNamespace(is_open=False),
         admission=SimpleNamespace(refused=Counter(rate=1)),
     )
@@ -84,6 +86,8 @@ def server_engine() -> Any:
         info=info,
         status=lambda: status,
         prefixes=SimpleNamespace(pinned_bytes=0, budget_bytes=0),
+        audit=SimpleNamespace(counts=AuditCounts(Counter(disk=1), Counter(disk=1), Counter(disk=1))),
+        quarantine=SimpleNamespace(chains=[]),
         offload=SimpleNamespace(store=SimpleNamespace(tiers=[tier]), status=OffloadStatus),
         instance=SimpleNamespace(endpoint=SimpleNamespace(status=lambda: endpoint)),
         served=SimpleNamespace(status=lambda: SimpleNamespace(device=0, memory=0, missing=0)),

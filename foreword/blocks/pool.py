@@ -226,6 +226,11 @@ class BlockPool:
         if keys and self._on_removed is not None:
             self._on_removed(keys)
 
+    def in_use(self, owner: bytes) -> list[int]:
+        """The published blocks of an owner that have references."""
+        pairs = enumerate(zip(self._refs, self._keys, self._owners, strict=True))
+        return [block for block, (refs, key, of) in pairs if refs and key is not None and of == owner]
+
     def clear(self, owner: bytes | None = None) -> int:
         """Drop the cached content of all free blocks, or of those of one owner, and return their number. Blocks in use keep
         their keys."""

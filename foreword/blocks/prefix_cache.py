@@ -130,6 +130,10 @@ class PrefixCache:
         lookahead_blocks: extra blocks to allocate with each allocation of a sequence while enough are free.
         on_published: called with `(table, start, end)` when blocks `[start, end)` of a table are published.
         on_removed: called with the keys that no block holds any more.
+
+    Attributes:
+        quarantined: keys of blocks that are neither published nor searched, nor any block that continues them.
+        disabled: no lookup hits for now.
     """
 
     def __init__(
@@ -155,6 +159,8 @@ class PrefixCache:
         self.windows = tuple(number for number, group in enumerate(self.groups) if not group.whole)
         self._simple = not self.windows and len(self.groups) == 1
         self.enabled = enabled
+        self.disabled = False
+        self.quarantined: frozenset[bytes] = frozenset()
         self._model = model
         self._partial_reuse = partial_reuse and enabled
         self._lookahead = lookahead_blocks * len(self.groups)
@@ -187,7 +193,7 @@ class PrefixCache:
 
     def lookup(self, table: BlockTable) -> Match:
         """The longest cached prefix of the table's tokens. Changes nothing: no references, no eviction order."""
-        if not self.enabled:
+        if not self.enabled or self.disabled:
             return NO_MATCH
         size = self.block_size
         keys = table.chain.keys_to(len(table) // size)
@@ -201,13 +207,13 @@ class PrefixCache:
         find, size = self.pool.find, self.block_size
         most = len(self.pool.lookup(keys)) if self.groups[0].whole else len(keys)
         position = longest_resumable(
-            self.groups, most * size, lambda number, block: find(_group_key(number, keys[block])) is not None
+            self.groups, most * size, lambda number, block: find(group_key(number, keys[block])) is not None
         )
         depth = position // size
         found = []
         for number, group in enumerate(self.groups):
             first = _first_needed(group, depth)
-            wanted = [_group_key(number, key) for key in keys[first:depth]]
+            wanted = [group_key(number, key) for key in keys[first:depth]]
             found.append([HOLE] * first + self.pool.lookup(wanted))
         return tuple(found)
 
@@ -282,7 +288,7 @@ class PrefixCache:
             holes = table.holes[number] = blocks.count(HOLE)
             self.pool.share(blocks[holes:])
 
-    def advance(self, table: BlockTable, num_tokens: int) -> bool:
+    def advance(self, table: BlockTable, num_tokens: int, *, publish: bool = True) -> bool:
         """Allocate blocks for the KV of the table's first `num_tokens` tokens, and publish the blocks that become full.
 
         They are published before they are computed, so that other requests of the same step can share them. Returns False,
@@ -300,7 +306,7 @@ class PrefixCache:
             else:
                 _deal(table, blocks)
         full = num_tokens // self.block_size
-        if full > table.published and self.enabled:
+        if full > table.published and self.enabled and publish:
             self.publish(table, full)
         else:
             self._set_next_block_at(table)
@@ -351,6 +357,8 @@ class PrefixCache:
     def publish(self, table: BlockTable, num_blocks: int) -> None:
         """Publish those of the table's first `num_blocks` blocks that are not published yet. All of them are full."""
         start = table.published
+        if self.quarantined:
+            num_blocks = self.usable(table.chain.keys_to(num_blocks)[:num_blocks])
         if num_blocks <= start or not self.enabled:
             return
         keys = table.chain.keys_to(num_blocks)[start:num_blocks]
@@ -363,10 +371,17 @@ class PrefixCache:
         table.published = num_blocks
         self._set_next_block_at(table)
 
+    def usable(self, keys: Sequence[bytes]) -> int:
+        """How many of the first keys of a chain come before a block in quarantine."""
+        quarantined = self.quarantined
+        if not quarantined:
+            return len(keys)
+        return next((number for number, key in enumerate(keys) if key in quarantined), len(keys))
+
     def _publish_groups(self, table: BlockTable, start: int, keys: Sequence[bytes]) -> None:
         for number, blocks in enumerate(table.groups):
             pairs = zip(blocks[start : start + len(keys)], keys, strict=True)
-            held = [(block, _group_key(number, key)) for block, key in pairs if block != HOLE]
+            held = [(block, group_key(number, key)) for block, key in pairs if block != HOLE]
             self.pool.publish([block for block, _ in held], [key for _, key in held], table.chain.root)
 
     def whole_run(self, table: BlockTable) -> int:
@@ -375,7 +390,7 @@ class PrefixCache:
             return 0
         keys = table.chain.keys_to(len(table) // self.block_size)
         whole = [number for number, group in enumerate(self.groups) if group.whole]
-        runs = (len(self.pool.lookup([_group_key(number, key) for key in keys])) for number in whole)
+        runs = (len(self.pool.lookup([group_key(number, key) for key in keys])) for number in whole)
         return min(runs) * self.block_size
 
     def _set_next_block_at(self, table: BlockTable) -> None:
@@ -457,7 +472,7 @@ class PrefixCache:
         keys = table.chain.keys_to(depth)
         for number, (group, blocks) in enumerate(zip(self.groups, table.groups, strict=True)):
             for i in range(_first_needed(group, depth), depth):
-                block = blocks[i] if blocks[i] != HOLE else self.pool.find(_group_key(number, keys[i]))
+                block = blocks[i] if blocks[i] != HOLE else self.pool.find(group_key(number, keys[i]))
                 if block is not None:
                     pinned.append(block)
         self.pool.share(pinned)
@@ -474,9 +489,18 @@ class PrefixCache:
     def clear(self, salt: bytes | None = None) -> int:
         """Drop all cached blocks that are not in use, or those of one tenant, and return their number."""
         root = None if salt is None else self.root(salt)
+        self._forget_partials(root)
+        return self.pool.clear(root)
+
+    def drop(self, root: bytes) -> None:
+        """Drop all cached blocks of a tenant: no lookup finds them, those in use neither."""
+        self._forget_partials(root)
+        self.pool.retract(self.pool.in_use(root))
+        self.pool.clear(root)
+
+    def _forget_partials(self, root: bytes | None) -> None:
         for parent in [key for key, (_, _, owner) in self._partials.items() if root in (None, owner)]:
             self._forget_partial(parent)
-        return self.pool.clear(root)
 
     def check(self) -> None:
         """Verify the invariants of the pool and of the partial blocks. Raises IntegrityError."""
@@ -507,7 +531,7 @@ def _of_first_group(on_removed: Callable[[list[bytes]], None]) -> Callable[[list
     return report
 
 
-def _group_key(number: int, key: bytes) -> bytes:
+def group_key(number: int, key: bytes) -> bytes:
     """The key of a group's block in the pool."""
     return key + _SUFFIXES[number] if number else key
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from foreword import __version__
-from foreword.cli import conform, demo, doctor, prefix, serve, simulate, store, traffic
+from foreword.cli import audit, conform, demo, doctor, prefix, serve, simulate, store, traffic
 from foreword.errors import ForewordError
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _group in (serve, doctor, prefix, demo, store, simulate, traffic, conform):
+for _group in (serve, doctor, prefix, demo, store, simulate, traffic, conform, audit):
     _group.register(app)
 
 

@@ -54,6 +54,7 @@ from foreword.events import (
 from foreword.offload.manager import OffloadManager
 
 if TYPE_CHECKING:
+    from foreword.engine.hit_audit import HitAudit
     from foreword.engine.structured.compiler import CompiledOutput, GrammarCompiler
     from foreword.engine.structured.constraint import Constraint
 
@@ -130,6 +131,7 @@ class EngineCore:
         self.kept = kept or KeptPrefixes(cache, 0, 0)
         self.offload = offload
         self.transfers: KVTransferHooks | None = None
+        self.audit: HitAudit | None = None
         self.scheduler = scheduler
         self.limits = limits
         self.steps = 0
@@ -306,6 +308,8 @@ class EngineCore:
     def step(self) -> list[Delta]:
         """One step. A failure of the device ends the requests of the step, withdraws their blocks, and is not raised."""
         self.kept.settle()
+        if self.audit is not None:
+            self.audit.before_step()
         arrived = self._collect_kv()
         started = self._clock()
         seen = self.offload.changes if self.offload is not None else 0
@@ -401,6 +405,9 @@ class EngineCore:
         """Save these blocks of one KV group, in order of their positions."""
         assert self.offload is not None
         chain, blocks = sequence.table.chain, sequence.table.groups[number]
+        if self.cache.quarantined and wanted:
+            usable = self.cache.usable(chain.keys_to(wanted[-1] + 1))
+            wanted = [block for block in wanted if block < usable]
         for low, high in consecutive_runs(wanted):
             first, stop = wanted[low], wanted[high - 1] + 1
             keys = chain.keys_to(stop)[first:stop]
@@ -584,6 +591,8 @@ class EngineCore:
             self.kept.admitted(sequence.kept, sequence.table, sequence.num_prompt)
         if sequence.request.want_cache_report:
             sequence.report = self._reports.report(sequence)
+        if self.audit is not None:
+            self.audit.admitted(sequence)
         self._history.add(sequence.request.salt, sequence.table.chain.tokens)
         loaded = tuple(self._reports.loaded_tokens(sequence).items())
         self.notify(PrefixLookup(sequence.request.id, sequence.num_prompt, sequence.cached_tokens, loaded))

@@ -285,6 +285,7 @@ class Scheduler:
         self, stores: BlockStores, root: bytes, keys: Sequence[bytes], held: int, *, patient: bool = False
     ) -> StoreKV | StorePosition:
         size = self.cache.block_size
+        keys = keys[: self.cache.usable(keys)]
         if self._stored is not None:
             return StorePosition(self._stored, root, keys, held, size, self._in_flight, patient=patient)
         return StoreKV(stores, root, keys, held, size, self._in_flight, patient=patient)

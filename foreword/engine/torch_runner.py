@@ -55,6 +55,7 @@ class TorchRunner:
         choice: AttentionChoice | None = None,
     ) -> None:
         self.num_blocks = num_blocks
+        self.kv_dtype = dtype
         self.bytes_per_block = bytes_per_block(layers, dtype, block_size)
         self._model = model
         self._device: torch.device = model.device
@@ -90,6 +91,10 @@ class TorchRunner:
         """Float32 logits `[tokens, vocab]` of all tokens of a step, or of some rows (used by the self-check)."""
         self._copy(step.copies)
         return self._forward(step, range(step.num_tokens) if rows is None else rows).float()
+
+    def group_layers(self, group: int) -> dict[int, PagedLayer]:
+        """The layers of a KV group, by number."""
+        return {layer: self.layers[layer] for layer in sorted(self._grouped.groups[group])}
 
     def record_graphs(self, largest: int, capture: Capture | None = None) -> None:
         """Record steps in which up to `largest` sequences decode (cuda_graphs.py). `capture` is a CUDA graph's by default."""

@@ -79,6 +79,7 @@ class AsyncEngine:
         instance: this engine among other instances; None unless it has a role.
         served: what other instances have read of its blocks; None unless it has a role.
         unclaimed: migrated requests whose client has not come for them yet.
+        audit, quarantine: the live audit of hits, and the chains that it, or that of another instance, has found to be wrong.
     """
 
     def __init__(self, parts: EngineParts, transfer: TransferConfig | None = None, role: str | None = None) -> None:
@@ -91,6 +92,8 @@ class AsyncEngine:
         self.instance: Instance | None = None
         self._parts = parts
         self._core = parts.core
+        self.audit = parts.core.audit
+        self.quarantine = parts.quarantine
         self._prefix_ids = itertools.count()
         # Not the loop's own threads: compilers of many grammars may wait for each other.
         self._compilers = ThreadPoolExecutor(_COMPILERS, "foreword-compile")
@@ -106,6 +109,7 @@ class AsyncEngine:
             self.instance = Instance(parts.core, view, transfer, role, self, self.served)
             parts.runner.on_written = self.instance.layer_written
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
+        self.quarantine.on_change = lambda: self.post(lambda: None)  # an idle engine looks at the quarantine then
         self._thread.start()
 
     @classmethod
@@ -449,6 +453,8 @@ class AsyncEngine:
                     self._inbox.popleft()()
                 if self._core.has_work():
                     self.deliver(self._core.step())
+                elif self.audit is not None:
+                    self.audit.work()
         except Exception as error:
             with self._wake:
                 self._failed = f"{type(error).__name__}: {error}"
@@ -466,7 +472,10 @@ class AsyncEngine:
         """Sleep until there is something to do; False when the engine closes."""
         with self._wake:
             while not (self._closing or self._inbox or self._core.has_work()):
-                self._wake.wait()
+                pause = None if self.audit is None else self.audit.pause()
+                if pause == 0.0:
+                    break
+                self._wake.wait(pause)
             return not self._closing
 
     def wait(self, seconds: float) -> None:

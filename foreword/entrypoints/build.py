@@ -7,7 +7,7 @@ import ctypes
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ from foreword.engine.self_check import self_check
 from foreword.engine.structured.compiler import GrammarCompiler
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
+from foreword.entrypoints.audit import build_audit
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.offload.search import StoredGroup
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import PrefixBook
+from foreword.prefixes.quarantine import ChainQuarantine
 from foreword.prefixes.service import PrefixService
 from foreword.prefixes.store_pins import StorePins
 from foreword.prefixes.stored import StoredPrefixes
@@ -95,6 +97,7 @@ class EngineParts:
         offload, stores: the stores behind the device, if any, and their configuration.
         pins, retentions: of blocks in the stores, if there are any.
         chains: where each published block is in its chain; None unless other instances may read blocks.
+        quarantine: chains that are not reused, because an audit found their KV to be wrong.
     """
 
     core: EngineCore
@@ -105,6 +108,7 @@ class EngineParts:
     stores: StoreConfig
     offload: OffloadManager | None
     chains: ChainIndex | None
+    quarantine: ChainQuarantine
     pins: StorePins | None = None
     retentions: StoredRetentions | None = None
 
@@ -118,6 +122,7 @@ class EngineParts:
         """Write what the stores do not have yet, and close them."""
         if self.retentions is not None:
             self.retentions.close(self.stores.flush_seconds)
+        self.quarantine.close()
         if self.offload is not None:
             self.offload.close(self.stores.flush_seconds)
 
@@ -204,7 +209,8 @@ def build_engine(
         pins = StorePins(offload, cache.groups, info.block_size)
         if offload.store.writable:
             retentions = StoredRetentions(kept.book, offload.store, pins, info.fingerprint, info.block_size)
-    return EngineParts(core, runner, info, tokenizer, budget, stores, offload, chains, pins, retentions)
+    core.audit, quarantine = build_audit(config, asdict(info), runner, cache, offload)
+    return EngineParts(core, runner, info, tokenizer, budget, stores, offload, chains, quarantine, pins, retentions)
 
 
 def _take_kv_memory(config: EngineConfig, loaded: models.LoadedModel, progress: Callable[[str], None]) -> TorchRunner:

@@ -249,6 +249,8 @@ class LLM:
                     bar.update()
                 if delta.finish_reason == "error":
                     self._core.abort(delta.request_id)  # its other sequences
+        while self._core.audit is not None and self._core.audit.work():
+            pass
 
 
 @dataclasses.dataclass(slots=True)

@@ -29,6 +29,7 @@ from foreword.events import (
 
 if TYPE_CHECKING:
     from foreword.disaggregation.frame_server import ServedStatus
+    from foreword.engine.hit_audit import HitAudit
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.entrypoints.build import ModelInfo
     from foreword.offload.manager import OffloadManager
@@ -128,6 +129,14 @@ class PrometheusObserver(Collector):
         if engine.offload is not None:
             yield from _offload_metrics(model, engine.offload)
             yield from _tier_metrics(model, engine.offload.store.tiers)
+        if engine.audit is not None:
+            yield from _audit_metrics(model, engine.audit)
+        yield _gauge(
+            "foreword:quarantined_chains",
+            "Chains that are not reused, because an audit found their KV to be wrong.",
+            ("model_name",),
+            [((model,), len(engine.quarantine.chains))],
+        )
         if engine.instance is not None:
             yield from _endpoint_metrics(model, engine.instance.endpoint.status())
         if engine.served is not None:
@@ -229,6 +238,7 @@ _TIER_GAUGES: tuple[tuple[str, str, Callable[[StoreTier, StoreStatus], float]], 
     ("tier_budget_bytes", "Size limit of a tier; 0 if it sets none.", lambda tier, status: status.budget),
     ("tier_blocks", "Blocks in a tier; -1 if it does not count them.", lambda tier, status: status.blocks),
     ("tier_pinned_bytes", "Bytes of blocks that named prefixes pin.", lambda tier, status: status.pinned_bytes),
+    ("tier_suspended", "1 while a tier is not read because of an audit.", lambda tier, status: float(tier.suspended)),
     ("tier_open", "1 while a tier's circuit breaker is open.", lambda tier, status: float(tier.breaker.is_open)),
 )
 
@@ -256,6 +266,27 @@ def _tier_metrics(model: str, tiers: Iterable[StoreTier]) -> Iterator[Metric]:
     for name, text, value in _TIER_GAUGES:
         samples = [((model, tier.label), value(tier, status)) for tier, status in each]
         yield _gauge(f"foreword:{name}", text, labels, samples)
+
+
+def _audit_metrics(model: str, audit: HitAudit) -> Iterator[Metric]:
+    """What the live audit has compared. Its coverage is audited hits by hits."""
+    counts = audit.counts
+    for name, text, by_source in (
+        ("hits", "Sequences with cached blocks, by where these came from.", counts.hits),
+        ("audited_hits", "Hits whose KV was recomputed and compared.", counts.audited),
+        ("different_hits", "Audited hits whose KV was wrong.", counts.different),
+    ):
+        samples = [((model, source), amount) for source, amount in dict(by_source).items()]
+        yield _counter(f"foreword:audit_{name}", text, ("model_name", "source"), samples)
+    for name, text, amount in (
+        ("skipped_hits", "Hits chosen for an audit that were evicted or never had their turn.", counts.skipped),
+        ("blocks", "Blocks compared.", counts.blocks),
+        ("exact_blocks", "Compared blocks that were equal bit for bit.", counts.exact),
+        ("seconds", "Seconds spent in audits.", counts.seconds),
+    ):
+        yield _counter(f"foreword:audit_{name}", text, ("model_name",), [((model,), amount)])
+    text = "The largest distance of a compared block that was right; the tolerance is its limit."
+    yield _gauge("foreword:audit_largest_distance", text, ("model_name",), [((model,), counts.largest)])
 
 
 def _endpoint_metrics(model: str, status: EndpointStatus) -> Iterator[Metric]:

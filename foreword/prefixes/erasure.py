@@ -16,7 +16,7 @@ from hashlib import blake2b, sha256
 from typing import Any, TypeVar
 
 from foreword.blocks.keys import tenant_digest
-from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, key_of
+from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, ROOT_BYTES, key_of
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.errors import NotFound, StoreError
 from foreword.prefixes.records import PrefixRecord, read_record
@@ -29,7 +29,7 @@ Parsed = TypeVar("Parsed")
 
 SCAN_WITHIN = 600.0  # seconds for a scan of all tiers
 _CALL_TIMEOUT = 60.0
-_KINDS = ("prefixes/", "retained/")
+_KINDS = ("prefixes/", "retained/", "quarantine/")
 _ROUNDS = 3  # how often a tier is swept while a sweep finds something
 _CANONICAL: Any = {"sort_keys": True, "separators": (",", ":"), "ensure_ascii": True}
 
@@ -175,6 +175,14 @@ def forget_prefix(store: TieredStore, name: str, salt: bytes | None = None) -> R
     return erasure.receipt(f"prefix {name}")
 
 
+def forget_chain(store: TieredStore, root: bytes, key: bytes, depth: int) -> Receipt:
+    """Erase the block `key` of the chain with the root key `root`, and all blocks that continue it or may do so. It is block
+    number `depth` of the chain. Raises StoreError."""
+    erasure = _Erasure(store)
+    erasure.chain(root[:ROOT_BYTES], key, depth)
+    return erasure.receipt(f"chain {key.hex()}")
+
+
 class _Erasure:
     """One erasure: sweeps all tiers and counts. A tier that fails is noted, and the others are swept."""
 
@@ -213,10 +221,19 @@ class _Erasure:
 
     def prefix(self, root: bytes, last: bytes) -> None:
         """Delete a named prefix, given its tenant and the key of its last block."""
-        chains = StoredChains(block for block in self._scan() if block.name.startswith(root, FINGERPRINT_BYTES))
-        chosen = chains.with_prefix(last)
+        chosen = self._chains(root).with_prefix(last)
         self._widened |= chosen is None
         self.sweep([(b"", root)], chosen)
+
+    def chain(self, root: bytes, key: bytes, depth: int) -> None:
+        """Delete a block and all that may continue it, given its tenant, its key and its position."""
+        chains = self._chains(root)
+        starts = {name for name, block in chains.blocks.items() if key in (key_of(name), block.parent)}
+        chosen = chains.descendants(starts) | chains.behind_gaps(depth)
+        self.sweep([(b"", root)], chains.of_all_groups(chosen))
+
+    def _chains(self, root: bytes) -> StoredChains:
+        return StoredChains(block for block in self._scan() if block.name.startswith(root, FINGERPRINT_BYTES))
 
     def _scan(self) -> Iterator[StoredBlock]:
         return self._store.scan(deadline=time.monotonic() + SCAN_WITHIN)
@@ -294,15 +311,23 @@ class StoredChains:
         """The blocks of a prefix whose last block has the key `last`, and all that may continue it. None: it cannot be told,
         since the chain of the prefix is not complete."""
         ends = [name for name in self.blocks if key_of(name) == last]
-        reached = self.descendants(block.name for block in self.heads())
+        reached = self.reached()
         if not any(end in reached for end in ends):
             return None
         chosen = self.descendants(ends)
         for end in ends:
             chosen |= self.unshared_ancestors(end, chosen)
         depth = min(self.blocks[end].depth for end in ends)
-        behind_gaps = {name for name, block in self.blocks.items() if name not in reached and block.depth > depth}
-        return self.of_all_groups(chosen | behind_gaps)
+        return self.of_all_groups(chosen | self.behind_gaps(depth))
+
+    def reached(self) -> set[Name]:
+        """The blocks whose chains have no gap before them."""
+        return self.descendants(block.name for block in self.heads())
+
+    def behind_gaps(self, depth: int) -> set[Name]:
+        """The blocks deeper than `depth` whose chains have a gap before them: they may continue any block."""
+        reached = self.reached()
+        return {name for name, block in self.blocks.items() if name not in reached and block.depth > depth}
 
     def heads(self) -> Iterator[StoredBlock]:
         """The first blocks of chains."""
@@ -314,8 +339,7 @@ class StoredChains:
 
     def unreachable(self) -> int:
         """Number of blocks behind a gap in their chain, where no lookup finds them."""
-        reached = self.descendants(block.name for block in self.heads())
-        return len(self.blocks) - len(reached)
+        return len(self.blocks) - len(self.reached())
 
 
 def _parent(block: StoredBlock) -> Name:

@@ -93,11 +93,14 @@ def create_app(
 def _add_probes(routes: Routes, admission: Admission, registry: PrometheusObserver, events: EventSource | None) -> None:
     @routes.add("GET", "/health", "probes")
     async def health(request: Request) -> Response:
-        """Liveness. 200 from the start, also while the model is loaded; 503 only if the server needs a restart."""
-        failed = admission.loaded.status().failed if admission.loaded is not None else None
+        """Liveness. 200 from the start, also while the model is loaded; 503 only if the server needs a restart. `quarantined`,
+        if there are any, is the number of chains that are not reused because an audit found their KV to be wrong."""
+        engine = admission.loaded
+        failed = engine.status().failed if engine is not None else None
         if failed is not None:
             return JSONResponse({"status": "failed", "reason": failed}, 503)
-        return JSONResponse({"status": "alive"})
+        chains = len(engine.quarantine.chains) if engine is not None else 0
+        return JSONResponse({"status": "alive", **({"quarantined": chains} if chains else {})})
 
     @routes.add("GET", "/ready", "probes")
     async def ready(request: Request) -> Response:

@@ -87,9 +87,11 @@ def add_routes(routes: Routes, context: ServerContext, history: MetricsHistory) 
 
 def _state(context: ServerContext) -> dict[str, str]:
     try:
-        context.admission.engine()
+        chains = len(context.admission.engine().quarantine.chains)
     except ForewordError as error:
         return {"status": error.code or "not_ready", "reason": error.message}
+    if chains:
+        return {"status": "quarantine", "reason": f"An audit found wrong KV: {chains} chains are not reused."}
     return {"status": "ready", "reason": ""}
 
 

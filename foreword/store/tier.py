@@ -44,6 +44,9 @@ class StoreTier:
     Args:
         writable: whether blocks are written to and deleted from the store.
         rule: which blocks are written; None: all.
+
+    Attributes:
+        suspended: no block is searched or read here: an audit has found a wrong one that came from here.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class StoreTier:
         self.store = store
         self.label = store.label
         self.writable = writable
+        self.suspended = False
         self.blocking = store.blocking
         self.counters = TierCounters()
         self.breaker = CircuitBreaker(clock)

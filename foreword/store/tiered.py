@@ -128,7 +128,7 @@ class TieredStore(Store):
             left = deadline - time.monotonic()
             if left <= 0:  # the call would count as a failure of this tier, not of the slow one
                 return
-            if not (inline and tier.blocking):
+            if not (tier.suspended or (inline and tier.blocking)):
                 yield index, deadline - left / 2 if tier.blocking and index < last else deadline
 
     def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
@@ -237,6 +237,9 @@ class TieredStore(Store):
             yield from tier.store.scan(deadline=deadline)
 
     # Records
+
+    def keeps_records(self, tier: StoreTier) -> bool:
+        return tier in self._record_tiers
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         """Write to every tier that keeps records. Raises StoreError if all of them failed."""

@@ -8,7 +8,7 @@ import { ServerView } from "./server.js";
 
 const EVERY = 1000;
 const TIMEOUT = 8000;
-const STATES = { ready: ["ready", "good"], not_ready: ["loading", "warn"], shutting_down: ["draining", "warn"], engine_error: ["failed", "bad"] };
+const STATES = { ready: ["ready", "good"], not_ready: ["loading", "warn"], shutting_down: ["draining", "warn"], engine_error: ["failed", "bad"], quarantine: ["wrong KV found", "bad"] };
 
 const element = (id) => document.getElementById(id);
 const page = { timeline: new Timeline(), now: null, range: 1800, paused: false, view: null, kind: null, timer: null, busy: false, fresh: false };
