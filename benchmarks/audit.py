@@ -32,7 +32,12 @@ CHANGES = (0.01, 0.05, 0.2)
 
 
 def engine(folder: Path, dtype: str, **options: Any) -> LLM:
-    settings = {"kv_memory": "16384 tokens", "block_size": BLOCK, "self_check": False, "max_batch_tokens": 256}
+    settings: dict[str, Any] = {
+        "kv_memory": "16384 tokens",
+        "block_size": BLOCK,
+        "self_check": False,
+        "max_batch_tokens": 256,
+    }
     return LLM(str(folder), dtype=dtype, **(settings | options))
 
 
@@ -167,6 +172,7 @@ def measure_cost(folder: Path, rounds: int, every: int) -> None:
                 if number:  # the first round has no hits
                     speeds[llm].append(sum(len(one.outputs[0].tokens) for one in outputs) / spent)
         ratios = [with_ / without for with_, without in zip(speeds[audited], speeds[plain], strict=True)]
+        assert audited._core.audit is not None
         counts = audited._core.audit.counts
         share = counts.seconds / sum(64 * 16 / speed for speed in speeds[audited])
         print(f"one hit in {every}: {sum(counts.hits.values())} hits, {sum(counts.audited.values())} audited")
