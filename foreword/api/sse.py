@@ -55,7 +55,11 @@ class EventParser:
         *complete, begun = piece.split(b"\n\n")
         if begun:
             rest += begun
-        return [_parse(raw) for raw in complete if raw]
+        return [
+            ServerSentEvent(raw, raw[6:]) if raw.startswith(b"data: ") and b"\n" not in raw else _parse(raw)
+            for raw in complete
+            if raw
+        ]
 
     def _with_line_feeds(self, piece: bytes) -> bytes:
         if self._held_back:
@@ -65,8 +69,6 @@ class EventParser:
 
 
 def _parse(raw: bytes) -> ServerSentEvent:
-    if raw.startswith(b"data: ") and b"\n" not in raw:
-        return ServerSentEvent(raw, raw[6:])
     name, data = "", []
     for line in raw.split(b"\n"):
         field, _, value = line.partition(b":")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, Final, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -37,7 +38,9 @@ class WorkQueue:
         self._short: list[_Entry] = []
         self._long: list[_Entry] = []
         self._numbers = itertools.count()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # Threads without work, each with the queue that wakes it.
+        self._idle: dict[bool, SimpleQueue[None]] = {}
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, args=(only_short,), name=f"{name}-{lane}", daemon=True)
@@ -55,9 +58,12 @@ class WorkQueue:
             future,
             lambda: work(*args, **kwargs),
         )
-        with self._changed:
-            heapq.heappush(self._short if size <= SHORT else self._long, entry)
-            self._changed.notify_all()
+        short = size <= SHORT
+        with self._lock:
+            heapq.heappush(self._short if short else self._long, entry)
+            wake = self._idle.pop(short, None) or self._idle.pop(False, None)
+        if wake is not None:
+            wake.put(None)
         return future
 
     async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -66,21 +72,27 @@ class WorkQueue:
 
     def close(self) -> None:
         """End the threads. Work that has not begun is cancelled."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             for _, _, future, _ in (*self._short, *self._long):
                 future.cancel()
-            self._changed.notify_all()
+            for wake in self._idle.values():
+                wake.put(None)
         for thread in self._threads:
             thread.join()
 
     def _run(self, only_short: bool) -> None:
+        wake = SimpleQueue[None]()
         while True:
-            with self._changed:
-                while (entry := self._next(only_short)) is None and not self._closed:
-                    self._changed.wait()
+            with self._lock:
+                entry = self._next(only_short)
+                if entry is None and self._closed:
+                    return
+                if entry is None:
+                    self._idle[only_short] = wake
             if entry is None:
-                return
+                wake.get()
+                continue
             _, _, future, work = entry
             if future.set_running_or_notify_cancel():
                 _complete(future, work)

@@ -16,6 +16,11 @@ class ClientDisconnected(Exception):
     """The client closed the connection."""
 
 
+class _EventStream(web.StreamResponse):
+    # aiohttp then sends the head together with the first event.
+    _send_headers_immediately = False
+
+
 class ClientStream:
     """A streamed response. It begins with the first event, or with a comment if the first event takes long: from then on errors
     are events too.
@@ -35,6 +40,7 @@ class ClientStream:
         self._headers = headers
         self._keep_alive = keep_alive
         self._out: web.StreamResponse | None = None
+        self._ended = False
         self._writes = self._seen = 0
         self._timer: asyncio.TimerHandle | None = None
         self._comment: asyncio.Task[None] | None = None
@@ -55,27 +61,36 @@ class ClientStream:
         if self._comment is not None:
             self._comment.cancel()
 
-    async def write(self, data: bytes, given: Mapping[str, str] | None = None) -> None:
-        """Send whole events. `given`: headers of the replica's response. Raises ClientDisconnected."""
+    async def write(self, data: bytes, given: Mapping[str, str] | None = None, *, last: bool = False) -> None:
+        """Send whole events. Raises ClientDisconnected.
+
+        Args:
+            given: headers of the replica's response.
+            last: these are the last events; the stream is ended with them, in one packet.
+        """
         self._writes += 1
         try:
             if self._out is None:
-                self._out = web.StreamResponse(headers=self._headers(given or {}))
+                self._out = _EventStream(headers=self._headers(given or {}))
                 await self._out.prepare(self._http_request)
-            if data:
+            if last:
+                await self._end(self._out, data)
+            elif data and not self._ended:
                 await self._out.write(data)
         except (ConnectionError, aiohttp.ClientConnectionError) as error:
             raise ClientDisconnected from error
 
     async def close(self) -> web.StreamResponse:
-        """End a stream that has begun. Raises ClientDisconnected."""
+        """End a stream that has begun, if it has not ended. Raises ClientDisconnected."""
         assert self._out is not None
-        self.stop()
-        try:
-            await self._out.write_eof()
-        except (ConnectionError, aiohttp.ClientConnectionError) as error:
-            raise ClientDisconnected from error
+        await self.write(b"", last=True)
         return self._out
+
+    async def _end(self, out: web.StreamResponse, data: bytes) -> None:
+        if not self._ended:
+            self._ended = True
+            self.stop()
+            await out.write_eof(data)
 
     def _check(self) -> None:
         if self._writes == self._seen and (self._comment is None or self._comment.done()):

@@ -218,7 +218,8 @@ class _ResponseProxy:
             if stream.begun and not attempt.begun:
                 self._first_token(attempt)
             if pieces:
-                await self._write(response, pieces[0] if len(pieces) == 1 else b"".join(pieces))
+                last = stream.done and not stream.end_held and response.content.is_eof()
+                await self._write(response, pieces[0] if len(pieces) == 1 else b"".join(pieces), last=last)
         return None
 
     async def _follow_migration(self, migrated: sse.ServerSentEvent) -> aiohttp.ClientResponse:
@@ -355,8 +356,8 @@ class _ResponseProxy:
 
     # The response to the client
 
-    async def _write(self, response: aiohttp.ClientResponse | None, data: bytes) -> None:
-        """Send events of a completion to the client, in its dialect."""
+    async def _write(self, response: aiohttp.ClientResponse | None, data: bytes, *, last: bool = False) -> None:
+        """Send events of a completion to the client, in its dialect. `last`: they end the stream."""
         translation, normalised = self.proxied.translation, self.proxied.normalised
         if normalised is not None:
             normalised.stream(data)
@@ -369,7 +370,7 @@ class _ResponseProxy:
                 # Part of what the replica sent never reaches the client.
                 self.stream.exact = False
                 raise ReplicaFailed(error.message) from None
-        await self.client.write(data, response.headers if response is not None else None)
+        await self.client.write(data, response.headers if response is not None else None, last=last)
 
     def _headers(self, given: Mapping[str, str]) -> Mapping[str, str]:
         """The head of the stream. A replica that was not found yet is not named."""

@@ -57,7 +57,7 @@ class ResponseStream:
         self.request = request
         self.prompt_ids: list[int] = []
         self.tokens: list[int] = []
-        self.entries = 0
+        self._entries = 0
         self.exact = request.single
         self.text_only = True
         self.settled = (0, 0)
@@ -81,6 +81,10 @@ class ResponseStream:
         self._restarted = False
         # Choices of a request with several that have begun and not ended.
         self._unfinished: set[int] = set()
+
+    @property
+    def entries(self) -> int:
+        return max(self._entries, len(self.tokens))
 
     @property
     def can_continue(self) -> bool:
@@ -110,8 +114,8 @@ class ResponseStream:
     def continue_from(self, continuation: Continuation, position: StreamPosition) -> bytes | None:
         """Another replica continues from `position`. Returns the end of the stream if the response is complete."""
         self.continuation = continuation
+        self._entries = max(self.entries, len(position.tokens) + position.repeated)
         self.tokens = list(position.tokens)
-        self.entries = max(self.entries, len(position.tokens) + position.repeated)
         if continuation.stopped is None:
             return None
         return self.finish(continuation.take_unsent(), "stop", continuation.stopped)
@@ -230,7 +234,6 @@ class ResponseStream:
             self.prompt_ids = prompt
         if ids:
             self.tokens += ids
-            self.entries = max(self.entries, len(self.tokens))
             self.begun = True
         elif text:
             self.exact = self.exact and bool(prompt)  # the text with the prompt's ids is the prompt
@@ -238,42 +241,41 @@ class ResponseStream:
         if text:
             self.text.append(text)
             self._length += len(text)
-            self._settle(ids, text)
-        if delta is not None:
+            self._settle(ids)
+        if delta and not _TEXT_DELTA.issuperset(delta):
             for name, value in delta.items():
                 if value and name not in _TEXT_DELTA:
                     self.text_only = False
                     self.begun = True
                     self.exact = self.exact and bool(ids)
-        self.finish_reason = reason or self.finish_reason
+        if reason:
+            self.finish_reason = reason
 
-    def _settle(self, ids: Sequence[int], text: str) -> None:
+    def _settle(self, ids: Sequence[int]) -> None:
         """A chunk of one token with text holds nothing back; otherwise its text would be that of earlier tokens."""
-        if text and len(ids) == 1:
+        if len(ids) == 1:
             self.settled = (len(self.tokens), self._length)
 
     def _forward(
         self, event: ServerSentEvent, chunk: dict[str, Any], choice: dict[str, Any], fields: _Fields
     ) -> bytes | None:
         """The chunk without what only the router asked for."""
-        changed = self._restarted
+        changed, request = self._restarted, self.request
         delta, text, reason, _ = fields
         if changed:
             if "role" in (delta or ()) and not text and reason is None:
                 return None
             chunk.update(self.head)
-        if not self.request.wants_token_ids:
-            for name in _TOKEN_IDS:
-                if name in choice:
-                    del choice[name]
-                    changed = True
-                if name in chunk:
-                    del chunk[name]
-                    changed = True
-            if changed and self.opened and not text and reason is None and _is_empty(choice):
+        if not request.wants_token_ids:
+            if b"token_ids" in event.data:
+                changed = True
+                for name in _TOKEN_IDS:
+                    choice.pop(name, None)
+                    chunk.pop(name, None)
+            if changed and not text and self.opened and reason is None and _is_empty(choice):
                 return None
         self.opened = True
-        if not self.request.wants_usage and chunk.get("usage", 0) is None:
+        if not request.wants_usage and chunk.get("usage", 0) is None:
             del chunk["usage"]
             changed = True
         return b"data: " + _encode(chunk) + b"\n\n" if changed else event.raw + b"\n\n"
@@ -300,7 +302,6 @@ class ResponseStream:
             return None
         ids = choice.get("token_ids") or []
         self.tokens += ids
-        self.entries = max(self.entries, len(self.tokens))
         made = continuation.convert(choice, self.request.wants_token_ids)
         if made is None:
             return None
@@ -308,7 +309,7 @@ class ResponseStream:
         if text:
             self.text.append(text)
             self._length += len(text)
-        self._settle(ids, text)
+            self._settle(ids)
         self.finish_reason = made.get("finish_reason")
         self.cut = self.finish_reason is not None and choice.get("finish_reason") is None
         extra = {"usage": None} if self.request.wants_usage else {}
@@ -344,13 +345,12 @@ def _checked(choice: Any) -> _Fields:
     if type(choice) is not dict:
         raise _malformed("choice")
     get = choice.get
-    delta, text, reason, ids = get("delta"), get("text"), get("finish_reason"), get("token_ids") or ()
+    delta, reason, ids = get("delta"), get("finish_reason"), get("token_ids") or ()
+    if delta is not None and type(delta) is not dict:
+        raise _malformed("delta")
+    text = get("text") if delta is None else delta.get("content")
     if not ((text is None or type(text) is str) and (reason is None or type(reason) is str)):
-        raise _malformed("text")
-    if delta is not None:
-        text = delta.get("content") if type(delta) is dict else delta
-        if text is not None and (type(text) is not str or text is delta):
-            raise _malformed("delta")
+        raise _malformed("text" if delta is None else "delta")
     if ids and not _are_ids(ids):
         raise _malformed("token_ids")
     return delta, text or "", reason, ids

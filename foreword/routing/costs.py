@@ -21,7 +21,7 @@ from typing import Final
 from foreword.routing.directory import NUM_TIERS, CacheTier, Reach
 
 _MAX_SAMPLES: Final = 48
-_REFIT_EVERY: Final = 8
+_REFIT_EVERY: Final = 16
 _MIN_SAMPLES: Final = 6
 # With fewer TTFT samples than this all costs are scaled together instead of fitted one by one.
 _MIN_FIT_SAMPLES: Final = 24

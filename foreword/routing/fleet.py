@@ -177,7 +177,8 @@ class Fleet:
         model = CostModel(costs)
         replica = ReplicaState(name, role, "", sends_events, block_size, capacity_tokens, max_queued, cost_model=model)
         self.replicas[name] = replica
-        self._rank(replica)
+        for one in self.replicas.values() if len(self.replicas) == MAX_PRICED + 1 else (replica,):
+            self._rank(one)
         return replica
 
     def remove(self, name: str) -> None:
@@ -196,8 +197,8 @@ class Fleet:
             self._rank(replica)
 
     def _rank(self, replica: ReplicaState) -> None:
-        """Apply a change of a replica's load to the order in which replicas are considered."""
-        if self.replicas.get(replica.name) is not replica:
+        """Apply a change of a replica's load to the order in which replicas of a large fleet are considered."""
+        if len(self.replicas) <= MAX_PRICED or self.replicas.get(replica.name) is not replica:
             return
         if replica.excluded or replica.is_full():
             self._shortlist.discard(replica.name)

@@ -70,7 +70,9 @@ class Limits:
             raise BodyTooLarge(self.body_bytes)
         if not raw.isascii():
             _check_utf8(raw)
-        # Most bodies have few of these characters, in texts or not.
+        # Most bodies are short, or have few of these characters, in texts or not.
+        if len(raw) <= min(self.containers, self.values, 2 * self.strings):
+            return
         if self._fits(_Counts().add(raw)) and raw.count(b'"') <= 2 * self.strings:
             return
         counts = _Counts()
