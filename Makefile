@@ -19,8 +19,9 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/foreword demo
 
-# One test process per core, one computing thread each: OpenMP threads that outnumber the cores wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+# One test process per core, one computing thread each: OpenMP threads that outnumber the cores wait for each other. Compiled
+# modules are kept: the tests start hundreds of processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 test: setup
 	$(PYTEST) -m "not slow"

@@ -1,4 +1,4 @@
-"""Starts `worker.py` in another interpreter and talks to it over lines of JSON."""
+"""Starts scripts in another interpreter, and talks to `worker.py` there over lines of JSON."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from foreword.errors import ForewordError
 
@@ -19,6 +21,27 @@ HERE = Path(__file__).resolve().parent
 WORKER = HERE / "worker.py"
 START = 300.0
 _ANSWER = 900.0
+
+# What a vLLM imports until it has answered a first prompt; those that exist.
+VLLM_MODULES = (
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.models.llama",
+    "vllm.lora.request",
+)
+# What it reads then.
+VLLM_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 Answer = dict[str, Any]
 
@@ -31,6 +54,115 @@ class Refused(Failed, code="process_refused"):
     """A process did not start with these settings."""
 
 
+class Forked:
+    """A script that `Forks` started, with the methods of a `subprocess.Popen` that are used here. `stdin` is a pipe."""
+
+    def __init__(self, start: Callable[[Sequence[int]], None], stdout: int | None, stderr: int) -> None:
+        given, mine = os.pipe()
+        self.stdin: IO[str] = os.fdopen(mine, "w")
+        mine, report = os.pipe()
+        self._report = os.fdopen(mine, "rb", buffering=0)
+        self.stdout: IO[str] | None = None
+        theirs = [given, report]
+        if stdout is None:
+            mine, stdout = os.pipe()
+            self.stdout = os.fdopen(mine)
+            theirs.append(stdout)
+        try:
+            start([given, stdout, stderr, report])
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        started = select.select([self._report], [], [], START)[0]
+        self.pid = int(self._report.readline() or 0) if started else 0
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._report], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            self.returncode = int(self._report.readline() or -signal.SIGKILL)
+            self._report.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        """End the process without warning (SIGKILL)."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Forks:
+    """A process that has imported what scripts need, and forks for each of them (`forks.py`). vLLM's imports take 8 s and more.
+
+    Scripts share Python's hash seed. A connector whose names depend on it finds nothing after a restart, so a claim about
+    restarts starts a process by itself.
+
+    Args:
+        environment: its variables; some are read only when a library is imported.
+        modules: what it imports.
+    """
+
+    def __init__(self, python: str, environment: Mapping[str, str], modules: Sequence[str] = VLLM_MODULES) -> None:
+        self._command = [python, "-P", str(HERE / "forks.py")]
+        self._environment = dict(environment)
+        self._modules = modules
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        stderr: IO[Any],
+        stdout: IO[Any] | None = None,
+        variables: Mapping[str, str] | None = None,
+        path: Sequence[str] = (),
+    ) -> Forked:
+        """Run a script with its arguments. Raises Failed.
+
+        Args:
+            stdout: by default a pipe.
+            variables: more environment variables.
+            path: folders to search for modules first.
+        """
+        if self._server is None:
+            self._serve()
+        request = {"argv": list(command), "variables": dict(variables or {}), "path": list(path)}
+        files = None if stdout is None else stdout.fileno(), stderr.fileno()
+        found = Forked(lambda streams: self._send(json.dumps(request).encode(), streams), *files)
+        if not found.pid:
+            self._log.seek(0)
+            raise Failed(f"{command[0]} did not start: {last_line(self._log.read() or 'no message')}")
+        return found
+
+    def _serve(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        with theirs:
+            self._server = subprocess.Popen(
+                [*self._command, str(theirs.fileno()), *self._modules],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=self._environment,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def _send(self, request: bytes, streams: Sequence[int]) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self._socket, [len(request).to_bytes(4)], list(streams))
+            self._socket.sendall(request)
+
+    def close(self) -> None:
+        """End it. Scripts that run are left alone."""
+        if self._server is not None:
+            self._socket.close()
+            self._server.kill()
+            self._server.wait()
+            self._log.close()
+            self._server = None
+
+
 class Worker:
     """The driver's end of a `worker.py`.
 
@@ -38,7 +170,7 @@ class Worker:
         transcript: what was sent, and a summary of each answer; for reports.
     """
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+    def __init__(self, process: Process, log: Path) -> None:
         self.process = process
         self.transcript: list[str] = []
         self._log = log
@@ -52,18 +184,27 @@ class Worker:
         *,
         script: Path = WORKER,
         variables: Mapping[str, str] | None = None,
+        forks: Forks | None = None,
     ) -> Worker:
-        """Start the script and wait until its engine is ready. Raises Failed."""
+        """Start the script and wait until its engine is ready. Raises Failed.
+
+        Args:
+            forks: the script is started by these; by itself if None.
+        """
+        process: Process
         with log.open("w", encoding="utf-8") as file:
-            process = subprocess.Popen(
-                [python, "-P", str(script)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-                env={**os.environ, **preload(python), **(variables or {})},
-                start_new_session=True,
-            )
+            if forks is not None:
+                process = forks.start([str(script)], stderr=file, variables=variables)
+            else:
+                process = subprocess.Popen(
+                    [python, "-P", str(script)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=file,
+                    text=True,
+                    env={**os.environ, **preload(python), **(variables or {})},
+                    start_new_session=True,
+                )
         worker = cls(process, log)
         try:
             worker.tell(dict(job), START)
@@ -138,13 +279,16 @@ class Worker:
         end(self.process)
 
 
+Process = subprocess.Popen[str] | Forked
+
+
 def _summary(answer: Answer) -> str:
     if "results" not in answer:
         return json.dumps(answer)
     return json.dumps([{"cached": one["cached"], "tokens": one["tokens"]} for one in answer["results"]])
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: Process) -> None:
     """End a process and its group, which is its own."""
     for what, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
         with contextlib.suppress(ProcessLookupError):

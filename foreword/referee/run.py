@@ -171,7 +171,7 @@ def _attempt(session: Session, check: Check, draw: Draw) -> tuple[Evidence, list
         evidence = Evidence(missing=[error.message])
     except Failed as error:
         evidence = Evidence(problems=[error.message])
-        session.close()
+        session.stop()
     return evidence, list(session.transcript)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -15,7 +16,20 @@ from typing import Any, Final
 from foreword.errors import ConfigError
 from foreword.referee.damage import data_files
 from foreword.referee.models import KINDS, Kind, draw_tokens
-from foreword.referee.process import HERE, WORKER, Answer, Failed, Refused, Worker, last_line
+from foreword.referee.process import (
+    HERE,
+    START,
+    VLLM_MODULES,
+    VLLM_VARIABLES,
+    WORKER,
+    Answer,
+    Failed,
+    Forks,
+    Refused,
+    Worker,
+    last_line,
+    preload,
+)
 
 BLOCK: Final = 32
 KV_BYTES: Final = 256 << 20
@@ -24,6 +38,7 @@ _LOGPROB_WITHIN: Final = 1e-3
 # Random prompts may begin with the same token or two, which an engine that reuses parts of blocks finds.
 _CHANCE: Final = 4
 _ENGINE_WORKER: Final = HERE / "engine_worker.py"
+_ENGINE_MODULES: Final = ("foreword.entrypoints.build",)
 
 Prompts = Sequence[list[int]]
 
@@ -148,6 +163,8 @@ class Session:
         self._live: dict[bool, tuple[str, Worker]] = {}
         self._answers: dict[str, Answer] = {}
         self._started: set[str] = set()
+        environment = {**os.environ, **preload(target.python), **VLLM_VARIABLES}
+        self._forks = Forks(target.python, environment, _ENGINE_MODULES if target.engine else VLLM_MODULES)
 
     def model(self, name: str = "Llama", seed: int = 0) -> Path:
         """The folder of a random model; made when it is needed first. The embedded engine uses its embedded model."""
@@ -166,25 +183,26 @@ class Session:
         return made
 
     def _script(self, *arguments: str) -> None:
-        command = [self.target.python, "-P", str(HERE / "models.py"), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode:
-            raise Failed(f"cannot make a model: {last_line(done.stderr)}")
+        log = self.folder / "models.log"
+        with log.open("w") as file:
+            script = self._forks.start([str(HERE / "models.py"), *arguments], stdout=file, stderr=file)
+        if script.wait(START):
+            raise Failed(f"cannot make a model: {last_line(log)}")
 
     def connected(self, model: Path | None = None, **llm: Any) -> Worker:
         """The process with the connector; one with other settings is ended first. Raises Failed."""
-        return self._worker(True, model, llm)
+        return self._worker(True, model, llm, self._forks)
 
     def alone(self, model: Path | None = None, **llm: Any) -> Worker:
         """The same without a connector."""
-        return self._worker(False, model, llm)
+        return self._worker(False, model, llm, self._forks)
 
     def restarted(self, model: Path | None = None, **llm: Any) -> Worker:
-        """A new process with the connector."""
+        """A new process with the connector, which shares nothing with the one before, Python's hash seed included."""
         self.end(connected=True)
-        return self.connected(model, **llm)
+        return self._worker(True, model, llm, None)
 
-    def _worker(self, connected: bool, model: Path | None, llm: Mapping[str, Any]) -> Worker:
+    def _worker(self, connected: bool, model: Path | None, llm: Mapping[str, Any], forks: Forks | None) -> Worker:
         transfer = self.target.transfer if connected else None
         job = {"model": str(model or self.model()), "transfer": transfer, "llm": arguments(KINDS["Llama"], **llm)}
         key = json.dumps(job, sort_keys=True)
@@ -198,7 +216,7 @@ class Session:
             self.transcript.append(f"start {json.dumps(job)}")
         script = _ENGINE_WORKER if self.target.engine else WORKER
         try:
-            worker = Worker.start(self.target.python, job, log, script=script)
+            worker = Worker.start(self.target.python, job, log, script=script, forks=forks)
         except Failed as error:
             # With settings that worked before, it is the claim's fault (a damaged file, a restart) that it does not start.
             raise error if key in self._started else Refused(f"does not start: {error.message}") from None
@@ -216,9 +234,15 @@ class Session:
                 self.transcript.append("kill -9" if kill else "end")
             worker.kill() if kill else worker.close()
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """End both processes without warning."""
         for connected in (True, False):
             self.end(connected=connected, kill=True)
+
+    def close(self) -> None:
+        """Also end what starts processes."""
+        self.stop()
+        self._forks.close()
 
     def begin(self) -> None:
         """A new claim."""

@@ -33,7 +33,7 @@ def test_the_same_answers_and_a_warm_restart(model: Path, tmp_path: Path) -> Non
     alone = vllm(model, None, [asked])["rounds"][0]
     tiers = ["memory://?size=64MiB", disk(tmp_path)]
     first = vllm(model, tiers, [asked, asked])
-    second = vllm(model, tiers, [asked])
+    second = vllm(model, tiers, [asked], forked=False)
     for found in (*first["rounds"], *second["rounds"]):
         assert answers(found) == answers(alone)
     for found in (first["rounds"][1], second["rounds"][0]):

@@ -34,6 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "endpoint": f"ipc://{folder}/events",
             "replay": f"ipc://{folder}/replay",
         },
+        forked=False,
         VLLM_LOGGING_LEVEL="INFO",
     )
     return {**result(done), "lines": [line for line in done.stdout.splitlines() if "KV Transfer metrics" in line]}

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import queue
 import random
 import subprocess
+import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 import transformers
 
+from foreword.referee.process import VLLM_VARIABLES, Forked, Forks
+
 PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
-CHECKOUT = Path(__file__).parent.parent.parent
+HERE = Path(__file__).parent
+CHECKOUT = HERE.parent.parent
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", **VLLM_VARIABLES}
+_forks = Forks(PYTHON, _ENVIRONMENT)
+atexit.register(_forks.close)
 BLOCK = 32
 _WITHIN = 300.0
 
@@ -40,9 +48,9 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def run(script: str, job: dict[str, Any], **environment: str) -> dict[str, Any]:
+def run(script: str, job: dict[str, Any], **how: Any) -> dict[str, Any]:
     """The JSON that a script of this folder prints for the job."""
-    return result(attempt(script, job, **environment))
+    return result(attempt(script, job, **how))
 
 
 def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -52,14 +60,33 @@ def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
-def attempt(script: str, job: dict[str, Any], **environment: str) -> subprocess.CompletedProcess[str]:
-    given = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", **environment}
-    command = [PYTHON, str(Path(__file__).parent / script), json.dumps(job)]
-    return subprocess.run(command, capture_output=True, text=True, env=given, timeout=500, check=False)
+def attempt(
+    script: str, job: dict[str, Any], forked: bool = True, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of this folder. Not `forked`: it imports vLLM itself, and has a hash seed of its own."""
+    if not forked:
+        given = {**_ENVIRONMENT, **environment}
+        command = [PYTHON, str(HERE / script), json.dumps(job)]
+        return subprocess.run(command, capture_output=True, text=True, env=given, timeout=500, check=False)
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as warned:
+        process = start(script, job, environment, stdout=said, stderr=warned)
+        process.wait(500)
+        said.seek(0)
+        warned.seek(0)
+        return subprocess.CompletedProcess([script], process.wait(), said.read(), warned.read())
 
 
-def vllm(model: Path, store: list[str] | None, rounds: list[list[list[int]]], **job: Any) -> dict[str, Any]:
-    return run("vllm_script.py", {"model": str(model), "store": store, "rounds": rounds, **job})
+def start(script: str, job: dict[str, Any], environment: Mapping[str, str], **files: IO[str]) -> Forked:
+    """Start a script of this folder in a process that has imported vLLM."""
+    return _forks.start([str(HERE / script), json.dumps(job)], variables=environment, path=[str(HERE)], **files)
+
+
+def vllm(
+    model: Path, store: list[str] | None, rounds: list[list[list[int]]], *, forked: bool = True, **job: Any
+) -> dict[str, Any]:
+    return result(
+        attempt("vllm_script.py", {"model": str(model), "store": store, "rounds": rounds, **job}, forked=forked)
+    )
 
 
 def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
@@ -81,16 +108,10 @@ class RemoteVllm:
     def __init__(
         self, log: Path, environment: Mapping[str, str], model: Path, store: list[str] | None, **job: Any
     ) -> None:
-        given = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", **environment}
-        command = [
-            PYTHON,
-            str(Path(__file__).parent / "vllm_remote.py"),
-            json.dumps({"model": str(model), "store": store, **job}),
-        ]
         self._log = log
-        with log.open("wb") as said:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=given
+        with log.open("w") as said:
+            self._process = start(
+                "vllm_remote.py", {"model": str(model), "store": store, **job}, environment, stderr=said
             )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
