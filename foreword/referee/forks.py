@@ -9,6 +9,7 @@ socket DESCRIPTOR: four bytes of length with the descriptors of standard input, 
 process id and the exit status. Imports nothing of Foreword, so that any interpreter can run it.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -29,6 +30,7 @@ def main() -> None:
     # The collector would write to all pages that the processes share.
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)
     # Watchers are nobody's children to wait for.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as requests:

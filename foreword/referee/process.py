@@ -86,10 +86,21 @@ class Forked:
             self._report.close()
         return self.returncode
 
+    def poll(self) -> int | None:
+        """The exit status, or None if it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Signal the process, if it runs."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def kill(self) -> None:
         """End the process without warning (SIGKILL)."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
 class Forks:

@@ -1,7 +1,8 @@
-"""`foreword serve` as a subprocess."""
+"""`foreword serve` as a subprocess, forked from one that has imported its modules: that takes most of the time of a start."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
@@ -16,25 +17,39 @@ from pathlib import Path
 import http_client
 from shared_server import until
 
+import foreword
+from foreword.referee.process import Forked, Forks
+
 FLAGS = ["--port", "0", "--kv-memory", "8192 tokens", "--threads", "1"]
+_ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
+_MODULES = ("foreword.cli.serve", "foreword.server.app", "foreword.server.process", "foreword.entrypoints.build")
+_forks = Forks(sys.executable, _ENVIRONMENT, _MODULES)
+atexit.register(_forks.close)
 
 
 class ServerProcess:
     """`foreword serve` with what it wrote to stderr."""
 
-    program = ("-m", "foreword")
+    program: tuple[str, ...] = (str(Path(foreword.__file__).with_name("__main__.py")),)
 
-    def __init__(self, *arguments: str) -> None:
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
-        command = [sys.executable, *self.program, "serve", *FLAGS, *arguments]
-        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+    def __init__(self, *arguments: str, forked: bool = True) -> None:
+        command = [*self.program, "serve", *FLAGS, *arguments]
+        self.popen: Forked | subprocess.Popen[str]
+        said, stderr = os.pipe()
+        with os.fdopen(stderr, "w") as theirs, open(os.devnull, "w") as nothing:
+            if forked:
+                self.popen = _forks.start(command, stdout=nothing, stderr=theirs)
+            else:
+                self.popen = subprocess.Popen(
+                    [sys.executable, "-P", *command], stderr=theirs, text=True, env=_ENVIRONMENT
+                )
+        self._said = said
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.popen.stderr is not None
-        with self.popen.stderr as stream:
+        with os.fdopen(self._said) as stream:
             self.lines.extend(iter(stream.readline, ""))
 
     @property

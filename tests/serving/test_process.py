@@ -125,6 +125,6 @@ def test_bad_settings(start: Callable[..., ServerProcess]) -> None:
         ["--api-keys", "two words"],
         ["--store", "x"],
     ):
-        process = start(*arguments)
+        process = start(*arguments, forked=False)
         assert process.end() == 2
         assert process.text.startswith("foreword: ") and process.text.count("\n") == 1
