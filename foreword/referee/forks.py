@@ -31,7 +31,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)
-    # Watchers are nobody's children to wait for.
+    # The kernel removes watchers that have ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as requests:
         script = _serve(requests)

@@ -165,7 +165,7 @@ class Forks:
             self._socket.sendall(request)
 
     def close(self) -> None:
-        """End it. Scripts that run are left alone."""
+        """End it; scripts continue."""
         if self._server is not None:
             self._socket.close()
             self._server.kill()
