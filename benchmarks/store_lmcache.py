@@ -4,7 +4,8 @@
 
 LMCache measures itself (`lmcache bench l2`: 32 keys at a time, verification off, which is its default: it has no
 checksums); Foreword saves and loads the same number of blocks of the same size through a tier, whose reads check every
-byte. Each round runs both, and who goes first changes. LMCache's environment: `pip install --no-deps lmcache==0.5.6`
+byte. Both read into the caller's buffers, as the engine does into its staging slots. Each round runs both, and the
+first one changes. LMCache's environment: `pip install --no-deps lmcache==0.5.6`
 beside torch, and the few packages that it then asks for.
 """
 
@@ -24,6 +25,7 @@ from timing import machine, median, ratio, set_up, table, version_of
 
 from foreword.conformance import make_frames
 from foreword.store.frame import HEADER_BYTES
+from foreword.store.tier import used_once
 from foreword.store.urls import open_store
 
 KEYS = 32
@@ -43,7 +45,7 @@ def ours(url: str, size: int, turn: int) -> Speeds:
         kept = store.tiers[0].put(frames, deadline)
         taken["store"].append(time.perf_counter() - started)
         started = time.perf_counter()
-        found = store.tiers[0].get(names, buffers, deadline)
+        found = store.tiers[0].get(names, buffers, deadline, used_once)
         taken["load"].append(time.perf_counter() - started)
         assert kept == KEYS and all(frame is not None for frame in found)
         store.delete(names, deadline=deadline)

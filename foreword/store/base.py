@@ -104,6 +104,7 @@ class Store(Protocol):
         label: name of the store in metrics and reports.
         blocking: whether calls wait for a device or a network. If not, they are made on the caller's thread.
         readers: number of threads that read a large batch faster than one thread does.
+        authenticates: whether `get` has verified a signature of each frame that `frame.check` does not refuse.
         on_evicted: if set, called with the name of each block that the store itself evicts to make room. It may be
             called under the store's lock, so it must be quick, and it must not raise.
     """
@@ -111,6 +112,7 @@ class Store(Protocol):
     label: str
     blocking: bool = True
     readers: int = 1
+    authenticates: bool = False
     on_evicted: Callable[[Name], None] | None = None
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:

@@ -134,11 +134,15 @@ class ChainLru:
         self._used[slot] = now
         self.pinned[slot] = 0
         self._children[slot] = self._orphans.pop(name, 0)
-        tenant = self._tenants.setdefault(self._tenant_of(name), _Tenant())
+        key = self._tenant_of(name)
+        tenant = self._tenants.get(key)
+        if tenant is None:
+            tenant = self._tenants[key] = _Tenant()
         tenant.slots += 1
         tenant.used_at = time.monotonic()
         self.parents[slot] = self._add_child(parent) if parent != name else None
-        self._enqueue(slot)
+        if not self._children[slot]:
+            self._push(slot, tenant)
 
     def _add_child(self, parent: Name) -> Name:
         """Count a child of `parent`. Returns the one object that represents its name, to save memory."""
@@ -266,8 +270,10 @@ class ChainLru:
         name = self.names[slot]
         if name is None:
             return
+        self._push(slot, self._tenants[self._tenant_of(name)])
+
+    def _push(self, slot: int, tenant: _Tenant) -> None:
         self._queued[slot] = 1
-        tenant = self._tenants[self._tenant_of(name)]
         heappush(tenant.heap, self._heap_entry(slot))
         if len(tenant.heap) > 2 * tenant.slots + _MOST_OUTDATED:
             self._rebuild(tenant)

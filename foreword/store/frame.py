@@ -35,7 +35,7 @@ from typing import Final
 import xxhash
 
 from foreword.blocks.keys import KEY_BYTES
-from foreword.blocks.layout import FINGERPRINT_BYTES, ROOT_BYTES
+from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, ROOT_BYTES
 from foreword.errors import BadFrame
 
 MAGIC: Final = b"FWKV"
@@ -48,6 +48,7 @@ NONCE_BYTES: Final = 12
 TAG_BYTES: Final = 16
 _KEY: Final = struct.Struct(f"<I{NONCE_BYTES}s")
 _KEY_AT: Final = 128
+_PREFIX_AT: Final = 8
 _HEAD = struct.Struct(f"<4sHH{FINGERPRINT_BYTES}s{ROOT_BYTES}s{KEY_BYTES}s{KEY_BYTES}sIHHQQI{NONCE_BYTES}s16s")
 _SUMMED = _HEAD.size
 _SUM_BYTES = 32
@@ -159,15 +160,25 @@ def read_header(data: bytes | memoryview) -> Header:
     return Header(layout, root, key, parent, depth, codec, raw_length, length, group, key_id, nonce)
 
 
+def read_key(data: memoryview) -> tuple[bytes, int, bytes]:
+    """Layout and root, key id and nonce in the header at the end of a frame. Raises BadFrame if there is no header."""
+    start = len(data) - HEADER_BYTES
+    if start < 0 or data[start : start + len(MAGIC)] != MAGIC:
+        raise BadFrame("magic", "this is not a Foreword block, or not all of it")
+    prefix = start + _PREFIX_AT
+    return bytes(data[prefix : prefix + PREFIX_BYTES]), *_KEY.unpack_from(data, start + _KEY_AT)
+
+
 def set_key(data: memoryview, key_id: int, nonce: bytes) -> None:
     """Change key id and nonce in the header at the end of a frame."""
     _KEY.pack_into(data, len(data) - HEADER_BYTES + _KEY_AT, key_id, nonce)
 
 
-def check(data: memoryview, name: bytes | None = None) -> Frame:
+def check(data: memoryview, name: bytes | None = None, *, authenticated: bool = False) -> Frame:
     """Verify that `data` is an intact frame, and the one called `name` if given. Raises BadFrame.
 
-    The checksum is compared last, so the error names the specific defect where there is one.
+    The checksum is compared last, so the error names the specific defect where there is one. It is not compared if a
+    signature over the same bytes was verified (`authenticated`).
     """
     header = read_header(data)
     if name is not None and header.name != name:
@@ -177,7 +188,7 @@ def check(data: memoryview, name: bytes | None = None) -> Frame:
     if header.key_id != UNKEYED:
         raise BadFrame("unauthenticated", "the signature was not verified: no key, or not that of this deployment")
     end = header.length + _SUMMED
-    if _checksum(data[: header.length], data[header.length : end]) != data[end:]:
+    if not authenticated and _checksum(data[: header.length], data[header.length : end]) != data[end:]:
         raise BadFrame("checksum", "the checksum does not match")
     return Frame(header, data)
 

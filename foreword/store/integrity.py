@@ -20,7 +20,7 @@ from typing import Final
 
 from foreword.config import ENV_PREFIX, StoreConfig
 from foreword.errors import BadFrame, StoreConfigError
-from foreword.store.base import Name, Store, StoreStatus
+from foreword.store.base import BAD, Name, Store, StoreStatus
 from foreword.store.frame import (
     HEADER_BYTES,
     NONCE_BYTES,
@@ -29,7 +29,7 @@ from foreword.store.frame import (
     UNKEYED,
     Frame,
     Header,
-    read_header,
+    read_key,
     set_key,
 )
 from foreword.store.wrappers import StoreWrapper
@@ -37,7 +37,6 @@ from foreword.store.wrappers import StoreWrapper
 _RECORD: Final = struct.Struct(f"<4sI{NONCE_BYTES}s{TAG_BYTES}s")
 _RECORD_MAGIC: Final = b"FWRA"
 _ROOTS: Final = 4096
-Mac = Callable[[bytes, bytes | memoryview], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +55,13 @@ class KeyRing:
 
     def __init__(self, secrets: Sequence[IntegritySecret]) -> None:
         try:
+            from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ModuleNotFoundError:
             raise StoreConfigError("store.integrity_secrets need: pip install 'foreword[integrity]'") from None
         self._texts = {secret.number: secret.text.encode() for secret in secrets}
         self._signing = secrets[0].number
+        self._invalid_tag = InvalidTag
 
         @lru_cache(_ROOTS)
         def cipher(number: int, scope: bytes) -> AESGCM:
@@ -88,13 +89,11 @@ class KeyRing:
 
     def verifies(self, number: int, scope: bytes, nonce: bytes, tag: bytes, data: bytes | memoryview) -> bool:
         """Whether the tag is that of the data under a known key."""
-        from cryptography.exceptions import InvalidTag
-
         if number not in self._texts:
             return False
         try:
             self._cipher(number, scope).decrypt(nonce, tag, data)
-        except InvalidTag:
+        except self._invalid_tag:
             return False
         return True
 
@@ -105,6 +104,8 @@ class AuthenticatedStore(StoreWrapper):
     A frame without a valid tag is returned with a key id that no reader has: `frame.check` refuses it as `unauthenticated`, and
     the tier deletes it. Such a record counts as missing. Records are bound to their keys.
     """
+
+    authenticates = True
 
     def __init__(self, inner: Store, keys: KeyRing) -> None:
         super().__init__(inner)
@@ -132,18 +133,17 @@ class AuthenticatedStore(StoreWrapper):
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         lengths = self.inner.get(names, buffers, deadline=deadline)
         for buffer, length in zip(buffers, lengths, strict=True):
-            if HEADER_BYTES <= length <= len(buffer):
+            if length > 0:
                 self._verify(buffer[:length])
-        return lengths
+        return [length if length <= len(buffer) else BAD for buffer, length in zip(buffers, lengths, strict=True)]
 
     def _verify(self, data: memoryview) -> None:
-        """Make a signed frame one with the checksum without a key, as it was before it was signed."""
+        """Make a signed frame one without a signature, as it was before. What `frame.check` refuses is left alone."""
         try:
-            header = read_header(data)
+            scope, number, nonce = read_key(data)
         except BadFrame:
-            return  # `frame.check` will find out
-        nonce, tag = bytes(header.nonce), bytes(data[-TAG_BYTES:])
-        if self._keys.verifies(header.key_id, _scope(header), nonce, tag, data[:-TAG_BYTES]):
+            return
+        if self._keys.verifies(number, scope, nonce, bytes(data[-TAG_BYTES:]), data[:-TAG_BYTES]):
             set_key(data, UNKEYED, bytes(NONCE_BYTES))
             data[-TAG_BYTES:] = bytes(TAG_BYTES)
         else:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +14,7 @@ from foreword.store.admission import Admission, AdmissionRule, BlockUse
 from foreword.store.base import BAD, FAILED, MISSING, Name, Store, StoreStatus
 from foreword.store.circuit_breaker import CircuitBreaker
 from foreword.store.frame import Frame, Header, check
+from foreword.store.parallel import divide
 from foreword.store.tier_counters import Rate, TierCounters
 from foreword.store.tier_threads import TierCall, TierThreads
 
@@ -27,8 +26,6 @@ Outcome = Frame | str | int
 # Called with the positions of blocks whose buffers a store may still write into, and the call that does.
 OnLate = Callable[[Sequence[int], TierCall[list[Outcome]]], None]
 
-_CORES: Final = os.cpu_count() or 1
-_PART_BYTES: Final = 2 << 20  # a batch is divided among threads in parts of at least this size
 _PROBE_SECONDS: Final = 5.0
 _DELETE_SECONDS: Final = 1.0
 _STATUS_SECONDS: Final = 0.5
@@ -205,7 +202,7 @@ class StoreTier:
         self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float, on_late: OnLate | None
     ) -> list[Outcome]:
         """Read in parts on several threads where that is faster. A part that fails is FAILED."""
-        parts = _parts(buffers, min(self.store.readers, _CORES))
+        parts = divide([len(buffer) for buffer in buffers], self.store.readers)
         inline = 0 if self.blocking else 1
         running: list[TierCall[list[Outcome]] | Exception] = []
         for part in parts[inline:]:
@@ -263,7 +260,8 @@ class StoreTier:
 
     def _read_part(self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float) -> list[Outcome]:
         sizes = self.store.get(names, buffers, deadline=deadline)
-        return [_outcome(*item) for item in zip(names, buffers, sizes, strict=True)]
+        authenticated = self.store.authenticates
+        return [_outcome(*item, authenticated) for item in zip(names, buffers, sizes, strict=True)]
 
     def _count_read(self, frames: Sequence[Frame | None], seconds: float) -> int:
         """Count blocks and bytes. Returns how many blocks were read."""
@@ -400,13 +398,13 @@ def used_once(positions: Sequence[int], call: TierCall[list[Outcome]]) -> None:
     """`on_late` of a caller that uses each buffer for one read only: a late write changes nothing that it looks at."""
 
 
-def _outcome(name: Name, buffer: memoryview, size: int) -> Outcome:
+def _outcome(name: Name, buffer: memoryview, size: int, authenticated: bool) -> Outcome:
     if size == BAD:
         return "unreadable"
     if size <= 0:
         return FAILED if size == FAILED else MISSING
     try:
-        return check(buffer[:size], name)
+        return check(buffer[:size], name, authenticated=authenticated)
     except BadFrame as error:
         return error.reason
 
@@ -418,10 +416,3 @@ def _copied(frame: Frame | None, buffer: memoryview) -> Frame | None:
     length = len(frame.data)
     buffer[:length] = frame.data
     return Frame(frame.header, buffer[:length])
-
-
-def _parts(buffers: Sequence[memoryview], readers: int) -> list[slice]:
-    """Divide a batch among reading threads: the copies in the kernel take one core each."""
-    count = min(readers, max(sum(len(buffer) for buffer in buffers) // _PART_BYTES, 1), max(len(buffers), 1))
-    bounds = [len(buffers) * number // count for number in range(count + 1)]
-    return [slice(low, high) for low, high in itertools.pairwise(bounds)]

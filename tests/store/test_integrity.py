@@ -129,7 +129,7 @@ def test_altered_bytes_are_refused(plain: MemoryStore) -> None:
         buffer = memoryview(bytearray(len(signed)))
         AuthenticatedStore(changed, ring(FIRST)).get([one.name], [buffer], deadline=later())
         with pytest.raises(BadFrame):
-            check(buffer, one.name)
+            check(buffer, one.name, authenticated=True)
         changed.close()
 
 

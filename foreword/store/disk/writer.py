@@ -14,15 +14,17 @@ from foreword.store.base import Name, time_left
 from foreword.store.disk.eviction import AdmittedBlocks, BlockBudget
 from foreword.store.disk.files import BlockFiles, DiskFull
 from foreword.store.disk.index import DiskIndex
-from foreword.store.disk.index_rows import IndexTransaction, block_id
+from foreword.store.disk.index_rows import IndexTransaction, PendingRow, block_id
 from foreword.store.disk.locks import LivenessLock
 from foreword.store.disk.pending_updates import PendingUpdates
 from foreword.store.frame import Frame
+from foreword.store.parallel import at_once, divide
 
 _FLUSH_SECONDS: Final = 5.0  # how often uses are written to the index
 FLUSH_TIMEOUT: Final = 0.02
 _SETTLE_SECONDS: Final = 0.05  # allowed beyond the caller's deadline to settle a write in the index
 _ROOM_ATTEMPTS: Final = 4
+_WRITERS: Final = 2  # threads that write the files of a large group
 _ROOM_SHARE: Final = 256  # on a full disk a put evicts at least this part of the blocks
 _LEAVES_FOR_INDEX: Final = 16
 
@@ -131,26 +133,31 @@ class BlockWriter:
         if not admitted.rows:
             return 0
         token = self.token()
-        written = 0
-        try:
-            for row, one in zip(admitted.rows, admitted.frames.values(), strict=True):
+        pairs = list(zip(admitted.rows, admitted.frames.values(), strict=True))
+        written: list[PendingRow] = []
+
+        def write(part: slice) -> None:
+            for row, one in pairs[part]:
                 time_left(deadline)
                 if not self._write_file(row.name, one, token, now, deadline):
-                    break
-                written += 1
+                    return
+                written.append(row)
+
+        try:
+            at_once([partial(write, part) for part in divide([row.size for row in admitted.rows], _WRITERS)])
         finally:
-            self._updates.note_writes(admitted.rows[:written], admitted.rows[written:])
+            self._updates.note_writes(written, [row for row in admitted.rows if row not in written])
             settled = max(deadline, time.monotonic() + _SETTLE_SECONDS)
             try:
                 self.with_room(partial(self._settle, settled), settled, _names_of(admitted))
             except DiskFull:  # not even for the index: keep nothing that it does not know
-                for row in admitted.rows[:written]:
+                for row in written:
                     self._files.remove(row.name)
-                self._updates.give_up(admitted.rows[:written])
-                written = 0
+                self._updates.give_up(written)
+                written = []
                 with contextlib.suppress(DiskFull):
                     self._settle(settled)
-        return written
+        return len(written)
 
     def _write_file(self, name: Name, one: Frame, token: str, now: int, deadline: float) -> bool:
         """Write a file. On a full disk, evict blocks last used before `now` for it. False if that does not help."""

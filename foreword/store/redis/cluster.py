@@ -158,7 +158,7 @@ class ClusterNodes:
         redirection = _redirection(error, asked)
         if redirection is None:
             return [StoreUnavailable(f"the cluster redirects to an unreadable address: {error.text}")]
-        return self._node(redirection[1]).run([make_command(b"", b"ASKING"), command], deadline)[1:]
+        return self._node(redirection[1]).run_in_order([make_command(b"", b"ASKING"), command], deadline)[1:]
 
     def _load_slots(self, deadline: float) -> list[Address | None]:
         """Load the map of slots from the first node that answers."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from redis.backoff import NoBackoff
@@ -19,10 +20,12 @@ from redis.retry import Retry
 
 from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import time_left
+from foreword.store.parallel import at_once, divide
 from foreword.store.redact import redacted
 from foreword.store.redis.resp import Command, ConnectionLost, ErrorReply, Reply, RespConnection, make_command
 
 _MAX_IDLE: Final = 32  # connections kept per node
+_SENDERS: Final = 2  # connections over which much data is sent: one waits while the server reads from the other
 _PERMANENT: Final = {"ERR", "NOAUTH", "NOPERM", "WRONGPASS"}  # login errors that will not go away
 PLACES: Final = 4  # keys of a block in a cluster; a later one is used while the nodes of those before it are down
 INFO: Final = make_command(b"", b"INFO")
@@ -44,6 +47,12 @@ class RedisNode:
 
     def run(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
         """The replies in the order of the commands. A StoreError stands for each one that did not come."""
+        parts = divide([sum(map(len, command.parts)) for command in commands], _SENDERS)
+        replies = at_once([partial(self.run_in_order, commands[part], deadline) for part in parts])
+        return [reply for part in replies for reply in part]
+
+    def run_in_order(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
+        """As `run`, on one connection."""
         replies: list[Reply] = []
         try:
             self._run(commands, replies, deadline)
