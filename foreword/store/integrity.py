@@ -22,7 +22,6 @@ from foreword.config import ENV_PREFIX, StoreConfig
 from foreword.errors import BadFrame, StoreConfigError
 from foreword.store.base import BAD, Name, Store, StoreStatus
 from foreword.store.frame import (
-    HEADER_BYTES,
     NONCE_BYTES,
     TAG_BYTES,
     UNAUTHENTICATED,

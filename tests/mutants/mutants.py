@@ -130,7 +130,7 @@ MUTANTS = (
     Mutant(
         "frame: checksum not compared",
         "foreword/store/frame.py",
-        "if _checksum(data[: header.length], data[header.length : end]) != data[end:]:",
+        "if not authenticated and _checksum(data[: header.length], data[header.length : end]) != data[end:]:",
         "if False:",
         FRAME,
     ),
@@ -150,6 +150,13 @@ MUTANTS = (
         "if len(data) != header.length + HEADER_BYTES:",
         "if False:",
         FRAME,
+    ),
+    Mutant(
+        "tier: checksums not compared without signatures",
+        "foreword/store/tier.py",
+        "authenticated = self.store.authenticates",
+        "authenticated = True",
+        TIERED,
     ),
     Mutant(
         "tier: damaged block kept",
@@ -203,8 +210,8 @@ MUTANTS = (
     Mutant(
         "store: signature not verified",
         "foreword/store/integrity.py",
-        "        except InvalidTag:\n            return False\n        return True",
-        "        except InvalidTag:\n            return True\n        return True",
+        "        except self._invalid_tag:\n            return False\n        return True",
+        "        except self._invalid_tag:\n            return True\n        return True",
         ("tests/store/test_integrity.py",),
     ),
     # Between the device and the stores
