@@ -163,7 +163,7 @@ def read_header(data: bytes | memoryview) -> Header:
 def read_key(data: memoryview) -> tuple[bytes, int, bytes]:
     """Layout and root, key id and nonce in the header at the end of a frame. Raises BadFrame if there is no header."""
     start = len(data) - HEADER_BYTES
-    if start < 0 or data[start : start + len(MAGIC)] != MAGIC:
+    if start < 0 or bytes(data[start : start + len(MAGIC)]) != MAGIC:
         raise BadFrame("magic", "this is not a Foreword block, or not all of it")
     prefix = start + _PREFIX_AT
     return bytes(data[prefix : prefix + PREFIX_BYTES]), *_KEY.unpack_from(data, start + _KEY_AT)
