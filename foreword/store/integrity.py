@@ -137,7 +137,7 @@ class AuthenticatedStore(StoreWrapper):
         return [length if length <= len(buffer) else BAD for buffer, length in zip(buffers, lengths, strict=True)]
 
     def _verify(self, data: memoryview) -> None:
-        """Make a signed frame one without a signature, as it was before. What `frame.check` refuses is left alone."""
+        """Make a signed frame one without a signature, as it was before. What `frame.check` refuses stays as it is."""
         try:
             scope, number, nonce = read_key(data)
         except BadFrame:
