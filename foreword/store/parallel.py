@@ -29,6 +29,14 @@ def at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
     if len(calls) == 1:
         return [calls[0]()]
     with ThreadPoolExecutor(len(calls) - 1, "foreword-part") as threads:
-        others = [threads.submit(call) for call in calls[1:]]
+        others = [_started(threads, call) for call in calls[1:]]
         first = calls[0]()
-    return [first, *(other.result() for other in others)]
+    return [first, *(result() for result in others)]
+
+
+def _started(threads: ThreadPoolExecutor, call: Callable[[], Result]) -> Callable[[], Result]:
+    """Make a call on another thread. Returns what waits for the result."""
+    try:
+        return threads.submit(call).result
+    except RuntimeError:  # no further threads, as at the end of the process: the caller makes the call itself
+        return call

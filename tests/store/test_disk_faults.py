@@ -327,6 +327,19 @@ def test_a_full_disk() -> None:
         assert read(store, frames[4 : count + 3]) == whole(frames[4 : count + 3])
 
 
+def test_a_disk_that_becomes_full_in_a_large_batch() -> None:
+    """Of a batch that two threads write, a full disk keeps what it has room for, and the index knows exactly that."""
+    frames = make_frames(25, 12, 1 << 20)
+    with small_disk("size=8m") as folder, closing(DiskStore(folder / "store", 1 << 30)) as store:
+        kept = store.put(frames, deadline=soon())
+        present = store.present(names_of(frames), deadline=soon())
+        assert 4 <= kept == sum(present) < 8
+        assert read(store, frames) == [
+            data if there else None for data, there in zip(whole(frames), present, strict=True)
+        ]
+        assert_sound(store, folder / "store", [frames], 1 << 30)
+
+
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     """A write refused because of a file size limit counts as a full disk and leaves nothing behind."""
     small, large = make_frames(22, 2, 1000), make_frames(23, 3, 1 << 20)

@@ -210,14 +210,15 @@ class MemoryStore(LocalRecords):
         present, full = 0, False
         slots.touch(frames, now)
         for one in frames:
-            slot = chains.index.get(one.name)
+            name = one.name
+            slot = chains.index.get(name)
             if slot is not None:
                 present += slot in reserved or slot not in slots.writing
                 continue
             if len(one.data) > slots.slot_bytes:
                 self._refused += 1
                 continue
-            slot = None if full else slots.allocate(now, one.name)
+            slot = None if full else slots.allocate(now, name)
             if slot is None:  # skip the rest of the chain too: it would lie behind a gap
                 full = True
                 continue
@@ -225,6 +226,6 @@ class MemoryStore(LocalRecords):
                 self._evictions += 1
                 if self.on_evicted is not None:
                     self.on_evicted(chains.evicted)
-            slots.begin_write(slot, one, now)
+            slots.begin_write(slot, name, one, now)
             reserved[slot] = one
         return list(reserved.items()), present, full

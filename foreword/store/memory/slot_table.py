@@ -90,10 +90,10 @@ class SlotTable:
             self.bytes -= self._lengths[slot]
         return slot
 
-    def begin_write(self, slot: int, one: Frame, now: int) -> None:
+    def begin_write(self, slot: int, name: Name, one: Frame, now: int) -> None:
         """Enter a block that is about to be written into an allocated slot."""
         header = one.header
-        self.chains.add(slot, one.name, header.parent_name, header.depth, now)
+        self.chains.add(slot, name, header.parent_name, header.depth, now)
         self.chains.in_use[slot] = 1
         self.writing.add(slot)
         self._lengths[slot] = len(one.data)
