@@ -118,6 +118,7 @@ def measure(contender: Contender, model: Path, rows: Sequence[str], arguments: a
     command = [contender.python, str(worker), "--engine", contender.engine, "--mode", contender.mode]
     command += ["--model", str(model), "--dtype", arguments.dtype, "--threads", str(arguments.threads)]
     command += ["--repetitions", str(arguments.repetitions), "--rows", *rows]
+    command += ["--processor-time"] * arguments.processor_time
     print(f"{contender.label}, {model.name}: {' '.join(rows)}", file=sys.stderr)
     wanted = variables(contender, arguments)
     with subprocess.Popen(command, env=wanted, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -176,7 +177,7 @@ def facts(arguments: argparse.Namespace) -> dict[str, str]:
         **machine(),
         "threads": str(arguments.threads),
         "dtype": arguments.dtype,
-        "samples": f"median of {arguments.repetitions}",
+        "samples": f"median of {arguments.repetitions}" + ", processor time" * arguments.processor_time,
         **({"variables": " ".join(arguments.environment)} if arguments.environment else {}),
         **{f"model {model.name}": described(model) for model in arguments.models},
     }
@@ -211,6 +212,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing and stop what runs after this time")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="count processor time instead: with --threads 1 on a busy machine"
+    )
     parser.add_argument("--llama-python", help="interpreter of an environment with llama-cpp-python and gguf")
     parser.add_argument("--environment", nargs="+", default=[], metavar="NAME=VALUE", help="for Foreword's processes")
     parser.add_argument("--json", type=Path, help="keep results here, and measure only those that are missing")

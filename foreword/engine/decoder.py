@@ -4,8 +4,9 @@ Where the compiled kernels are chosen for all products and the attention, a laye
 which other kernels multiply or attend.
 
 A layer is a candidate if it has two norms, and linear layers of the usual names that are packed. Whether it also
-computes what the kernels compute is not read from its code but tried: in one pass of the model over random tokens every
-candidate's output, and the K and V that it writes, are compared with the kernels'. If all candidates agree within
+computes what the kernels compute is not read from its code but tried: in one pass of the model over random tokens, before its
+weights are packed (`watch`), every candidate's output, and the K and V that it writes, are kept and then compared with the
+kernels' (`fuse`). If all candidates agree within
 rounding of their dtype they get another `forward`; otherwise all stay as they are.
 """
 
@@ -32,7 +33,7 @@ from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
 from foreword.engine.kernels.choice import COMPILED, row_bucket
 from foreword.engine.kernels.native import TYPES, AttentionLayer, DecoderLayer, Kernels, PackedWeight
-from foreword.engine.linear import PackedForward, Patch, unpatched
+from foreword.engine.linear import PackedForward, Patch
 from foreword.engine.products import ChosenProduct
 
 # Rounding's share of the difference between a module's output and the kernels', relative to how far the output is from
@@ -163,14 +164,51 @@ def _split_heads(qkv: Tensor, heads: int, layer: AttentionLayer) -> tuple[Tensor
     return query, key, value
 
 
-def fuse(model: Any, recorder: LayerRecorder, kernels: Kernels, vocab_size: int) -> None:
-    """Replace `forward` of norms and decoder layers that the kernels compute as well. `recorder` saw a pass of the
-    model; its linear layers are packed."""
+@dataclass(slots=True)
+class _LayerCall:
+    """Input and output of a layer."""
+
+    x: Tensor
+    rotary: tuple[Tensor, Tensor]
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What the model's own code computed: input and output of decoder layers, and the K and V that they wrote."""
+
+    metadata: AttentionMetadata
+    num_blocks: int
+    layers: Mapping[int, PagedLayer]
+    calls: Mapping[nn.Module, _LayerCall]
+
+
+@torch.inference_mode()
+def watch(model: Any, recorder: LayerRecorder, vocab_size: int) -> Trial:
+    """One pass over random tokens of a model that nothing is replaced in yet. `recorder` saw a pass of it."""
+    metadata, num_blocks = _trial_metadata()
+    layers = _zero_layers(recorder, num_blocks)
+    attention = StepAttention(dict.fromkeys(layers, metadata), layers)
+    watched = [layer for layer in model.modules() if _attention_number(layer) in recorder.layouts]
+    return Trial(
+        metadata, num_blocks, layers, _watch(model, watched, attention, metadata, vocab_size) if watched else {}
+    )
+
+
+def _attention_number(layer: nn.Module) -> int | None:
+    """The number of a decoder layer that has attention and a feed-forward of the usual names."""
+    children = dict(layer.named_children())
+    number = getattr(children.get("self_attn"), "layer_idx", None)
+    return number if isinstance(number, int) and "mlp" in children else None
+
+
+def fuse(model: Any, recorder: LayerRecorder, kernels: Kernels, trial: Trial) -> None:
+    """Replace `forward` of norms and decoder layers that the kernels compute as well. The model's linear layers are packed."""
     norms = {module: forward for module in model.modules() if (forward := _norm_forward(module, kernels)) is not None}
     _replace_forwards(norms)
     candidates = {layer: parts for layer in model.modules() if (parts := _layer_parts(layer, recorder)) is not None}
     if candidates:
-        _replace_forwards(_decoder_forwards(model, recorder, kernels, candidates, vocab_size))
+        _replace_forwards(_decoder_forwards(recorder, kernels, candidates, trial))
 
 
 def _replace_forwards(forwards: Mapping[nn.Module, Patch]) -> None:
@@ -214,11 +252,10 @@ def _agree(found: Tensor, expected: Tensor, x: Tensor | None = None) -> bool:
 
 def _layer_parts(layer: nn.Module, recorder: LayerRecorder) -> _LayerParts | None:
     """What a decoder layer of Llama's kind is made of; None for any other module."""
-    children = dict(layer.named_children())
-    attention, mlp = children.get("self_attn"), children.get("mlp")
-    number = getattr(attention, "layer_idx", None)
-    if attention is None or mlp is None or number not in recorder.layouts:
+    number, children = _attention_number(layer), dict(layer.named_children())
+    if number is None or number not in recorder.layouts:
         return None
+    attention, mlp = children["self_attn"], children["mlp"]
     layout, heads, params = recorder.layouts[number], recorder.heads[number], recorder.params[number]
     projections, feed_forward = dict(attention.named_children()), dict(mlp.named_children())
     qkv = _product(projections, ("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
@@ -272,37 +309,20 @@ def _has_silu(modules: Iterable[nn.Module]) -> bool:
 
 @torch.inference_mode()
 def _decoder_forwards(
-    model: Any,
-    recorder: LayerRecorder,
-    kernels: Kernels,
-    candidates: Mapping[nn.Module, _LayerParts],
-    vocab_size: int,
+    recorder: LayerRecorder, kernels: Kernels, candidates: Mapping[nn.Module, _LayerParts], trial: Trial
 ) -> dict[nn.Module, DecoderForward]:
-    """The kernels' forward of all candidates; empty unless each of them does what its layer does in a trial pass."""
-    metadata, num_blocks = _trial_metadata()
-    expected, found = (_zero_layers(recorder, num_blocks) for _ in range(2))
-    with unpatched(model):
-        calls = _watch(
-            model, candidates, StepAttention(dict.fromkeys(expected, metadata), expected), metadata, vocab_size
-        )
-    cpu = CpuAttention(metadata, CpuLayers(kernels, found))
+    """The kernels' forward of all candidates; empty unless each of them does what its layer did in the trial."""
+    found = _zero_layers(recorder, trial.num_blocks)
+    cpu = CpuAttention(trial.metadata, CpuLayers(kernels, found))
     forwards = {}
     for layer, parts in candidates.items():
-        forward = _try_layer(layer, parts, calls.get(layer), cpu, expected[parts.number], found[parts.number])
+        expected = trial.layers[parts.number]
+        forward = _try_layer(layer, parts, trial.calls.get(layer), cpu, expected, found[parts.number])
         # In a layer that adds little to large numbers rounding hides a difference: the other layers must agree as well.
         if forward is None:
             return {}
         forwards[layer] = forward
     return forwards
-
-
-@dataclass(slots=True)
-class _LayerCall:
-    """Input and output of a layer."""
-
-    x: Tensor
-    rotary: tuple[Tensor, Tensor]
-    out: Tensor
 
 
 def _try_layer(

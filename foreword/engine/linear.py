@@ -1,15 +1,14 @@
 """Faster linear layers on CPUs: each keeps a packed copy of its weight, or two (docs/decisions/0006-cpu-linear-layers.md).
 
 Which kind of product serves which number of rows is measured at load (measure.py, kernels/choice.py). A layer whose packed
-copies serve all numbers of rows releases its own weight.
+copies serve all numbers of rows loses its own weight when it is packed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,20 +89,43 @@ class Patch:
     __slots__ = ()
 
 
-@contextmanager
-def unpatched(model: nn.Module) -> Iterator[None]:
-    """Within, all modules of the model have their own `forward`."""
-    patches = [(module, module.__dict__.pop("forward")) for module in model.modules() if is_patched(module)]
+def replaceable(model: nn.Module, run: Callable[[], object], errors: tuple[type[Exception], ...]) -> set[nn.Linear]:
+    """Layers whose weight can be taken away once a packed copy computes the product: no other module has it, and `run`, a pass
+    of the model, reads none of them. If it does, it raises one of `errors`, and there are none."""
+    shared = _shared_storage(model)
+    # A model's device is that of its first parameter.
+    first = next(model.parameters(), None)
+    layers = [layer for layer in packable(model) if layer.weight is not first and _address(layer.weight) not in shared]
+    weights = [layer.weight for layer in layers]
     try:
-        yield
+        for layer in layers:
+            setattr(layer, "forward", _HeldWeight(layer))  # noqa: B010 - a method is replaced
+            _take_weight(layer)
+        run()
+    except errors:
+        return set()
     finally:
-        for module, forward in patches:
-            module.__dict__["forward"] = forward
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.weight = weight
+            layer.__dict__.pop("forward", None)
+    return set(layers)
 
 
-def is_patched(module: nn.Module) -> bool:
-    """Whether its `forward` is a replacement."""
-    return isinstance(module.__dict__.get("forward"), Patch)
+class _HeldWeight(Patch):
+    """`forward` of a linear layer with the weight that the layer had."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._weight, self._bias = layer.weight, layer.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weight, self._bias)
+
+
+def _take_weight(layer: nn.Linear) -> None:
+    """Leave a parameter without memory, of the same shape and dtype."""
+    layer.weight = nn.Parameter(layer.weight.detach().to("meta"), requires_grad=False)
 
 
 def pack(
@@ -112,10 +134,12 @@ def pack(
     siblings: Sequence[Sequence[nn.Linear]] = (),
     kernels: Kernels | None = None,
     times: Mapping[Shape, Times] | None = None,
+    released: Collection[nn.Linear] = (),
 ) -> int:
     """Give linear layers packed copies, in order, until `budget` bytes are used; returns the bytes used.
 
-    Only `forward` of the layer's instance is replaced; its parameters stay as they are, so tied weights stay tied.
+    Only `forward` of the layer's instance is replaced; its parameters stay as they are, so tied weights stay tied. Layers of
+    `released` lose their weight at once if its copies serve all numbers of rows (`replaceable`).
     `siblings` share one product (`find_siblings`). `times` are those measured for each shape; a shape without any has the first
     kind of product that this machine computes.
     """
@@ -126,6 +150,8 @@ def pack(
         product = _product(group, kernels, (times or {}).get(shape_of(group)), budget - used, tied)
         for place, layer in enumerate(group):
             setattr(layer, "forward", PackedForward(layer, product, place))  # noqa: B010 - a method is replaced
+            if layer in released and PLAIN not in product.served:
+                _take_weight(layer)
         used += sum(size_of(kind, group) for kind in set(product.served) - {PLAIN})
     return used
 
@@ -165,29 +191,6 @@ def _shared_storage(model: nn.Module) -> set[int]:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             counts[_address(tensor)] += 1
     return {address for address, count in counts.items() if count > 1}
-
-
-def release_weights(model: nn.Module) -> dict[nn.Linear, nn.Parameter]:
-    """Take away the weights that packed copies have replaced for all numbers of rows; tied weights stay. The layers keep a
-    parameter without memory, of the same shape and dtype. Returns the weights, for `restore_weights`."""
-    shared = _shared_storage(model)
-    # A model's device is that of its first parameter.
-    first = next(model.parameters(), None)
-    released: dict[nn.Linear, nn.Parameter] = {}
-    for layer in packable(model):
-        forward = layer.__dict__.get("forward")
-        if not isinstance(forward, PackedForward) or PLAIN in forward.product.served:
-            continue
-        if layer.weight is not first and _address(layer.weight) not in shared:
-            released[layer] = cast(nn.Parameter, layer.weight)
-            layer.weight = nn.Parameter(layer.weight.detach().to("meta"), requires_grad=False)
-    return released
-
-
-def restore_weights(released: Mapping[nn.Linear, nn.Parameter]) -> None:
-    """Undo `release_weights`."""
-    for layer, weight in released.items():
-        layer.weight = weight
 
 
 class PackedForward(Patch):

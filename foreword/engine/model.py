@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import json
@@ -124,10 +126,11 @@ def prepare_model(
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     recorder = _record(model, settings)
     kernels = open_kernels(config, dtype, device, progress)
+    trial = decoder.watch(model, recorder, vocab_size) if kernels is not None else None
     measured = _pack(model, config, recorder, kernels, progress) if device.type == "cpu" else None
-    if kernels is not None:
-        decoder.fuse(model, recorder, kernels, vocab_size)
-    _release_weights(model)
+    if kernels is not None and trial is not None:
+        decoder.fuse(model, recorder, kernels, trial)
+    _trim_heap()
     max_model_len = _max_model_len(settings.get_text_config(), recorder, config)
     windows = {layer: params.window for layer, params in recorder.params.items()}
     return LoadedModel(
@@ -339,18 +342,15 @@ def _pack(
         progress("choosing kernels")
         measured = measure(model, siblings, recorder, kernels)
     progress("packing the weights")
-    linear.pack(model, budget, siblings, kernels, None if measured is None else measured.products)
+    released = linear.replaceable(model, lambda: record_layers(model), FORWARD_ERRORS)
+    linear.pack(model, budget, siblings, kernels, None if measured is None else measured.products, released)
     return measured
 
 
-def _release_weights(model: Any) -> None:
-    """Free the weights whose packed copies are used instead, unless the model's code reads them."""
-    released = linear.release_weights(model)
-    try:
-        if released:
-            record_layers(model)
-    except FORWARD_ERRORS:
-        linear.restore_weights(released)
+def _trim_heap() -> None:
+    """Give memory of weights that were replaced back to the system: glibc keeps pieces below 32 MiB otherwise."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _max_model_len(text: Any, recorder: LayerRecorder, config: EngineConfig) -> int:
