@@ -75,6 +75,10 @@ class Copy:
     tokens: int
     others: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def sources(self) -> tuple[int, ...]:
+        return self.source, *(source for source, _ in self.others)
+
 
 class BlockTable:
     """The tokens of one sequence and the blocks that hold their KV, in order. Append-only.

@@ -108,6 +108,7 @@ class Scheduler:
 
     def settle(self, step: Step) -> None:
         """The step's KV is computed."""
+        self._release_sources(step)
         for chunk in step.chunks:
             sequence = chunk.sequence
             sequence.computed = chunk.start + chunk.count
@@ -116,9 +117,14 @@ class Scheduler:
 
     def withdraw(self, step: Step) -> None:
         """The step failed: the blocks that it would have filled or copied must not be found in the cache."""
+        self._release_sources(step)
         for chunk in step.chunks:
             self.cache.retract(chunk.sequence.table, chunk.published_before)
             chunk.sequence.computed = min(chunk.sequence.computed, chunk.published_before * self.cache.block_size)
+
+    def _release_sources(self, step: Step) -> None:
+        for copy in step.copies:
+            self.cache.pool.release(copy.sources)
 
     def finish(self, sequence: SequenceState) -> None:
         """Take a sequence out, whatever its state. Its blocks stay cached while they can."""
@@ -257,6 +263,8 @@ class Scheduler:
             raise AssertionError("admission without room")
         copy = cache.copy_partial(table, match)
         if copy is not None:
+            # A load that begins in this step must not be given the source: it would write there before the copy is made.
+            cache.pool.share(copy.sources)
             draft.copies.append(copy)
         self.running.append(sequence)
         if sequence.cached_tokens < 0:

@@ -583,3 +583,50 @@ def step_and_save(plant: Plant, shelf: Shelf, stored: Sequence[StoredGroup]) -> 
                 shelf.save(chain_prefix(stored[number].layouts[0], table.chain.root) + keys[i], blocks[i])
     for sequence in ended:
         finish(sequence)
+
+
+class FullStores:
+    """Stores that have every block of prompts of one length, and never finish a load."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self.loading: list[int] = []
+
+    def find(self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes], *, patient: bool = False) -> Search:
+        self._count = len(keys)
+        return Search(None)
+
+    def worth_loading(self, search: object, skip: int, tokens: int) -> int:
+        return self._count if tokens == self._length else 0
+
+    def load(self, search: Search, skip: int, blocks: Sequence[int]) -> None:
+        search.looks = 1000
+        self.loading += blocks
+
+
+def test_a_load_spares_blocks_that_are_still_to_be_copied() -> None:
+    """A load begins while the step is made, and copies are made in the step: a load gets no block that a sequence of the same
+    step copies its partial block from."""
+    stores, cache = FullStores(17), PrefixCache(32, 4, lookahead_blocks=0)
+    scheduler = Scheduler(cache, reserve=0.0, offload=stores)  # type: ignore[arg-type]
+
+    def add(tokens: Sequence[int]) -> SequenceState:
+        request = Request(f"r{tokens[0]}", tuple(tokens), SamplingParams())
+        scheduler.add(SequenceState(request, cache.open(tokens), 0, len(tokens) + 8))
+        return scheduler.waiting[-1]
+
+    first = [add(range(10 * number, 10 * number + 6)) for number in range(1, 5)]
+    scheduler.settle(scheduler.schedule())
+    for sequence in first:
+        scheduler.finish(sequence)
+    add([10, 11, 12, 13, 14, 15, 77, 78])
+    add(range(200, 217))
+    free = cache.pool.num_free
+    step = scheduler.schedule()
+    [copy] = step.copies
+    assert len(stores.loading) == 4
+    assert copy.source not in stores.loading
+    scheduler.settle(step)
+    cache.check()
+    assert cache.pool.references(copy.source) == 0
+    assert cache.pool.num_free == free - 6  # the cached block, the copy's target, and the load
