@@ -168,6 +168,8 @@ class ServerConfig:
         drain_to: URLs of servers to which this one migrates its requests when it shuts down.
         peers: other servers that a request may name for prefill or migration: `HOST`, `HOST:PORT`, a URL, `*.DOMAIN`, a
             network such as `10.0.0.0/8`, or `*`. This host and those in drain_to are always allowed.
+        otlp_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP, such as http://collector:4318) that gets traces; by
+            default there are none. OpenTelemetry's variables set the rest (OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME).
         router_key: key of a router that authenticates callers and names their cache salts.
         kv_events: address to publish KV events on, in vLLM's format, such as `tcp://127.0.0.1:5557` (`*` for all interfaces,
             port 0 for a free one).
@@ -203,6 +205,7 @@ class ServerConfig:
     admin_key: str | None = field(default=None, repr=False)
     drain_to: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
+    otlp_endpoint: str | None = None
     router_key: str | None = field(default=None, repr=False)
     kv_events: str | None = None
     kv_events_replay: str | None = None

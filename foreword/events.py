@@ -38,13 +38,14 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """A request was admitted for the first time: its prompt tokens, how many were cached, and how many of these came from each
-    tier off the device."""
+    """A request was admitted for the first time: its prompt tokens, how many were cached, how many of these came from each
+    tier off the device, and how long they took to come."""
 
     request_id: str
     queried_tokens: int
     hit_tokens: int
     loaded_tokens: tuple[tuple[str, int], ...] = ()
+    load_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ A sequence takes blocks and waits while they are filled. They are published when
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ class KVArrival:
         cached_tokens: leading tokens that were cached, here or at the sender.
         tiers: the store tier of each block that was loaded.
         origin: the instance that sent the KV; "" for a store.
+        seconds: how long a store took.
         token, logprob: the token after the prompt, if the sender sampled it. Then `tokens` is the whole prompt.
     """
 
@@ -33,6 +35,7 @@ class KVArrival:
     origin: str = ""
     token: int | None = None
     logprob: TokenLogprob | None = None
+    seconds: float = 0.0
 
 
 class ExternalKV(Protocol):
@@ -153,6 +156,7 @@ class StoreKV:
         self._in_flight = in_flight
         self._search = stores.find(root, keys[first:], keys[:first], patient=patient)
         self._held = 0
+        self._began = 0.0
         self._loading: Sequence[bytes] = ()
 
     @property
@@ -174,7 +178,7 @@ class StoreKV:
             self._stores.hurry(self._search)
 
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
-        self._held, self._loading = held, keys[held:]
+        self._held, self._loading, self._began = held, keys[held:], time.monotonic()
         self._in_flight.update(self._loading)
         self._stores.load(self._search, held - self.first, blocks)
 
@@ -182,7 +186,7 @@ class StoreKV:
         tiers = self._search.close()
         self._in_flight.difference_update(self._loading)
         tokens = (self._held + len(tiers)) * self._block_size
-        return KVArrival(self._held * self._block_size, tokens, tokens, tiers)
+        return KVArrival(self._held * self._block_size, tokens, tokens, tiers, seconds=time.monotonic() - self._began)
 
 
 class StorePosition:
@@ -220,6 +224,7 @@ class StorePosition:
         held = first * block_size
         self._search = self._stores.find_position(self._groups, root, keys, held, limit, patient=patient)
         self._held = self._wanted = 0
+        self._began = 0.0
         self._loading: Sequence[bytes] = ()
 
     @property
@@ -254,6 +259,7 @@ class StorePosition:
 
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
         self._held, self._wanted, self._loading = held, len(blocks), keys[held:]
+        self._began = time.monotonic()
         self._in_flight.update(self._loading)
         self._stores.load_position(self._search, self._groups, self._keys, held * self._block_size, blocks)
 
@@ -266,4 +272,4 @@ class StorePosition:
         tokens = start + count * self._block_size
         # The first group's blocks come first; a window has fewer than the tokens that they stand for.
         of_blocks = tiers[:count] if self._groups[0].group.whole else [tiers[-1]] * count
-        return KVArrival(start, tokens, tokens, of_blocks)
+        return KVArrival(start, tokens, tokens, of_blocks, seconds=time.monotonic() - self._began)

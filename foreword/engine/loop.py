@@ -595,7 +595,8 @@ class EngineCore:
             self.audit.admitted(sequence)
         self._history.add(sequence.request.salt, sequence.table.chain.tokens)
         loaded = tuple(self._reports.loaded_tokens(sequence).items())
-        self.notify(PrefixLookup(sequence.request.id, sequence.num_prompt, sequence.cached_tokens, loaded))
+        seconds = sequence.loaded.seconds if sequence.loaded is not None else 0.0
+        self.notify(PrefixLookup(sequence.request.id, sequence.num_prompt, sequence.cached_tokens, loaded, seconds))
 
     def _note_token(self, sequence: SequenceState, now: float) -> None:
         if sequence.last_token_at < 0:

@@ -15,6 +15,7 @@ from foreword.api.errors import CLIENT_GONE, ErrorResponse, error_response, http
 from foreword.api.request import DialectName
 from foreword.api.request_log import log_request, request_id_from
 from foreword.errors import ForewordError, ShuttingDown
+from foreword.observability.tracing import Tracer
 from foreword.router import admin, cache_api, completions, dashboard, passthrough, prefixes_api
 from foreword.router.client_request import PATHS
 from foreword.router.replicas import clock
@@ -63,6 +64,8 @@ def _middleware(router: Router) -> Any:
 
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         request["id"] = request_id_from(request.headers.get("x-request-id"))
+        if router.tracer is not None:
+            _begin_span(router.tracer, request)
         began, status = clock(), CLIENT_GONE
         router.active += 1
         try:
@@ -79,11 +82,20 @@ def _middleware(router: Router) -> Any:
         finally:
             router.active -= 1
             _count(router, request, status, clock() - began)
+            if (span := request.get("span")) is not None:
+                span.note({"http.response.status_code": status})
+                span.end(f"status {status}" if status >= 500 else "")
         if not response.prepared:
             response.headers["x-request-id"] = request["id"]
         return response
 
     return middleware
+
+
+def _begin_span(tracer: Tracer, request: web.Request) -> None:
+    if request.method == "POST" and request.path.startswith("/v1/") and not request.path.startswith("/v1/router"):
+        attributes = {"url.path": request.path, "gen_ai.request.id": request["id"]}
+        request["span"] = tracer.request("router request", request.headers, attributes)
 
 
 def _reject(router: Router, request: web.Request, error: ForewordError) -> web.Response:

@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from foreword.errors import ForewordError
+from foreword.observability.tracing import Span
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import Upstream
 from foreword.routing.placement import Decision, PlacementQuery
@@ -27,6 +28,7 @@ class Attempt:
         sent_at: when it was placed.
         prefill: the replica that computes the prompt, if it is another one.
         begun: the first token was observed, at `first_token_at`.
+        span: of its trace, ended with it; None without traces. problem: why it failed.
         first_token_timer: set if the first token cannot be observed; fires when it is expected.
     """
 
@@ -41,6 +43,14 @@ class Attempt:
     begun: bool = False
     first_token_at: float | None = None
     first_token_timer: asyncio.TimerHandle | None = None
+    span: Span | None = None
+    problem: str = ""
+
+    def end_span(self) -> None:
+        if self.span is not None:
+            if self.first_token_at is not None:
+                self.span.event("first token", self.first_token_at)
+            self.span.end(self.problem)
 
 
 def describe_error(error: BaseException) -> str:

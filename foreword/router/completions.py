@@ -107,6 +107,7 @@ async def _proxy(
     deadline = arrived + min(wanted, router.config.request_timeout)
     try:
         async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - clock()) as limit:
+            read = clock()
             if pool.needs_prompts:
                 prompt = await router.prompts.tokenize(request, pool.tokenizing_replicas)
             else:
@@ -127,6 +128,9 @@ async def _proxy(
                 translation,
             )
             proxied.normalised = normalised
+            proxied.span = http_request.get("span")
+            if proxied.span is not None and prompt.source != "unread":
+                proxied.span.part("tokenize", read, clock(), {"gen_ai.usage.prompt_tokens": len(prompt.tokens)})
             try:
                 response = await proxy_response(proxied)
                 ending.status, ending.error = response.status, proxied.failure

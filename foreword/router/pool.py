@@ -282,6 +282,7 @@ class ReplicaPool:
 
     def _release(self, attempt: Attempt) -> None:
         upstream = attempt.upstream
+        attempt.end_span()
         if attempt.first_token_timer is not None:
             attempt.first_token_timer.cancel()
         upstream.in_flight -= 1

@@ -88,6 +88,7 @@ class ProxiedRequest(RoutedRequest):
         headers.update(self.router.auth.headers(self.tenant, self.salt, credentials(client), upstream.kind))
         headers["content-type"], headers["accept-encoding"] = "application/json", "identity"
         headers["x-request-id"], headers["x-foreword-follow"] = self.request_id, "1"
+        headers.update(self.trace_headers)
         return headers
 
     async def send(
@@ -135,6 +136,7 @@ class ProxiedRequest(RoutedRequest):
         self.attempts += 1
         self.avoid.append(upstream.url)
         self.previous = f"after {upstream.url} failed ({reason})"
+        attempt.problem = reason
         logger.warning("request %s: %s failed: %s", self.request_id, upstream.url, reason)
         self.pool.failed(attempt)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from foreword.api.misses.causes import Miss
 from foreword.api.tenants import Tenant, mix_salt
+from foreword.observability.tracing import Span
 from foreword.router.attempt import Attempt
 from foreword.router.client_request import DIALECT_NAMES, ClientRequest
 from foreword.router.misses import ServedRequest
@@ -31,6 +33,7 @@ class RoutedRequest:
         decision_text: the last placement decision in words.
         previous: why the previous attempt failed, in words.
         miss: why part of its prompt was not cached, once it has ended; None if it is not explained.
+        span: of its trace; None without traces. trace_headers: of its present attempt, for the replica.
         salt: of its blocks. priority: for replicas; None if there is nothing to say.
     """
 
@@ -47,6 +50,8 @@ class RoutedRequest:
     decision_text: str = field(default="", kw_only=True)
     previous: str = field(default="", kw_only=True)
     miss: asyncio.Future[Miss] | None = field(default=None, kw_only=True)
+    span: Span | None = field(default=None, kw_only=True)
+    trace_headers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     salt: bytes = field(init=False)
     priority: int | None = field(init=False)
 
@@ -88,7 +93,18 @@ class RoutedRequest:
         router.metrics.decision(
             attempt.upstream.url, attempt.decision.reason, prompt.source, query.tokens, overhead, attempt.queued
         )
+        if self.span is not None:
+            self._trace(self.span, attempt)
         return attempt
+
+    def _trace(self, span: Span, attempt: Attempt) -> None:
+        if attempt.queued:
+            span.part("queue", clock() - attempt.queued, clock())
+        estimate = attempt.decision.estimate
+        expected = estimate.reused if estimate is not None else 0
+        attributes = {"server.address": attempt.upstream.url, "foreword.placement": attempt.decision.reason}
+        attempt.span = span.call("replica", {**attributes, "foreword.expected_cached_tokens": expected})
+        self.trace_headers = attempt.span.headers()
 
     def finished(self, attempt: Attempt, counts: TokenCounts) -> None:
         """A replica served the request to its end."""

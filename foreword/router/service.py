@@ -20,6 +20,7 @@ from foreword.api.stored_responses import StoredResponses
 from foreword.config import Config, ServerConfig, parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.observability.recording import RequestRecord, TraceRecorder
+from foreword.observability.tracing import tracer_for
 from foreword.router.auth import RouterAuth
 from foreword.router.body import RequestBodies
 from foreword.router.canary import is_alive
@@ -87,6 +88,7 @@ class Router:
         self._server = config.server
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
+        self.tracer = tracer_for(config.server.otlp_endpoint, "foreword-router")
         self.recorder: TraceRecorder | None = None
         if config.server.record is not None:
             self.recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
@@ -130,6 +132,8 @@ class Router:
         self.misses.close()
         if self.recorder is not None:
             self.recorder.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
     def _record(self, record: RequestRecord) -> None:
         if self.recorder is not None:

@@ -20,6 +20,7 @@ from foreword.config import Config, parse_bytes
 from foreword.dashboard.history import MetricsHistory
 from foreword.errors import ForewordError
 from foreword.observability.metrics import PrometheusObserver
+from foreword.observability.tracing import EngineTraces
 from foreword.server import (
     cache_api,
     dashboard,
@@ -45,7 +46,11 @@ if TYPE_CHECKING:
 
 
 def create_app(
-    engine: AsyncEngine | Admission, registry: PrometheusObserver, config: Config, events: EventSource | None = None
+    engine: AsyncEngine | Admission,
+    registry: PrometheusObserver,
+    config: Config,
+    events: EventSource | None = None,
+    traces: EngineTraces | None = None,
 ) -> Starlette:
     """The ASGI application.
 
@@ -53,6 +58,7 @@ def create_app(
         engine: a loaded engine, or an admission control that gets its engine later.
         registry: the metrics of `/metrics`. It must be an observer of the engine.
         events: where the engine's KV events are published.
+        traces: of the requests. It must be an observer of the engine.
 
     Raises ConfigError for malformed API keys, peers or quotas, and for unknown parsers.
     """
@@ -72,6 +78,7 @@ def create_app(
         responses,
         peers=peers,
         count_outcome=registry.count_outcome,
+        traces=traces,
     )
     history = MetricsHistory(registry.families)
     routes = Routes()

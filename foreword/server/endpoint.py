@@ -17,6 +17,7 @@ from foreword.api.tenants import Tenant, Tenants
 from foreword.api.work_queue import WorkQueue
 from foreword.config import ServerConfig
 from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mean
+from foreword.observability.tracing import EngineTraces
 from foreword.server.active_requests import ActiveRequests
 from foreword.server.admission import Admission
 from foreword.server.body import Bodies
@@ -49,6 +50,7 @@ class ServerContext:
         active: the requests that run now.
         peers: other servers that requests may name.
         misses: finds the causes of cache misses.
+        traces: of the requests; None without.
         count_outcome: counts how a request of a dialect ended.
     """
 
@@ -65,6 +67,7 @@ class ServerContext:
     peers: Peers = field(default_factory=Peers)
     misses: ServerMisses = field(default_factory=ServerMisses)
     count_outcome: Callable[[str, Outcome], None] = lambda dialect, outcome: None
+    traces: EngineTraces | None = None
 
     def tenant(self, request: Request) -> Tenant:
         """The caller's tenant. Raises Unauthorized."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from foreword.api.dialects.conversations import conversation
@@ -31,6 +31,7 @@ async def run(context: ServerContext, job: Job) -> AsyncGenerator[PromptDelta | 
     """
     sequences = sum(request.params.num_sequences for request in job.requests)
     with (
+        _traced(context, job),
         context.admission.admit(sequences, migrated=job.migrated_here) as engine,
         context.recent.record(job) as requests,
         context.active.track(job),
@@ -50,6 +51,13 @@ async def run(context: ServerContext, job: Job) -> AsyncGenerator[PromptDelta | 
         context.misses.answered(job)
         if job.request.prefix is not None:
             _note_hits(engine, job)
+
+
+def _traced(context: ServerContext, job: Job) -> AbstractContextManager[None]:
+    if context.traces is None:
+        return nullcontext()
+    attributes = {"gen_ai.request.id": job.head.id, "gen_ai.response.model": job.head.model}
+    return context.traces.request(job.caller.headers, attributes, {one.id: len(one.tokens) for one in job.requests})
 
 
 def _check(delta: Delta) -> None:

@@ -21,7 +21,7 @@ from foreword.errors import CannotMigrate
 from foreword.server.answers import AnswerReader
 
 # With these headers another server treats a request as the caller's own.
-_FORWARDED = ("authorization", "x-api-key", "x-foreword-salt", "x-request-id")
+_FORWARDED = ("authorization", "x-api-key", "x-foreword-salt", "x-request-id", "traceparent", "tracestate")
 FOLLOW_HEADER = "x-foreword-follow"
 
 

@@ -27,6 +27,7 @@ from foreword.errors import ConfigError, ForewordError
 from foreword.events import Observer
 from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.recording import EngineRecorder, TraceRecorder
+from foreword.observability.tracing import EngineTraces, tracer_for
 from foreword.server.admission import Admission
 from foreword.server.app import create_app
 from foreword.server.http_protocol import ConnectionLimits, Connections
@@ -58,8 +59,9 @@ def run(config: Config) -> int:
         parse(url)  # raises errors of its URL before the model is loaded
     admission = Admission(config.server.max_queue)
     registry = PrometheusObserver()
-    events = _publish_events(config)
-    app = create_app(admission, registry, config, events.source if events else None)
+    events, tracer = _publish_events(config), tracer_for(config.server.otlp_endpoint, "foreword-server")
+    traces = EngineTraces(tracer) if tracer is not None else None
+    app = create_app(admission, registry, config, events.source if events else None, traces)
     listener = bind(config.server)
     settings = uvicorn.Config(
         app,
@@ -73,7 +75,7 @@ def run(config: Config) -> int:
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     server = DrainingServer(settings, admission, config.server.drain_seconds, app.state.migrate_all)
-    loader = ModelLoader(config, registry, events, server)
+    loader = ModelLoader(config, registry, events, traces, server)
     server.on_started = loader.start
     server.catch_signals()
     logger.info("Foreword %s listens on %s; loading the model", __version__, url_of(listener))
@@ -81,6 +83,8 @@ def run(config: Config) -> int:
     status = _leave(server, loader)
     if events is not None:
         events.close()
+    if tracer is not None:
+        tracer.close()
     return status
 
 
@@ -202,11 +206,17 @@ class ModelLoader:
     """Loads the engine on its own thread. Meanwhile the server answers probes."""
 
     def __init__(
-        self, config: Config, registry: PrometheusObserver, events: KvEvents | None, server: DrainingServer
+        self,
+        config: Config,
+        registry: PrometheusObserver,
+        events: KvEvents | None,
+        traces: EngineTraces | None,
+        server: DrainingServer,
     ) -> None:
         self._config = config
         self._registry = registry
         self._events = events
+        self._traces = traces
         self._server = server
         self._thread = threading.Thread(target=self._run, name="loading", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -221,7 +231,7 @@ class ModelLoader:
 
     def _run(self) -> None:
         try:
-            engine = load_engine(self._config, self._registry, self._events, self._note)
+            engine = load_engine(self._config, self._registry, self._events, self._traces, self._note)
         except ForewordError as error:
             self._call(self._server.fail, error.message, 1 if error.fault == "server" else 2)
         except Exception as error:  # without this the process would wait for its model for ever
@@ -250,13 +260,17 @@ class ModelLoader:
 
 
 def load_engine(
-    config: Config, registry: PrometheusObserver, events: KvEvents | None, progress: Callable[[str], None]
+    config: Config,
+    registry: PrometheusObserver,
+    events: KvEvents | None,
+    traces: EngineTraces | None,
+    progress: Callable[[str], None],
 ) -> AsyncEngine:
     """Load the engine, which imports torch. Raises ForewordError."""
     from foreword.entrypoints.async_engine import AsyncEngine
 
     role, transfer = config.role, config.transfer.with_secret()
-    observers: list[Observer] = [registry, events] if events is not None else [registry]
+    observers: list[Observer] = [one for one in (registry, events, traces) if one is not None]
     if config.server.record is not None:
         recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
         engine_recorder = EngineRecorder(recorder, config.engine.block_size, explained=True)

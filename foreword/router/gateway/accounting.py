@@ -113,6 +113,9 @@ class Accounting:
             router.metrics.outcome(head.dialect, outcome_of_status(self._status))
         router.metrics.response(f"picker {head.path}", self._status)
         log_request(head.method, head.path, self._status, clock() - self._began, head.id)
+        if head.span is not None:
+            head.span.note({"http.response.status_code": self._status})
+            head.span.end(f"status {self._status}" if self._status >= 500 else "")
 
     def _give_up(self) -> None:
         """The attempt teaches nothing."""

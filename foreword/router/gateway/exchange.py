@@ -79,7 +79,7 @@ class _Exchange:
         self._requests = requests
         self._write = write
         self._first = first
-        self._head = RequestHead.of(envoy.headers_of(first.request_headers))
+        self._head = RequestHead.of(envoy.headers_of(first.request_headers), shared.picker.router.tracer)
         self._accounting: Accounting | None = None
         self._answer: Answer | None = None
         self._body = bytearray()

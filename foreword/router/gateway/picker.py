@@ -15,6 +15,7 @@ from foreword.api.errors import BodyTooLarge, UnsupportedMediaType
 from foreword.api.request_log import request_id_from
 from foreword.api.tenants import SALT_HEADER, Tenant
 from foreword.errors import NoReplica, NotFound, QueueFull, ReplicaFailed, ShuttingDown
+from foreword.observability.tracing import Span, Tracer
 from foreword.router.attempt import Attempt
 from foreword.router.client_request import PATHS, ClientRequest, decode_object, parse_request, replica_body
 from foreword.router.decision_log import as_header
@@ -44,17 +45,21 @@ _INLINE_BYTES: Final = 128 << 10
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """The head of a client's request. `path` is without the query; names of headers are in lower case."""
+    """The head of a client's request. `path` is without the query; names of headers are in lower case. `span`: of its trace."""
 
     method: str
     path: str
     headers: Mapping[str, str]
     id: str
+    span: Span | None = None
 
     @classmethod
-    def of(cls, headers: Mapping[str, str]) -> RequestHead:
+    def of(cls, headers: Mapping[str, str], tracer: Tracer | None = None) -> RequestHead:
         path = headers.get(":path", "/").partition("?")[0]
-        return cls(headers.get(":method", "GET"), path, headers, request_id_from(headers.get("x-request-id")))
+        name, span = request_id_from(headers.get("x-request-id")), None
+        if tracer is not None:
+            span = tracer.request("picker request", headers, {"url.path": path, "gen_ai.request.id": name})
+        return cls(headers.get(":method", "GET"), path, headers, name, span)
 
     @property
     def generates(self) -> bool:
@@ -182,7 +187,7 @@ class Picker:
             prompt = await router.prompts.tokenize(request, pool.tokenizing_replicas)
         session = request.session(head.headers.get("x-session-id"))
         name = f"{tenant.name}/{session}" if session is not None else None
-        routed = RoutedRequest(router, request, tenant, head.id, pool, prompt, name, arrived)
+        routed = RoutedRequest(router, request, tenant, head.id, pool, prompt, name, arrived, span=head.span)
         if among is not None:
             routed.avoid += [url for url in pool.upstreams if await self._address(url) not in among]
         return routed
@@ -207,6 +212,7 @@ class Picker:
                 own["kv_transfer_params"] = {"prefill": prefill.info.transfer}
             headers[PREFILL] = await self.addresses.of(prefill.url)
         endpoints = ",".join([address, *await self._others(routed, attempt, among)])
+        headers |= routed.trace_headers
         headers |= {DESTINATION: endpoints, PICK: attempt.id, ROUTE: as_header(routed.decision_text)}
         body = _body(head, routed.request, raw, own)
         return Answer(attempt.id, headers, body, endpoints, (routed, attempt), normalised)
