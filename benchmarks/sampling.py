@@ -1,13 +1,12 @@
 """What choosing the next tokens of a batch costs, and what a long-lived engine remembers.
 
-    python benchmarks/sampling.py step [--vocab 151936] [--batch 1 16 64] [--threads 1]
+    python benchmarks/sampling.py step [--vocab 151936] [--batch 1 16 64] [--threads 1] [--kernels torch]
     python benchmarks/sampling.py history [--rounds 9]
 
 `step` samples from random logits of a trained model's shape (the probability of the i-th token falls as i ** -1.5), and from
 flat ones (standard normal), where top-p keeps most of the vocabulary. Times are processor time of the threads, the fastest of
 several calls. `argmax` is PyTorch's operator on the same logits, for comparison. Penalties follow a context of 32,768 tokens
-in which a few
-tokens are frequent (ranks are log-uniform), and which grows by one token with each step.
+in which a few tokens are frequent (ranks are log-uniform), and which grows by one token with each step.
 
 `history` serves requests of 20 tokens that generate 10 with the embedded model, on an engine that remembers 2 ** 20 tokens of
 such requests, and alternately on one that remembers nothing. The two share the machine's noise: compare the ratio.
@@ -27,6 +26,8 @@ from torch import Tensor
 
 from foreword import LLM, SamplingParams
 from foreword.engine.draw import Draw
+from foreword.engine.kernels import native
+from foreword.engine.kernels.native import Kernels
 from foreword.engine.sampling import sample
 from foreword.engine.token_counts import TokenCounts
 
@@ -63,7 +64,7 @@ def flat(rows: int, vocab: int, generator: torch.Generator) -> Tensor:
     return torch.randn(rows, vocab, generator=generator)
 
 
-def step_of(logits: Tensor, params: SamplingParams) -> Callable[[], object]:
+def step_of(logits: Tensor, params: SamplingParams, kernels: Kernels | None) -> Callable[[], object]:
     """One sampling step; texts grow by a token from step to step."""
     made, vocab = random.Random(0), logits.shape[1]
     texts = [array("I", (int(vocab ** made.random()) for _ in range(CONTEXT))) for _ in logits]
@@ -74,13 +75,13 @@ def step_of(logits: Tensor, params: SamplingParams) -> Callable[[], object]:
             Draw(params, row, 0, text, CONTEXT, (), counts=kept)
             for row, (text, kept) in enumerate(zip(texts, counts, strict=True))
         ]
-        for text, found in zip(texts, sample(logits, draws), strict=True):
+        for text, found in zip(texts, sample(logits, draws, kernels), strict=True):
             text.append(found.token)
 
     return step
 
 
-def steps(vocab: int, batches: list[int], threads: int) -> None:
+def steps(vocab: int, batches: list[int], threads: int, kernels: Kernels | None) -> None:
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)
     print(set_up({**machine(), "vocabulary": f"{vocab:,}", "threads": str(threads), "torch": torch.__version__}))
@@ -90,7 +91,7 @@ def steps(vocab: int, batches: list[int], threads: int) -> None:
             logits = make(batch, vocab, generator)
             plain = fastest(functools.partial(torch.argmax, logits, -1))
             rows.append((str(batch), "argmax", f"{plain:.2f}", "", "1.00"))
-            times = {kind: fastest(step_of(logits, params)) for kind, params in KINDS.items()}
+            times = {kind: fastest(step_of(logits, params, kernels)) for kind, params in KINDS.items()}
             greedy = times["greedy"]
             for kind, taken in times.items():
                 rows.append((str(batch), kind, f"{taken:.2f}", f"{taken / greedy:.2f}", f"{taken / plain:.2f}"))
@@ -123,10 +124,11 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kernels", choices=("native", "torch"), default="native")
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
     if given.what == "step":
-        steps(given.vocab, given.batch, given.threads)
+        steps(given.vocab, given.batch, given.threads, native.load() if given.kernels == "native" else None)
     else:
         history(given.rounds)
 

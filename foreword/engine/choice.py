@@ -1,14 +1,14 @@
-"""The choice of a token from each row of logits, for all rows of a batch at once and on the device of the logits.
+"""The choice of a token from each row of logits, for all rows of a batch at once and on the device of the logits, by PyTorch's
+operators. (kernels/sampling.h is the same for CPUs, compiled.)
 
-Nothing here sorts a vocabulary where that can be avoided. The vocabulary is cut into blocks of tokens, and the maximum of
-each block is computed once: the largest tokens of a row are in the blocks with the largest maxima. A full sort remains for
-rows whose distribution is so flat that no limited number of candidates decides.
+The vocabulary is cut into blocks of tokens, and the maximum of each block is computed once: the largest tokens of a row are in
+the blocks with the largest maxima. Top-p is rejection sampling (Ye et al. 2025, FlashInfer).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import compress
 from typing import Final
 
 import torch
@@ -18,44 +18,9 @@ from foreword.engine.request import SamplingParams
 
 # Tokens per block of the vocabulary.
 _BLOCK: Final = 32
-# Candidates per row that are tried first; after these, the whole vocabulary.
-_CANDIDATES: Final = (128, 2048)
-# Elements of the temporary tensors of a sorted vocabulary.
-_SORTED_AT_ONCE: Final = 1 << 21
-# A float32 from 0 to 1 has 30 bits: an upper and a lower half.
-_HALF: Final = 15
-_LARGEST: Final = (1 << _HALF) - 1
-_BITS: Final = (1 << 2 * _HALF) - 1
 # Lower temperatures are zero in float32. Only the likeliest token has weight long before that.
 _MIN_TEMPERATURE: Final = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class _Filters:
-    """Parameters of some rows, each `[rows, 1]` on the device of the logits.
-
-    Attributes:
-        maximum: the row's largest logit.
-        number: uniform in [0, 1), float64.
-        top_k: the vocabulary's size where there is no limit.
-        total: weight of all tokens that the filters before top-p keep, where top-p counts against the whole vocabulary; NaN
-            where it counts against the candidates. The likeliest token has the weight 1.
-    """
-
-    maximum: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    number: Tensor
-    total: Tensor
-
-    def of(self, rows: Tensor) -> _Filters:
-        return _Filters(*(getattr(self, name)[rows] for name in self.__slots__))
-
-    def weights(self, logits: Tensor) -> Tensor:
-        """Float32, relative to the likeliest token. Subtracting the maximum first keeps tiny temperatures finite."""
-        return ((logits - self.maximum) / self.temperature).exp()
+_MASK: Final = (1 << 64) - 1
 
 
 def block_maxima(logits: Tensor) -> Tensor:
@@ -109,137 +74,91 @@ def _sort_keys(values: Tensor, tokens: Tensor) -> Tensor:
     return (ascending.long() << 32) | (0x7FFFFFFF - tokens)
 
 
-def choose(logits: Tensor, maxima: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
-    """A token of each row, `[rows]`: temperature, then top-k, min-p and top-p, then the inverse of the cumulative distribution
-    function at the row's number: over the sorted tokens with top-k or top-p, over all in their order otherwise."""
-    vocab = logits.shape[1]
-    filters = _filters(maxima, params, numbers, vocab)
-    limited = [0 < one.top_k < vocab for one in params]
-    ranked = [row for row, one in enumerate(params) if limited[row] or one.top_p < 1.0]
-    whole = [row for row, one in enumerate(params) if not limited[row]]
-    chosen = torch.zeros(len(params), dtype=torch.long, device=logits.device)
-    decided = [False] * len(params)
-    if whole:
-        rows = torch.tensor(whole, device=logits.device)
-        shares = _shares(_select(logits, rows), filters.of(rows), any(params[row].min_p for row in whole))
-        chosen[rows], filters.total[rows] = _choose_unsorted(shares, filters.of(rows))
-    for count in (*_CANDIDATES, vocab):
-        left = [row for row in ranked if not decided[row]]
-        size = len(left) if count < vocab else max(1, _SORTED_AT_ONCE // vocab)
-        for start in range(0, len(left), size or 1):
-            some = left[start : start + size]
-            rows = torch.tensor(some, device=logits.device)
-            found = candidates(_select(logits, rows), maxima[rows], min(count, vocab))
-            chosen[rows], known = _choose_sorted(*found, filters.of(rows))
-            for row, one in zip(some, known.tolist(), strict=True):
-                decided[row] = one
-        flat = [place for place, row in enumerate(whole) if params[row].top_p < 1.0 and not decided[row]]
-        if flat:
-            rows = torch.tensor([whole[place] for place in flat], device=logits.device)
-            chosen[rows] = _choose_by_mass(shares[torch.tensor(flat, device=logits.device)], filters.of(rows))
-            for place in flat:
-                decided[whole[place]] = True
+def next_number(number: int) -> int:
+    """The 53 random bits of a row's next draw: splitmix64 (Steele et al. 2014) of those of the last one."""
+    mixed = number + 0x9E3779B97F4A7C15 & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return (mixed ^ mixed >> 31) >> 11
+
+
+def choose(logits: Tensor, maxima: Tensor, params: Sequence[SamplingParams], numbers: Sequence[int]) -> Tensor:
+    """A token of each row, `[rows]`: temperature, then top-k, min-p and top-p. A draw is the inverse of the cumulative
+    distribution function, in order of token ids, at the row's number (53 random bits)."""
+    limited = [row for row, one in enumerate(params) if 0 < one.top_k < logits.shape[1]]
+    whole = [row for row in range(len(params)) if row not in limited]
+    chosen = largest(logits, maxima)
+    finite = maxima.amax(-1).isfinite()
+    for part in (limited, whole):
+        if not part:
+            continue
+        rows = torch.tensor(part, device=logits.device)
+        some, tokens = logits if len(part) == len(params) else logits[rows], None
+        if part is limited:
+            some, tokens = _most(some, maxima[rows], [params[row].top_k for row in part])
+        found = _sampled(some, [params[row] for row in part], [numbers[row] for row in part])
+        found = found if tokens is None else tokens.gather(1, found)
+        chosen[rows] = torch.where(finite[rows], found[:, 0], chosen[rows])
     return chosen
 
 
-def _filters(maxima: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float], vocab: int) -> _Filters:
-    given = [
-        (max(one.temperature, _MIN_TEMPERATURE), one.top_k or vocab, one.top_p, one.min_p, number, torch.nan)
-        for one, number in zip(params, numbers, strict=True)
-    ]
-    temperature, top_k, top_p, min_p, number, total = (
-        torch.tensor(given, dtype=torch.float64).to(maxima.device, non_blocking=True).unsqueeze(-1).unbind(1)
-    )
-    maximum = maxima.amax(-1, keepdim=True)
-    return _Filters(maximum, temperature.float(), top_k, top_p, min_p.float(), number, total)
+def _most(logits: Tensor, maxima: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The `counts` largest logits of each row and their tokens, in order of tokens, `[rows, n]`; -inf where a row has fewer."""
+    top_k = torch.tensor(counts, device=logits.device)[:, None]
+    values, tokens, edge = candidates(logits, maxima, min(2 * max(counts) + 64, logits.shape[1]))
+    if not (values.gather(1, top_k - 1) > edge).all():  # of logits that equal the edge, some may be missing
+        values, tokens, _ = candidates(logits, maxima, logits.shape[1])
+    values = values.masked_fill(torch.arange(values.shape[1], device=logits.device) >= top_k, -torch.inf)
+    order = tokens.argsort(-1)
+    return values.gather(1, order), tokens.gather(1, order)
 
 
-def _select(logits: Tensor, rows: Tensor) -> Tensor:
-    """These rows, in ascending order; not copied if they are all rows."""
-    return logits if len(rows) == len(logits) else logits[rows]
+def _sampled(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[int]) -> Tensor:
+    """A place in each row, `[rows, 1]`, by temperature, min-p and top-p.
+
+    With top-p, the first draw is from all tokens. If those before the drawn one, in order of descending logits, reach `top_p`,
+    the next draw is among them. Of equal logits, the lower token comes first.
+    """
+    given = [(max(one.temperature, _MIN_TEMPERATURE), one.min_p, one.top_p) for one in params]
+    temperature, min_p, top_p = torch.tensor(given, dtype=torch.float64).to(logits.device).unsqueeze(-1).unbind(1)
+    weights = (logits - logits.amax(-1, keepdim=True)).div_(temperature.float()).exp_()
+    if any(one.min_p for one in params):
+        weights.masked_fill_(weights < min_p.float(), 0.0)
+    chosen, total = _draw(weights, numbers)
+    limit = torch.where(top_p < 1.0, top_p * total, torch.inf)
+    left, again = torch.arange(len(params), device=logits.device), chosen
+    while any(one.top_p < 1.0 for one in params):
+        numbers = [next_number(number) for number in numbers]
+        values, lower = logits.gather(1, again), torch.arange(logits.shape[1], device=logits.device) < again
+        weights = weights.mul_(torch.where(lower, logits >= values, logits > values))
+        again, mass = _draw(weights, numbers)
+        more = (mass >= limit)[:, 0]
+        kept = more.tolist()
+        if not any(kept):
+            break
+        if not all(kept):
+            left, logits, weights, limit, again = (one[more] for one in (left, logits, weights, limit, again))
+            numbers = list(compress(numbers, kept))
+        chosen[left] = again
+    return chosen
 
 
-def _shares(logits: Tensor, filters: _Filters, any_min_p: bool) -> Tensor:
-    """Probabilities `[rows, vocab]` by temperature; zero where min-p drops a token."""
-    shares = torch.softmax((logits - filters.maximum).div_(filters.temperature), -1)
-    if any_min_p:
-        shares.masked_fill_(shares < filters.min_p * shares.amax(-1, keepdim=True), 0.0)
-    return shares
-
-
-def _choose_unsorted(shares: Tensor, filters: _Filters) -> tuple[Tensor, Tensor]:
-    """A token of each row by these probabilities, `[rows]`, and their sum, `[rows, 1]`, if the likeliest one were 1."""
-    vocab = shares.shape[1]
+def _draw(weights: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A token of each row by weights `[rows, vocab]`, and their sum; both `[rows, 1]`."""
+    vocab = weights.shape[1]
     whole = vocab // _BLOCK
-    sums = shares[:, : whole * _BLOCK].reshape(len(shares), whole, _BLOCK).sum(-1)
+    sums = weights[:, : whole * _BLOCK].reshape(len(weights), whole, _BLOCK).sum(-1)
     if vocab % _BLOCK:
-        sums = torch.cat((sums, shares[:, whole * _BLOCK :].sum(-1, keepdim=True)), 1)
+        sums = torch.cat((sums, weights[:, whole * _BLOCK :].sum(-1, keepdim=True)), 1)
     sums = sums.double()  # of blocks: a sum over all tokens in float64 would copy them
     up_to = sums.cumsum(-1)
-    target = filters.number * up_to[:, -1:]
+    uniform = torch.tensor(numbers, dtype=torch.float64).to(weights.device)[:, None] * 2.0**-53
+    target = uniform * up_to[:, -1:]
     block = _place(up_to, target)
-    inside, tokens = _members(shares, block)
+    inside, tokens = _members(weights, block)
     inside = inside.clamp(min=0.0).double().cumsum(-1)
     place = _place(inside, target - (up_to - sums).gather(1, block))
-    return tokens.gather(1, place)[:, 0], up_to[:, -1:] / shares.amax(-1, keepdim=True)
-
-
-def _choose_sorted(values: Tensor, tokens: Tensor, edge: Tensor, filters: _Filters) -> tuple[Tensor, Tensor]:
-    """A token of each row from its candidates, `[rows]`, and whether the candidates decide, `[rows]`.
-
-    They do if all tokens that the filters keep are among them. Of the candidates, those above the edge count: every other
-    token of the vocabulary comes after them.
-    """
-    counts = values > edge
-    weights = filters.weights(values).masked_fill(~counts, 0.0)
-    rank = torch.arange(values.shape[1], device=values.device)
-    weights = weights.masked_fill((rank >= filters.top_k) | (weights < filters.min_p), 0.0).double()
-    up_to = weights.cumsum(-1)
-    own = up_to[:, -1:]
-    total = torch.where(filters.total.isnan(), own, filters.total)
-    limit = torch.where(filters.top_p < 1.0, filters.top_p * total, torch.inf)
-    decided = (counts.sum(-1, keepdim=True) >= filters.top_k) | (edge == -torch.inf)
-    decided |= filters.weights(edge) < filters.min_p
-    decided |= (own >= limit) & ~filters.total.isnan()
-    dropped = up_to - weights >= limit
-    dropped[:, 0] = False  # the likeliest token stays, however small top_p is
-    up_to = weights.masked_fill(dropped, 0.0).cumsum(-1)
-    place = _place(up_to, filters.number * up_to[:, -1:])
-    return tokens.gather(1, place)[:, 0], decided[:, 0]
-
-
-def _choose_by_mass(shares: Tensor, filters: _Filters) -> Tensor:
-    """A token of each row by top-p, `[rows]`, without sorting: two searches for a place in the order of the probabilities."""
-    limit = filters.top_p * filters.total * shares.amax(-1, keepdim=True)
-    _, kept = _search(shares, torch.nextafter(limit, torch.zeros_like(limit)))
-    token, _ = _search(shares, filters.number * kept)
-    return token
-
-
-def _search(shares: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """In the order of descending probability, and of equal ones by token: the first token with which the sum exceeds `target`
-    `[rows, 1]`, `[rows]`; and the sum with it, `[rows, 1]`. Probabilities of float32 are searched by their upper bits, then by
-    their lower ones, then among equal ones."""
-    bits = shares.view(torch.int32) & _BITS
-    keys = _LARGEST - (bits >> _HALF)
-    upper, before = _search_key(shares, keys, target)
-    same = torch.where(keys == upper, shares, 0.0)
-    lower, more = _search_key(same, _LARGEST - (bits & _LARGEST), target - before)
-    before += more
-    found = (_LARGEST - upper << _HALF) + _LARGEST - lower
-    equal, value = bits == found, found.int().view(torch.float32).double()
-    count = equal.sum(-1, keepdim=True)
-    passed = ((target - before) / value).floor().nan_to_num(0.0).clamp(min=0).minimum(count - 1)
-    place = torch.searchsorted(equal.cumsum(-1, dtype=torch.int32), passed.int(), right=True)
-    return place.clamp(max=shares.shape[1] - 1)[:, 0], before + (passed + 1) * value
-
-
-def _search_key(shares: Tensor, keys: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first key with which the sum over ascending keys exceeds the target, `[rows, 1]`, and the sum before it."""
-    sums = torch.zeros(len(shares), _LARGEST + 1, dtype=torch.float64, device=shares.device)
-    up_to = sums.scatter_add_(1, keys.long(), shares.double()).cumsum(-1)
-    place = _place(up_to, target)
-    return place, (up_to - sums).gather(1, place)
+    return tokens.gather(1, place), up_to[:, -1:]
 
 
 def _place(up_to: Tensor, target: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ class TorchRunner:
         self.layers = {
             layer: paged for group in layers.groups for layer, paged in zip(group, self._columns, strict=False)
         }
+        self._kernels = kernels
         self._cpu_layers = None if kernels is None else CpuLayers(kernels, self.layers, choice)
         self._make_backend = self._triton_backends() if triton else None
         self._graphs: DecodeGraphs | None = None
@@ -83,7 +84,7 @@ class TorchRunner:
             end += len(of_prompt)
         if not wanted:
             return {}
-        sampled = sample(logits[: len(rows)], [draws[sequence] for sequence in wanted])
+        sampled = sample(logits[: len(rows)], [draws[sequence] for sequence in wanted], self._kernels)
         return dict(zip(wanted, sampled, strict=True))
 
     @torch.inference_mode()

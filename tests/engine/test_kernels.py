@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import platform
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -19,8 +22,14 @@ from foreword.engine.attention import cpu_backend
 from foreword.engine.attention.base import StepAttention
 from foreword.engine.attention.cpu_backend import CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
+from foreword.engine.choice import block_maxima, choose, largest
+from foreword.engine.draw import Draw
 from foreword.engine.kernels import build, native
 from foreword.engine.kernels.native import Kernels
+from foreword.engine.penalties import shape
+from foreword.engine.request import SamplingParams
+from foreword.engine.sampled_rows import sampled_row
+from foreword.engine.sampling import random_bits
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -229,6 +238,47 @@ def test_unknown_dtype_is_left_to_torch() -> None:
     assert not layers.supports(0, torch.empty(1, dtype=torch.float16))
     found = case.compute(paged, cpu=layers)
     assert torch.allclose(found.double(), case.expected(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 7, 129, 4099])
+def test_sampling(vocab: int, dtype: torch.dtype, kernels: Kernels) -> None:
+    """Under any mixture of filters, penalties, biases, exclusions and masks, rows of any size get the tokens that PyTorch's
+    operators choose. (A random number may lie so near to the border of two tokens that rounding decides.)"""
+    made, generator = random.Random(vocab), torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(150, vocab, generator=generator) * torch.rand(150, 1, generator=generator) * 6).to(dtype)
+    logits[torch.rand(logits.shape, generator=generator) < torch.rand(150, 1, generator=generator) - 0.5] = -math.inf
+    draws, masks = [], {}
+    for row in range(150):
+        tokens = [made.randrange(vocab) for _ in range(made.choice((0, 3, 200)))]
+        params = SamplingParams(
+            temperature=made.choice((0.0, 0.5, 1.0, 1.5)),
+            top_k=made.choice((0, 0, 1, 5, 200)),
+            top_p=made.choice((1.0, 1.0, 0.1, 0.9)),
+            min_p=made.choice((0.0, 0.0, 0.1)),
+            repetition_penalty=made.choice((1.0, 1.3)),
+            presence_penalty=made.choice((0.0, 0.5)),
+            frequency_penalty=made.choice((0.0, -0.2)),
+            logit_bias=made.choice(({}, {made.randrange(vocab): 4.0})),
+            allowed_token_ids=made.choice((None, None, (0, vocab // 2, 0))),
+            min_tokens=made.choice((0, 1)),
+        )
+        words = tuple((*tokens[-1:], made.randrange(vocab)) for _ in range(3))
+        draws.append(Draw(params, row, 0, tokens, len(tokens) // 2, (made.randrange(vocab),), bad_words=words))
+        if row % 3 == 0:
+            bits = torch.rand(32 * -(-vocab // 32), generator=generator) < made.choice((0.01, 0.5, 0.99))
+            masks[row] = np.packbits(bits.numpy(), bitorder="little")
+    numbers = [random_bits(row, 0, 0) for row in range(150)]
+    rows = [sampled_row(draws[row], numbers[row], masks.get(row)) for row in range(150)]
+    found = kernels.sample(logits, rows)
+    shaped = shape(logits, draws, {row: torch.from_numpy(mask) for row, mask in masks.items()})
+    maxima = block_maxima(shaped)
+    likeliest = largest(shaped, maxima).tolist()
+    drawn = choose(shaped, maxima, [draw.params for draw in draws], numbers).tolist()
+    expected = [
+        best if draw.params.greedy else token for draw, best, token in zip(draws, likeliest, drawn, strict=True)
+    ]
+    assert sum(token != other for token, other in zip(found, expected, strict=True)) <= 1
 
 
 def test_sources_are_shipped() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,10 +17,13 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from tiny import Reference, prompt
 
+from foreword.engine.choice import next_number
 from foreword.engine.draw import Draw
+from foreword.engine.kernels import native
+from foreword.engine.kernels.native import Kernels
 from foreword.engine.penalties import reshape
 from foreword.engine.request import SamplingParams
-from foreword.engine.sampling import sample, uniform
+from foreword.engine.sampling import random_bits, sample
 from foreword.engine.token_counts import TokenCounts
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest
@@ -31,6 +34,16 @@ logit_rows = st.lists(st.integers(-600, 600).map(lambda n: n / 100), min_size=VO
 shares = st.one_of(st.just(1.0), st.floats(0.01, 0.99))
 
 
+@pytest.fixture(scope="module", params=["torch", "native"])
+def kernels(request: pytest.FixtureRequest) -> Kernels | None:
+    """PyTorch's operators, or the compiled kernels."""
+    if request.param == "torch":
+        return None
+    if shutil.which("c++") is None:
+        pytest.skip("there is no C++ compiler")
+    return native.load()
+
+
 def draw(params: SamplingParams, seed: int = 0, **known: Any) -> Draw:
     prompt_tokens, output = known.pop("prompt", ()), known.pop("output", ())
     blank: dict[str, Any] = {"index": 0, "end_tokens": ()}
@@ -38,10 +51,10 @@ def draw(params: SamplingParams, seed: int = 0, **known: Any) -> Draw:
     return Draw(params=params, seed=seed, tokens=tokens, num_prompt=len(prompt_tokens), **(blank | known))
 
 
-def tokens_of(row: Sequence[float], params: SamplingParams, count: int) -> list[int]:
+def tokens_of(row: Sequence[float], params: SamplingParams, count: int, kernels: Kernels | None) -> list[int]:
     """`count` independent samples from the same logits."""
     logits = torch.tensor([list(row)]).expand(count, -1)
-    return [one.token for one in sample(logits, [draw(params, seed) for seed in range(count)])]
+    return [one.token for one in sample(logits, [draw(params, seed) for seed in range(count)], kernels)]
 
 
 def _certain(clear: bool) -> None:
@@ -75,20 +88,22 @@ def distribution(row: Sequence[float], params: SamplingParams) -> list[float]:
 
 @settings(max_examples=100, deadline=None)
 @given(row=logit_rows)
-def test_greedy(row: list[float]) -> None:
+def test_greedy(kernels: Kernels | None, row: list[float]) -> None:
     """Temperature 0 takes the likeliest token, whatever the filters say."""
     best = max(range(VOCAB), key=row.__getitem__)
     params = SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.2)
-    assert tokens_of(row, params, 3) == [best] * 3
+    assert tokens_of(row, params, 3, kernels) == [best] * 3
 
 
 @settings(max_examples=200, deadline=None)
 @given(row=logit_rows, temperature=st.floats(0.3, 3.0), top_k=st.integers(0, 15), top_p=shares, min_p=st.floats(0, 0.9))
-def test_filters(row: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_filters(
+    kernels: Kernels | None, row: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     """Only tokens that pass all filters are sampled, and every likely one of them is."""
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     expected = distribution(row, params)
-    found = Counter(tokens_of(row, params, 60))
+    found = Counter(tokens_of(row, params, 60, kernels))
     assert all(expected[token] > 0 for token in found)
     # A token of probability p is missed by 60 samples with probability (1 - p) ** 60.
     assert all(token in found for token, probability in enumerate(expected) if probability > 0.35)
@@ -110,46 +125,43 @@ ROW = [2.0, 1.5, 1.2, 0.9, 0.3, 0.0, -0.4, -1.0, -1.5, -2.0, -3.0, -5.0]
     ],
     ids=["plain", "cold", "hot", "top_k", "top_p", "min_p", "all"],
 )
-def test_frequencies(params: SamplingParams) -> None:
+def test_frequencies(kernels: Kernels | None, params: SamplingParams) -> None:
     """Over many seeds the frequencies of tokens match their probabilities (chi-square, six standard deviations)."""
     count = 4000
     expected = [count * probability for probability in distribution(ROW, params)]
-    found = Counter(tokens_of(ROW, params, count))
+    found = Counter(tokens_of(ROW, params, count, kernels))
     terms = [(found[token] - mean) ** 2 / mean for token, mean in enumerate(expected) if mean > 0]
     freedom = len(terms) - 1
     assert sum(found[token] for token, mean in enumerate(expected) if mean == 0) == 0
     assert sum(terms) < freedom + 6 * math.sqrt(2 * freedom) + 6
 
 
-def reference(row: torch.Tensor, params: SamplingParams, number: float) -> int:
-    """The token of one row, by a full sort and sums in float64."""
+def reference(row: torch.Tensor, params: SamplingParams, bits: int, edge: float = 0.0, moved: float = 0.0) -> int:
+    """The token of one row, by a full sort and float64; `edge` and `moved` are added to top-p and the random numbers."""
     weights = torch.exp((row.double() - row.max()) / params.temperature)
-    order = torch.arange(len(row))
-    if 0 < params.top_k < len(row) or params.top_p < 1:
-        order = torch.sort(row, descending=True, stable=True).indices[: params.top_k or None]
-    ranked = weights[order]
-    ranked[ranked < params.min_p] = 0
-    if params.top_p < 1:
-        ranked[1:][(ranked.cumsum(0) - ranked)[1:] >= params.top_p * ranked.sum()] = 0
-    summed = ranked.cumsum(0)
-    return int(order[torch.searchsorted(summed, number * summed[-1], right=True)])
+    order = torch.sort(row, descending=True, stable=True).indices
+    rank = torch.argsort(order)
+    weights[order[params.top_k or len(row) :]] = 0
+    weights[weights < params.min_p] = 0
+    limit = (params.top_p + edge) * weights.sum()
+    while True:
+        summed = weights.cumsum(0)
+        number = min(max(bits / 2**53 + moved, 0.0), 1 - 1e-9)
+        token = int(torch.searchsorted(summed, number * summed[-1], right=True))
+        weights[rank >= rank[token]] = 0
+        if params.top_p == 1.0 or weights.sum() < limit:
+            return token
+        bits = next_number(bits)
 
 
-def nearly(row: torch.Tensor, params: SamplingParams, number: float) -> set[int]:
+def nearly(row: torch.Tensor, params: SamplingParams, bits: int) -> set[int]:
     """The tokens that rounding may choose."""
-    moved = [(edge, place) for edge in (-2e-6, 0, 2e-6) for place in (-2e-6, 0, 2e-6)]
-    return {
-        reference(
-            row,
-            dataclasses.replace(params, top_p=min(1.0, params.top_p + edge) if params.top_p < 1 else 1.0),
-            min(max(number + place, 0.0), 1 - 1e-9),
-        )
-        for edge, place in moved
-    }
+    moved = (-2e-6, 0, 2e-6)
+    return {reference(row, params, bits, edge, place) for edge in moved for place in moved}
 
 
 @pytest.mark.parametrize("vocab", [4096, 20_011])
-def test_a_batch_is_sampled_as_each_row_by_a_full_sort(vocab: int) -> None:
+def test_a_batch_is_sampled_as_each_row_by_a_full_sort(kernels: Kernels | None, vocab: int) -> None:
     """Peaked, flat, tied and partly excluded rows with every mixture of filters in one batch: each row gets the token that a
     full sort of that row alone gives, and the same alone as in the batch."""
     generator = torch.Generator().manual_seed(vocab)
@@ -170,24 +182,24 @@ def test_a_batch_is_sampled_as_each_row_by_a_full_sort(vocab: int) -> None:
         for _ in rows
     ]
     draws = [draw(one, seed) for seed, one in enumerate(params)]
-    found = [one.token for one in sample(torch.stack(rows), draws)]
+    found = [one.token for one in sample(torch.stack(rows), draws, kernels)]
     close = 0
     for row, one, drawn, token in zip(rows, params, draws, found, strict=True):
-        expected = nearly(row, one, uniform(drawn.seed, 0, 0))
+        expected = nearly(row, one, random_bits(drawn.seed, 0, 0))
         close += len(expected) > 1
         assert token in expected, one
-        assert sample(row[None], [drawn])[0].token == token
+        assert sample(row[None], [drawn], kernels)[0].token == token
     assert close < 8, "nearly every row has one answer"
 
 
-def test_equal_logits_are_ranked_by_token() -> None:
+def test_equal_logits_are_ranked_by_token(kernels: Kernels | None) -> None:
     """Of equally likely tokens, filters keep those with lower ids, wherever they are in the vocabulary."""
     row = torch.zeros(1, 9000)
     row[0, [7, 40, 4000, 8999]] = 5.0
     for count in (1, 2, 3, 4):
-        found = {sample(row, [draw(SamplingParams(top_k=count), seed)])[0].token for seed in range(40)}
+        found = {sample(row, [draw(SamplingParams(top_k=count), seed)], kernels)[0].token for seed in range(40)}
         assert found == set([7, 40, 4000, 8999][:count])
-    assert sample(row, [draw(SamplingParams(temperature=0.0))])[0].token == 7
+    assert sample(row, [draw(SamplingParams(temperature=0.0))], kernels)[0].token == 7
 
 
 def test_counts_follow_the_sequence() -> None:
@@ -207,28 +219,31 @@ def test_counts_follow_the_sequence() -> None:
         assert torch.equal(*shaped)
 
 
-def test_nothing_left_to_sample() -> None:
+def test_nothing_left_to_sample(kernels: Kernels | None) -> None:
     """A row without any token that may be sampled, or without a number at all, still gives a token of the vocabulary."""
     for row in (torch.full((1, 300), -math.inf), torch.full((1, 300), math.nan)):
         for params in (SamplingParams(), SamplingParams(top_p=0.5), SamplingParams(top_k=3, min_p=0.1)):
-            assert 0 <= sample(row, [draw(params)])[0].token < 300
+            assert 0 <= sample(row, [draw(params)], kernels)[0].token < 300
 
 
-def test_tiny_temperature_and_equal_logits() -> None:
+def test_tiny_temperature_and_equal_logits(kernels: Kernels | None) -> None:
     """A temperature near 0 is greedy and finite; equal logits are sampled evenly."""
-    assert set(tokens_of(ROW, SamplingParams(temperature=1e-30), 5)) == {0}
-    assert set(tokens_of([1.0] * 4, SamplingParams(), 100)) == {0, 1, 2, 3}
-    assert set(tokens_of([-math.inf, 3.0, -math.inf], SamplingParams(temperature=2.0), 20)) == {1}
+    assert set(tokens_of(ROW, SamplingParams(temperature=1e-30), 5, kernels)) == {0}
+    assert set(tokens_of([1.0] * 4, SamplingParams(), 100, kernels)) == {0, 1, 2, 3}
+    assert set(tokens_of([-math.inf, 3.0, -math.inf], SamplingParams(temperature=2.0), 20, kernels)) == {1}
 
 
-def test_uniform() -> None:
-    """Random numbers are a fixed function of seed, sequence and position, the same on every machine, and uniform."""
-    assert uniform(1, 2, 3) == 0.7665242227656246
-    numbers = [uniform(seed, index, position) for seed in range(20) for index in range(10) for position in range(10)]
-    assert len(set(numbers)) == 2000
-    assert all(0 <= number < 1 for number in numbers)
-    tenths = Counter(int(number * 10) for number in numbers)
-    assert sum((count - 200) ** 2 / 200 for count in tenths.values()) < 30
+def test_random_bits() -> None:
+    """Random numbers are a fixed function of seed, sequence and position, the same on every machine, and uniform, also those of
+    further draws."""
+    assert random_bits(1, 2, 3) / 2**53 == 0.7665242227656246
+    assert next_number(0) == 0xE220A8397B1DCDAF >> 11
+    first = [random_bits(seed, index, position) for seed in range(20) for index in range(10) for position in range(10)]
+    for numbers in (first, [next_number(one) for one in first]):
+        assert len(set(numbers)) == 2000
+        assert all(0 <= number < 2**53 for number in numbers)
+        tenths = Counter(number * 10 >> 53 for number in numbers)
+        assert sum((count - 200) ** 2 / 200 for count in tenths.values()) < 30
 
 
 @settings(max_examples=200, deadline=None)
@@ -241,6 +256,7 @@ def test_uniform() -> None:
     repetition=st.floats(0.3, 3.0),
 )
 def test_penalties(
+    kernels: Kernels | None,
     row: list[float],
     prompt_tokens: list[int],
     output: list[int],
@@ -261,18 +277,19 @@ def test_penalties(
     )
     # The other row of the batch asks for none of this.
     plain = draw(SamplingParams(temperature=0.0))
-    drawn = sample(torch.tensor([row, row]), [draw(params, prompt=prompt_tokens, output=output), plain])
+    drawn = sample(torch.tensor([row, row]), [draw(params, prompt=prompt_tokens, output=output), plain], kernels)
     assert [one.token for one in drawn] == [expected.index(best), row.index(max(row))]
 
 
 @settings(max_examples=100, deadline=None)
 @given(row=logit_rows, bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-10, 10), max_size=5))
-def test_logit_bias(row: list[float], bias: dict[int, float]) -> None:
+def test_logit_bias(kernels: Kernels | None, row: list[float], bias: dict[int, float]) -> None:
     """A bias is added to its token's logit; reported log-probabilities stay the model's own."""
     expected = [value + bias.get(token, 0.0) for token, value in enumerate(row)]
     best, second = sorted(expected)[-1], sorted(expected)[-2]
     assume(best - second > 1e-4)
-    [found] = sample(torch.tensor([row]), [draw(SamplingParams(temperature=0.0, logit_bias=bias, logprobs=VOCAB))])
+    params = SamplingParams(temperature=0.0, logit_bias=bias, logprobs=VOCAB)
+    [found] = sample(torch.tensor([row]), [draw(params)], kernels)
     assert found.token == expected.index(best)
     own = torch.log_softmax(torch.tensor(row).double(), 0)
     assert found.logprob is not None
@@ -282,11 +299,11 @@ def test_logit_bias(row: list[float], bias: dict[int, float]) -> None:
     assert [value for _, value in found.logprob.top] == pytest.approx(sorted(own.tolist(), reverse=True), abs=1e-5)
 
 
-def test_min_tokens_holds_the_end_back() -> None:
+def test_min_tokens_holds_the_end_back(kernels: Kernels | None) -> None:
     """No end token is sampled before `min_tokens` tokens, however likely it is."""
     row = torch.tensor([[0.0, 9.0, 1.0, 8.0]])
     params = SamplingParams(temperature=0.0, min_tokens=2)
-    found = [sample(row, [draw(params, output=[0] * n, end_tokens=(1, 3))])[0].token for n in range(3)]
+    found = [sample(row, [draw(params, output=[0] * n, end_tokens=(1, 3))], kernels)[0].token for n in range(3)]
     assert found == [2, 2, 1]
 
 

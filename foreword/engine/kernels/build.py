@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-SOURCES = ("kernels.cpp", "decoder.h", "attention.h", "product.h", "threads.h", "vectors.h")
+SOURCES = ("kernels.cpp", "decoder.h", "attention.h", "product.h", "sampling.h", "threads.h", "vectors.h")
 UNIT_SOURCES = ("units.cpp",)
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-w")
 COMPILERS = ("c++", "g++", "clang++")

@@ -1,5 +1,6 @@
 // The functions that Python calls (native.py). `type` is 0 for float32, 1 for bfloat16.
 #include "decoder.h"
+#include "sampling.h"
 
 extern "C" {
 
@@ -63,5 +64,11 @@ void fw_prepare(int type, const DecoderLayer* decoder, const DecoderStep* step, 
 void fw_decode(int type, const DecoderLayer* decoder, const DecoderStep* step, int threads) {
     ThreadTeam team(threads);
     team.run([&] { (type ? decode<BFloat16> : decode<Float32>)(*decoder, *step, team); });
+}
+
+void fw_sample(int type, const void* logits, int64_t stride, int64_t vocab, SampledRow* rows, int64_t count,
+               int threads) {
+    ThreadTeam team(threads);
+    team.run([&] { (type ? sample_rows<BFloat16> : sample_rows<Float32>)(logits, stride, vocab, rows, count, team); });
 }
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from foreword.engine.kernels import build
 from foreword.engine.kernels.build import CannotBuild
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def _fields(pointers: str, integers: str = "", floats: str = "") -> list[tuple[str, Any]]:
@@ -82,6 +83,19 @@ class DecoderStep(Structure):
     memory: object
 
 
+class SampledRow(Structure):
+    """How one row of logits is sampled, and the token (sampling.h). `memory` is what it points to."""
+
+    _fields_ = [
+        *_fields(
+            "counted generated biased biases excluded allowed mask",
+            "num_counted num_biased num_excluded num_allowed number top_k token",
+        ),
+        *((name, c_double) for name in ("temperature", "top_p", "min_p", *PENALTIES)),
+    ]
+    memory: object
+
+
 class Kernels:
     """The functions of one compiled library."""
 
@@ -99,6 +113,7 @@ class Kernels:
             "attend": (tasks, layer, POINTER(QueryRows)),
             "norm": (pointer, pointer, c_float, number, number, pointer),
             "gate": (pointer, number, number, pointer),
+            "sample": (pointer, number, number, POINTER(SampledRow), number),
             "prepare": (POINTER(DecoderLayer), POINTER(DecoderStep)),
             "decode": (POINTER(DecoderLayer), POINTER(DecoderStep)),
         }
@@ -173,6 +188,13 @@ class Kernels:
         source = (gate_up.data_ptr(), tokens, inner)
         self._lib.fw_gate(TYPES[gate_up.dtype], *source, out.data_ptr(), torch.get_num_threads())
         return out
+
+    def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
+        """A token of each row of `logits` `[rows, vocab]`, of rows that are contiguous."""
+        table = (SampledRow * len(rows))(*rows)
+        source = (logits.data_ptr(), logits.stride(0), logits.shape[1])
+        self._lib.fw_sample(TYPES[logits.dtype], *source, table, len(rows), torch.get_num_threads())
+        return [row.token for row in table]
 
     def prepare(self, dtype: torch.dtype, decoder: DecoderLayer, step: DecoderStep) -> None:
         """Norms and rotary embedding of a step's queries and keys, in place in `step.qkv`; K and V go into their slots."""

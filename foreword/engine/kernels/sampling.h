@@ -1,0 +1,343 @@
+// The choice of one token from each row of logits, without sorting a vocabulary (docs/decisions/0007-randomness.md).
+//
+// A row is read in groups of tokens. One pass gives the maximum of each group and, unless the choice is greedy, the sum of
+// its weights, each relative to that maximum. A token is drawn from all tokens by the inverse of the cumulative
+// distribution function, in order of their ids. Top-p is rejection sampling (Ye et al. 2025, FlashInfer): if the tokens
+// before the drawn one, in order of descending logits, reach top_p, the next draw is among those. Groups whose maximum is
+// smaller need not be read again.
+#pragma once
+
+#include <algorithm>
+
+#include "threads.h"
+#include "vectors.h"
+
+// How one row is sampled, and the token. Arrays of tokens may name tokens outside of the vocabulary, which are ignored.
+struct SampledRow {
+    const int64_t* counted;   // the sequence's distinct tokens
+    const float* generated;   // how often each was generated
+    const int64_t* biased;
+    const float* biases;
+    const int64_t* excluded;
+    const int64_t* allowed;  // null: all
+    const uint32_t* mask;    // a bit per token, of a grammar; null: all
+    int64_t num_counted, num_biased, num_excluded, num_allowed;
+    int64_t number;  // 53 random bits
+    int64_t top_k;   // 0: all
+    int64_t token;
+    double temperature, top_p, min_p;  // a temperature of 0 is greedy
+    double repetition_penalty, presence_penalty, frequency_penalty;
+
+    bool excludes() const { return num_counted || num_biased || num_excluded || allowed != nullptr; }
+};
+
+constexpr int64_t GROUP = 128;
+// Lower temperatures are zero in float32. Only the likeliest token has weight long before that.
+constexpr double MIN_TEMPERATURE = 1e-6;
+
+// One row, or the tokens of it that top-k keeps.
+template <class T>
+struct Logits {
+    const typename T::Element* row;
+    int64_t size;
+
+    int64_t groups() const { return (size + GROUP - 1) / GROUP; }
+    int64_t end(int64_t group) const { return min(size, (group + 1) * GROUP); }
+    float value(int64_t token) const { return T::to_float(row[token]); }
+    // A vector of tokens; -inf past the end.
+    __attribute__((always_inline)) Floats read(int64_t first) const {
+        if (first + LANES <= size) return T::read(row + first);
+        typename T::Element part[LANES];
+        for (int lane = 0; lane < LANES; lane++)
+            part[lane] = first + lane < size ? row[first + lane] : T::from_float(-INFINITE);
+        return T::read(part);
+    }
+};
+
+// What a pass over a row finds.
+struct Passed {
+    float* maxima;  // of each group
+    float* sums;    // of each group's weights; the row's likeliest token has the weight 1
+    float best;     // the largest maximum
+    float scale;    // weights are exp2((logit - best) * scale)
+};
+
+// The tokens before this one in order of descending logits, and of equal ones by id.
+struct Before {
+    float value;
+    int64_t token;
+
+    __attribute__((always_inline)) Words has(Floats values, int64_t first) const {
+        if (first + LANES <= token) return values >= value;
+        Words found = values > value;
+        for (int lane = 0; first + lane < token && lane < LANES; lane++) found[lane] |= values[lane] == value ? -1 : 0;
+        return found;
+    }
+};
+
+// NaN has no weight.
+INLINE Floats weights(Floats values, float best, float scale) {
+    return exp2_of<6>(larger((values - best) * scale, broadcast(-200.0f)));
+}
+
+// Maxima. A NaN is no maximum.
+template <class T>
+void find_maxima(const Logits<T>& logits, Passed& passed) {
+    passed.best = -INFINITE;
+    for (int64_t group = 0; group < logits.groups(); group++) {
+        Floats most = broadcast(-INFINITE);
+#pragma GCC unroll 8
+        for (int64_t first = group * GROUP; first < (group + 1) * GROUP; first += LANES)
+            most = larger(logits.read(first), most);
+        passed.maxima[group] = largest_of(most);
+        passed.best = std::max(passed.best, passed.maxima[group]);
+    }
+}
+
+// Maxima and sums in one pass. Returns the sum of all weights.
+template <class T>
+double find_sums(const Logits<T>& logits, Passed& passed) {
+    passed.best = -INFINITE;
+    for (int64_t group = 0; group < logits.groups(); group++) {
+        Floats values[GROUP / LANES], most = broadcast(-INFINITE), sum = broadcast(0.0f);
+#pragma GCC unroll 8
+        for (int i = 0; i < GROUP / LANES; i++) {
+            values[i] = logits.read(group * GROUP + i * LANES);
+            most = larger(values[i], most);
+        }
+        const float best = passed.maxima[group] = largest_of(most);
+        passed.best = std::max(passed.best, best);
+        if (best > -INFINITE) {
+#pragma GCC unroll 8
+            for (int i = 0; i < GROUP / LANES; i++) sum += weights(values[i], best, passed.scale);
+        }
+        passed.sums[group] = sum_of(sum);
+    }
+    double total = 0;
+    for (int64_t group = 0; group < logits.groups(); group++) {
+        const float shift = (passed.maxima[group] - passed.best) * passed.scale;
+        passed.sums[group] *= std::exp2(std::max(shift, -200.0f));
+        total += passed.sums[group];
+    }
+    return total;
+}
+
+// The sums again, of fewer tokens. Returns the sum of all their weights; where it is below `limit`, any number below. Then
+// the rest of the row is not read. `total` is the sum so far.
+template <class T>
+double find_sums(const Logits<T>& logits, Passed& passed, const Before& before, double total, double limit) {
+    double found = 0;
+    for (int64_t group = 0; group < logits.groups(); group++) {
+        Floats sum = broadcast(0.0f);
+        if (passed.maxima[group] >= before.value)
+            for (int64_t first = group * GROUP; first < logits.end(group); first += LANES) {
+                const Floats values = logits.read(first);
+                sum += select(before.has(values, first), weights(values, passed.best, passed.scale), broadcast(0.0f));
+            }
+        total -= passed.sums[group];
+        passed.sums[group] = sum_of(sum);
+        total += passed.sums[group];
+        found += passed.sums[group];
+        if (total < limit) return total;
+    }
+    return found;
+}
+
+// The first token with the largest logit; 0 if there is no number.
+template <class T>
+int64_t likeliest(const Logits<T>& logits, const Passed& passed) {
+    for (int64_t group = 0; group < logits.groups(); group++)
+        if (passed.maxima[group] == passed.best)
+            for (int64_t token = group * GROUP; token < logits.end(group); token++)
+                if (logits.value(token) == passed.best) return token;
+    return 0;
+}
+
+// The token at which the sum of weights, in order of ids, exceeds `target`. Rounding chooses no token without weight.
+template <class T>
+int64_t token_at(const Logits<T>& logits, const Passed& passed, const Before& before, double target) {
+    double sum = 0;
+    int64_t group = -1;
+    for (int64_t next = 0; next < logits.groups(); next++) {
+        if (!(passed.sums[next] > 0)) continue;
+        if (group >= 0) sum += passed.sums[group];
+        group = next;
+        if (sum + passed.sums[group] > target) break;
+    }
+    int64_t found = -1;
+    if (group >= 0)
+        for (int64_t first = group * GROUP; first < logits.end(group); first += LANES) {
+            const Floats values = logits.read(first);
+            const Floats shares =
+                select(before.has(values, first), weights(values, passed.best, passed.scale), broadcast(0.0f));
+            for (int lane = 0; lane < LANES; lane++) {
+                if (!(shares[lane] > 0)) continue;
+                found = first + lane;
+                sum += shares[lane];
+                if (sum > target) return found;
+            }
+        }
+    return found >= 0 ? found : likeliest(logits, passed);
+}
+
+// The random bits of the next draw: splitmix64 (Steele et al. 2014) of those of the last one.
+INLINE int64_t next_number(int64_t number) {
+    uint64_t mixed = (uint64_t)number + 0x9e3779b97f4a7c15u;
+    mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9u;
+    mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111ebu;
+    return (int64_t)((mixed ^ (mixed >> 31)) >> 11);
+}
+
+// A token by temperature, then min-p, then top-p.
+template <class T>
+int64_t draw(const Logits<T>& logits, const SampledRow& row, Passed& passed) {
+    const double temperature = std::max(row.temperature, MIN_TEMPERATURE);
+    passed.scale = (float)(LOG2E / temperature);
+    Before before{-INFINITE, logits.size};
+    double total;
+    if (row.min_p > 0) {
+        find_maxima(logits, passed);
+        before.value = (float)(passed.best + temperature * std::log(row.min_p));
+        total = find_sums(logits, passed, before, 0, -INFINITE);
+    } else {
+        total = find_sums(logits, passed);
+    }
+    const double limit = row.top_p * total;
+    for (int64_t number = row.number;; number = next_number(number)) {
+        if (!(std::fabs(passed.best) < INFINITE) || !(total > 0)) return likeliest(logits, passed);
+        const int64_t token = token_at(logits, passed, before, (double)number * 0x1p-53 * total);
+        if (row.top_p >= 1) return token;
+        before = Before{logits.value(token), token};
+        total = find_sums(logits, passed, before, total, limit);
+        if (total < limit) return token;
+    }
+}
+
+// The `count` largest logits of a row, of equal ones the first, in order of their ids. Returns how many there are: fewer
+// where others are -inf.
+template <class T>
+int64_t select_largest(const Logits<T>& logits, const Passed& passed, int64_t count, float* values, int32_t* tokens,
+                       float* ranked) {
+    // As many groups have a token that is not smaller.
+    float least = -std::numeric_limits<float>::max();
+    if (count <= logits.groups()) {
+        std::copy(passed.maxima, passed.maxima + logits.groups(), ranked);
+        std::nth_element(ranked, ranked + count - 1, ranked + logits.groups(), std::greater<float>());
+        least = std::max(least, ranked[count - 1]);
+    }
+    int64_t found = 0;
+    for (int64_t group = 0; group < logits.groups(); group++) {
+        if (!(passed.maxima[group] >= least)) continue;
+        for (int64_t token = group * GROUP; token < logits.end(group); token++) {
+            values[found] = logits.value(token);
+            tokens[found] = (int32_t)token;
+            found += values[found] >= least;
+        }
+    }
+    if (found <= count) return found;
+    std::copy(values, values + found, ranked);
+    std::nth_element(ranked, ranked + count - 1, ranked + found, std::greater<float>());
+    const float edge = ranked[count - 1];
+    int64_t equal = count, kept = 0;
+    for (int64_t i = 0; i < found; i++) equal -= values[i] > edge;
+    for (int64_t i = 0; i < found; i++) {
+        if (values[i] < edge || (values[i] == edge && equal-- <= 0)) continue;
+        values[kept] = values[i];
+        tokens[kept++] = tokens[i];
+    }
+    return kept;
+}
+
+// Working memory of a row of `size` tokens.
+struct SamplingMemory {
+    float *logits, *values, *ranked, *maxima, *sums;
+    int32_t* tokens;
+
+    explicit SamplingMemory(int64_t size) {
+        static thread_local Scratch scratch;
+        const int64_t row = round_up(size + 1, LANES);
+        logits = (float*)scratch.reserve(6 * row * sizeof(float));
+        values = logits + row, ranked = values + row, maxima = ranked + row, sums = maxima + row;
+        tokens = (int32_t*)(sums + row);
+    }
+};
+
+template <class T>
+int64_t choose(const Logits<T>& logits, const SampledRow& row, const SamplingMemory& memory) {
+    Passed passed{memory.maxima, memory.sums, -INFINITE, 0};
+    if (row.temperature > 0 && (row.top_k <= 0 || row.top_k >= logits.size)) return draw(logits, row, passed);
+    find_maxima(logits, passed);
+    if (row.temperature <= 0 || row.top_k == 1 || !(std::fabs(passed.best) < INFINITE)) return likeliest(logits, passed);
+    const int64_t kept = select_largest(logits, passed, row.top_k, memory.values, memory.tokens, memory.ranked);
+    return memory.tokens[draw(Logits<Float32>{memory.values, kept}, row, passed)];
+}
+
+// The logits in float32, -inf where the grammar allows no token.
+template <class T>
+void copy_allowed(const Logits<T>& logits, const uint32_t* mask, float* out) {
+    Words lanes;
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = 1 << lane;
+    for (int64_t first = 0; first < logits.size; first += LANES) {
+        const uint32_t bits = mask == nullptr ? ~0u : mask[first / 32] >> first % 32;
+        Floats values = broadcast(-INFINITE);
+        if (bits << (32 - LANES)) values = select((lanes & (int32_t)bits) != 0, logits.read(first), values);
+        if (first + LANES <= logits.size)
+            store(out + first, values);
+        else
+            for (int lane = 0; first + lane < logits.size; lane++) out[first + lane] = values[lane];
+    }
+}
+
+// Penalties (repetition: Keskar et al. 2019; presence and frequency: OpenAI's) of distinct tokens.
+static inline void penalize(const SampledRow& row, float* logits, int64_t size) {
+    const Floats repetition = broadcast((float)row.repetition_penalty);
+    for (int64_t first = 0; first < row.num_counted; first += LANES) {
+        const int64_t count = min(row.num_counted - first, LANES);
+        Floats values = broadcast(0.0f), generated = broadcast(0.0f);
+        const auto for_known = [&](auto&& act) {
+            for (int lane = 0; lane < count; lane++)
+                if ((uint64_t)row.counted[first + lane] < (uint64_t)size) act(lane, logits[row.counted[first + lane]]);
+        };
+        for_known([&](int lane, float logit) { values[lane] = logit, generated[lane] = row.generated[first + lane]; });
+        values = select(values > 0.0f, values / repetition, values * repetition);
+        const Floats less = (float)row.presence_penalty + (float)row.frequency_penalty * generated;
+        values -= select(generated > 0.0f, less, broadcast(0.0f));
+        for_known([&](int lane, float& logit) { logit = values[lane]; });
+    }
+}
+
+// Penalties, then biases, then exclusions.
+static inline void reshape(const SampledRow& row, float* logits, int64_t size, float* kept) {
+    const auto known = [=](int64_t token) { return (uint64_t)token < (uint64_t)size; };
+    penalize(row, logits, size);
+    for (int64_t i = 0; i < row.num_biased; i++)
+        if (known(row.biased[i])) logits[row.biased[i]] += row.biases[i];
+    for (int64_t i = 0; i < row.num_excluded; i++)
+        if (known(row.excluded[i])) logits[row.excluded[i]] = -INFINITE;
+    if (row.allowed == nullptr) return;
+    std::copy(logits, logits + size, kept);
+    std::fill(logits, logits + size, -INFINITE);
+    for (int64_t i = 0; i < row.num_allowed; i++)
+        if (known(row.allowed[i])) logits[row.allowed[i]] = kept[row.allowed[i]];
+}
+
+template <class T>
+int64_t sample_row(const Logits<T>& logits, const SampledRow& row) {
+    const SamplingMemory memory(logits.size);
+    if (row.mask == nullptr && !row.excludes()) return choose(logits, row, memory);
+    const Logits<Float32> shaped{memory.logits, logits.size};
+    copy_allowed(logits, row.mask, memory.logits);
+    if (row.excludes()) {
+        reshape(row, memory.logits, logits.size, memory.values);
+        // Where the grammar leaves no token, the other exclusions are dropped.
+        Passed passed{memory.maxima, memory.sums, -INFINITE, 0};
+        if (row.mask != nullptr) find_maxima(shaped, passed);
+        if (row.mask != nullptr && passed.best == -INFINITE) copy_allowed(logits, row.mask, memory.logits);
+    }
+    return choose(shaped, row, memory);
+}
+
+template <class T>
+void sample_rows(const void* logits, int64_t stride, int64_t vocab, SampledRow* rows, int64_t count, ThreadTeam& team) {
+    team.share(count, [=](int64_t i) { rows[i].token = sample_row(Logits<T>{at<T>(logits, i * stride), vocab}, rows[i]); });
+}
