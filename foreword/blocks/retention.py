@@ -343,10 +343,6 @@ class RetentionBook:
                 self._drop(one)
             return found
 
-    def release_all(self, tenant: str) -> int:
-        """End all retentions of a tenant. Returns their number."""
-        return len(self.release(tenant, [one.key for one in self.of(tenant)]))
-
     def expire(self) -> None:
         """End the retentions whose time is over."""
         with self._lock:
