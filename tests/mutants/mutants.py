@@ -219,8 +219,8 @@ MUTANTS = (
         "offload: queued before it is copied",
         "foreword/offload/manager.py",
         "            self._staging.gather(part, slots, group)\n"
-        "            self._writer.add(headers[low : low + step], slots, self._saving_slots, self.store.writable)",
-        "            self._writer.add(headers[low : low + step], slots, self._saving_slots, self.store.writable)\n"
+        "            self._writer.add(headers[low : low + step], slots, self._saving_slots, tiers)",
+        "            self._writer.add(headers[low : low + step], slots, self._saving_slots, tiers)\n"
         "            self._staging.gather(part, slots, group)",
         OFFLOAD,
     ),
@@ -242,8 +242,8 @@ MUTANTS = (
     Mutant(
         "connector: off by one block when saving",
         "foreword/integrations/vllm/request_state.py",
-        "parent, depth, tuple(ids), self.identity.adapter)",
-        "parent, depth, tuple([*ids[1:], *ids[:1]]), self.identity.adapter)",
+        "parent, depth, tuple(ids), self.identity.adapter, prompt)",
+        "parent, depth, tuple([*ids[1:], *ids[:1]]), self.identity.adapter, prompt)",
         ("reuse.reset",),
         True,
     ),
