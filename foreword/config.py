@@ -507,6 +507,9 @@ class RouterConfig:
             where API keys are configured.
         picker_tls_certificate_file: file with a TLS certificate for the picker; by default it speaks plain text.
         picker_tls_key_file: file with the key of that certificate.
+        audit_every: repeat one request in N that hit, with its cache and without, while no client waits, and compare; 0: none.
+        audit_budget: prompt tokens of repeated requests, as a share of those of all requests.
+        audit_reports: folder for a report of each hit that differs, and for the salts that the router has changed then.
     """
 
     replicas: tuple[str, ...] = ()
@@ -546,6 +549,9 @@ class RouterConfig:
     picker_open: bool = False
     picker_tls_certificate_file: str | None = None
     picker_tls_key_file: str | None = None
+    audit_every: int = _at_least(0, 0)
+    audit_budget: float = _between(0.0, 1.0, 0.01)
+    audit_reports: str | None = None
 
     def __post_init__(self) -> None:
         _check("router", self)

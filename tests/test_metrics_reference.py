@@ -104,7 +104,8 @@ def test_server() -> None:
 def test_router() -> None:
     """The router's table lists every metric with its type and labels."""
     metrics = RouterMetrics()
-    router: Any = SimpleNamespace(upstreams={}, pools={}, subscriptions={})
+    audit = SimpleNamespace(results={"equal": 0}, salts={})
+    router: Any = SimpleNamespace(upstreams={}, pools={}, subscriptions={}, audit=audit)
     metrics.add_collector(RouterStateCollector(router))
     assert described(collectors(metrics._registry)) == documented("Router")
 

@@ -120,8 +120,9 @@ def _count(router: Router, request: web.Request, status: int, seconds: float) ->
 
 def _add_probes(app: web.Application, router: Router) -> None:
     async def health(request: web.Request) -> web.Response:
-        """Liveness."""
-        return web.json_response({"status": "alive"})
+        """Liveness. `quarantined`, if there are any, is the number of tenants whose cached KV an audit found to be wrong."""
+        tenants = len(router.audit.salts)
+        return web.json_response({"status": "alive", **({"quarantined": tenants} if tenants else {})})
 
     async def ready(request: web.Request) -> web.Response:
         """Readiness: whether a request would be taken."""

@@ -143,6 +143,7 @@ class ProxiedRequest(RoutedRequest):
     def finished(self, attempt: Attempt, counts: TokenCounts) -> None:
         """A replica served the request to its end."""
         super().finished(attempt, counts)
+        self.router.audit.finished(self.request, self.tenant, self.salt, attempt.upstream, counts)
         for upstream, reason in self.suspects:
             if upstream is not attempt.upstream:
                 self.router.failed(upstream, reason)

@@ -21,6 +21,7 @@ from foreword.config import Config, ServerConfig, parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
+from foreword.router.audit import RouterAudit
 from foreword.router.auth import RouterAuth
 from foreword.router.body import RequestBodies
 from foreword.router.canary import is_alive
@@ -95,6 +96,13 @@ class Router:
         self.misses = RouterMisses(self.metrics, self.decisions, self._record)
         self.draining = False
         self.active = 0
+        self.audit = RouterAudit(
+            self.auth,
+            lambda: not self.active and not self.draining,
+            given.audit_every,
+            given.audit_budget,
+            given.audit_reports,
+        )
         self._stalled_at = 0.0
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,6 +118,8 @@ class Router:
         if self.config.tokenizer is not None:
             await self.prompts.load(self.config.tokenizer)
         self.background(self._watchdog())
+        if self.config.audit_every:
+            self.background(self.audit.run(self._probe_session))
         self.background(self.connections.sweep())
 
     def _client_session(self, **options: Any) -> aiohttp.ClientSession:

@@ -30,6 +30,16 @@ class RouterStateCollector(Collector):
         yield from self._replicas()
         yield from self._pools()
         yield self._events()
+        yield from self._audit()
+
+    def _audit(self) -> Iterator[Metric]:
+        audit = self._router.audit
+        done = _counter("audits", "Hits that were chosen for an audit: equal, different or skipped.", "result")
+        for result, count in audit.results.items():
+            done.add_metric((result,), count)
+        tenants = _gauge("quarantined_tenants", "Tenants whose cached KV an audit found to be wrong.")
+        tenants.add_metric((), len(audit.salts))
+        yield from (done, tenants)
 
     def _upstreams(self) -> Iterator[Metric]:
         up = _gauge("replica_up", "1 if the replica takes requests.", "replica")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pair import ask, node, until
 from servers import wait_until
 from tiny import greedy, prompt
 from transformers import AutoModelForCausalLM
@@ -114,7 +115,7 @@ def test_wrong_kv_is_found(damage: Any, family: str, engine: Make, tmp_path: Pat
         find_bad(llm, tokens)
 
         assert quarantine_of(llm).flush(30)
-        assert not any(store.present(names[number:], deadline=time.monotonic() + 10))
+        assert not any(store.tiers[0].store.present(names[number:], deadline=time.monotonic() + 10))
         assert [tier.suspended for tier in store.tiers] == [True]
         quarantine_of(second).scan()
         for one in (llm, second):
@@ -123,7 +124,7 @@ def test_wrong_kv_is_found(damage: Any, family: str, engine: Make, tmp_path: Pat
             assert again.outputs[0].tokens == right.outputs[0].tokens
             one.check()
         assert llm.flush()
-        assert not any(store.present(names[number:], deadline=time.monotonic() + 10)), (
+        assert not any(store.tiers[0].store.present(names[number:], deadline=time.monotonic() + 10)), (
             "a chain in quarantine is not stored"
         )
         [path] = (tmp_path / "reports").iterdir()
@@ -233,3 +234,32 @@ def test_audits_wait_for_idle_time(folder: Callable[[str], Path]) -> None:
             engine.close()
 
     asyncio.run(run())
+
+
+def test_kv_from_another_instance(folder: Callable[[str], Path]) -> None:
+    """KV that another instance sent is audited as well: it is right, and if that instance has wrong KV, that is found."""
+    options = {"audit_every": 1, "audit_budget": 1.0}
+    prefill, decode = node(folder("llama"), "prefill"), node(folder("llama"), "decode", **options)
+    audit, params = decode.engine.audit, SamplingParams(max_tokens=2, temperature=0.0)
+    assert audit is not None
+
+    async def main() -> None:
+        for seed in range(3):
+            await ask(decode.engine, prompt(41, seed), params, prefill.address)
+        await until(lambda: audit.counts.audited["instance"] == 3)
+        assert not audit.counts.different
+        cache = prefill.engine._core.cache
+        wrong = cache.lookup(cache.open(prompt(41, 0))).blocks[3]
+        prefill.engine._parts.runner.layers[2].k_blocks[wrong] *= 1.5
+        await decode.engine.clear_cache()
+        await ask(decode.engine, prompt(41, 0), params, prefill.address)
+        await until(lambda: len(decode.engine.quarantine.chains) == 1)
+        [chain] = decode.engine.quarantine.chains
+        assert chain.source == f"instance {prefill.address}"
+        await decode.whole()
+
+    try:
+        asyncio.run(main())
+    finally:
+        decode.engine.close()
+        prefill.engine.close()

@@ -1,0 +1,266 @@
+"""The audit of hits from the router: for engines whose KV cannot be looked at.
+
+One in N requests that hit is repeated while no client waits: on the same replica, greedy, a few tokens, once as it was and once
+with a salt of its own, so that its prompt is computed. If tokens or log-probabilities differ, and differ again, the cached KV
+is wrong. The tenant's salt is then changed for all replicas: no instance and no tier of any engine finds what was cached until
+then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from foreword.api.tenants import Tenant, mix_salt
+from foreword.blocks.keys import tenant_digest
+from foreword.errors import ConfigError, ReplicaFailed
+from foreword.router.auth import RouterAuth
+from foreword.router.client_request import ClientRequest
+from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole
+from foreword.router.whole_response import TokenCounts
+
+logger = logging.getLogger(__name__)
+
+# Natural log-probabilities of likely tokens differ by less than this in two right computations in bfloat16.
+TOLERANCE: Final = 0.5
+_LIKELY: Final = -4.0
+_TOKENS: Final = 8
+_LOGPROBS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "chat": {"logprobs": True, "top_logprobs": 5},
+    "completion": {"logprobs": 5},
+}
+_SALTS: Final = "salts.json"
+_MAX_PENDING: Final = 16
+_MAX_BODY: Final = 1 << 20
+_IDLE_SECONDS: Final = 0.25
+_TIMEOUT: Final = aiohttp.ClientTimeout(total=120.0)
+# What determines the prompt; the rest of a body, such as retentions and sampling, is left out.
+_PROMPT_FIELDS: Final = (
+    "model", "messages", "prompt", "tools", "tool_choice", "documents", "chat_template", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort", "prefix",
+)  # fmt: skip
+
+# Position by position: the token's text, and the likeliest texts with their log-probabilities.
+Output = list[tuple[str, dict[str, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Hit:
+    """A request that hit, to be repeated. `salt` is that of its blocks."""
+
+    upstream: Upstream
+    tenant: Tenant
+    salt: bytes
+    path: str
+    body: Mapping[str, Any]
+    tokens: int
+
+
+class RouterAudit:
+    """Repeats hits and compares. On the router's event loop.
+
+    Args:
+        is_idle: whether no client waits for a response.
+        every: one hit in N; 0 for none.
+        budget: prompt tokens of repeated requests, as a share of those of all requests.
+        folder: for reports, and for the changed salts, which must outlive the router; None keeps nothing.
+
+    Attributes:
+        salts: what the salt of a tenant was changed with, by the tenant's digest.
+        results: audits by result: `equal`, `different` or `skipped` (no hit any more, or the replica did not answer).
+    """
+
+    def __init__(
+        self, auth: RouterAuth, is_idle: Callable[[], bool], every: int, budget: float, folder: str | None
+    ) -> None:
+        self.hits = 0
+        self.results = {"equal": 0, "different": 0, "skipped": 0}
+        self._auth = auth
+        self._is_idle = is_idle
+        self._every = every
+        self._budget = budget
+        self._folder = None if folder is None else Path(folder)
+        self.salts = _read_salts(self._folder)
+        self._routed = self._spent = 0
+        self._chosen = 0
+        self._random = random.Random()  # which hits are audited is no secret
+        self._pending: deque[_Hit] = deque()
+
+    def salted(self, salt: bytes) -> bytes:
+        """The salt of a tenant's blocks from now on."""
+        while self.salts and (change := self.salts.get(tenant_digest(salt))) is not None:
+            salt = mix_salt(salt, change)
+        return salt
+
+    def finished(
+        self, request: ClientRequest, tenant: Tenant, salt: bytes, upstream: Upstream, counts: TokenCounts
+    ) -> None:
+        """A request has ended; its blocks have this salt. Some of those that hit are taken for an audit."""
+        if not self._every:
+            return
+        self._routed += counts.prompt or 0
+        if not counts.cached:
+            return
+        number = self.hits % self._every
+        self.hits += 1
+        if not number:
+            self._chosen = self._random.randrange(self._every)
+        if number != self._chosen:
+            return
+        # The replica must take a salt from the router, and must not charge the client for it.
+        salted = upstream.kind == "vllm" or (upstream.kind == "foreword" and self._auth.uses_own_key)
+        fits = request.interface in _LOGPROBS and len(request.raw) <= _MAX_BODY
+        if not salted or not fits or len(self._pending) >= _MAX_PENDING:
+            self.results["skipped"] += 1
+            return
+        body = {name: request.body[name] for name in _PROMPT_FIELDS if request.body.get(name) is not None}
+        body |= {"max_tokens": _TOKENS, "temperature": 0, "stream": False, **_LOGPROBS[request.interface]}
+        self._pending.append(_Hit(upstream, tenant, salt, request.path, body, counts.prompt or 0))
+
+    async def run(self, session: aiohttp.ClientSession) -> None:
+        """Audit while the fleet is idle, until cancelled."""
+        while True:
+            await asyncio.sleep(_IDLE_SECONDS)
+            if not self._pending or not self._is_idle() or self._spent > self._budget * self._routed:
+                continue
+            work = asyncio.ensure_future(self._audit(session, self._pending[0]))
+            try:
+                while not work.done() and self._is_idle():
+                    await asyncio.wait((work,), timeout=_IDLE_SECONDS / 5)
+            finally:
+                work.cancel()  # a client's request comes first; this one is repeated later
+            if work.done() and not work.cancelled():
+                self._pending.popleft()
+                self.results[work.result()] += 1
+
+    async def _audit(self, session: aiohttp.ClientSession, hit: _Hit) -> str:
+        """Repeat a request, and once more if it differs. Returns the result."""
+        figures = []
+        for _ in range(2):
+            try:
+                cached, output = await self._ask(session, hit, hit.salt)
+                _, expected = await self._ask(session, hit, secrets.token_bytes(32))
+            except (*CONNECTION_ERRORS, ReplicaFailed, TimeoutError) as error:
+                logger.info("audit: %s did not answer: %s", hit.upstream.url, error)
+                return "skipped"
+            if not cached:
+                return "skipped"
+            figures.append(difference(output, expected))
+            if figures[-1] <= TOLERANCE:
+                return "equal"
+        self._quarantine(hit, figures, output, expected)
+        return "different"
+
+    async def _ask(self, session: aiohttp.ClientSession, hit: _Hit, salt: bytes) -> tuple[int, Output]:
+        """Cached tokens and output. Raises what aiohttp raises, and ReplicaFailed."""
+        self._spent += hit.tokens
+        kind = hit.upstream.kind
+        body = {**hit.body, "cache_salt": salt.hex()} if kind == "vllm" and salt else hit.body
+        headers = {**self._auth.headers(hit.tenant, salt, None, kind), "content-type": "application/json"}
+        url, data = hit.upstream.url + hit.path, msgspec.json.encode(body)
+        async with session.post(url, data=data, headers=headers, timeout=_TIMEOUT, allow_redirects=False) as response:
+            content = await read_whole(response)
+            if response.status != 200:
+                raise ReplicaFailed(f"status {response.status}")
+        return read_output(content)
+
+    def _quarantine(self, hit: _Hit, figures: list[float], output: Output, expected: Output) -> None:
+        """Never use again what the tenant has cached, on any replica, and report it."""
+        self.salts[tenant_digest(hit.salt)] = secrets.token_hex(16)
+        url, prompt = hit.upstream.url, json.dumps(hit.body, sort_keys=True)
+        logger.error(
+            "audit: %s answers from its cache otherwise than without it (log-probabilities differ by %.2g); nothing that "
+            "tenant %s has cached is used any more", url, min(figures), hit.tenant.name,
+        )  # fmt: skip
+        if self._folder is None:
+            return
+        now = int(time.time())
+        report = {
+            "format": 1,
+            "kind": "router",
+            "time": now,
+            "replica": url,
+            "model": hit.body.get("model") or hit.upstream.model,
+            "tenant": tenant_digest(hit.salt),
+            "prompt_tokens": hit.tokens,
+            "prompt_sha256": sha256(prompt.encode()).hexdigest(),
+            "differences": [one if math.isfinite(one) else None for one in figures],
+            "cached": output,
+            "computed": expected,
+        }
+        _write(self._folder / f"audit-{now}-{secrets.token_hex(4)}.json", report)
+        _write(self._folder / _SALTS, self.salts)
+
+
+def difference(output: Output, expected: Output) -> float:
+    """The largest difference of the log-probabilities of likely tokens, as long as both outputs had the same tokens before. A
+    token that is not among an output's candidates counts as the last of them. Infinite if one output is shorter."""
+    worst = 0.0
+    for (token, found), (other, right) in zip(output, expected, strict=False):
+        for name in {*found, *right}:
+            pair = [each.get(name, min(each.values(), default=-math.inf)) for each in (found, right)]
+            if max(pair) >= _LIKELY:
+                worst = max(worst, abs(pair[0] - pair[1]))
+        if token != other:
+            return worst
+    return worst if len(output) == len(expected) else math.inf
+
+
+def read_output(data: bytes) -> tuple[int, Output]:
+    """Cached tokens and output of a whole response with log-probabilities. Raises ReplicaFailed for anything else."""
+    try:
+        read = json.loads(data)
+        cached = (read["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        [choice] = read["choices"]
+        given = choice["logprobs"]
+        if "content" in given:
+            entries = [
+                (one["token"], [(two["token"], two["logprob"]) for two in one["top_logprobs"]])
+                for one in given["content"]
+            ]
+        else:
+            entries = [
+                (token, list(top.items())) for token, top in zip(given["tokens"], given["top_logprobs"], strict=True)
+            ]
+        output = [(str(token), {str(name): float(value) for name, value in top}) for token, top in entries]
+        return int(cached), output
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ReplicaFailed(f"a response without log-probabilities: {error}") from None
+
+
+def _read_salts(folder: Path | None) -> dict[str, str]:
+    """Raises ConfigError: without its changed salts a router would use what was found to be wrong."""
+    if folder is None or not (folder / _SALTS).exists():
+        return {}
+    try:
+        read = json.loads((folder / _SALTS).read_text(encoding="utf-8"))
+        return {str(digest): str(change) for digest, change in read.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"cannot read {folder / _SALTS}: {error}") from error
+
+
+def _write(path: Path, content: object) -> None:
+    """Write a file that only its owner can read. A failure is logged."""
+    new = path.with_suffix(".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+        new.replace(path)
+    except OSError as error:
+        logger.error("the audit cannot write %s: %s", path, error)

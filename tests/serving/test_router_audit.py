@@ -1,0 +1,115 @@
+"""The router's audit of hits: wrong KV on a replica is found from its answers, and never used again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import http_client
+import pytest
+import uvicorn
+from router_parts import RouterThread
+from shared_server import ENGINE, PREFIXES, SharedServers, until
+
+from foreword.api.listener import bind
+from foreword.config import Config, ServerConfig
+from foreword.observability.metrics import PrometheusObserver
+from foreword.router.audit import difference, read_output
+from foreword.server.app import create_app
+
+KEYS = [
+    "--api-keys",
+    "alice=alice-key",
+    "--api-keys",
+    "bob=bob-key",
+    "--replica-key",
+    "router-key",
+    "--tenant-secret",
+    "a secret of the tests",
+]
+PROMPT = " ".join(f"def f{number}(): return {number}" for number in range(20))
+
+
+@pytest.fixture
+def replica(shared: SharedServers) -> Iterator[str]:
+    """A real server that accepts tenants' salts from a router."""
+    config = ServerConfig(port=0, router_key="router-key")
+    listener = bind(config)
+    app = create_app(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+    thread.start()
+    yield "http://{}:{}".format(*listener.getsockname()[:2])
+    server.should_exit = True
+    thread.join(60)
+
+
+def test_wrong_kv_is_found_and_not_used(replica: str, shared: SharedServers, tmp_path: Path) -> None:
+    """Right KV is equal. Wrong KV on the replica is found from its answers; then the tenant's requests hit nothing that was
+    cached before, other tenants' do, and a router that starts later does the same."""
+    audited = [*KEYS, "--audit-every", "1", "--audit-budget", "1", "--audit-reports", str(tmp_path)]
+    pool, layers = shared.open.engine._core.cache.pool, shared.open.engine._parts.runner.layers
+
+    def ask(router: RouterThread, tenant: str = "alice") -> tuple[int, str]:
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+        with router.http(f"{tenant}-key") as client:
+            answer = client.post("/v1/completions", json=body).raise_for_status().json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["text"]
+
+    def audits(router: RouterThread, result: str) -> float:
+        return router.metric("foreword:router_audits_total", result=result)
+
+    before = {block for block in range(pool.num_blocks) if pool.key(block) is not None}
+    router = RouterThread("--replica", replica, *audited).wait_for(1)
+    try:
+        [(_, right), (cached, again)] = [ask(router) for _ in range(2)]
+        assert (cached > 0, again) == (True, right)
+        blocks = [block for block in range(pool.num_blocks) if pool.key(block) is not None and block not in before]
+        until(lambda: audits(router, "equal") >= 1)
+        ask(router, "bob")
+        for layer in layers.values():
+            layer.v_blocks[blocks] *= -1
+        for _ in range(8):  # each request adds to the budget
+            ask(router)
+        until(lambda: audits(router, "different") == 1)
+        assert http_client.get(f"{router.url}/health").json() == {"status": "alive", "quarantined": 1}
+        assert ask(router) == (0, right)
+        assert ask(router)[0] > 0
+        assert ask(router, "bob")[0] > 0
+    finally:
+        router.kill()
+    [report] = tmp_path.glob("audit-*.json")
+    assert json.loads(report.read_text())["replica"] == replica
+    router = RouterThread("--replica", replica, *audited).wait_for(1)
+    try:
+        cached, text = ask(router)
+        assert (cached > 0, text) == (True, right)
+    finally:
+        router.kill()
+
+
+def test_difference_of_outputs() -> None:
+    """Rounding and ties are small differences; another distribution is a large one. A difference after the outputs have parted
+    says nothing."""
+    draws = random.Random(1)
+    for _ in range(200):
+        output = [(str(i), {str(i): -0.1, "x": -2.5, "y": -6.0 - draws.random()}) for i in range(4)]
+        rounded = [(t, {n: v + draws.uniform(-0.05, 0.05) for n, v in top.items()}) for t, top in output]
+        assert difference(output, rounded) <= 0.1
+    tie = [("a", {"a": -0.69, "b": -0.70}), ("c", {"c": -0.1})]
+    assert difference(tie, [("b", {"a": -0.70, "b": -0.69}), ("d", {"d": -0.1})]) < 0.1
+    assert difference(tie, [("b", {"a": -5.0, "b": -0.01})]) > 0.5
+    assert difference(tie, tie[:1]) == float("inf")
+    vllm = {
+        "choices": [
+            {"logprobs": {"content": [{"token": "a", "logprob": -1, "top_logprobs": [{"token": "a", "logprob": -1}]}]}}
+        ]
+    }
+    assert read_output(json.dumps({**vllm, "usage": {"prompt_tokens_details": {"cached_tokens": 3}}}).encode()) == (
+        3,
+        [("a", {"a": -1.0})],
+    )
