@@ -131,13 +131,14 @@ def conversations(draws: random.Random) -> Iterator[list[int]]:
         yield known[place]
 
 
-def count_alarms(folder: Path, dtype: str, count: int, redis: str | None, seconds: float) -> None:
+def count_alarms(folder: Path, dtype: str, count: int, redis: str | None, seconds: float, reports: str | None) -> None:
     draws, model = random.Random(dtype), folder / "model-0"
     if not model.exists():
         make(SMALL, model, 0)
     urls = ["memory://?size=64MiB", f"disk://{folder}/store-{dtype}?size=1GiB", *([redis] if redis else [])]
     until = time.monotonic() + seconds
-    with engine(model, dtype, store=urls, audit_every=1, audit_budget=1.0, kv_memory="8192 tokens") as llm:
+    audit_all = {"audit_every": 1, "audit_budget": 1.0, "audit_reports": reports, "audit_evidence": True}
+    with engine(model, dtype, store=urls, kv_memory="8192 tokens", **audit_all) as llm:
         prompts, audit = conversations(draws), llm._core.audit
         assert audit is not None and llm.offload is not None
         while sum(audit.counts.audited.values()) < count and time.monotonic() < until:
@@ -190,6 +191,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1000, help="N for `cost`")
     parser.add_argument("--kernels", default="auto", help="kernels for `distances`")
     parser.add_argument("--redis", help="URL of a Redis for `alarms`")
+    parser.add_argument("--reports", help="folder for reports of `alarms`")
     parser.add_argument("--seconds", type=float, default=3600.0, help="longest time of `alarms` in each dtype")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -198,7 +200,7 @@ def main() -> None:
             measure_distances(Path(folder), args.seeds, args.kernels)
         elif args.what == "alarms":
             for dtype in ("float32", "bfloat16"):
-                count_alarms(Path(folder), dtype, args.count // 2, args.redis, args.seconds)
+                count_alarms(Path(folder), dtype, args.count // 2, args.redis, args.seconds, args.reports)
         else:
             measure_cost(Path(folder), args.rounds, args.every)
 

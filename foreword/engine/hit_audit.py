@@ -185,7 +185,7 @@ class HitAudit:
             if arrival is not None and arrival.tokens > arrival.start:
                 count = max(count, min(arrival.tokens // size, table.published))
                 keys = table.chain.keys_to(count)[arrival.start // size : count]
-                names = [self._labels[tier] for tier in arrival.tiers] or [f"instance {arrival.origin}"] * len(keys)
+                names = [self._labels[tier] for tier in arrival.tiers] or [arrival.origin] * len(keys)
                 self._origins.update(zip(keys, names, strict=False))
                 source = "instance" if arrival.origin else names[0]
         while len(self._origins) > 2 * self._cache.pool.num_blocks:

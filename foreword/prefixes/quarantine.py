@@ -118,7 +118,7 @@ class ChainQuarantine:
     def close(self) -> None:
         self._new.put(None)
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_FLUSH_SECONDS)
 
     def _publish(self) -> None:
         """Tell the engine and the tiers. Under the lock."""

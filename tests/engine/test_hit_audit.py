@@ -94,7 +94,7 @@ def find_bad(llm: LLM, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "family"),
-    [(swapped, "llama"), (shifted, "gpt_oss"), pytest.param(other_layer, "mistral", marks=pytest.mark.slow)],
+    [(swapped, "llama"), (shifted, "gpt_oss"), pytest.param(other_layer, "llama", marks=pytest.mark.slow)],
 )
 def test_wrong_kv_is_found(damage: Any, family: str, engine: Make, tmp_path: Path) -> None:
     """KV under a wrong name, with a valid checksum, is found within 50 hits at one audit in 10. From then on no store and no
@@ -255,7 +255,7 @@ def test_kv_from_another_instance(folder: Callable[[str], Path]) -> None:
         await ask(decode.engine, prompt(41, 0), params, prefill.address)
         await until(lambda: len(decode.engine.quarantine.chains) == 1)
         [chain] = decode.engine.quarantine.chains
-        assert chain.source == f"instance {prefill.address}"
+        assert chain.source == f"prefill {prefill.address}"
         await decode.whole()
 
     try:

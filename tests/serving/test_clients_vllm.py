@@ -12,6 +12,7 @@ import openai
 import pytest
 from langchain_openai import ChatOpenAI
 from router_parts import RouterProcess
+from shared_server import until
 from test_tools import ASK, WEATHER, Person, check
 from tokenizers import Tokenizer
 from vllm_behind_router import PYTHON, vllm_behind_router
@@ -111,3 +112,12 @@ def test_langchain(router: RouterProcess) -> None:
     [call, *_] = chat.bind_tools([WEATHER], tool_choice="required").invoke("Weather in Rome?").tool_calls
     assert call["name"] == "get_weather"
     assert isinstance(chat.with_structured_output(Person, method="json_schema").invoke("Who?"), Person)
+
+
+def test_audit_of_hits(router: RouterProcess, ai: openai.OpenAI) -> None:
+    """The router finds that vLLM answers from its cache as it does without."""
+    code = "\n".join(f"def area_{number}(radius): return radius * {number}" for number in range(30))
+    for _ in range(3):
+        ai.completions.create(model="tiny", prompt=code, max_tokens=4)
+    until(lambda: router.metric("foreword:router_audits_total", result="equal") >= 1)
+    assert router.metric("foreword:router_audits_total", result="different") == 0

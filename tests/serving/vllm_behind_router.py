@@ -18,7 +18,7 @@ PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
 
 @contextlib.contextmanager
 def vllm_behind_router(model: Path, log: Path, *flags: str) -> Iterator[RouterProcess]:
-    """A router in front of one `vllm serve`, which serves the model as `tiny`."""
+    """A router in front of one `vllm serve`, which serves the model as `tiny`. It audits all hits."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     command = [
@@ -39,7 +39,7 @@ def vllm_behind_router(model: Path, log: Path, *flags: str) -> Iterator[RouterPr
 
     try:
         until(healthy, 400)
-        started = RouterProcess("--replica", url).wait_for(1)
+        started = RouterProcess("--replica", url, "--audit-every", "1", "--audit-budget", "1").wait_for(1)
         yield started
         started.kill()
         started.end()
