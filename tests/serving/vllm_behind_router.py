@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -17,8 +17,8 @@ PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
 
 
 @contextlib.contextmanager
-def vllm_behind_router(model: Path, log: Path, *flags: str) -> Iterator[RouterProcess]:
-    """A router in front of one `vllm serve`, which serves the model as `tiny`. It audits all hits."""
+def vllm_behind_router(model: Path, log: Path, *flags: str, route: Sequence[str] = ()) -> Iterator[RouterProcess]:
+    """A router with the flags `route` in front of one `vllm serve`, which serves the model as `tiny`."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     command = [
@@ -39,7 +39,7 @@ def vllm_behind_router(model: Path, log: Path, *flags: str) -> Iterator[RouterPr
 
     try:
         until(healthy, 400)
-        started = RouterProcess("--replica", url, "--audit-every", "1", "--audit-budget", "1").wait_for(1)
+        started = RouterProcess("--replica", url, *route).wait_for(1)
         yield started
         started.kill()
         started.end()
