@@ -210,7 +210,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], help="rows whose names begin so, as prefill or decode-1x")
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=86_400.0, help="begin nothing and stop what runs after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=86_400.0, help="begin nothing and stop what runs after this time"
+    )
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
     parser.add_argument(
         "--processor-time", action="store_true", help="count processor time instead: with --threads 1 on a busy machine"

@@ -276,7 +276,8 @@ def describe(model: nn.Module, measured: Measured | None) -> tuple[str, ...]:
         forward = layer.__dict__.get("forward")
         if isinstance(forward, linear.PackedForward):
             shape, served = linear.shape_of(forward.product.layers), forward.product.served
-            line = f"product {shape[0]} x {shape[1]}: {_phrase(served, [f'{rows} rows' for rows in ROWS])}"
+            int8 = " (int8)" if scale_of(forward.product.layers[0]) is not None else ""
+            line = f"product {shape[0]} x {shape[1]}{int8}: {_phrase(served, [f'{rows} rows' for rows in ROWS])}"
             if measured is not None and shape in measured.products:
                 line += _rates(measured.products[shape], shape)
             lines[line] = None
