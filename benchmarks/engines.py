@@ -138,6 +138,7 @@ def measure_limits(model: Path, arguments: argparse.Namespace) -> dict[str, floa
     """Bandwidth of the memory and oneDNN's rate for a model's products."""
     script = Path(__file__).resolve().parent / "engine_limits.py"
     command = [sys.executable, str(script), "--model", str(model), "--threads", str(arguments.threads)]
+    command += ["--processor-time"] * arguments.processor_time
     found: dict[str, float] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return found
 
