@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from foreword.config import EngineConfig, parse_bytes
-from foreword.engine import decoder, linear
+from foreword.engine import batch_invariance, decoder, linear
 from foreword.engine.attention import base as attention
 from foreword.engine.attention.base import LayerRecorder
 from foreword.engine.kernels import native
@@ -126,10 +126,15 @@ def prepare_model(
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     recorder = _record(model, settings)
     kernels = open_kernels(config, dtype, device, progress)
+    if config.batch_invariant:
+        assert kernels is not None
+        fingerprint = batch_invariance.scoped_fingerprint(fingerprint, kernels)
     trial = decoder.watch(model, recorder, vocab_size) if kernels is not None else None
     measured = _pack(model, config, recorder, kernels, progress) if device.type == "cpu" else None
     if kernels is not None and trial is not None:
         decoder.fuse(model, recorder, kernels, trial)
+    if config.batch_invariant:
+        batch_invariance.prepare(model)
     _trim_heap()
     max_model_len = _max_model_len(settings.get_text_config(), recorder, config)
     windows = {layer: params.window for layer, params in recorder.params.items()}
@@ -149,7 +154,7 @@ def prepare_model(
         sampling=_sampling(source) if config.generation_config == "model" else {},
         kernels=kernels,
         triton=use_triton(config, device),
-        choice=None if measured is None else measured.attention_choice(recorder),
+        choice=_attention_choice(config, measured, recorder),
         backends=describe(model, measured),
     )
 
@@ -160,6 +165,14 @@ def _quantize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Non
         raise ConfigError("engine.quantization is int8, which needs a CPU and float32 or bfloat16")
     if not quantize(linear.packable(model)):
         raise ModelUnsupported("engine.quantization is int8, but this model has no plain linear layers")
+
+
+def _attention_choice(
+    config: EngineConfig, measured: Measured | None, recorder: LayerRecorder
+) -> AttentionChoice | None:
+    if config.batch_invariant:
+        return AttentionChoice({}, batch_invariant=True)
+    return None if measured is None else measured.attention_choice(recorder)
 
 
 def _device(name: str) -> torch.device:
@@ -288,11 +301,13 @@ def open_kernels(
     config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Callable[[str], None] = lambda _: None
 ) -> Kernels | None:
     """The compiled kernels, if the configuration and this machine allow them; else the log says why not. Raises
-    ConfigError if `native` is configured and there are none."""
-    if config.kernels in ("torch", "triton"):
+    ConfigError if `native` or `batch_invariant` is configured and there are none."""
+    if config.kernels in ("torch", "triton") and not config.batch_invariant:
         return None
     reason = None
-    if device.type != "cpu":
+    if config.kernels in ("torch", "triton"):
+        reason = f"engine.kernels is {config.kernels}"
+    elif device.type != "cpu":
         reason = f"they are for CPUs, and the model is on {device.type}"
     elif dtype not in native.TYPES:
         reason = f"they compute in float32 and bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
@@ -305,8 +320,9 @@ def open_kernels(
             return native.load()
         except CannotBuild as error:
             reason = str(error)
-    if config.kernels == "native":
-        raise ConfigError(f"engine.kernels is native, but native kernels are not available: {reason}")
+    if config.kernels == "native" or config.batch_invariant:
+        wish = "batch_invariant needs the native kernels" if config.batch_invariant else "kernels is native"
+        raise ConfigError(f"engine.{wish}, but native kernels are not available: {reason}")
     if device.type == "cpu":
         log.warning("the native kernels are not in use (PyTorch's operators compute instead, slower): %s", reason)
     return None
@@ -338,7 +354,7 @@ def _pack(
     budget = psutil.virtual_memory().available // 2 if auto else parse_bytes(config.linear_memory)
     siblings = linear.find_siblings(model, lambda: record_layers(model))
     measured = None
-    if config.kernels != "native":
+    if config.kernels != "native" and not config.batch_invariant:
         progress("choosing kernels")
         measured = measure(model, siblings, recorder, kernels)
     progress("packing the weights")

@@ -21,6 +21,7 @@ from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferCon
 from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.disaggregation.frame_server import num_frame_slots
 from foreword.engine import model as models
+from foreword.engine.check_bits import check_bits
 from foreword.engine.external_kv import GroupedStores
 from foreword.engine.kept import KeptPrefixes
 from foreword.engine.loop import EngineCore, Limits
@@ -178,6 +179,8 @@ def build_engine(
     stores = store or StoreConfig()
     if stores.urls and not config.enable_prefix_caching:
         raise ConfigError("a store (--store) needs prefix caching, which is switched off (--no-enable-prefix-caching)")
+    if config.batch_invariant and loss_of(stores.urls):
+        raise ConfigError("engine.batch_invariant (--batch-invariant) needs stores without a lossy codec")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     _keep_freed_memory()
@@ -189,6 +192,9 @@ def build_engine(
     if config.self_check:
         progress("checking the engine against the model's own forward pass")
         self_check(loaded, config.block_size)
+    if config.batch_invariant:
+        progress("checking that bits do not depend on the batch")
+        check_bits(loaded, config.block_size)
     runner = _take_kv_memory(config, loaded, progress)
     chains = ChainIndex() if readable else None
     watchers = tuple(observers) if chains is None else (*observers, chains)

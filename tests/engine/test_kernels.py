@@ -1,4 +1,5 @@
-"""The compiled kernels: products, norms and attention against their definitions in float64, on several instruction sets."""
+"""The compiled kernels on several instruction sets: products, norms and attention against their definitions in float64, and
+the same bits for a row whatever else is computed."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import math
 import platform
 import random
 import shutil
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,16 @@ from test_attention import Case, chunk
 from torch import Tensor
 from torch.nn import functional
 
+from foreword.blocks.layout import LayerLayout
 from foreword.engine.attention import cpu_backend
 from foreword.engine.attention.base import StepAttention
-from foreword.engine.attention.cpu_backend import CpuLayers
+from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
+from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
 from foreword.engine.choice import block_maxima, choose, largest
 from foreword.engine.draw import Draw
 from foreword.engine.kernels import build, native
+from foreword.engine.kernels.choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.penalties import shape
 from foreword.engine.request import SamplingParams
@@ -36,6 +41,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 # Of numbers around 1.
 CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 2e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
 HEADS = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (24, 12), (6, 10), (2, 2), (66, 64), (130, 18)]
+# Of the longest text, in tokens: several of the kernels' blocks of keys; and of a block of the pool.
+LONGEST, SIZE = 300, 16
 # This machine's own instruction set, and older ones on the same machine.
 OLDER = ["x86-64-v3", pytest.param("x86-64", marks=pytest.mark.slow)] if platform.machine() == "x86_64" else []
 
@@ -142,6 +149,60 @@ def test_keys_are_cut_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tasks([(5000, 1)]) == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@repeated(max_examples=30)
+@given(
+    window=st.one_of(st.none(), st.integers(1, 150)),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
+    chunks=st.lists(st.integers(1, 120), min_size=1, max_size=5),
+    decoded=st.lists(st.integers(0, LONGEST - 1), max_size=5, unique=True),
+    seed=st.integers(0, 1000),
+)
+def test_rows_of_attention(
+    dtype: torch.dtype,
+    kernels: Kernels,
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+    chunks: list[int],
+    decoded: list[int],
+    seed: int,
+) -> None:
+    """A token's attention has the same bits in a prompt that is computed at once, in chunks, and among decoding sequences that
+    share its blocks; what its window has left may be anything."""
+    noise = torch.Generator().manual_seed(seed)
+    paged = PagedLayer(LayerLayout(2, 32, 32), dtype, LONGEST // SIZE + 1, SIZE, torch.device("cpu"))
+    for tensor in (paged.k, paged.v):
+        tensor.copy_(torch.randn(tensor.shape, generator=noise))
+    table = torch.randperm(LONGEST // SIZE + 1, generator=noise).tolist()
+    query = torch.randn(1, 6, LONGEST, 32, generator=noise).to(dtype)
+    params = AttentionParams(0.3, window, softcap, torch.randn(6, generator=noise) if sinks else None)
+    layers = CpuLayers(kernels, {0: paged}, AttentionChoice({}, batch_invariant=True))
+
+    def attend(parts: list[tuple[int, int]]) -> torch.Tensor:
+        rows, step = [], []
+        for start, count in parts:
+            blocks = array("q", table)
+            if window is not None:
+                blocks[: max(0, start - window + 1) // SIZE] = array("q", [-1]) * (max(0, start - window + 1) // SIZE)
+            step.append(QueryChunk(len(rows), start, count, blocks, start + count))
+            rows += range(start, start + count)
+        metadata = AttentionMetadata(step, SIZE, share_prefixes=False)
+        packed = query[:, :, rows]
+        return CpuAttention(metadata, layers).attend(0, packed, packed, packed, params)[0]
+
+    expected = attend([(0, LONGEST)])
+    start = 0
+    for count in chunks:
+        parts = [(start, min(count, LONGEST - start)), *((position, 1) for position in decoded)]
+        rows = [row for first, length in parts for row in range(first, first + length)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "get_num_threads", lambda: 2)
+            assert torch.equal(attend(parts), expected[rows])
+        start = min(start + count, LONGEST - 1)
+
+
 def test_what_is_not_numbers_stays_outside(kernels: Kernels) -> None:
     """Unwritten slots hold NaN in these tests; infinities in them have no effect either."""
     case = Case(chunks=[(30, 1), (5, 9), (0, 3)], block_size=16, dtype=torch.bfloat16)
@@ -203,6 +264,20 @@ def test_product(
     assert found.shape == (rows, sum(outputs))
     rtol, atol = (1e-5, 2e-5) if dtype == torch.float32 else (2**-7, 2**-7)
     assert torch.allclose(found.double(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@repeated(max_examples=30)
+@given(words=st.integers(1, 80), outputs=st.integers(1, 90), seed=st.integers(0, 100))
+def test_rows_of_a_product(dtype: torch.dtype, kernels: Kernels, words: int, outputs: int, seed: int) -> None:
+    """A row's product has the same bits among any number of rows."""
+    noise = torch.Generator().manual_seed(seed)
+    weight = kernels.pack([torch.randn(outputs, 2 * words, generator=noise).to(dtype)], [])
+    x = torch.randn(40, 2 * words, generator=noise).to(dtype)
+    whole = kernels.multiply(weight, x)
+    for count in (1, 2, 3, 5, 12, 13, 25):
+        first = random.Random(seed + count).randint(0, 40 - count)
+        assert torch.equal(kernels.multiply(weight, x[first : first + count]), whole[first : first + count])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -114,6 +114,11 @@ class CpuLayers:
         """Whether the kernels are chosen for this layer in this step."""
         return self._choice.compiled(layer, attention_bucket(*metadata.work))
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's result must not depend on the other rows of the step."""
+        return self._choice.batch_invariant
+
     def layer(self, number: int, heads: int) -> AttentionLayer:
         """One layer with that many query heads; the caller sets its parameters."""
         struct = self._structs.get((number, heads))
@@ -224,7 +229,8 @@ class CpuAttention:
         packed = self._tasks.get(key)
         if packed is None:
             tasks = [*self._prefill_tasks(window, layer.group), *self._decode_tasks(window)]
-            tasks = _cut_keys(tasks, layer, torch.get_num_threads())
+            if not self.layers.batch_invariant:
+                tasks = _cut_keys(tasks, layer, torch.get_num_threads())
             # The longest first: the last items to be taken are short.
             tasks.sort(key=lambda task: -task.cost)
             part_floats = layer.kv_heads * layer.group * (layer.value_dim + 1)

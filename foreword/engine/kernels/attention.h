@@ -6,6 +6,9 @@
 // multiplied by the queries, weighted by an online softmax (base 2), and their values, paired, are added up
 // (FlashAttention, Dao et al. 2022). The parts of a sequence that is cut into several tasks are merged afterwards
 // from each part's output and log-sum-exp.
+//
+// Keys are taken from multiples of KEYS on, wherever a task begins, and keys that a row does not see add exactly zero:
+// where a row is not cut into parts its result depends on its own keys alone, not on the task's other rows.
 #pragma once
 
 #include <utility>
@@ -128,14 +131,14 @@ INLINE void prefetch(const AttentionLayer& layer, int64_t head, const int64_t* s
     }
 }
 
-// Lay out a head's keys in `slots` as `[words][KEYS]` and their values in pairs as `[KEYS / PER_WORD][width]`, zero
-// beyond `count`; meanwhile prefetch the next slots.
+// Lay out a head's keys in `slots[begin]` to `slots[count - 1]` as `[words][KEYS]` and their values in pairs as
+// `[KEYS / PER_WORD][width]`, zero elsewhere; meanwhile prefetch the next slots.
 template <class T>
-static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, const int64_t* slots, int64_t count,
-                                             const int64_t* next, int64_t num_next) {
+static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, const int64_t* slots, int64_t begin,
+                                             int64_t count, const int64_t* next, int64_t num_next) {
     const AttentionLayer& layer = tile.layer;
     const typename T::Element *keys[KEYS], *values[KEYS];
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = begin; i < count; i++) {
         const int64_t place = slots[i] * layer.kv_heads + head;
         keys[i] = at<T>((const void*)layer.k, place * layer.key_dim);
         values[i] = at<T>((const void*)layer.v, place * layer.value_dim);
@@ -147,7 +150,7 @@ static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, 
             const int64_t left = min(LANES, tile.words - word);
             Words block[LANES];
             for (int64_t j = 0; j < LANES; j++) {
-                if (i + j >= count) {
+                if (i + j < begin || i + j >= count) {
                     block[j] = Words{};
                 } else if (left == LANES) {
                     block[j] = load<Words>((const int32_t*)keys[i + j] + word);
@@ -166,9 +169,9 @@ static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, 
     const typename T::Element nothing[LANES] = {};
     for (int64_t i = 0; i < round_up(count, KEYS); i += T::PER_WORD) {
         int32_t* to = tile.values + i / T::PER_WORD * tile.width;
-        const int64_t present = min(T::PER_WORD, count - i);
-        const typename T::Element* one = present > 0 ? values[i] : nullptr;
-        const typename T::Element* two = present > 1 ? values[i + 1] : nullptr;
+        const typename T::Element* one = i >= begin && i < count ? values[i] : nullptr;
+        const typename T::Element* two =
+            T::PER_WORD > 1 && i + 1 >= begin && i + 1 < count ? values[i + 1] : nullptr;
         for (int64_t j = 0; j < whole; j += LANES)
             store(to + j, T::pair(one ? one + j : nothing, two ? two + j : nothing));
         if (whole < dim) {
@@ -198,21 +201,21 @@ INLINE void add_values(const Tile<T>& tile, int64_t row, int64_t column, const f
         for (int c = 0; c < COLUMNS; c++) store(tile.out + (row + r) * tile.width + column + c * LANES, sums[r][c]);
 }
 
-// Rows `[row, row + ROWS)` of the tile over the gathered keys, the first of which is `first`.
+// Rows `[row, row + ROWS)` of the tile over the gathered keys, `[first + begin, first + count)`.
 template <class T, int ROWS>
-static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t count) {
+static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t begin, int64_t count) {
     const AttentionLayer& layer = tile.layer;
     const AttentionTask& task = tile.task;
     int64_t low[ROWS], high[ROWS];
     bool masked = count < KEYS;
     int64_t widest = 0;
     for (int r = 0; r < ROWS; r++) {
-        low[r] = 0;
+        low[r] = begin;
         high[r] = count;
         if (task.position >= 0) {
             const int64_t position = task.position + (row + r) / layer.group;
             high[r] = min(count, position + 1 - first);
-            if (tile.step.window > 0) low[r] = max(0, position + 1 - tile.step.window - first);
+            if (tile.step.window > 0) low[r] = max(begin, position + 1 - tile.step.window - first);
         }
         if (high[r] < KEYS || low[r] > 0) masked = true;
         if (high[r] > low[r]) widest = max(widest, high[r]);
@@ -272,9 +275,9 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
 
 // The same for any number of rows up to QUERY_ROWS.
 template <class T, int ROWS = QUERY_ROWS>
-INLINE void attend_some(int64_t rows, const Tile<T>& tile, int64_t row, int64_t first, int64_t count) {
-    if (rows == ROWS) return attend_rows<T, ROWS>(tile, row, first, count);
-    if constexpr (ROWS > 1) attend_some<T, ROWS - 1>(rows, tile, row, first, count);
+INLINE void attend_some(int64_t rows, const Tile<T>& tile, int64_t row, int64_t first, int64_t begin, int64_t count) {
+    if (rows == ROWS) return attend_rows<T, ROWS>(tile, row, first, begin, count);
+    if constexpr (ROWS > 1) attend_some<T, ROWS - 1>(rows, tile, row, first, begin, count);
 }
 
 // Normalize a head's output: into the result, or into its part of it.
@@ -339,15 +342,17 @@ static void attend_task(const AttentionTasks& step, const AttentionLayer& layer,
         start_head(tile, head, rows);
     }
     int64_t slots[2 * KEYS], *current = slots, *next = slots + KEYS;
-    find_slots(step, task, task.low, min(KEYS, task.high - task.low), current);
-    for (int64_t first = task.low; first < task.high; first += KEYS) {
+    const int64_t start = task.low / KEYS * KEYS;
+    find_slots(step, task, start, min(KEYS, task.high - start), current);
+    for (int64_t first = start; first < task.high; first += KEYS) {
+        const int64_t begin = max(0, task.low - first);
         const int64_t count = min(KEYS, task.high - first), next_count = min(KEYS, task.high - first - count);
         find_slots(step, task, first + count, next_count, next);
         for (int64_t head = first_head; head < last_head; head++) {
             switch_to(head);
-            gather(tile, head, current, count, next, next_count);
+            gather(tile, head, current, begin, count, next, next_count);
             for (int64_t row = 0; row < tile.count; row += QUERY_ROWS)
-                attend_some<T>(min(QUERY_ROWS, tile.count - row), tile, row, first, count);
+                attend_some<T>(min(QUERY_ROWS, tile.count - row), tile, row, first, begin, count);
         }
         std::swap(current, next);
     }

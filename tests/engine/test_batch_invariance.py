@@ -1,0 +1,112 @@
+"""Batch invariance: the bits of a token's KV and logits do not depend on chunks, batch, hit or source."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from foreword.engine import batch_invariance
+from foreword.engine.kernels.native import Kernels
+from foreword.entrypoints.llm import LLM
+from foreword.errors import ConfigError, ModelUnsupported
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+Make = Callable[..., LLM]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kernels": "torch"}, "engine.kernels is torch"),
+        ({"linear_memory": "0"}, "linear_memory"),
+        ({"dtype": "float16"}, "float16"),
+        ({"store": "memory://?size=1MiB&codec=int8"}, "lossy"),
+    ],
+)
+def test_refused_settings(options: dict[str, Any], reason: str, engine: Make) -> None:
+    """Settings under which it cannot hold are refused, with the reason."""
+    with pytest.raises(ConfigError, match=reason):
+        engine("llama", **options, batch_invariant=True)
+
+
+def test_refused_family(engine: Make) -> None:
+    """A family whose products are not those of the kernels is refused."""
+    with pytest.raises(ModelUnsupported, match="Conv1D"):
+        engine("gpt2", batch_invariant=True)
+
+
+def test_what_rounds_otherwise_is_found(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check at load refuses a model whose bits depend on the number of rows."""
+    multiply = Kernels.multiply
+    scale = {True: 1.0, False: 1.0 + 2**-20}
+    monkeypatch.setattr(Kernels, "multiply", lambda self, weight, x: multiply(self, weight, x) * scale[x.numel() < 640])
+    with pytest.raises(ModelUnsupported, match="not batch-invariant"):
+        engine("gemma2", batch_invariant=True)
+
+
+def test_kv_of_its_own(engine: Make) -> None:
+    """KV that was computed with batch invariance has other keys than KV that was computed without it."""
+    with_it, without = engine("llama", batch_invariant=True), engine("llama")
+    assert with_it.info.fingerprint != without.info.fingerprint
+    assert with_it.info.fingerprint == engine("llama", batch_invariant=True).info.fingerprint
+
+
+def test_activations_by_rows() -> None:
+    """An activation of any width has the same bits alone and among many rows, on any number of threads."""
+    threads = torch.get_num_threads()
+    try:
+        for width in (48, 128, 1152):
+            module = torch.nn.GELU(approximate="tanh")
+            forward = batch_invariance.ActivationForward(module)
+            x = torch.randn(1, 97, width, generator=torch.Generator().manual_seed(width))
+            torch.set_num_threads(3)
+            whole = forward(x)
+            torch.set_num_threads(1)
+            assert torch.equal(whole, torch.cat([forward(x[:, row : row + 1]) for row in range(97)], dim=1))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_hits_equal_the_computation(family: str, engine: Make, tmp_path: Path) -> None:
+    """In bfloat16, log-probabilities of prompts and outputs are equal to the last bit: cold and alone, in random chunks and
+    batches, after hits of random lengths on the device, and after hits of another engine's blocks in a store."""
+    chance = random.Random(5)
+    options = {"dtype": "bfloat16", "batch_invariant": True, "kv_memory": "4096 tokens", "lookahead_blocks": 0}
+    prompts = [tiny.prompt(chance.randint(1, 150), seed) for seed in range(20)]
+
+    def compute(llm: LLM, numbers: list[int], chunk: int) -> list[Any]:
+        llm._core.scheduler._max_batch_tokens = chunk
+        outputs = llm.generate([prompts[number] for number in numbers], tiny.greedy(4))
+        hits.append(sum(output.cached_tokens for output in outputs))
+        return [(one.outputs[0].tokens, [token.logprob for token in one.outputs[0].logprobs]) for one in outputs]
+
+    hits: list[int] = []
+    alone = engine(family, **options, enable_prefix_caching=False)
+    expected = [compute(alone, [number], 4096)[0] for number in range(len(prompts))]
+    with engine(family, **options, store=f"disk://{tmp_path}/store") as writer:
+        for tokens in prompts:
+            writer.generate([tokens[: chance.randint(1, len(tokens))]], tiny.greedy(1))
+        assert writer.flush()
+    for llm in (
+        alone,
+        engine(family, **options),
+        engine(family, **options, store=f"disk://{tmp_path}/store?read_only=1"),
+    ):
+        hits.clear()
+        for _ in range(12):
+            numbers = chance.sample(range(len(prompts)), chance.randint(1, 6))
+            llm.clear_cache()
+            if llm.offload is None and llm is not alone:
+                llm.generate([prompts[n][: chance.randint(1, len(prompts[n]))] for n in numbers], tiny.greedy(1))
+            found = compute(llm, numbers, chance.choice((5, 16, 33, 64, 512)))
+            assert found == [expected[number] for number in numbers]
+        assert (sum(hits) > 0) == (llm is not alone)
