@@ -7,7 +7,7 @@ Each prompt is computed once alone, cold and in one step. Each pair computes one
 random source, in chunks of a random size and in a random batch, and compares the logits of its tokens with those of the
 first computation: all logits of the token after the prompt and of those generated after it, bit for bit. Sources: computed
 again, this engine's device, and what another engine wrote to a store and this one loads. The hit's length is drawn for each
-pair on the device, and for each prompt in a store.
+pair on the device, and for each prompt in a store (in Redis until the prompt is drawn again: it is saved whole).
 
 `--speed` measures the engine with `batch_invariant` against the same engine without it, in its fastest mode: prefill of
 2,048 tokens, decode after 128 tokens at batch 1 and 16, after 8,192 tokens, and of 16 sequences behind a prefix of 2,048.
@@ -86,7 +86,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> str:
     for source, url in stores.items():
         if url:
             write_prefixes(Engine(arguments.model, **options, store=url), prompts, chance)
-            engines[source] = Engine(arguments.model, **options, store=f"{url}{'&' if '?' in url else '?'}read_only=1")
+            engines[source] = Engine(arguments.model, **options, store=url + "?read_only=1" * (source == "disk"))
     counts = {source: Counter[str]() for source in engines}
     left = arguments.pairs
     while left > 0:

@@ -268,11 +268,14 @@ def test_product(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @repeated(max_examples=30)
-@given(words=st.integers(1, 80), outputs=st.integers(1, 90), seed=st.integers(0, 100))
-def test_rows_of_a_product(dtype: torch.dtype, kernels: Kernels, words: int, outputs: int, seed: int) -> None:
-    """A row's product has the same bits among any number of rows."""
+@given(words=st.integers(1, 80), outputs=st.integers(1, 90), int8=st.booleans(), seed=st.integers(0, 100))
+def test_rows_of_a_product(
+    dtype: torch.dtype, kernels: Kernels, words: int, outputs: int, int8: bool, seed: int
+) -> None:
+    """A row's product has the same bits among any number of rows, with 8-bit weights as well."""
     noise = torch.Generator().manual_seed(seed)
-    weight = kernels.pack([torch.randn(outputs, 2 * words, generator=noise).to(dtype)], [])
+    scales = [torch.rand(outputs, generator=noise) + 0.01] if int8 else []
+    weight = kernels.pack([torch.randn(outputs, 2 * words, generator=noise).to(dtype)], [], scales)
     x = torch.randn(40, 2 * words, generator=noise).to(dtype)
     whole = kernels.multiply(weight, x)
     for count in (1, 2, 3, 5, 12, 13, 25):
