@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -24,10 +23,16 @@ def outcome_of_status(status: int, *, retry: bool = True) -> Outcome:
     return "ok" if status < 400 else "client_error" if status < 500 else "server_error"
 
 
-@dataclass
-class Ending:
-    """How one request ended, with what is known until now."""
+Count = Callable[[str, Outcome], None]
+"""Counts a request's dialect and outcome."""
 
+
+@dataclass(slots=True)
+class Ending:
+    """How one request ended, with what is known until now. At the end of its block it is counted."""
+
+    count: Count
+    dialect: str
     status: int = 200
     error: BaseException | None = None
 
@@ -39,15 +44,9 @@ class Ending:
             return outcome_of_status(self.error.status, retry=self.error.retry)
         return "disconnected" if isinstance(self.error, asyncio.CancelledError) else "server_error"
 
+    def __enter__(self) -> Ending:
+        return self
 
-@contextmanager
-def counted(count: Callable[[str, Outcome], None], dialect: str) -> Iterator[Ending]:
-    """Count the request that is served in this block."""
-    ending = Ending()
-    try:
-        yield ending
-    except BaseException as error:
-        ending.error = error
-        raise
-    finally:
-        count(dialect, ending.outcome)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.error = error or self.error
+        self.count(self.dialect, self.outcome)

@@ -7,9 +7,8 @@ has overdrawn waits until its bucket has filled again; so one long request is ne
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from foreword.errors import ConfigError, RateLimited
@@ -69,10 +68,17 @@ class _Account:
 
 @dataclass(slots=True)
 class Admitted:
-    """One admitted request."""
+    """One admitted request. At the end of its block it is finished."""
 
+    quotas: Quotas
     tenant: str
-    charged: int = field(default=0)
+    charged: int = 0
+
+    def __enter__(self) -> Admitted:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.quotas.finish(self)
 
 
 class Quotas:
@@ -96,7 +102,7 @@ class Quotas:
         """Count a request that begins. Raises RateLimited, which says when a retry makes sense."""
         quota = self._quotas.get(tenant, self._default)
         if quota is None:
-            return Admitted(tenant)
+            return Admitted(self, tenant)
         account = self._account(tenant, quota, now)
         if quota.concurrent is not None and account.running >= quota.concurrent:
             raise RateLimited(f"{account.running} requests run already and at most {quota.concurrent} may", 1.0)
@@ -106,7 +112,7 @@ class Quotas:
         if account.requests is not None:
             account.requests.take(1.0, now)
         account.running += 1
-        return Admitted(tenant)
+        return Admitted(self, tenant)
 
     def charge(self, admitted: Admitted, tokens: int, now: float) -> None:
         """Charge a request for all of its tokens so far. Earlier charges of this request are counted in."""
@@ -120,15 +126,6 @@ class Quotas:
         account = self._accounts.get(admitted.tenant)
         if account is not None:
             account.running -= 1
-
-    @contextmanager
-    def admitted(self, tenant: str, now: float) -> Iterator[Admitted]:
-        """`admit`, and `finish` at the end of the block."""
-        one = self.admit(tenant, now)
-        try:
-            yield one
-        finally:
-            self.finish(one)
 
     def _account(self, tenant: str, quota: Quota, now: float) -> _Account:
         account = self._accounts.get(tenant)

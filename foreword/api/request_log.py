@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
-import uuid
 from typing import Final
 
 logger = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ _POLLED: Final = frozenset(("/health", "/ready", "/metrics"))
 
 def request_id_from(header: str | None) -> str:
     """The client's `X-Request-Id` if it is printable ASCII, else a random id."""
-    return header if header and _VALID_ID.fullmatch(header) else uuid.uuid4().hex
+    return header if header and _VALID_ID.fullmatch(header) else os.urandom(16).hex()
 
 
 def log_request(method: str, path: str, status: int, seconds: float, request_id: str) -> None:

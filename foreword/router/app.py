@@ -59,10 +59,6 @@ def _middleware(router: Router) -> Any:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        with router.connections.serving(request):
-            return await handle(request, handler)
-
-    async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         request["id"] = request_id_from(request.headers.get("x-request-id"))
         if router.tracer is not None:
             _begin_span(router.tracer, request)
@@ -71,7 +67,8 @@ def _middleware(router: Router) -> Any:
         try:
             if router.draining and request.path.startswith("/v1/") and not request.path.startswith("/v1/router"):
                 raise ShuttingDown("The router is shutting down and takes no new requests; retry later")
-            response = await handler(request)
+            with router.connections.serving(request):
+                response = await handler(request)
             status = response.status
         except ForewordError as error:
             response = _reject(router, request, error)

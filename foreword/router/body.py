@@ -35,6 +35,15 @@ class RequestBodies:
         self._total = total
         self._used = 0
 
+    def arrived(self, request: web.Request, limit: int) -> bytes | None:
+        """The JSON body of a request if all of it, of at most `limit` bytes, came with the head, as small bodies do. The caller
+        does not wait before it has parsed it. Raises UnsupportedMediaType."""
+        check_media_type(request)
+        length = request.content_length
+        if length is None or length > limit or not request.content.is_eof() or "content-encoding" in request.headers:
+            return None
+        return request.content.read_nowait()
+
     @asynccontextmanager
     async def read(self, request: web.Request, limit: int) -> AsyncGenerator[bytes, None]:
         """The JSON body of a request. Its bytes count until the end of the block.
@@ -47,10 +56,7 @@ class RequestBodies:
             raise BodyTooLarge(limit)
         body = bytearray()
         try:
-            if request.content.is_eof():  # it came with the head, as small bodies do
-                self._add(body, request.content.read_nowait(), limit)
-            else:
-                await self._fill(body, request, limit)
+            await self._fill(body, request, limit)
             yield bytes(body)
         finally:
             self._used -= len(body)

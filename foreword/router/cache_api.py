@@ -40,7 +40,7 @@ def add_routes(app: web.Application, router: Router) -> None:
         own = verb in ("pin", "release")
         tenant = router.auth.check_own(request, "pinning and releasing") if own else router.auth.tenant(request.headers)
         request["tenant"] = tenant.name
-        with router.quotas.admitted(tenant.name, clock()):
+        with router.quotas.admit(tenant.name, clock()):
             raw = await router.bodies.whole(request, router.limits())
             body = await _decoded(router, raw)
             targets = await _targets(router, request, tenant, body, verb)

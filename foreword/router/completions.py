@@ -15,7 +15,7 @@ from foreword.api.dialects import messages
 from foreword.api.dialects.conversations import continued
 from foreword.api.dialects.limits import Limits
 from foreword.api.dialects.registry import DIALECTS
-from foreword.api.outcomes import Ending, counted
+from foreword.api.outcomes import Ending
 from foreword.api.quotas import Admitted
 from foreword.api.request import DialectName
 from foreword.api.tenants import Tenant
@@ -38,9 +38,9 @@ _INLINE_BYTES: Final = 128 << 10
 async def handle(router: Router, interface: Interface, http_request: web.Request) -> web.StreamResponse:
     """A path whose format replicas know. Raises ForewordError if nothing was sent to the client."""
     arrived = clock()
-    with counted(router.metrics.outcome, DIALECT_NAMES[interface]) as ending:
+    with Ending(router.metrics.outcome, DIALECT_NAMES[interface]) as ending:
         tenant = _authenticate(router, http_request)
-        with router.quotas.admitted(tenant.name, arrived) as admitted:
+        with router.quotas.admit(tenant.name, arrived) as admitted:
             request = await _parsed(router, http_request, partial(parse_request, interface))
             return await _proxy(router, http_request, request, tenant, admitted, arrived, ending)
 
@@ -49,9 +49,9 @@ async def handle_translated(router: Router, name: DialectName, http_request: web
     """A path whose format only the router needs to know. Raises ForewordError if nothing was sent to the client."""
     arrived, dialect = clock(), DIALECTS[name]
     http_request["dialect"] = dialect
-    with counted(router.metrics.outcome, name) as ending, ExitStack() as stack:
+    with Ending(router.metrics.outcome, name) as ending, ExitStack() as stack:
         tenant = _authenticate(router, http_request)
-        admitted = stack.enter_context(router.quotas.admitted(tenant.name, arrived))
+        admitted = stack.enter_context(router.quotas.admit(tenant.name, arrived))
         given = await _parsed(router, http_request, dialect.parse)
         if given.previous is not None:
             given = continued(given, router.responses.get(tenant.salt, given.previous).messages)
@@ -67,7 +67,7 @@ async def count_tokens(router: Router, http_request: web.Request) -> web.StreamR
     """`/v1/messages/count_tokens`: the tokens of a conversation. Raises ForewordError."""
     http_request["dialect"] = DIALECTS["messages"]
     tenant = _authenticate(router, http_request)
-    with router.quotas.admitted(tenant.name, clock()):
+    with router.quotas.admit(tenant.name, clock()):
         given = await _parsed(router, http_request, messages.parse_count)
         pool = router.pool(given.model)
         request = router.prefixes.expanded(pool, tenant, chat_request(given, pool.kind))
@@ -85,6 +85,8 @@ def _authenticate(router: Router, http_request: web.Request) -> Tenant:
 
 async def _parsed(router: Router, http_request: web.Request, parse: Callable[[bytes, Limits], T]) -> T:
     limits = router.limits()
+    if (raw := router.bodies.arrived(http_request, min(_INLINE_BYTES, limits.body_bytes))) is not None:
+        return parse(raw, limits)
     async with router.bodies.read(http_request, limits.body_bytes) as raw:
         if len(raw) <= _INLINE_BYTES:
             return parse(raw, limits)

@@ -26,6 +26,8 @@ _MAX_MODEL_LEN: Final = 1 << 24
 ANY_ADDRESS: Final = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
 # What an aiohttp call raises when the server is unreachable or the connection breaks.
 CONNECTION_ERRORS: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
+# The router's clock: monotonic seconds.
+clock: Final = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +349,3 @@ async def read_whole(response: aiohttp.ClientResponse, limit: int = _MAX_RESPONS
         if len(data) > limit:
             raise ReplicaFailed("the replica sent a response without end")
     return bytes(data)
-
-
-def clock() -> float:
-    """The router's clock: monotonic seconds."""
-    return time.monotonic()

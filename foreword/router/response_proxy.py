@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -36,6 +36,7 @@ from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock
 from foreword.router.response_stream import ResponseStream
+from foreword.router.translation import Translation
 from foreword.router.whole_response import TokenCounts
 
 logger = logging.getLogger(__name__)
@@ -356,21 +357,26 @@ class _ResponseProxy:
 
     # The response to the client
 
-    async def _write(self, response: aiohttp.ClientResponse | None, data: bytes, *, last: bool = False) -> None:
+    def _write(
+        self, response: aiohttp.ClientResponse | None, data: bytes, *, last: bool = False
+    ) -> Coroutine[Any, Any, None]:
         """Send events of a completion to the client, in its dialect. `last`: they end the stream."""
-        translation, normalised = self.proxied.translation, self.proxied.normalised
-        if normalised is not None:
-            normalised.stream(data)
-        if translation is not None:
-            begin = b"" if self._translated else translation.begin(len(self.proxied.prompt.tokens))
-            self._translated = True
-            try:
-                data = begin + translation.events(data)
-            except ForewordError as error:
-                # Part of what the replica sent never reaches the client.
-                self.stream.exact = False
-                raise ReplicaFailed(error.message) from None
-        await self.client.write(data, response.headers if response is not None else None, last=last)
+        proxied = self.proxied
+        if proxied.normalised is not None:
+            proxied.normalised.stream(data)
+        if proxied.translation is not None:
+            data = self._translate(proxied.translation, data)
+        return self.client.write(data, response.headers if response is not None else None, last=last)
+
+    def _translate(self, translation: Translation, data: bytes) -> bytes:
+        begin = b"" if self._translated else translation.begin(len(self.proxied.prompt.tokens))
+        self._translated = True
+        try:
+            return begin + translation.events(data)
+        except ForewordError as error:
+            # Part of what the replica sent never reaches the client.
+            self.stream.exact = False
+            raise ReplicaFailed(error.message) from None
 
     def _headers(self, given: Mapping[str, str]) -> Mapping[str, str]:
         """The head of the stream. A replica that was not found yet is not named."""

@@ -20,7 +20,6 @@ from foreword.router.continuation import Continuation, StreamPosition
 from foreword.router.misses import report_of
 
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
-_TOKEN_IDS: Final = ("token_ids", "prompt_token_ids")
 _TEXT_DELTA: Final = frozenset(("role", "content", "refusal"))
 _NOT_HEAD: Final = frozenset(("choices", "usage", "prompt_token_ids", "cache_report", "kv_transfer_params"))
 # Codes of errors in a stream that every replica would return.
@@ -229,8 +228,7 @@ class ResponseStream:
         delta, text, reason, ids = fields
         prompt = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if prompt:
-            if not _are_ids(prompt):
-                raise _malformed("prompt_token_ids")
+            _check_ids(prompt, "prompt_token_ids")
             self.prompt_ids = prompt
         if ids:
             self.tokens += ids
@@ -241,7 +239,8 @@ class ResponseStream:
         if text:
             self.text.append(text)
             self._length += len(text)
-            self._settle(ids)
+            if len(ids) == 1:  # nothing is held back; otherwise the text would be that of earlier tokens
+                self.settled = (len(self.tokens), self._length)
         if delta and not _TEXT_DELTA.issuperset(delta):
             for name, value in delta.items():
                 if value and name not in _TEXT_DELTA:
@@ -250,11 +249,6 @@ class ResponseStream:
                     self.exact = self.exact and bool(ids)
         if reason:
             self.finish_reason = reason
-
-    def _settle(self, ids: Sequence[int]) -> None:
-        """A chunk of one token with text holds nothing back; otherwise its text would be that of earlier tokens."""
-        if len(ids) == 1:
-            self.settled = (len(self.tokens), self._length)
 
     def _forward(
         self, event: ServerSentEvent, chunk: dict[str, Any], choice: dict[str, Any], fields: _Fields
@@ -267,11 +261,13 @@ class ResponseStream:
                 return None
             chunk.update(self.head)
         if not request.wants_token_ids:
-            if b"token_ids" in event.data:
+            if "token_ids" in choice:
+                del choice["token_ids"]
                 changed = True
-                for name in _TOKEN_IDS:
-                    choice.pop(name, None)
-                    chunk.pop(name, None)
+            if "prompt_token_ids" in choice or "prompt_token_ids" in chunk:
+                choice.pop("prompt_token_ids", None)
+                chunk.pop("prompt_token_ids", None)
+                changed = True
             if changed and not text and self.opened and reason is None and _is_empty(choice):
                 return None
         self.opened = True
@@ -309,7 +305,8 @@ class ResponseStream:
         if text:
             self.text.append(text)
             self._length += len(text)
-            self._settle(ids)
+            if len(ids) == 1:
+                self.settled = (len(self.tokens), self._length)
         self.finish_reason = made.get("finish_reason")
         self.cut = self.finish_reason is not None and choice.get("finish_reason") is None
         extra = {"usage": None} if self.request.wants_usage else {}
@@ -351,19 +348,16 @@ def _checked(choice: Any) -> _Fields:
     text = get("text") if delta is None else delta.get("content")
     if not ((text is None or type(text) is str) and (reason is None or type(reason) is str)):
         raise _malformed("text" if delta is None else "delta")
-    if ids and not _are_ids(ids):
-        raise _malformed("token_ids")
+    if ids and not (type(ids) is list and len(ids) == 1 and type(ids[0]) is int and 0 <= ids[0] < _MAX_TOKEN):
+        _check_ids(ids, "token_ids")
     return delta, text or "", reason, ids
 
 
-def _are_ids(ids: Any) -> bool:
-    if type(ids) is list and len(ids) == 1:  # as in nearly every chunk
-        return type(ids[0]) is int and 0 <= ids[0] < _MAX_TOKEN
+def _check_ids(ids: Any, name: str) -> None:
     try:
         msgspec.convert(ids, _TokenIds)
     except msgspec.ValidationError:
-        return False
-    return True
+        raise _malformed(name) from None
 
 
 def _count(found: object) -> int | None:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Coroutine
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ from foreword.api.dialects.limits import Limits
 from foreword.api.normalisers import Normalisers
 from foreword.api.quotas import Quotas
 from foreword.api.stored_responses import StoredResponses
-from foreword.config import Config, ServerConfig, parse_bytes
+from foreword.config import Config, parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
@@ -79,6 +78,7 @@ class Router:
         self.bodies = RequestBodies(config.server.body_timeout)
         self.suspicious = SuspiciousRequests()
         given = config.router
+        self._limits: tuple[int, Limits] = (0, Limits())
         self.normalisers = Normalisers.make(given.drop_lines, tools=given.sort_tools, reasoning=given.keep_answers)
         self.prefixes = RouterPrefixes(self, config.router.prefix_file)
         self.responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
@@ -227,7 +227,10 @@ class Router:
     def limits(self) -> Limits:
         """The limits of a request's body: what the longest prompt of any replica could need."""
         lengths = [one.info.max_model_len for one in self.upstreams.values() if one.info and one.info.max_model_len]
-        return _limits(self._server, max(lengths, default=_UNKNOWN_MODEL_LEN))
+        longest = max(lengths, default=_UNKNOWN_MODEL_LEN)
+        if self._limits[0] != longest:
+            self._limits = longest, Limits.for_model(longest, self._server.body_limit(longest))
+        return self._limits[1]
 
     # Results of requests
 
@@ -442,8 +445,3 @@ class Router:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a background task of the router failed", exc_info=error)
-
-
-@lru_cache(maxsize=64)
-def _limits(config: ServerConfig, max_model_len: int) -> Limits:
-    return Limits.for_model(max_model_len, config.body_limit(max_model_len))

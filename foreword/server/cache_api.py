@@ -83,7 +83,7 @@ async def _prefetch(engine: AsyncEngine, tokens: Sequence[int], body: CacheReque
 
 
 async def _answer(context: ServerContext, request: Request, name: str, tenant: Tenant, verb: Verb) -> Response:
-    with context.quotas.admitted(tenant.name, time.monotonic()) as admitted, context.admission.admit(1) as engine:
+    with context.quotas.admit(tenant.name, time.monotonic()) as admitted, context.admission.admit(1) as engine:
         body = await _body(context, request)
         tokens = await _tokens(context, engine, body)
         if name != "prefetch":

@@ -20,7 +20,7 @@ from foreword.api.dialects.completions import CompletionBody
 from foreword.api.dialects.conversations import continued
 from foreword.api.dialects.registry import DIALECTS, Dialect
 from foreword.api.errors import CLIENT_GONE
-from foreword.api.outcomes import Ending, counted
+from foreword.api.outcomes import Ending
 from foreword.api.tenants import Tenant
 from foreword.server import generation
 from foreword.server.endpoint import ServerContext, check_model
@@ -66,7 +66,7 @@ def add_routes(routes: Routes, context: ServerContext) -> None:
         """Count the tokens of a conversation without answering it."""
         _answer_errors_as(DIALECTS["messages"], request)
         tenant, engine = context.tenant(request), context.admission.engine()
-        with context.quotas.admitted(tenant.name, time.monotonic()):
+        with context.quotas.admit(tenant.name, time.monotonic()):
             async with context.bodies.read(request, context.max_body) as raw:
                 parsed = await context.work.run(len(raw), messages.parse_count, raw, context.limits)
                 check_model(engine, parsed.model)
@@ -78,9 +78,9 @@ def _endpoint(context: ServerContext, dialect: Dialect) -> Handler:
     async def generate(request: Request) -> Response:
         _answer_errors_as(dialect, request)
         with ExitStack() as stack:
-            ending = stack.enter_context(counted(context.count_outcome, dialect.name))
+            ending = stack.enter_context(Ending(context.count_outcome, dialect.name))
             tenant, _ = context.tenant(request), context.admission.engine()
-            admitted = stack.enter_context(context.quotas.admitted(tenant.name, time.monotonic()))
+            admitted = stack.enter_context(context.quotas.admit(tenant.name, time.monotonic()))
             job = await _read_job(context, dialect, request, tenant)
             job.admitted = admitted
             if job.streams:

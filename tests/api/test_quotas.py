@@ -37,7 +37,7 @@ def test_tokens_are_charged_when_known() -> None:
 def test_concurrent_requests() -> None:
     """A request that ends makes room for the next; other tenants are not concerned."""
     quotas = Quotas({"*": Quota(concurrent=1)})
-    with quotas.admitted("alice", 0.0):
+    with quotas.admit("alice", 0.0):
         with pytest.raises(RateLimited, match="at most 1"):
             quotas.admit("alice", 0.0)
         quotas.admit("bob", 0.0)
@@ -47,7 +47,7 @@ def test_concurrent_requests() -> None:
 def test_refused_requests_cost_nothing() -> None:
     """A request refused for one limit is not counted against another."""
     quotas = Quotas({"*": Quota(requests=2, concurrent=1)})
-    with quotas.admitted("alice", 0.0):
+    with quotas.admit("alice", 0.0):
         for _ in range(5):
             with pytest.raises(RateLimited, match="run already"):
                 quotas.admit("alice", 0.0)

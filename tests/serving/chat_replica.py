@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 from router_parts import Loop
+from scripted_replica import ScriptedReplica
 
 WORDS = ["It ", "is ", "sunny ", "in ", "Rome."]
 TEXT = "".join(WORDS)
@@ -20,7 +21,7 @@ USAGE = {
 }
 
 
-class ChatReplica:
+class ChatReplica(ScriptedReplica):
     """The server. `seen` has the bodies by path, `broken` makes the next streams end after two chunks, `hold` makes it silent
     until `release`."""
 
@@ -28,11 +29,9 @@ class ChatReplica:
         self._loop = loop
         self._gate = asyncio.Event()
         self._gate.set()
-        self.owner = owner
         self.seen: list[tuple[str, dict[str, Any]]] = []
-        self.paths: list[str] = []
         self.broken = False
-        self.url: str = loop.call(self._start)
+        super().__init__(loop, owner)
 
     def hold(self) -> None:
         self._loop.call(self._gate.clear)
@@ -43,34 +42,16 @@ class ChatReplica:
     def bodies(self, path: str) -> list[dict[str, Any]]:
         return [body for where, body in self.seen if where == path]
 
-    async def _start(self) -> str:
-        app = web.Application()
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/v1/cache/prefetch", self._prefetch)
-        app.router.add_route("*", "/{path:.*}", self._other)
-        runner = web.AppRunner(app, handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
-        return f"http://{host}:{port}"
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.Response()
-
-    async def _models(self, request: web.Request) -> web.Response:
-        card = {"id": "m", "object": "model", "owned_by": self.owner, "max_model_len": 8192}
-        return web.json_response({"object": "list", "data": [card]})
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/chat/completions", self._chat),
+            web.post("/v1/completions", self._completions),
+            web.post("/v1/cache/prefetch", self._prefetch),
+        ]
 
     async def _prefetch(self, request: web.Request) -> web.Response:
         self.seen.append((request.path, await request.json()))
         return web.json_response({"object": "cache.prefetch", "status": "clipped", "tokens": 16})
-
-    async def _other(self, request: web.Request) -> web.Response:
-        self.paths.append(request.path)
-        return web.Response(status=404)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -8,13 +8,13 @@ from typing import Any
 
 from aiohttp import web
 from router_parts import Loop
+from scripted_replica import ScriptedReplica
 
 WORDS = ["w0", " w1", " w2", " w3", " w4"]
 TEXT = "".join(WORDS)
 PROMPT_IDS = [7, 8, 9]
 FIRST_TOKEN = 100
 FLOOD = 4000
-CARD = {"id": "m", "object": "model", "owned_by": "vllm", "max_model_len": 8192}
 ERROR = {"message": "no", "type": "BadRequestError", "code": 400}
 # What is sent after the third word of a stream.
 PIECES = {
@@ -50,38 +50,18 @@ ANSWERS: dict[str, tuple[int, str, bytes]] = {
 MODES = [*ANSWERS, *PIECES, "reset", "stall", "hang", "endless"]
 
 
-class HostileReplica:
+class HostileReplica(ScriptedReplica):
     """The server. `mode` is one of MODES, `flood` for 40 MB of text, or empty to behave well; `seen` has all bodies."""
 
     def __init__(self, loop: Loop) -> None:
         self.mode = ""
         self.seen: list[dict[str, Any]] = []
-        self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.open = 0
-        self.url: str = loop.call(self._start)
+        super().__init__(loop)
 
-    async def _start(self) -> str:
-        app = web.Application(client_max_size=1 << 27)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/completions", self._completions)
-        app.router.add_route("*", "/{path:.*}", self._other)
-        runner = web.AppRunner(app, handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
-        return f"http://{host}:{port}"
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.Response()
-
-    async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [CARD]})
-
-    async def _other(self, request: web.Request) -> web.Response:
-        self.paths.append(request.path)
-        return web.json_response({"path": request.path}, status=404)
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/v1/completions", self._completions)]
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
