@@ -97,6 +97,7 @@ def page(chromium: Page) -> Iterator[Page]:
     assert complaints == []
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_metrics(routed: Routed, page: Page) -> None:
     """Requests, cached tokens, expected and actual hits of each replica and its memory are those of the metrics; the last
     decisions are shown in words."""

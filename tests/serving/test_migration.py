@@ -27,7 +27,7 @@ from migration_client import (
 from server_process import ControlledProcess, slow
 from shared_server import until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 Servers = tuple[ControlledProcess, ControlledProcess]
 
 
@@ -87,7 +87,6 @@ def test_client_that_follows(urls: tuple[str, str], processes: Servers) -> None:
     assert http_client.get(stream, params={"from": found.tokens}, headers=ALICE).status_code == 404
 
 
-@pytest.mark.slow
 def test_openai_client(urls: tuple[str, str], processes: Servers) -> None:
     """OpenAI's client reads a chat that migrates in the middle, streamed and not streamed."""
     here, there = urls
@@ -134,7 +133,6 @@ def test_permissions(urls: tuple[str, str], processes: Servers) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
 
 
-@pytest.mark.slow
 def test_through_a_router(urls: tuple[str, str], processes: Servers) -> None:
     """Tenants of a router list and migrate their own requests only."""
     here, there = urls
@@ -171,7 +169,6 @@ def test_targets_must_be_allowed(urls: tuple[str, str], processes: Servers) -> N
     assert found.done and not found.error
 
 
-@pytest.mark.slow
 def test_requests_that_cannot_migrate(urls: tuple[str, str], processes: Servers) -> None:
     """A wrong target, the same server, a request with two answers and an unknown request are errors with a message, and
     the stream continues."""
@@ -196,7 +193,6 @@ def test_requests_that_cannot_migrate(urls: tuple[str, str], processes: Servers)
         assert migrate(here, the_one(here)["id"], there).status_code == 409
 
 
-@pytest.mark.slow
 def test_target_is_killed(urls: tuple[str, str], processes: Servers) -> None:
     """kill -9 of the server that took over a request: a client that does not follow gets an error in its stream."""
     here, _ = urls

@@ -233,7 +233,8 @@ def test_a_replica_that_stalls(loop: Loop) -> None:
         until(lambda: odd.open == 0)
 
 
-@pytest.mark.parametrize("streams", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [True, False])
 def test_a_replica_that_freezes(loop: Loop, streams: bool) -> None:
     """A replica that accepts connections but never responds is detected, and its requests are served by another
     one."""

@@ -42,6 +42,7 @@ def test_insufficient_samples_are_refused() -> None:
         fit([(StepSample(0, 0, 1, 100), 0.01), (StepSample(0, 0, 2, 200), 0.02)])
 
 
+@pytest.mark.slow
 def test_a_real_engine(tmp_path: Path) -> None:
     """Measuring the embedded model gives all costs, and the file can be read again and describes its origin."""
     said: list[str] = []

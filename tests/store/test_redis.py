@@ -776,6 +776,7 @@ def test_slots_that_migrate(cluster: RedisCluster):
         cluster.settle(slot, old)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_loses_a_node(tmp_path: Path):
     """Blocks of a dead node are lost, and all others can be read. When they are written again, another node takes them. The
     tier as a whole does not fail, and deleting reaches both nodes."""
