@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import httpx
 import pytest
@@ -70,6 +71,15 @@ def ask(url: str, prompt: list[int], trace: str, *, sampled: bool = True, **more
     return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
 
 
+def saved_blocks(url: str) -> float:
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("foreword:store_saved_blocks"))
+
+
+def has_saved(url: str, blocks: float) -> bool:
+    return saved_blocks(url) >= blocks
+
+
 def by_name(spans: list[ReceivedSpan]) -> dict[str, ReceivedSpan]:
     return {one.name: one for one in spans}
 
@@ -84,7 +94,10 @@ def test_a_request_from_client_to_engine(receiver: Receiver) -> None:
             router.wait_for(1)
             first, second = ([seed, *range(100, 480)] for seed in (7, 8))
             for prompt in (first, second):
+                before = saved_blocks(url)
                 assert ask(router.url, prompt, "1" * 32, sampled=False).status_code == 200
+                # Otherwise the second prompt may fill the write queue.
+                until(partial(has_saved, url, before + len(prompt) // 16))
             assert ask(router.url, first, TRACE, stream=True).status_code == 200
             until(lambda: len(receiver.of(TRACE)) >= 7)
         finally:
