@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask, fill_next_token_bitmask_par
+from llguidance import LLMatcher
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from foreword.engine.structured.closing import ClosingPath
@@ -108,15 +107,11 @@ class Constraint:
 
 
 def allowed_tokens(constraints: Sequence[Constraint], vocab_size: int) -> NDArray[np.uint8]:
-    """Which tokens may come next: bits, the lowest of a byte first, `[constraints, bytes]`. Computed side by side."""
+    """Which tokens may come next: bits, the lowest of a byte first, `[constraints, bytes]`.
+
+    One after the other: threads of another pool would wait for those of the model, which spin between its operators.
+    """
     mask = allocate_token_bitmask(len(constraints), vocab_size)
-    if len(constraints) == 1:
-        fill_next_token_bitmask(constraints[0].matcher, mask)
-    else:
-        fill_next_token_bitmask_par(_executor(), [(one.matcher, row) for row, one in enumerate(constraints)], mask)
+    for row, one in enumerate(constraints):
+        fill_next_token_bitmask(one.matcher, mask, row)
     return mask.view(np.uint8)
-
-
-@functools.cache
-def _executor() -> LLExecutor:
-    return LLExecutor()
