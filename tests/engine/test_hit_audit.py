@@ -218,7 +218,7 @@ def test_audits_wait_for_idle_time(folder: Callable[[str], Path]) -> None:
         engine = AsyncEngine.from_config(replace(config, audit_every=1))
         try:
             for number in range(4):
-                request = Request(f"r{number}", tuple(tokens), SamplingParams(max_tokens=4))
+                request = Request(f"r{number}", tuple(tokens), SamplingParams(max_tokens=4, ignore_eos=True))
                 assert [delta async for delta in engine.generate(request)][-1].finish_reason == "length"
             audit = engine.audit
             assert audit is not None
