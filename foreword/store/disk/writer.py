@@ -146,7 +146,8 @@ class BlockWriter:
         try:
             at_once([partial(write, part) for part in divide([row.size for row in admitted.rows], _WRITERS)])
         finally:
-            self._updates.note_writes(written, [row for row in admitted.rows if row not in written])
+            complete = {row.id for row in written}
+            self._updates.note_writes(written, [row for row in admitted.rows if row.id not in complete])
             settled = max(deadline, time.monotonic() + _SETTLE_SECONDS)
             try:
                 self.with_room(partial(self._settle, settled), settled, _names_of(admitted))
