@@ -498,6 +498,8 @@ class RouterConfig:
         failures: consecutive failures that open a replica's circuit breaker.
         decisions: number of placement decisions kept for /v1/router/decisions.
         session_ttl: seconds that an idle session keeps its replica.
+        warm_seconds: seconds that a replica that joins may take to load the prefixes that are used most from its stores, before
+            it gets requests; 0: none.
         min_prefill: prompts with fewer tokens to compute are never sent to a prefill replica.
         directory_blocks: maximum number of blocks in the directory of all replicas, about 16 bytes each.
         tokenize_timeout: seconds to tokenize a prompt; after that it is compared as text. If a response can only be continued
@@ -543,6 +545,7 @@ class RouterConfig:
     failures: int = _at_least(1, 3)
     decisions: int = _at_least(1, 1000)
     session_ttl: float = _positive(3600.0)
+    warm_seconds: float = _between(0.0, 600.0, 10.0)
     min_prefill: int = _at_least(0, 512)
     directory_blocks: int = _at_least(1, 4_000_000)
     tokenize_timeout: float = _positive(1.0)

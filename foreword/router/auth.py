@@ -104,11 +104,11 @@ class RouterAuth:
             headers[SALT_HEADER] = salt.hex()
         return headers
 
-    def headers_of(self, tenant: Tenant, kind: str) -> dict[str, str]:
-        """Authentication of the router's own requests on behalf of a tenant."""
+    def headers_of(self, tenant: Tenant, kind: str, salt: bytes | None = None) -> dict[str, str]:
+        """Authentication of the router's own requests on behalf of a tenant. `salt`: of the request, if it has its own."""
         if self._replica_key is None:
             return self.tenants.headers_for(tenant.salt)
-        return self.headers(tenant, tenant.salt, None, kind)
+        return self.headers(tenant, tenant.salt if salt is None else salt, None, kind)
 
     def probe_headers(self) -> dict[str, str]:
         """Authentication of the router's own requests: probes and tokenization."""

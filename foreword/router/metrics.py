@@ -49,6 +49,10 @@ class RouterMetrics:
             "time_per_output_token_seconds", "Mean inter-token latency (ITL) of a streamed request.", _TOKEN_SECONDS
         )
         self._queued = histogram("queue_seconds", "Time in the router's queue.", _SECONDS)
+        self._warmed = counter("warm_up_tokens", "Prompt tokens that joining replicas loaded before they got requests.")
+        self._warm_up = histogram(
+            "warm_up_seconds", "Time that joining replicas took to load common prefixes.", _SECONDS
+        )
         self._overhead = histogram("overhead_seconds", "From arrival to placement, without queueing.", _OVERHEAD)
 
     def add_collector(self, collector: Collector) -> None:
@@ -91,6 +95,10 @@ class RouterMetrics:
 
     def token_time(self, seconds: float) -> None:
         self._next.observe(seconds)
+
+    def warmed(self, tokens: int, seconds: float) -> None:
+        self._warmed.inc(tokens)
+        self._warm_up.observe(seconds)
 
     def _child(self, metric: Any, *labels: str) -> Any:
         """Caches children, because `labels` of the library takes a lock and builds strings at each call."""

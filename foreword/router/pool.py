@@ -149,6 +149,10 @@ class ReplicaPool:
         }
         return {url: tokens for url, tokens in held.items() if 2 * tokens > query.tokens or url == home}
 
+    def repeats(self, query: PlacementQuery) -> bool:
+        """Whether it is a single prompt that ends with the same full block as an earlier one: not a conversation that grows."""
+        return query.session is None and self.fleet.sessions.home(None, query.keys[-1:], clock()) is not None
+
     async def place(self, request: PlacementRequest) -> Attempt:
         """Place a request, after waiting in the queue if necessary. Raises QueueFull or NoReplica."""
         attempt = self._try_place(request) if not len(self.queue) else None

@@ -86,7 +86,11 @@ class RoutedRequest:
         avoid = tuple({*self.avoid, *router.not_serving(pool, request.model)})
         name = router.attempt_name(self.request_id)
         overhead = clock() - self.arrived if not self.attempts else 0.0
+        repeated = pool.repeats(query)
         attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, avoid))
+        if (attempt.decision.home is None or repeated) and not self.attempts and prompt.exact:
+            # Later requests of a session go where it is: another replica has no use for their prompts.
+            router.warm_up.record(self.tenant, request.model, self.salt, request.cache_salt, prompt.tokens)
         self.decision_text = router.decisions.record(
             self.request_id, self.tenant.name, self.dialect, attempt, self.previous
         )

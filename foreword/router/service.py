@@ -45,6 +45,7 @@ from foreword.router.replicas import (
     clock,
 )
 from foreword.router.suspicious import SuspiciousRequests
+from foreword.router.warm_up import WarmUp
 from foreword.routing.event_feed import KvEventFeed
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class Router:
         self._server = config.server
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
+        self.warm_up = WarmUp(self.auth, self.metrics, given.warm_seconds)
         self.tracer = tracer_for(config.server.otlp_endpoint, "foreword-router")
         self.recorder: TraceRecorder | None = None
         if config.server.record is not None:
@@ -302,6 +304,9 @@ class Router:
         self._forget(upstream)
         # It gets requests after this: they may name prefixes that it has lost.
         await self.prefixes.prepare(upstream.url, info)
+        if any(one is not upstream for one in self.healthy()):  # otherwise requests wait for it
+            upstream.problem = "it loads the prefixes that are used most"
+            await self.warm_up.warm(self.session, upstream.url, info)
         upstream.info = info
         upstream.isolation_problem = self._isolation_problem(info)
         model = info.models[0]

@@ -1,0 +1,98 @@
+"""Replicas that join a fleet load common prefixes before they get requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import http_client
+import pytest
+from aiohttp import web
+from chat_replica import ChatReplica
+from router_parts import Loop, RouterThread
+from shared_server import until
+
+KEYS = ["--api-keys", "a=alice", "--api-keys", "b=bob", "--tenant-secret", "a secret of the tests"]
+OPERATOR = ["--replica-key", "r", "--admin-key", "root", "--max-body", "1MiB"]
+RULES, NOTES = list(range(100, 148)), list(range(300, 332))
+
+
+class JoiningReplica(ChatReplica):
+    """Answers a prefetch only after `release`."""
+
+    async def _prefetch(self, request: web.Request) -> web.Response:
+        answer = await super()._prefetch(request)
+        await self._gate.wait()
+        return answer
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    return Loop()
+
+
+def post(router: RouterThread, path: str, key: str, body: Any) -> Any:
+    headers = {"authorization": f"Bearer {key}"}
+    answer = http_client.request("POST", f"{router.url}{path}", json=body, headers=headers)
+    assert answer.status_code < 300, answer.text
+    return answer.json()
+
+
+def ask(router: RouterThread, key: str, prompt: list[int], **more: Any) -> None:
+    post(router, "/v1/completions", key, {"prompt": prompt, "max_tokens": 4, **more})
+
+
+def taking(router: RouterThread) -> set[str]:
+    headers = {"authorization": "Bearer root"}
+    listed = http_client.request("GET", f"{router.url}/v1/router/replicas", headers=headers).json()["data"]
+    return {one["replica"] for one in listed if one["takes_requests"]}
+
+
+def test_a_joining_replica_prefetches_what_prompts_share(loop: Loop) -> None:
+    """It is asked for the full blocks that several prompts of one tenant begin with, with that tenant's salt and those that
+    save most first, gets no request before it has answered, and what only one prompt has is not asked for."""
+    old, new = [ChatReplica(loop), ChatReplica(loop)], JoiningReplica(loop)
+    process = RouterThread(*[part for one in old for part in ("--replica", one.url)], *KEYS, *OPERATOR)
+    try:
+        router = process.wait_for(2)
+        for number in range(4):
+            ask(router, "alice", [*RULES, 1000 + number, *range(500, 540)])
+        for number in range(2):
+            ask(router, "bob", [*NOTES, 2000 + number], cache_salt="x")
+        ask(router, "bob", [*RULES, *NOTES])
+        new.hold()
+        post(router, "/v1/router/replicas", "root", {"replica": new.url})
+        until(lambda: len(new.bodies("/v1/cache/prefetch")) == 2)
+        assert new.url not in taking(router)
+        ask(router, "alice", [*RULES, 7])
+        assert not new.bodies("/v1/completions")
+        new.release()
+        until(lambda: new.url in taking(router))
+        asked = new.bodies("/v1/cache/prefetch")
+        assert [body["prompt"] for body in asked] == [RULES, NOTES]
+        sent = [body for one in old for body in one.bodies("/v1/completions")]
+        alice, bob = ({body["cache_salt"] for body in sent if n in body["prompt"]} for n in (1000, 2000))
+        assert [{body["cache_salt"]} for body in asked] == [alice, bob] and alice != bob
+        metrics = http_client.get(f"{router.url}/metrics", headers={"authorization": "Bearer root"}).text
+        assert "foreword:router_warm_up_tokens_total 32.0" in metrics
+        assert "foreword:router_warm_up_seconds_count 1.0" in metrics
+        assert "Traceback" not in process.text
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("owner", ["openai", "vllm"])
+def test_a_replica_without_prefetch_gets_requests_at_once(loop: Loop, owner: str) -> None:
+    """A server that knows no prefetch, and one that never answers it, are replicas after the time limit at the latest."""
+    old, new = [ChatReplica(loop, owner), ChatReplica(loop, owner)], JoiningReplica(loop, owner)
+    flags = [part for one in old for part in ("--replica", one.url)]
+    process = RouterThread(*flags, "--warm-seconds", "0.2")
+    try:
+        router = process.wait_for(2)
+        for number in range(3):
+            ask(router, "none", [*RULES, 1000 + number])
+        new.hold()
+        post(router, "/v1/router/replicas", "none", {"replica": new.url})
+        until(lambda: new.url in taking(router))
+        assert bool(new.bodies("/v1/cache/prefetch")) is (owner == "vllm")
+    finally:
+        process.kill()
