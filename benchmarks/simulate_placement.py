@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="the first so many requests of the trace")
     parser.add_argument("--speeds", nargs="*", type=float, default=[])
     parser.add_argument("--seeds", nargs="*", type=int, default=[], help="of the tiny replicas' workloads")
-    parser.add_argument("--costs", type=Path, help="of the small replicas, from `foreword bench calibrate`")
+    parser.add_argument("--costs", type=Path, help="of the small replicas, from `foreword calibrate`")
     arguments = parser.parse_args()
     print(f"{platform.python_implementation()} {platform.python_version()}, {time.strftime('%F')}; virtual time")
     for name, setting in settings(arguments).items():

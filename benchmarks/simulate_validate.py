@@ -12,7 +12,7 @@ router and clients share the machine's cores, which the simulator does not know.
 Placement by cost is chaotic: one request that goes elsewhere changes where all later ones go, in the servers and in the
 simulator. So the simulation is repeated with costs that differ by up to a tenth; its median counts, and the range is shown.
 
-The costs come from --costs (`foreword bench calibrate`) or are measured first, quickly.
+The costs come from --costs (`foreword calibrate`) or are measured first, quickly.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def read_arguments() -> argparse.Namespace:
 
 def calibrated(arguments: argparse.Namespace, folder: Path) -> Path:
     out = folder / "costs.json"
-    command = [sys.executable, "-m", "foreword", "bench", "calibrate", *([arguments.model] if arguments.model else [])]
+    command = [sys.executable, "-m", "foreword", "calibrate", *([arguments.model] if arguments.model else [])]
     command += ["--threads", "1", "--longest", "1024", "--rounds", "1", "--out", str(out)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment())
     return out

@@ -1,9 +1,10 @@
-"""`foreword simulate` and `foreword bench calibrate`."""
+"""`foreword simulate` and `foreword calibrate`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from foreword.sim.run import SimulationResult
     from foreword.sim.trace import TraceRequest
 
-bench_app = typer.Typer(help="Measure the costs of an engine.", no_args_is_help=True, rich_markup_mode=None)
-
 _LIST = "one or several, separated by commas"
 _SIZE = "in tokens, or in bytes (40GiB)"
 Traces = Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Trace files (docs/reference/formats.md).")]
@@ -36,7 +35,7 @@ Disk = Annotated[str, typer.Option("--disk", help="Disk tier of each replica, in
 Shared = Annotated[str, typer.Option("--shared", help="Tier that all replicas share, in the same format.")]
 Costs = Annotated[
     Path | None,
-    typer.Option("--costs", help="File with the times of steps and loads, from `foreword bench calibrate`."),
+    typer.Option("--costs", help="File with the times of steps and loads, from `foreword calibrate`."),
 ]
 KvBytes = Annotated[int | None, typer.Option("--kv-bytes", help="Bytes of KV per token.")]
 BlockSize = Annotated[
@@ -81,7 +80,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("simulate")(simulate)
-    app.add_typer(bench_app, name="bench")
+    app.command("calibrate")(calibrate)
 
 
 def simulate(
@@ -284,7 +283,6 @@ def _write_results(
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
 
 
-@bench_app.command("calibrate")
 def calibrate(
     model: Annotated[
         str | None,
@@ -292,6 +290,16 @@ def calibrate(
     ] = None,
     *,
     out: Annotated[Path, typer.Option("--out", help="File to write.")] = Path("costs.json"),
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metrics",
+            help="URL of a running vLLM or Foreword server: fit the costs to its metrics instead of loading a model. Can be "
+            "repeated, for servers of one kind.",
+        ),
+    ] = None,
+    period: Annotated[str, typer.Option("--for", help="With --metrics: period to sample, such as 60s or 10m.")] = "60s",
+    api_key: Annotated[str | None, typer.Option("--api-key", help="With --metrics: API key of the servers.")] = None,
     store: Annotated[
         list[str] | None,
         typer.Option("--store", help="URL of a store whose loads are measured; by default memory and disk."),
@@ -300,23 +308,62 @@ def calibrate(
     dtype: Annotated[str, typer.Option("--dtype", help="See `foreword serve`.")] = "auto",
     block_size: Annotated[int, typer.Option("--block-size", help="Tokens per block.")] = 16,
     max_batch_tokens: Annotated[
-        int, typer.Option("--max-batch-tokens", help="Maximum number of tokens in a step.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            "--max-batch-tokens",
+            help="Maximum number of tokens in a step; with --metrics that of the servers. [default: 512, with --metrics 2048]",
+        ),
+    ] = None,
     longest: Annotated[int, typer.Option("--longest", help="Longest context to measure, in tokens.")] = 4096,
     rounds: Annotated[int, typer.Option("--rounds", help="Number of measurements of each value.")] = 3,
 ) -> None:
     """Measure an engine's costs for `foreword simulate`.
 
-    Measures the times of its steps and loads on this machine. The file is for `foreword simulate --costs`.
+    Measures the times of its steps and loads on this machine, or fits the times of steps to the metrics of running servers. The
+    file is for `foreword simulate --costs`.
     """
     from foreword.sim.calibrate import CalibrationSetup, measure
 
     if out.exists():
         raise ConfigError(f"{out} exists already; name a new file with --out")
-    setup = CalibrationSetup(model, tuple(store or ()), threads, dtype, block_size, max_batch_tokens, longest, rounds)
-    profile = measure(setup, lambda text: print(text, flush=True))
+
+    def report(text: str) -> None:
+        print(text, flush=True)
+
+    if metrics:
+        if model is not None or store:
+            raise ConfigError(
+                "--metrics samples running servers: MODEL and --store are for a measurement on this machine"
+            )
+        profile = _from_metrics(metrics, _seconds(period), api_key, max_batch_tokens or 2048, report)
+    else:
+        sizes = block_size, max_batch_tokens or 512, longest, rounds
+        profile = measure(CalibrationSetup(model, tuple(store or ()), threads, dtype, *sizes), report)
     try:
         out.write_text(profile.to_json(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror}") from error
     print(f"written to {out}")
+
+
+def _from_metrics(
+    urls: Sequence[str], seconds: float, api_key: str | None, max_batch_tokens: int, report: Callable[[str], None]
+) -> Profile:
+    from foreword.sim.serving_metrics import calibrate, sample
+
+    profile = calibrate(sample(urls, seconds, api_key, report), max_batch_tokens)
+    about, costs = profile.about, profile.costs
+    report(
+        f"{about['periods']} periods with {about['requests']} requests, {about['prompt']} computed prompt tokens and "
+        f"{about['output']} output tokens; steps fitted within {about['steps_median_error']:.1%} at the median"
+    )
+    for name in ("base", "prefill", "attention", "decode_each", "decode_context"):
+        report(f"{name}: {getattr(costs, name):.3g} s" + (f" ({note})" if (note := about["terms"].get(name)) else ""))
+    return profile
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)\s*(s|m|h|)", text.strip())
+    if found is None or not float(found[1]):
+        raise ConfigError(f"--for needs a time such as 60s or 10m, not {text!r}")
+    return float(found[1]) * {"s": 1, "": 1, "m": 60, "h": 3600}[found[2]]

@@ -1,4 +1,4 @@
-"""Measure the costs of steps and loads of a real engine on this machine (`foreword bench calibrate`)."""
+"""Measure the costs of steps and loads of a real engine on this machine (`foreword calibrate`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -32,6 +32,18 @@ _SHORTEST: Final = 512
 _DEFAULT_KV_BYTES: Final = 327_680
 _TIER_OF: Final = {"memory": 0, "disk": 1}
 _FLUSH_SECONDS: Final = 120.0
+# Relative error that a sample has at least.
+_NOISE: Final = 0.01
+# A term must be this many times its standard error.
+_SIGNIFICANT: Final = 2.0
+_PREFILL_TERM: Final = 1
+# Terms of a step by column, with the term that contains them if they are left out.
+_LEFT_OUT: Final = {
+    0: ("base", "cost of a token or a sequence"),
+    2: ("attention", "cost of a prefilled token"),
+    3: ("decode_each", "fixed cost"),
+    4: ("decode_context", "cost of a decoding sequence"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +153,8 @@ def measure(setup: CalibrationSetup, report: Callable[[str], None] = lambda _: N
         times = _steps(engine, setup, report)
         bytes_per_token = info.kv_bytes_per_token
         model = f"{info.name}, {info.parameters} parameters, {info.dtype} on {info.device}"
-    costs, error, worst = fit(times)
-    report(f"steps: fitted within {error:.1%} at the median, {worst:.1%} at worst")
+    fitted = fit(times)
+    report(f"steps: fitted within {fitted.median_error:.1%} at the median, {fitted.worst_error:.1%} at worst")
     loads, notes = _loads(setup, bytes_per_token, report)
     about = {
         "model": model,
@@ -153,12 +165,13 @@ def measure(setup: CalibrationSetup, report: Callable[[str], None] = lambda _: N
         "torch": version("torch"),
         "longest_context": setup.longest,
         "rounds": setup.rounds,
-        "steps_median_error": round(error, 4),
-        "steps_worst_error": round(worst, 4),
+        "steps_median_error": round(fitted.median_error, 4),
+        "steps_worst_error": round(fitted.worst_error, 4),
+        "terms": fitted.notes,
         "loads": notes,
     }
     return Profile(
-        replace(costs, loads=loads),
+        replace(fitted.costs, loads=loads),
         bytes_per_token,
         setup.block_size,
         setup.max_batch_tokens,
@@ -167,11 +180,26 @@ def measure(setup: CalibrationSetup, report: Callable[[str], None] = lambda _: N
     )
 
 
-def fit(times: Sequence[tuple[StepSample, float]]) -> tuple[EngineCosts, float, float]:
-    """Fit the costs of steps by non-negative least squares of the relative errors.
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Fitted costs of steps.
 
-    Returns the costs, the median and the worst relative error. Raises ConfigError if the samples do not determine the cost of
-    a token.
+    Attributes:
+        median_error, worst_error: relative errors of the samples.
+        notes: by name, the terms that the samples do not show, and are 0 for that reason.
+    """
+
+    costs: EngineCosts
+    median_error: float
+    worst_error: float
+    notes: Mapping[str, str]
+
+
+def fit(times: Sequence[tuple[StepSample, float]]) -> Fit:
+    """Fit the costs of steps by least squares of the relative errors.
+
+    A term that is negative, or less than twice its standard error, is left out; the other terms then contain it. Raises
+    ConfigError if the samples do not determine the cost of a prefilled token.
     """
     import numpy as np
 
@@ -180,23 +208,33 @@ def fit(times: Sequence[tuple[StepSample, float]]) -> tuple[EngineCosts, float, 
     scales = np.abs(rows).max(axis=0)
     scales[scales == 0] = 1.0
     weighted = rows / scales / seconds[:, None]
-    open_columns = list(range(rows.shape[1]))
-    found = np.zeros(rows.shape[1])
-    while open_columns:
-        solution = np.linalg.lstsq(weighted[:, open_columns], np.ones(len(seconds)), rcond=None)[0]
-        if solution.min() >= 0:
-            found[open_columns] = solution
+    columns = list(range(rows.shape[1]))
+    while True:
+        chosen = weighted[:, columns]
+        found = np.linalg.lstsq(chosen, np.ones(len(seconds)), rcond=None)[0]
+        variance = max(float(((chosen @ found - 1) ** 2).mean()), _NOISE**2)
+        products = chosen.T @ chosen
+        # Columns that depend on each other get a large standard error in place of no inverse.
+        products += 1e-9 * np.trace(products) * np.eye(len(columns))
+        spread = np.sqrt(np.diag(np.linalg.inv(products)) * variance)
+        certainty = dict(zip(columns, found / spread, strict=True))
+        term = min((column for column in columns if column != _PREFILL_TERM), key=certainty.__getitem__, default=None)
+        if term is None or certainty[term] >= _SIGNIFICANT:
             break
-        open_columns.pop(int(solution.argmin()))
-    found = found / scales
-    base, prefill, attention, each, context = (float(value) for value in found)
-    if not prefill > 0:
+        columns.remove(term)
+    if certainty[_PREFILL_TERM] < _SIGNIFICANT:
         raise ConfigError(
-            "the measurements do not determine the cost of a token: is something else running on this machine?"
+            "the measurements do not determine the cost of a prefilled token: there are too few prompts of different "
+            "lengths, or something else runs on this machine"
         )
-    errors = np.abs(rows @ found - seconds) / seconds
+    values = np.zeros(rows.shape[1])
+    values[columns] = found / scales[columns]
+    base, prefill, attention, each, context = map(float, values)
     costs = EngineCosts(base, prefill, attention, each, context)
-    return costs, float(np.median(errors)), float(errors.max())
+    errors = np.abs(rows @ values - seconds) / seconds
+    absent = [one for column, one in _LEFT_OUT.items() if column not in columns]
+    notes = {name: f"not visible in the measurements: part of the {other}" for name, other in absent}
+    return Fit(costs, float(np.median(errors)), float(errors.max()), notes)
 
 
 def _steps(

@@ -1,4 +1,4 @@
-"""The file of measured costs that `foreword bench calibrate` writes and `foreword simulate --costs` reads."""
+"""The file of measured costs that `foreword calibrate` writes and `foreword simulate --costs` reads."""
 
 from __future__ import annotations
 

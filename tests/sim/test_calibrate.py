@@ -30,9 +30,10 @@ def test_the_fit_finds_what_steps_cost(seed: int, with_attention: bool, with_con
     for batch in (1, 2, 4, 8, 16):
         for length in (64, 2048):
             times.append((StepSample(0, 0, batch, batch * length), base + each * batch + context * batch * length))
-    costs, median, worst = fit([(sample, seconds * rng.uniform(0.99, 1.01)) for sample, seconds in times])
+    found = fit([(sample, seconds * rng.uniform(0.99, 1.01)) for sample, seconds in times])
+    costs = found.costs
     assert costs.prefill == pytest.approx(token, rel=0.1)
-    assert median < 0.02 and worst < 0.05
+    assert found.median_error < 0.02 and found.worst_error < 0.05
     assert min(costs.base, costs.attention, costs.decode_each, costs.decode_context) >= 0
 
 
