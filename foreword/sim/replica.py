@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -67,11 +68,11 @@ class ReplicaTotals:
 
 
 class SimulatedReplica:
-    """One replica. The simulation calls `begin` when it is idle and `end` when the step is over.
+    """One replica. The simulation calls `begin` when it is idle and `end` at the time `ends_at`.
 
     Attributes:
         step: the step that is being computed; None while idle.
-        repeats: further steps, equal except for the number of tokens, that are computed together with it.
+        ends_at: end of the step and of its repetitions. An arrival may bring it forward.
     """
 
     def __init__(
@@ -86,7 +87,11 @@ class SimulatedReplica:
     ) -> None:
         self.totals = ReplicaTotals()
         self.step: Step | None = None
-        self.repeats = 0
+        self.ends_at = 0.0
+        self._started = self._step_seconds = self._growth = 0.0
+        self._repeats = (
+            0  # further steps, equal except for the number of tokens, that are computed together with `step`
+        )
         self._costs = costs
         self._fleet = fleet
         self._stores = stores
@@ -108,23 +113,26 @@ class SimulatedReplica:
         self._outcomes: dict[SequenceState, tuple[int, RequestOutcome]] = {}
         self._outputs: dict[int, array[int]] = {}
 
-    def add(self, number: int, outcome: RequestOutcome, tokens: array[int], keys: Sequence[bytes]) -> None:
-        """A request arrives. `keys` are the keys of its full blocks."""
+    def add(self, now: float, number: int, outcome: RequestOutcome, tokens: array[int], keys: Sequence[bytes]) -> None:
+        """A request arrives. `keys` are the keys of its full blocks. The step after the current one may admit it."""
         request = Request(str(number), cast(Any, tokens), _PARAMS)
         table = self._cache.open(tokens)
         table.chain.keys = list(keys)
         sequence = SequenceState(request, table, 0, len(tokens) + outcome.request.output_tokens)
         self._outcomes[sequence] = (number, outcome)
         self._scheduler.add(sequence)
+        if self.step is not None and self._repeats:
+            self._repeats = bisect_left(range(self._repeats), now - self._started, key=self._duration)
+            self.ends_at = self._started + self._duration(self._repeats)
 
-    def begin(self, now: float, until: float) -> float | None:
-        """Start the next step. Returns its duration in seconds, or None if there is nothing to compute now.
+    def begin(self, now: float) -> bool:
+        """Start the next step. False if there is nothing to compute now.
 
         Steps that the scheduler would repeat unchanged are computed together: all running sequences decode, none ends, fills a
-        block or is admitted, and no request arrives before the time `until`.
+        block or is admitted.
         """
         if not self._scheduler.has_work():
-            return None
+            return False
         if self._stores is not None:
             self._stores.now = now
         loaded = self._scheduler.collect()
@@ -132,35 +140,32 @@ class SimulatedReplica:
         for sequence in (*loaded, *step.admitted):
             self._note_admission(sequence)
         if not step.chunks:
-            return None
+            return False
         self.step = step
-        seconds = self._seconds(step)
-        self.repeats = self._repeats(step, seconds, until - now)
-        if self.repeats:
-            # Each repetition finds one more token in every sequence.
-            growth = self._costs.decode_context * len(step.chunks)
-            seconds += self.repeats * seconds + growth * self.repeats * (self.repeats + 1) / 2
-        self.totals.steps += 1 + self.repeats
-        self.totals.busy += seconds
-        return seconds
+        self._started, self._step_seconds, self._repeats = now, self._seconds(step), self._most_repeats(step)
+        # Each repetition finds one more token in every sequence.
+        self._growth = self._costs.decode_context * len(step.chunks)
+        self.ends_at = now + self._duration(self._repeats)
+        return True
 
-    def _repeats(self, step: Step, seconds: float, left: float) -> int:
-        """How often the step can be repeated with nothing changed but the number of tokens.
+    def _duration(self, repeats: int) -> float:
+        """Seconds of the current step and the first `repeats` repetitions."""
+        return self._step_seconds * (repeats + 1) + self._growth * repeats * (repeats + 1) / 2
 
-        The last repetition may finish sequences, and may end after `left` seconds, but it must begin before.
+    def _most_repeats(self, step: Step) -> int:
+        """How often the step can be repeated with nothing changed but the number of tokens, unless a request arrives.
+
+        The last repetition may finish sequences.
         """
         scheduler = self._scheduler
         if scheduler.waiting or scheduler.waiting_for_kv or len(step.chunks) != len(scheduler.running):
             return 0
-        most = int(min(left / seconds, _MAX_REPEATS)) if seconds else _MAX_REPEATS
+        most = _MAX_REPEATS
         for chunk in step.chunks:
             sequence, length = chunk.sequence, chunk.start + 1
             if chunk.count != 1 or not chunk.samples or self._outcomes[sequence][1].first_token < 0:
                 return 0
             most = min(most, sequence.table.next_block_at - 1 - length, sequence.max_total - 1 - length)
-        growth = self._costs.decode_context * len(step.chunks)
-        while most > 0 and most * seconds + growth * most * (most - 1) / 2 >= left:
-            most -= 1
         return max(most, 0)
 
     def end(self, now: float) -> None:
@@ -168,17 +173,19 @@ class SimulatedReplica:
         step = self.step
         assert step is not None
         self.step = None
+        self.totals.steps += 1 + self._repeats
+        self.totals.busy += now - self._started
         self._scheduler.settle(step)
         self._save(step)
         for chunk in step.chunks:
-            if self.repeats:
+            if self._repeats:
                 self._repeat(chunk.sequence)
             if chunk.samples:
                 self._sample(chunk.sequence, now)
 
     def _repeat(self, sequence: SequenceState) -> None:
-        sequence.computed += self.repeats
-        sequence.table.chain.tokens.extend(self._output(sequence, self.repeats))
+        sequence.computed += self._repeats
+        sequence.table.chain.tokens.extend(self._output(sequence, self._repeats))
 
     def _seconds(self, step: Step) -> float:
         costs, prefilled, pairs, decoding, context = self._costs, 0, 0, 0, 0

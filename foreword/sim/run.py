@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -82,7 +81,6 @@ class _Simulation:
         self.trace, self.spec, self.costs, self.progress = trace, spec, costs, progress
         self.root = Scope(MODEL, spec.block_size, b"").root()
         self.now = 0.0
-        self.next_arrival = trace[0].arrival
         self.order = itertools.count()
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
         self.outcomes = [RequestOutcome(request) for request in trace]
@@ -140,7 +138,6 @@ class _Simulation:
                 number, request = upcoming
                 self.now = request.arrival
                 upcoming = next(arrivals, None)
-                self.next_arrival = upcoming[1].arrival if upcoming is not None else math.inf
                 self._arrive(number, request)
             else:
                 self.now, _, then = heapq.heappop(self.agenda)
@@ -157,7 +154,7 @@ class _Simulation:
             self.outcomes,
             totals,
             self.fleet.sessions_moved,
-            self.now,
+            max(outcome.finished for outcome in self.outcomes),
             wall,
         )
 
@@ -180,7 +177,10 @@ class _Simulation:
         outcome = self.outcomes[number]
         outcome.replica, outcome.expected_cached = decision.replica, decision.expected_cached
         replica = self.replicas[decision.replica]
-        replica.add(number, outcome, tokens, keys)
+        ends_at = replica.ends_at
+        replica.add(self.now, number, outcome, tokens, keys)
+        if replica.ends_at != ends_at:
+            self._await_end(replica)
         self._begin(replica)
         if self.progress is not None and number % 100 == 99:
             self.progress(number + 1)
@@ -189,13 +189,17 @@ class _Simulation:
         """Start a step unless one is running."""
         if replica.step is not None:
             return
-        seconds = replica.begin(self.now, self.next_arrival)
-        if seconds is not None:
-            self._at(self.now + seconds, lambda: self._end(replica))
+        if replica.begin(self.now):
+            self._await_end(replica)
+
+    def _await_end(self, replica: SimulatedReplica) -> None:
+        self._at(replica.ends_at, lambda: self._end(replica))
 
     def _end(self, replica: SimulatedReplica) -> None:
-        replica.end(self.now)
-        self._begin(replica)
+        """The step is over, unless an arrival has brought its end forward since this was planned."""
+        if replica.step is not None and replica.ends_at == self.now:
+            replica.end(self.now)
+            self._begin(replica)
 
     def _after_load(self, name: str, then: Callable[[], None]) -> None:
         then()

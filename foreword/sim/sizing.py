@@ -21,7 +21,9 @@ from foreword.sim.trace import TraceRequest
 # simulations of the same fleet differ.
 _FACTORS: Final = (1.0, 0.95, 1.05, 0.9, 1.1, 0.925, 1.075)
 MAX_RUNS: Final = len(_FACTORS)
-_OBJECTIVE: Final = re.compile(r"\s*(mean|p50|p90|p99)\s+(ttft|itl)\s*<=?\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", re.IGNORECASE)
+_OBJECTIVE: Final = re.compile(
+    r"\s*(mean|p50|p90|p99)\s+(ttft|itl)\s*(<=?)\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", re.IGNORECASE
+)
 _FIELDS: Final = {
     ("mean", "ttft"): "mean",
     ("p50", "ttft"): "p50",
@@ -34,14 +36,19 @@ _FIELDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A limit on one latency of a fleet. `field` is that of `Summary`; `limit` is in seconds."""
+    """A limit on one latency of a fleet. `field` is that of `Summary`; `limit` is in seconds, and `inclusive` if it is allowed."""
 
     text: str
     field: str
     limit: float
+    inclusive: bool = False
 
     def value(self, summary: Summary) -> float:
         return float(getattr(summary, self.field))
+
+    def is_met(self, summary: Summary) -> bool:
+        value = self.value(summary)
+        return value < self.limit or (self.inclusive and value == self.limit)
 
 
 def parse_objective(text: str) -> Objective:
@@ -53,9 +60,8 @@ def parse_objective(text: str) -> Objective:
             f"--slo {text!r} is not a service level: write for example 'p90 ttft < 1 s' (mean, p50, p90 or p99) or "
             "'p90 itl < 50 ms' (mean or p90)"
         )
-    return Objective(
-        f"{match[1]} {match[2]}".lower(), field, float(match[3]) / (1e3 if match[4].lower() == "ms" else 1)
-    )
+    limit = float(match[4]) / (1e3 if match[5].lower() == "ms" else 1)
+    return Objective(f"{match[1]} {match[2]}".lower(), field, limit, match[3] == "<=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +146,7 @@ class Sizing:
         return self._size(case, numbers[place], numbers[place], found[place], tried)
 
     def _met(self, summary: Summary) -> bool:
-        return all(one.value(summary) < one.limit for one in self._objectives)
+        return all(one.is_met(summary) for one in self._objectives)
 
     def _simulate(self, case: SimulationCase, replicas: int, executor: Executor | None) -> list[Summary]:
         """The runs of one fleet. The others are left out if the first does not meet the objectives."""

@@ -14,8 +14,10 @@ the earlier prompt in it.
 from __future__ import annotations
 
 import json
+import random
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +35,7 @@ _LARGEST_ID: Final = (1 << 31) - 1
 _TEXT_BYTES: Final = 4
 # Minimum number of full blocks of a prompt to recognize its next turn: shorter ones are shared by many prompts.
 _MIN_TURN_BLOCKS: Final = 2
+_COPY_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,35 @@ def read_trace(paths: Path | Iterable[Path], *, speed: float = 1.0) -> list[Trac
     if not found:
         raise ConfigError("the trace has no requests")
     return sorted(found, key=lambda one: one.arrival)
+
+
+def multiplied(trace: Sequence[TraceRequest], copies: int, *, seed: int = 1) -> list[TraceRequest]:
+    """A trace of blocks `copies` times at once, for a larger fleet: other users with the same behaviour.
+
+    The copies begin at random times within a minute. Blocks that more than half of the requests have, such as a system prompt,
+    are the same in all copies. Raises ConfigError for single tokens, or for more copies than there are numbers for blocks.
+    """
+    if copies < 1:
+        raise ConfigError(f"the number of copies must be at least 1, not {copies}")
+    if copies == 1:
+        return list(trace)
+    if any(one.ids_tokens == 1 for one in trace):
+        raise ConfigError("only traces of blocks can be copied, not agent sessions with text")
+    counts = Counter(number for one in trace for number in set(one.ids))
+    common = {number for number, count in counts.items() if 2 * count > len(trace)}
+    each = max(counts) + 1
+    if each * copies > _LARGEST_ID:
+        raise ConfigError(f"{copies} copies of a trace with blocks up to number {each - 1} are too many")
+    rng = random.Random(seed)
+    found: list[TraceRequest] = []
+    for copy in range(copies):
+        start, shift = rng.uniform(0, _COPY_SECONDS), copy * each
+        for one in trace:
+            ids = array("I", [number if number in common else number + shift for number in one.ids])
+            session = None if one.session is None else f"{copy}-{one.session}"
+            found.append(replace(one, arrival=start + one.arrival, ids=ids, session=session))
+    found.sort(key=lambda one: one.arrival)
+    return found
 
 
 def block_size_of(trace: Sequence[TraceRequest], preferred: int | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import xml.etree.ElementTree as ET
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import pytest
 
 from foreword.cli import main as cli
 from foreword.routing.costs import LoadCost
-from foreword.sim.costs import EngineCosts
+from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.profile import Profile, read_profile
+from foreword.sim.report import summarize
+from foreword.sim.run import simulate
+from foreword.sim.sizing import parse_objective
+from foreword.sim.trace import TraceRequest
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -120,6 +125,13 @@ def test_the_smallest_fleet_for_a_service_level(
     assert careful["replicas"] >= found["replicas"] and careful == sized("--runs", "2", "--jobs", "2")
     assert run(monkeypatch, str(trace), "--slo", "p99 ttft < 1 ms", "--replicas", "1,2") == 1
     assert "more than 2" in capsys.readouterr().out
+
+
+def test_a_limit_may_be_inclusive() -> None:
+    """A value equal to the limit meets `<=` and not `<`."""
+    exact = summarize(simulate([TraceRequest(0.0, array("I", [1]), 64, 64, 1)], FleetSpec(replicas=1, block_size=64)))
+    assert parse_objective(f"mean ttft <= {exact.mean!r} s").is_met(exact)
+    assert not parse_objective(f"mean ttft < {exact.mean!r} s").is_met(exact)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from foreword.sim import replica
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.report import page, quantile, summarize, table
 from foreword.sim.run import SimulationResult, simulate
-from foreword.sim.trace import TraceRequest, block_size_of, read_trace
+from foreword.sim.trace import TraceRequest, block_size_of, multiplied, read_trace
 
 # Computing a token takes 1 ms, a step has no other cost; loading a token takes 0.1, 0.2 or 0.4 ms.
 COSTS = EngineCosts(
@@ -288,6 +288,18 @@ def test_recordings_with_large_numbers(tmp_path: Path) -> None:
     assert first.prompt() == second.prompt()[:40] and first.output()[:8] == second.prompt()[40:48]
     assert first.output()[8:] != second.prompt()[48:]
     assert block_size_of([first, second], None) == 16
+
+
+def test_copies_of_a_trace_share_only_common_blocks() -> None:
+    """Each copy has the same lengths and repetitions as the trace, other blocks, and the same first block."""
+    trace = [replace(one, ids=array("I", [0, *one.ids[1:]])) for one in random_trace(3, 30)]
+    copies = multiplied(trace, 3)
+    assert len(copies) == 90 and copies == sorted(copies, key=lambda one: one.arrival)
+    blocks = {number for one in trace for number in one.ids}
+    assert len({number for one in copies for number in one.ids}) == 3 * (len(blocks) - 1) + 1
+    assert all(one.ids[0] == 0 for one in copies)
+    with pytest.raises(ConfigError, match="only traces of blocks"):
+        multiplied([TraceRequest(0.0, array("I", [1, 2]), 1, 2, 1)], 2)
 
 
 @pytest.mark.parametrize(
