@@ -56,6 +56,10 @@ Learn = Annotated[bool, typer.Option("--learn/--know", help="The router learns t
 Speed = Annotated[
     float, typer.Option("--speed", help="Factor for the arrival rate: 2 halves the time between requests.")
 ]
+Copies = Annotated[
+    int,
+    typer.Option("--copies", help="Replay a trace of blocks this many times at once, each copy with other prompts."),
+]
 Limit = Annotated[
     int | None, typer.Option("--limit", help="Number of requests to simulate, from the start of the trace.")
 ]
@@ -100,6 +104,7 @@ def simulate(
     events: Events = True,
     learn: Learn = True,
     speed: Speed = 1.0,
+    copies: Copies = 1,
     limit: Limit = None,
     out: Out = None,
     svg: Svg = None,
@@ -116,9 +121,9 @@ def simulate(
     from foreword.routing.baselines import POLICIES
     from foreword.sim.plan import counts, simulation_cases, sizes
     from foreword.sim.profile import Profile, read_profile
-    from foreword.sim.trace import block_size_of, read_trace
+    from foreword.sim.trace import block_size_of, multiplied, read_trace
 
-    trace = read_trace(traces, speed=speed)[:limit]
+    trace = multiplied(read_trace(traces, speed=speed), copies)[:limit]
     if not trace:
         raise ConfigError("--limit leaves no requests")
     profile = read_profile(costs) if costs is not None else Profile(_default_costs())

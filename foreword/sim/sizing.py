@@ -36,7 +36,7 @@ _FIELDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A limit on one latency of a fleet. `field` is that of `Summary`; `limit` is in seconds, and `inclusive` if it is allowed."""
+    """A limit on one latency of a fleet. `field` is that of `Summary`; `limit` is in seconds."""
 
     text: str
     field: str

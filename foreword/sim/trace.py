@@ -107,14 +107,15 @@ def multiplied(trace: Sequence[TraceRequest], copies: int, *, seed: int = 1) -> 
     if any(one.ids_tokens == 1 for one in trace):
         raise ConfigError("only traces of blocks can be copied, not agent sessions with text")
     counts = Counter(number for one in trace for number in set(one.ids))
-    common = {number for number, count in counts.items() if 2 * count > len(trace)}
-    each = max(counts) + 1
-    if each * copies > _LARGEST_ID:
-        raise ConfigError(f"{copies} copies of a trace with blocks up to number {each - 1} are too many")
+    if len(counts) * copies > _LARGEST_ID:
+        raise ConfigError(f"{copies} copies of a trace with {len(counts)} blocks are too many")
+    dense = {number: i for i, number in enumerate(counts)}
+    common = {i for i, count in enumerate(counts.values()) if 2 * count > len(trace)}
+    trace = [replace(one, ids=array("I", [dense[number] for number in one.ids])) for one in trace]
     rng = random.Random(seed)
     found: list[TraceRequest] = []
     for copy in range(copies):
-        start, shift = rng.uniform(0, _COPY_SECONDS), copy * each
+        start, shift = rng.uniform(0, _COPY_SECONDS), copy * len(dense)
         for one in trace:
             ids = array("I", [number if number in common else number + shift for number in one.ids])
             session = None if one.session is None else f"{copy}-{one.session}"
