@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all faults mutants gpu check lint docs clean
+.PHONY: setup demo test test-all faults faults-system mutants gpu check lint docs clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,12 @@ SEED ?= 1
 
 faults: setup
 	OMP_NUM_THREADS=1 MALLOC_ARENA_MAX=1 $(BIN)/python tests/store/fault_campaign.py --faults $(FAULTS) --seed $(SEED) --notes
+
+# Injects faults into a whole system of servers, router and stores: make faults-system SECONDS=3600 SEED=7
+SECONDS ?= 60
+
+faults-system: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/serving/system_run.py --seconds $(SECONDS) --seed $(SEED)
 
 # Plants defects in a copy of the sources; the tests must catch each. With FOREWORD_VLLM_PYTHON also those of the connector.
 mutants: setup

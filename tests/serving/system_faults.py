@@ -76,7 +76,7 @@ class Faults:
         server = draw.choice(self.fleet.servers)
         window.subject = server.name
         server.send(signal.SIGSTOP)
-        time.sleep(draw.choice([0.3, 2.0, 7.0]))
+        time.sleep(draw.choice([0.3, 2.0, 14.0]))
         server.send(signal.SIGCONT)
         self._wait(server)
 

@@ -28,7 +28,7 @@ ENGINE = ["--dtype", "float32", "--batch-invariant", "--no-self-check"]
 SMALL = ["--kv-memory", "2560 tokens", "--max-num-seqs", "8", "--max-batch-tokens", "128"]
 MEMORY, DISK, FILE_SYSTEM, REDIS = "8MiB", "32MiB", 48 << 20, "64mb"
 TRANSFER = {"answer": 3, "progress": 3, "connect": 3}
-ROUTER = ["--health-interval", "0.5", "--health-timeout", "5", "--connect-timeout", "5", "--stall-timeout", "5"]
+ROUTER = ["--health-interval", "0.5", "--health-timeout", "5", "--connect-timeout", "5", "--stall-timeout", "10"]
 ROUTER += ["--min-prefill", "96", "--tokenizer", str(MODEL)]
 PATIENCE = 120.0
 
@@ -99,9 +99,7 @@ class Fleet:
         self.mounted: list[Path] = []
         self.disks = [self._small_disk(name) for name in ("ab", "c")]
         self.segments = shared_memory()
-        self.redis = RedisServer(
-            self.folder / "redis", "--maxmemory", REDIS, "--maxmemory-policy", "allkeys-lru"
-        )
+        self.redis = RedisServer(self.folder / "redis", "--maxmemory", REDIS, "--maxmemory-policy", "allkeys-lru")
         loop = Loop()
         timeouts = [word for name, value in TRANSFER.items() for word in (f"--transfer-{name}-timeout", str(value))]
         timeouts += ["--transfer-beat-seconds", "1", "--transfer-lease-seconds", "10", "--drain-seconds", "20"]
@@ -159,7 +157,11 @@ class Fleet:
         until(self.routed, PATIENCE)
 
     def logs(self) -> str:
-        return "".join(server.text for server in self.servers) + self.router_text
+        """What all servers and routers have said."""
+        return (
+            "".join(f"--- {one.name} {one.relay.url}\n{one.text}" for one in self.servers)
+            + f"--- router\n{self.router_text}"
+        )
 
     def close(self) -> None:
         """End everything and remove the folders."""

@@ -48,7 +48,12 @@ KEPT_CONTENT = [{"role": "system", "content": "def answer(question): return the 
 PATIENCE = 60.0
 # What a process may have beyond its level after its first round: idle connections and threads.
 SLACK = {"files": 64, "threads": 48, "MiB": 192}
-QUIET = ("vllm:num_requests_running", "vllm:num_requests_waiting", "foreword:transfer_under_way", "foreword:store_queued_blocks")
+QUIET = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "foreword:transfer_under_way",
+    "foreword:store_queued_blocks",
+)
 ROUTER_QUIET = ("foreword:router_in_flight", "foreword:router_waiting", "foreword:router_queue_length")
 
 
@@ -57,6 +62,7 @@ class Round:
     """What a round showed."""
 
     number: int
+    began: str = field(default_factory=lambda: time.strftime("%H:%M:%S"))
     requests: int = 0
     right: int = 0
     aborted: int = 0
@@ -76,7 +82,7 @@ class Round:
     def line(self) -> str:
         errors = ", ".join(f"{count} {name}" for name, count in sorted(self.errors.items())) or "none"
         return (
-            f"round {self.number}: {self.requests} requests, {self.right} right, {self.aborted} aborted, "
+            f"round {self.number} at {self.began}: {self.requests} requests, {self.right} right, {self.aborted} aborted, "
             f"{sum(self.faults.values())} faults, cached {self.cached / max(self.prompt, 1):.0%}, wrong {len(self.wrong)}, "
             f"lost {len(self.lost)}, odd {len(self.odd)}, leaks {len(self.leaks)}, errors: {errors}, {self.seconds:.0f} s"
         )
@@ -99,7 +105,7 @@ class Run:
 
     async def round(self, number: int) -> Round:
         """Traffic and faults at a time; then repair, and look for what is left."""
-        began = time.monotonic()
+        began = self.began = time.monotonic()
         self.result = Round(number)
         self.faults = Faults(self.fleet)
         self.library = Library(f"{self.seed}/library/{number // EPOCH}")
@@ -152,7 +158,7 @@ class Run:
     async def _judge(self, ask: Ask, answer: Answer) -> None:
         result = self.result
         result.requests += 1
-        what = json.dumps({**vars(ask), "answer": {**vars(answer), "names": sorted(answer.names)}})[:3000]
+        what = self._described(ask, answer)
         wrong = difference(answer, await self.reference.of(ask))
         if ask.alone and answer.cached:
             wrong = f"{answer.cached} tokens of another salt"
@@ -170,6 +176,20 @@ class Run:
             excuse = self._excuse(ask, answer)
             (result.excused if excuse else result.lost).append(f"{excuse}: {what}")
 
+    def _described(self, ask: Ask, answer: Answer) -> str:
+        """The request without its text, the answer, and the faults of that time; times in seconds of the round."""
+        body = {name: value for name, value in ask.body.items() if name not in ("prompt", "messages")}
+        found = {name: getattr(answer, name) for name in ("status", "code", "error", "route", "finishes", "usage")}
+        found["tokens"] = {index: len(ids) for index, ids in answer.ids.items()}
+        near = [
+            f"{one.kind}, {one.subject}, {one.began - self.began:.1f} to {one.ended - self.began:.1f}"
+            for one in self.faults.windows
+            if one.began < answer.ended and one.ended > answer.began - 5
+        ]
+        times = f"{answer.began - self.began:.1f} to {answer.ended - self.began:.1f}"
+        how = {"path": ask.path, "stream": ask.stream, "direct": ask.direct, "session": ask.session}
+        return json.dumps([times, how, body, found, near])
+
     def _excuse(self, ask: Ask, answer: Answer) -> str:
         """Why a request was not promised an answer; empty if it was. The router sends a request that a server fails to
         another one, and continues its stream there, if it has one choice. A second failure may end it."""
@@ -183,7 +203,9 @@ class Run:
             return "the router was killed"
         if len({window.subject for window in servers}) > 1:
             return "two servers failed"
-        return "a stream with several choices, and a server failed" if servers and ask.stream and "n" in ask.body else ""
+        return (
+            "a stream with several choices, and a server failed" if servers and ask.stream and "n" in ask.body else ""
+        )
 
     # Named prefixes
 
@@ -321,7 +343,8 @@ async def campaign(seconds: float, seed: int, only: int | None, report: Path | N
                 number += 1
                 tell(results[-1])
                 if report:
-                    report.write_text(json.dumps([vars(one) for one in results]))
+                    report.write_text(json.dumps([vars(one) for one in results], indent=1))
+                    report.with_suffix(".log").write_text(fleet.logs())
         segments = shared_memory() - fleet.segments
         fleet.close()
         if left := {name for name in segments if name in shared_memory()}:
@@ -344,7 +367,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--round", type=int, help="this round only")
-    parser.add_argument("--json", type=Path, help="file for the figures of all rounds")
+    parser.add_argument("--json", type=Path, help="file for the figures of all rounds; beside it one for the logs")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     logging.getLogger("httpx").setLevel(logging.WARNING)

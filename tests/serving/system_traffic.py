@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-WORDS = "import return self lambda yield class async await None True def for while key value node list dict".split()
+WORDS = ["import", "return", "self", "lambda", "yield", "class", "async", "None", "def", "while", "key", "node", "list"]
 PREFIXES = 5
 PROMPTS = 30
 ANSWERS = (12, 48, 150, 300)
@@ -150,7 +150,9 @@ class Client:
 
     async def __aenter__(self) -> Client:
         timeout = aiohttp.ClientTimeout(total=SECONDS)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=1 << 20)
+        self._session = aiohttp.ClientSession(
+            timeout=timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=1 << 20
+        )
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -201,7 +203,11 @@ class Reference:
         self.contents: dict[str, list[dict[str, str]]] = {}
 
     async def of(self, ask: Ask) -> Answer:
-        body = {name: value for name, value in ask.body.items() if name not in ("cache_salt", "kv_transfer_params", "prefix")}
+        body = {
+            name: value
+            for name, value in ask.body.items()
+            if name not in ("cache_salt", "kv_transfer_params", "prefix")
+        }
         if ask.prefix:
             body["messages"] = [*self.contents[ask.prefix], *body["messages"]]
         key = json.dumps([ask.path, body], sort_keys=True)
@@ -224,7 +230,9 @@ def difference(answer: Answer, right: Answer) -> str:
         return f"{answer.done} ends and the ids {answer.names}"
     for index, ids in answer.ids.items():
         if ids != right.ids[index][: len(ids)]:
-            at = next(place for place, (one, two) in enumerate(zip(ids, right.ids[index] + [-1], strict=False)) if one != two)
+            at = next(
+                place for place, (one, two) in enumerate(zip(ids, right.ids[index] + [-1], strict=False)) if one != two
+            )
             return f"choice {index} differs at token {at} of {len(ids)}: {ids[at : at + 5]} {right.ids[index][at : at + 5]}"
         text = answer.texts.get(index, "")
         if not right.texts[index].startswith(text.rstrip("\N{REPLACEMENT CHARACTER}")):
