@@ -344,7 +344,7 @@ async def campaign(seconds: float, seed: int, only: int | None, report: Path | N
                 tell(results[-1])
                 if report:
                     report.write_text(json.dumps([vars(one) for one in results], indent=1))
-                    report.with_suffix(".log").write_text(fleet.logs())
+                    report.with_suffix(".logs").write_text(fleet.logs())
         segments = shared_memory() - fleet.segments
         fleet.close()
         if left := {name for name in segments if name in shared_memory()}:
