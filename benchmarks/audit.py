@@ -1,23 +1,27 @@
 """The live audit: distances of right and wrong KV, false alarms, and cost. Random models, seeded.
 
 python benchmarks/audit.py distances    # of right KV, and of KV that is swapped, shifted, of another layer or adapter
-python benchmarks/audit.py alarms       # audits of right KV from all sources until there are --count
+python benchmarks/audit.py alarms --redis redis://HOST:PORT/1     # audits of right KV from all sources, --count of them
 python benchmarks/audit.py cost         # processor time with and without an audit of one hit in 1,000, in alternation
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from instance_pair import InstancePair
 from random_model import Size, make
+from timing import table
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -29,16 +33,21 @@ from foreword.entrypoints.llm import LLM
 SMALL = Size("small", 0, 12, 256, 4, 2, 704, 8_192)
 BLOCK = 16
 CHANGES = (0.01, 0.05, 0.2)
+SETTINGS: dict[str, Any] = {"block_size": BLOCK, "self_check": False, "max_batch_tokens": 256, "threads": 1}
+AUDITED: dict[str, Any] = {"audit_every": 1, "audit_budget": 1.0, "audit_evidence": True}
+# For `alarms`: engines, audits of a round, and where KV comes from.
+MODES: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16, kernels=torch": {"dtype": "bfloat16", "kernels": "torch"},
+    "bfloat16, batch-invariant": {"dtype": "bfloat16", "batch_invariant": True},
+}
+ROUND = 60
+SOURCES = ("device", "memory", "disk", "redis", "instance")
 
 
 def engine(folder: Path, dtype: str, **options: Any) -> LLM:
-    settings: dict[str, Any] = {
-        "kv_memory": "16384 tokens",
-        "block_size": BLOCK,
-        "self_check": False,
-        "max_batch_tokens": 256,
-    }
-    return LLM(str(folder), dtype=dtype, **(settings | options))
+    return LLM(str(folder), dtype=dtype, **(SETTINGS | {"kv_memory": "16384 tokens"} | options))
 
 
 def text(draws: random.Random, length: int) -> list[int]:
@@ -126,34 +135,104 @@ def conversations(draws: random.Random) -> Iterator[list[int]]:
     while True:
         place = draws.randrange(len(known))
         known[place] = [*known[place], *text(draws, draws.randrange(1, 40))]
-        if len(known[place]) > 600:
+        if len(known[place]) > 400:
             known[place] = text(draws, draws.randrange(40, 200))
         yield known[place]
 
 
-def count_alarms(folder: Path, dtype: str, count: int, redis: str | None, seconds: float, reports: str | None) -> None:
-    draws, model = random.Random(dtype), folder / "model-0"
-    if not model.exists():
-        make(SMALL, model, 0)
-    urls = ["memory://?size=64MiB", f"disk://{folder}/store-{dtype}?size=1GiB", *([redis] if redis else [])]
-    until = time.monotonic() + seconds
-    audit_all = {"audit_every": 1, "audit_budget": 1.0, "audit_reports": reports, "audit_evidence": True}
-    with engine(model, dtype, store=urls, kv_memory="8192 tokens", **audit_all) as llm:
-        prompts, audit = conversations(draws), llm._core.audit
-        assert audit is not None and llm.offload is not None
-        while sum(audit.counts.audited.values()) < count and time.monotonic() < until:
-            batch = [next(prompts) for _ in range(draws.randrange(1, 9))]
-            llm.generate(batch, SamplingParams(max_tokens=draws.randrange(1, 6), temperature=1.0, ignore_eos=True))
-            if draws.random() < 0.3:
-                llm.flush()
-                llm.clear_cache()
-                for tier in llm.offload.store.tiers[: draws.randrange(len(urls))]:
-                    tier.store.erase(deadline=time.monotonic() + 60)
-        counts = audit.counts
-        print(
-            f"{dtype}: audited {dict(counts.audited)}, different {sum(counts.different.values())}; {counts.blocks} blocks,"
-        )
-        print(f"  {counts.exact} bit for bit, largest distance {counts.largest:.2g} of {audit.tolerance:g}", flush=True)
+class Local:
+    """An engine with stores that audits its own hits."""
+
+    def __init__(self, folder: Path, model: Path, urls: list[str], **options: Any) -> None:
+        self._llm = engine(model, store=urls, kv_memory="8192 tokens", **AUDITED, **options)
+        assert self._llm._core.audit is not None
+        self.audit = self._llm._core.audit
+
+    def generate(self, draws: random.Random, prompts: Iterator[list[int]]) -> None:
+        """Some prompts in a batch; now and then the next ones have to come from one of the stores."""
+        batch = [next(prompts) for _ in range(draws.randrange(1, 9))]
+        params = SamplingParams(max_tokens=draws.randrange(1, 6), temperature=1.0, ignore_eos=True)
+        self._llm.generate(batch, params)
+        if draws.random() < 0.3:
+            assert self._llm.offload is not None
+            tiers = self._llm.offload.store.tiers
+            self._llm.flush()
+            self._llm.clear_cache()
+            for tier in tiers[: draws.randrange(len(tiers))]:
+                tier.store.erase(deadline=time.monotonic() + 60)
+
+    def close(self) -> None:
+        self._llm.close()
+
+
+class Remote:
+    """An engine that audits the KV of prompts that another instance has computed or cached."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        self._pair = InstancePair(str(model), **(SETTINGS | {"kv_memory": "8192 tokens"} | AUDITED | options))
+        self.audit: hit_audit.HitAudit = self._pair.second.audit
+
+    def generate(self, draws: random.Random, prompts: Iterator[list[int]]) -> None:
+        batch = [next(prompts) for _ in range(draws.randrange(1, 5))]
+        params = SamplingParams(max_tokens=draws.randrange(1, 6), temperature=1.0, ignore_eos=True)
+        self._pair.prefill(batch, params)
+        while self.audit.pause() is not None:  # in the engine's thread, while it is idle
+            time.sleep(0.002)
+        if draws.random() < 0.3:
+            self._pair.clear()
+
+    def close(self) -> None:
+        self._pair.__exit__()
+
+
+def count_alarms(folder: Path, arguments: argparse.Namespace) -> None:
+    """Audit right KV from all sources, in rounds that take turns between the modes, each with prompts of its own."""
+    model = folder / "model-0"
+    make(SMALL, model, 0)
+    audited: dict[str, list[Local | Remote]] = {}
+    for name, options in MODES.items():
+        urls = [
+            "memory://?size=64MiB",
+            f"disk://{folder}/{name}?size=1GiB",
+            *([arguments.redis] if arguments.redis else []),
+        ]
+        given = options | {"audit_reports": arguments.reports}
+        audited[name] = [Local(folder, model, urls, **given), Remote(model, **given)]
+    total, number, started = 0, arguments.first_round, time.monotonic()
+    while total < arguments.count:
+        name = list(MODES)[number % len(MODES)]
+        draws = random.Random(f"{name} {number}")
+        prompts, share = conversations(draws), min(ROUND, arguments.count - total)
+        for part, of_part in zip(audited[name], (share - share // 4, share // 4), strict=True):
+            before = audits(part)
+            while audits(part) - before < of_part:
+                part.generate(draws, prompts)
+        total = sum(audits(part) for parts in audited.values() for part in parts)
+        alarms = sum(sum(part.audit.counts.different.values()) for parts in audited.values() for part in parts)
+        seconds = time.monotonic() - started
+        print(f"{seconds:,.0f} s, round {number} ({name}): {total:,} audited, {alarms} different", flush=True)
+        number += 1
+    columns = ("audited", *SOURCES, "different", "blocks", "equal bit for bit", "largest distance", "tolerance")
+    print(table(["mode", *columns], [row(name, parts) for name, parts in audited.items()]))
+    for part in itertools.chain(*audited.values()):
+        part.close()
+
+
+def audits(part: Local | Remote) -> int:
+    return sum(part.audit.counts.audited.values())
+
+
+def row(name: str, parts: list[Local | Remote]) -> list[str]:
+    """What was counted in a mode."""
+    counts = [part.audit.counts for part in parts]
+    by_source: Counter[str] = sum((one.audited for one in counts), Counter())
+    assert set(by_source) <= set(SOURCES)
+    figures = (
+        by_source.total(), *(by_source[source] for source in SOURCES), sum(one.different.total() for one in counts),
+        sum(one.blocks for one in counts), sum(one.exact for one in counts),
+    )  # fmt: skip
+    largest = max(one.largest for one in counts)
+    return [name, *(f"{figure:,}" for figure in figures), f"{largest:.2g}", f"{parts[0].audit.tolerance:g}"]
 
 
 def measure_cost(folder: Path, rounds: int, every: int) -> None:
@@ -184,22 +263,21 @@ def measure_cost(folder: Path, rounds: int, every: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("distances", "alarms", "cost"))
-    parser.add_argument("--count", type=int, default=10_000, help="audits for `alarms`, half of them in each dtype")
+    parser.add_argument("--count", type=int, default=10_000, help="audits for `alarms`")
+    parser.add_argument("--first-round", type=int, default=0, help="of `alarms`: the round after the last printed")
     parser.add_argument("--seeds", type=int, default=3, help="models for `distances`")
     parser.add_argument("--rounds", type=int, default=40, help="pairs of runs for `cost`")
     parser.add_argument("--every", type=int, default=1000, help="N for `cost`")
     parser.add_argument("--kernels", default="auto", help="kernels for `distances`")
     parser.add_argument("--redis", help="URL of a Redis for `alarms`")
     parser.add_argument("--reports", help="folder for reports of `alarms`")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="longest time of `alarms` in each dtype")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         if args.what == "distances":
             measure_distances(Path(folder), args.seeds, args.kernels)
         elif args.what == "alarms":
-            for dtype in ("float32", "bfloat16"):
-                count_alarms(Path(folder), dtype, args.count // 2, args.redis, args.seconds, args.reports)
+            count_alarms(Path(folder), args)
         else:
             measure_cost(Path(folder), args.rounds, args.every)
 

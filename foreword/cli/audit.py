@@ -73,7 +73,9 @@ def _recompute(report: dict[str, Any], model: str | None) -> list[dict[str, Any]
     from foreword.entrypoints.build import build_engine
 
     described = report["model"]
-    parts = build_engine(EngineConfig(model=model, dtype=described["dtype"], block_size=described["block_size"]))
+    exact = report["tolerance"] == 0.0  # only the audit of a batch-invariant engine has no tolerance
+    given: dict[str, Any] = {name: described[name] for name in ("dtype", "block_size")}
+    parts = build_engine(EngineConfig(model=model, **given, batch_invariant=exact))
     if parts.info.fingerprint != described["fingerprint"]:
         raise BadRequest(f"the report is about {described['name']}, whose weights are not those of {parts.info.name}")
     layers = parts.runner.group_layers(report["group"])

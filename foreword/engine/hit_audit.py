@@ -139,6 +139,7 @@ class HitAudit:
         budget: share of the time since the start that audits may take.
         labels: of the tiers.
         loss: lossy codec of the stores.
+        exact: the engine is batch-invariant: no difference is rounding.
     """
 
     def __init__(
@@ -152,12 +153,13 @@ class HitAudit:
         budget: float = 0.1,
         labels: Sequence[str] = (),
         loss: str = "",
+        exact: bool = False,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:
         self.every = every
         self.counts = AuditCounts(Counter(), Counter(), Counter())
-        self.tolerance = tolerance(runner.kv_dtype, loss)
+        self.tolerance = 0.0 if exact else tolerance(runner.kv_dtype, loss)
         self._runner = runner
         self._cache = cache
         self._quarantine = quarantine

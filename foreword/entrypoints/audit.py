@@ -51,6 +51,7 @@ def build_audit(
     audit = HitAudit(
         runner, cache, quarantine, differs,
         every=config.audit_every, budget=config.audit_budget, labels=labels, loss=loss,
+        exact=config.batch_invariant,
     )  # fmt: skip
     return audit, quarantine
 
