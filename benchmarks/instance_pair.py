@@ -12,7 +12,7 @@ from typing import Any, Self
 from foreword.config import EngineConfig, TransferConfig
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.errors import CannotMigrate
+from foreword.errors import CannotMigrate, TransferError
 
 
 @dataclass
@@ -87,7 +87,7 @@ class InstancePair:
         await _read(stream, found)
         try:
             moved = await moving
-        except CannotMigrate:  # it has ended
+        except (CannotMigrate, TransferError):  # it has ended
             return found
         found.received = moved.kv_tokens
         await _read(self.second.follow(moved.request_id), found)

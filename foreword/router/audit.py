@@ -26,10 +26,11 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from foreword.api.tenants import Tenant, mix_salt
+from foreword.api.tenants import Tenant
 from foreword.blocks.keys import tenant_digest
-from foreword.errors import ConfigError, ReplicaFailed
+from foreword.errors import ReplicaFailed
 from foreword.router.auth import RouterAuth
+from foreword.router.changed_salts import ChangedSalts
 from foreword.router.client_request import ClientRequest
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole
 from foreword.router.whole_response import TokenCounts
@@ -44,7 +45,6 @@ _LOGPROBS: Final[Mapping[str, Mapping[str, Any]]] = {
     "chat": {"logprobs": True, "top_logprobs": 5},
     "completion": {"logprobs": 5},
 }
-_SALTS: Final = "salts.json"
 _MAX_PENDING: Final = 16
 _MAX_BODY: Final = 1 << 20
 _IDLE_SECONDS: Final = 0.25
@@ -81,31 +81,28 @@ class RouterAudit:
         folder: for reports, and for the changed salts, which must outlive the router; None keeps nothing.
 
     Attributes:
-        salts: what the salt of a tenant was changed with, by the tenant's digest.
-        results: audits by result: `equal`, `different` or `skipped` (no hit any more, or the replica did not answer).
+        salts: of the tenants whose cached KV was wrong.
+        results: audits by result: `equal`, `different`, `skipped` (no hit any more, or the replica did not answer) or `failed`
+            (an error of the audit).
+
+    Raises ConfigError if changed salts cannot be read.
     """
 
     def __init__(
         self, auth: RouterAuth, is_idle: Callable[[], bool], every: int, budget: float, folder: str | None
     ) -> None:
         self.hits = 0
-        self.results = {"equal": 0, "different": 0, "skipped": 0}
+        self.results = {"equal": 0, "different": 0, "skipped": 0, "failed": 0}
         self._auth = auth
         self._is_idle = is_idle
         self._every = every
         self._budget = budget
         self._folder = None if folder is None else Path(folder)
-        self.salts = _read_salts(self._folder)
+        self.salts = ChangedSalts(self._folder)
         self._routed = self._spent = 0
         self._chosen = 0
         self._random = random.Random()  # which hits are audited is no secret
         self._pending: deque[_Hit] = deque()
-
-    def salted(self, salt: bytes) -> bytes:
-        """The salt of a tenant's blocks from now on."""
-        while self.salts and (change := self.salts.get(tenant_digest(salt))) is not None:
-            salt = mix_salt(salt, change)
-        return salt
 
     def finished(
         self, request: ClientRequest, tenant: Tenant, salt: bytes, upstream: Upstream, counts: TokenCounts
@@ -133,9 +130,11 @@ class RouterAudit:
         self._pending.append(_Hit(upstream, tenant, salt, request.path, body, counts.prompt or 0))
 
     async def run(self, session: aiohttp.ClientSession) -> None:
-        """Audit while the fleet is idle, until cancelled."""
+        """Audit while the fleet is idle, and follow the salts that other routers have changed, until cancelled."""
         while True:
             await asyncio.sleep(_IDLE_SECONDS)
+            if self._folder is not None:
+                await asyncio.to_thread(self.salts.sync)
             if not self._pending or not self._is_idle() or self._spent > self._budget * self._routed:
                 continue
             work = asyncio.ensure_future(self._audit(session, self._pending[0]))
@@ -145,8 +144,10 @@ class RouterAudit:
             finally:
                 work.cancel()  # a client's request comes first; this one is repeated later
             if work.done() and not work.cancelled():
-                self._pending.popleft()
-                self.results[work.result()] += 1
+                hit, error = self._pending.popleft(), work.exception()
+                if error is not None:
+                    logger.error("the audit of a hit at %s failed", hit.upstream.url, exc_info=error)
+                self.results["failed" if error is not None else work.result()] += 1
 
     async def _audit(self, session: aiohttp.ClientSession, hit: _Hit) -> str:
         """Repeat a request, and once more if it differs. Returns the result."""
@@ -181,7 +182,7 @@ class RouterAudit:
 
     def _quarantine(self, hit: _Hit, figures: list[float], output: Output, expected: Output) -> None:
         """Never use again what the tenant has cached, on any replica, and report it."""
-        self.salts[tenant_digest(hit.salt)] = secrets.token_hex(16)
+        self.salts.change(hit.salt)
         url, prompt = hit.upstream.url, json.dumps(hit.body, sort_keys=True)
         logger.error(
             "audit: %s answers from its cache otherwise than without it (log-probabilities differ by %.2g); nothing that "
@@ -204,7 +205,6 @@ class RouterAudit:
             "computed": expected,
         }
         _write(self._folder / f"audit-{now}-{secrets.token_hex(4)}.json", report)
-        _write(self._folder / _SALTS, self.salts)
 
 
 def difference(output: Output, expected: Output) -> float:
@@ -243,24 +243,11 @@ def read_output(data: bytes) -> tuple[int, Output]:
         raise ReplicaFailed(f"a response without log-probabilities: {error}") from None
 
 
-def _read_salts(folder: Path | None) -> dict[str, str]:
-    """Raises ConfigError: without its changed salts a router would use what was found to be wrong."""
-    if folder is None or not (folder / _SALTS).exists():
-        return {}
-    try:
-        read = json.loads((folder / _SALTS).read_text(encoding="utf-8"))
-        return {str(digest): str(change) for digest, change in read.items()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"cannot read {folder / _SALTS}: {error}") from error
-
-
 def _write(path: Path, content: object) -> None:
-    """Write a file that only its owner can read. A failure is logged."""
-    new = path.with_suffix(".new")
+    """Write a new file that only its owner can read. A failure is logged."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
-        new.replace(path)
     except OSError as error:
         logger.error("the audit cannot write %s: %s", path, error)

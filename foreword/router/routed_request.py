@@ -57,7 +57,7 @@ class RoutedRequest:
 
     def __post_init__(self) -> None:
         given, salt = self.request.cache_salt, self.tenant.salt
-        self.salt = self.router.audit.salted(mix_salt(salt, given) if given else salt)
+        self.salt = self.router.audit.salts.salted(mix_salt(salt, given) if given else salt)
         wanted = self.request.priority
         allowed = self.router.auth.priority(self.tenant, wanted or 0)
         self.priority = None if wanted is None and not allowed else allowed

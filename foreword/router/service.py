@@ -120,7 +120,7 @@ class Router:
         if self.config.tokenizer is not None:
             await self.prompts.load(self.config.tokenizer)
         self.background(self._watchdog())
-        if self.config.audit_every:
+        if self.config.audit_every or self.config.audit_reports is not None:
             self.background(self.audit.run(self._probe_session))
         self.background(self.connections.sweep())
 

@@ -34,7 +34,7 @@ class RouterStateCollector(Collector):
 
     def _audit(self) -> Iterator[Metric]:
         audit = self._router.audit
-        done = _counter("audits", "Hits that were chosen for an audit: equal, different or skipped.", "result")
+        done = _counter("audits", "Hits that were chosen for an audit: equal, different, skipped or failed.", "result")
         for result, count in audit.results.items():
             done.add_metric((result,), count)
         tenants = _gauge("quarantined_tenants", "Tenants whose cached KV an audit found to be wrong.")

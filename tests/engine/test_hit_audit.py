@@ -153,6 +153,25 @@ def test_wrong_kv_on_the_device(engine: Make) -> None:
         llm.check()
 
 
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+def test_exact_under_batch_invariance(engine: Make, tmp_path: Path) -> None:
+    """A batch-invariant engine allows no difference: one bit of a block is found, and the report can be computed again."""
+    tokens, reports = prompt(61, 3), tmp_path / "reports"
+    options = {"dtype": "bfloat16", "batch_invariant": True, "audit_reports": str(reports), "audit_evidence": True}
+    with engine("llama", **AUDITED, **options) as llm:
+        llm.generate(tokens, greedy(1))
+        [block] = llm._core.cache.lookup(llm._core.cache.open(tokens)).blocks[7:8]
+        for _ in range(50):  # right KV is no alarm
+            llm.generate(tokens, greedy(1))
+        assert audit_of(llm).counts.exact == audit_of(llm).counts.blocks > 0
+        llm._parts.runner.layers[1].v_blocks[block].view(torch.int16).flatten()[5].bitwise_xor_(1)
+        find_bad(llm, tokens)
+    [path] = reports.iterdir()
+    rerun = CliRunner().invoke(app, ["audit", "rerun", str(path), "--model", llm.config.model])
+    assert rerun.exit_code == 1, rerun.output
+    assert "layer 1 is closest to that of layer 1, block 7" in rerun.output
+
+
 def test_other_adapter(engine: Make, folder: Callable[[str], Path], tmp_path: Path) -> None:
     """KV of a model whose weights differ by a small change of low rank, as an adapter's do, is found in float32."""
     tokens = prompt(61, 4)

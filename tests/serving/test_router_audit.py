@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import http_client
 import pytest
 import uvicorn
@@ -16,9 +17,17 @@ from router_parts import RouterThread
 from shared_server import ENGINE, PREFIXES, SharedServers, until
 
 from foreword.api.listener import bind
-from foreword.config import Config, ServerConfig
+from foreword.api.tenants import Tenant
+from foreword.config import Config, RouterConfig, ServerConfig
+from foreword.errors import ConfigError
 from foreword.observability.metrics import PrometheusObserver
-from foreword.router.audit import difference, read_output
+from foreword.router.audit import RouterAudit, difference, read_output
+from foreword.router.auth import RouterAuth
+from foreword.router.changed_salts import ChangedSalts
+from foreword.router.client_request import ClientRequest
+from foreword.router.replica_breaker import ReplicaBreaker
+from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
+from foreword.router.whole_response import TokenCounts
 from foreword.server.app import create_app
 
 KEYS = [
@@ -50,7 +59,7 @@ def replica(shared: SharedServers) -> Iterator[str]:
 
 def test_wrong_kv_is_found_and_not_used(replica: str, shared: SharedServers, tmp_path: Path) -> None:
     """Right KV is equal. Wrong KV on the replica is found from its answers; then the tenant's requests hit nothing that was
-    cached before, other tenants' do, and a router that starts later does the same."""
+    cached before, other tenants' do, and so it is at a router beside it and at one that starts later."""
     audited = [*KEYS, "--audit-every", "1", "--audit-budget", "1", "--audit-reports", str(tmp_path)]
     pool, layers = shared.open.engine._core.cache.pool, shared.open.engine._parts.runner.layers
 
@@ -64,7 +73,7 @@ def test_wrong_kv_is_found_and_not_used(replica: str, shared: SharedServers, tmp
         return router.metric("foreword:router_audits_total", result=result)
 
     before = {block for block in range(pool.num_blocks) if pool.key(block) is not None}
-    router = RouterThread("--replica", replica, *audited).wait_for(1)
+    router, second = (RouterThread("--replica", replica, *audited).wait_for(1) for _ in range(2))
     try:
         [(_, right), (cached, again)] = [ask(router) for _ in range(2)]
         assert (cached > 0, again) == (True, right)
@@ -80,7 +89,11 @@ def test_wrong_kv_is_found_and_not_used(replica: str, shared: SharedServers, tmp
         assert ask(router) == (0, right)
         assert ask(router)[0] > 0
         assert ask(router, "bob")[0] > 0
+        until(lambda: second.metric("foreword:router_quarantined_tenants") == 1)
+        cached, text = ask(second)
+        assert (cached > 0, text) == (True, right)
     finally:
+        second.kill()
         router.kill()
     [report] = tmp_path.glob("audit-*.json")
     assert json.loads(report.read_text())["replica"] == replica
@@ -90,6 +103,56 @@ def test_wrong_kv_is_found_and_not_used(replica: str, shared: SharedServers, tmp
         assert (cached > 0, text) == (True, right)
     finally:
         router.kill()
+
+
+def test_salts_of_several_routers(tmp_path: Path) -> None:
+    """What one router changes, the others change alike: also if two change the same salt at the same time, or one of them
+    cannot write for a while. A router that cannot read a change does not start."""
+    folder = tmp_path / "reports"
+    first, second = ChangedSalts(folder), ChangedSalts(folder)
+    for salts, tenants in ((first, (b"a", b"b")), (second, (b"b", b"c"))):
+        for tenant in tenants:
+            salts.change(tenant)
+    folder.write_text("not a folder")
+    first.sync()
+    assert first.salted(b"a") != b"a"
+    folder.unlink()
+    for salts in (first, second, first):
+        salts.sync()
+    third = ChangedSalts(folder)
+    for tenant in (b"a", b"b", b"c"):
+        assert first.salted(tenant) == second.salted(tenant) == third.salted(tenant) != tenant
+    assert len(third) == 3
+    third.change(third.salted(b"a"))
+    third.sync()
+    first.sync()
+    assert first.salted(b"a") == third.salted(b"a") != second.salted(b"a")
+    next(folder.glob("*.salt")).write_text("damaged")
+    with pytest.raises(ConfigError, match="changed salts"):
+        ChangedSalts(folder)
+
+
+def test_an_audit_that_fails() -> None:
+    """An audit that ends with an unexpected error is counted, and the next hit is audited."""
+
+    async def main() -> None:
+        auth = RouterAuth(Config(router=RouterConfig(replica_key="router-key")))
+        audit = RouterAudit(auth, lambda: True, 1, 1.0, None)
+        upstream = Upstream(
+            ReplicaSpec("http://127.0.0.1:9"), "flag", ReplicaBreaker(), ReplicaInfo("foreword", ("m",))
+        )
+        request = ClientRequest("completion", b"{}", {"prompt": PROMPT}, None, False, True, False, False)
+        async with aiohttp.ClientSession() as closed:
+            pass
+        work = asyncio.create_task(audit.run(closed))
+        for failed in (1, 2):
+            audit.finished(request, Tenant("alice", b"s"), b"s", upstream, TokenCounts(cached=8, prompt=9))
+            while audit.results["failed"] < failed:
+                assert not work.done()
+                await asyncio.sleep(0.05)
+        work.cancel()
+
+    asyncio.run(main())
 
 
 def test_difference_of_outputs() -> None:
