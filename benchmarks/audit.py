@@ -170,7 +170,8 @@ class Remote:
 
     def __init__(self, model: Path, **options: Any) -> None:
         self._pair = InstancePair(str(model), **(SETTINGS | {"kv_memory": "8192 tokens"} | AUDITED | options))
-        self.audit: hit_audit.HitAudit = self._pair.second.audit
+        assert self._pair.second.audit is not None
+        self.audit = self._pair.second.audit
 
     def generate(self, draws: random.Random, prompts: Iterator[list[int]]) -> None:
         batch = [next(prompts) for _ in range(draws.randrange(1, 5))]

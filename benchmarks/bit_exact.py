@@ -177,13 +177,12 @@ class Campaign:
             drawn = chance.sample(range(known), min(pairs, known, chance.randint(1, BATCH)))
             pairs -= len(drawn)
             new_tokens = LONG_OUTPUT if migrated else chance.randint(1, NEW_TOKENS)
-            for prompt, (cached, digests) in zip(
-                drawn, self._hit(source, [prompts[one] for one in drawn], new_tokens, chance), strict=True
-            ):
-                different = digests != expected[prompt][:new_tokens]
+            found = self._hit(source, [prompts[one] for one in drawn], new_tokens, chance)
+            for drawn_one, (cached, digests) in zip(drawn, found, strict=True):
+                different = digests != expected[drawn_one][:new_tokens]
                 self.counts[source].update(pairs=1, hits=cached > 0, cached=cached, different=different)
                 if different:
-                    where = f"round {number}, prompt {prompt}, {cached} cached, {len(drawn)} in the batch"
+                    where = f"round {number}, prompt {drawn_one}, {cached} cached, {len(drawn)} in the batch"
                     print(f"different: {source}, {where}", flush=True)
 
     def _text(self, chance: Random, length: int) -> list[int]:

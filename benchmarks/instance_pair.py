@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -62,7 +62,7 @@ class InstancePair:
         """Complete prompts, together; each request migrates after its first token, unless it ends before."""
         return self._all(prompts, lambda prompt: self._migrate(prompt, params))
 
-    def _all(self, prompts: Sequence[list[int]], complete: Callable[[list[int]], Any]) -> list[Found]:
+    def _all(self, prompts: Sequence[list[int]], complete: Callable[[list[int]], Awaitable[Found]]) -> list[Found]:
         async def gather() -> list[Found]:
             return await asyncio.gather(*map(complete, prompts))
 
