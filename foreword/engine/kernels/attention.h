@@ -88,6 +88,9 @@ struct Tile {
     int32_t* keys = nullptr;     // [words][KEYS]
     int32_t* values = nullptr;   // [KEYS / PER_WORD][width]
     Element* weights = nullptr;  // [QUERY_ROWS][KEYS]
+    Element* zeros = nullptr;    // as many as a token's keys or values have
+
+    int64_t zero_count() const { return layer.kv_heads * max(layer.key_dim, layer.value_dim); }
 
     void place_head_arrays(ArrayAllocator& memory) {
         queries = memory.take<int32_t>(count * words);
@@ -100,88 +103,83 @@ struct Tile {
         keys = memory.take<int32_t>(words * KEYS);
         values = memory.take<int32_t>(KEYS / T::PER_WORD * width);
         weights = memory.take<Element>(QUERY_ROWS * KEYS);
+        zeros = memory.take<Element>(zero_count());
     }
 };
 
-// The slots of keys `[first, first + count)`.
-static void find_slots(const AttentionTasks& step, const AttentionTask& task, int64_t first, int64_t count,
-                       int64_t* slots) {
-    const int64_t* block = step.tables + task.table_at + first / step.block_size;
-    int64_t offset = first % step.block_size;
-    for (int64_t i = 0; i < count; i++) {
-        slots[i] = *block * step.block_size + offset;
-        if (++offset == step.block_size) {
-            offset = 0;
-            block++;
+// Where the keys and values of KEYS tokens begin: of their first head.
+template <class T>
+struct KeyBlock {
+    typedef typename T::Element Element;
+    const Element *keys[KEYS], *values[KEYS];
+
+    // Keys `[first, first + KEYS)` of a task; those that it does not see are zeros.
+    void find(const AttentionTasks& step, const AttentionLayer& layer, const AttentionTask& task, int64_t first,
+              const Element* zeros) {
+        const int64_t key_words = layer.kv_heads * layer.key_dim, value_words = layer.kv_heads * layer.value_dim;
+        for (int64_t i = 0; i < KEYS;) {
+            const int64_t position = first + i, offset = position % step.block_size;
+            const bool seen = position >= task.low && position < task.high;
+            const int64_t end = seen ? min(KEYS, i + min(step.block_size - offset, task.high - position)) : i + 1;
+            const Element *key = zeros, *value = zeros;
+            if (seen) {
+                const int64_t block = step.tables[task.table_at + position / step.block_size];
+                key = at<T>((const void*)layer.k, (block * step.block_size + offset) * key_words);
+                value = at<T>((const void*)layer.v, (block * step.block_size + offset) * value_words);
+            }
+            for (; i < end; i++, key += key_words, value += value_words) {
+                keys[i] = key;
+                values[i] = value;
+            }
         }
     }
+};
+
+// LANES keys' words `[word, word + LANES)`, or as many as there are, transposed. A key's words begin at `offset`.
+template <bool WHOLE, class E>
+INLINE void transpose_keys(const E* const* keys, int64_t offset, int64_t word, int64_t words, int32_t* to) {
+    Words block[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        const int32_t* from = (const int32_t*)(keys[i] + offset) + word;
+        block[i] = Words{};
+        if (WHOLE)
+            block[i] = load<Words>(from);
+        else
+            memcpy(&block[i], from, (words - word) * 4);
+    }
+    transpose(block);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (WHOLE || word + i < words) store(to + (word + i) * KEYS, block[i]);
 }
 
-// Prefetch a head's keys and values in some slots.
-template <class T>
-INLINE void prefetch(const AttentionLayer& layer, int64_t head, const int64_t* slots, int64_t count) {
-    const int64_t key_bytes = layer.key_dim * sizeof(typename T::Element),
-                  value_bytes = layer.value_dim * sizeof(typename T::Element);
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t place = slots[i] * layer.kv_heads + head;
-        const char* key = (const char*)layer.k + place * key_bytes;
-        const char* value = (const char*)layer.v + place * value_bytes;
-        for (int64_t byte = 0; byte < key_bytes; byte += 64) __builtin_prefetch(key + byte, 0, 2);
-        for (int64_t byte = 0; byte < value_bytes; byte += 64) __builtin_prefetch(value + byte, 0, 2);
-    }
+INLINE void prefetch(const char* from, int64_t bytes) {
+    for (const char* end = from + bytes; from < end; from += 64) __builtin_prefetch(from, 0, 2);
 }
 
-// Lay out a head's keys in `slots[begin]` to `slots[count - 1]` as `[words][KEYS]` and their values in pairs as
-// `[KEYS / PER_WORD][width]`, zero elsewhere; meanwhile prefetch the next slots.
+// Lay out a head's keys as `[words][KEYS]` and their values in pairs as `[KEYS / PER_WORD][width]`; meanwhile prefetch
+// the head's next keys and values.
 template <class T>
-static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, const int64_t* slots, int64_t begin,
-                                             int64_t count, const int64_t* next, int64_t num_next) {
-    const AttentionLayer& layer = tile.layer;
-    const typename T::Element *keys[KEYS], *values[KEYS];
-    for (int64_t i = begin; i < count; i++) {
-        const int64_t place = slots[i] * layer.kv_heads + head;
-        keys[i] = at<T>((const void*)layer.k, place * layer.key_dim);
-        values[i] = at<T>((const void*)layer.v, place * layer.value_dim);
-    }
+static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, const KeyBlock<T>& current,
+                                             const KeyBlock<T>& next) {
+    constexpr int64_t SIZE = sizeof(typename T::Element);
+    const int64_t key_dim = tile.layer.key_dim, value_dim = tile.layer.value_dim, words = tile.words;
+    const int64_t key = head * key_dim, value = head * value_dim;
     for (int64_t i = 0; i < KEYS; i += LANES) {
         // A few at a time: a processor drops the prefetches that it has no room for.
-        prefetch<T>(layer, head, next + i, min(LANES, num_next - i));
-        for (int64_t word = 0; word < tile.words; word += LANES) {
-            const int64_t left = min(LANES, tile.words - word);
-            Words block[LANES];
-            for (int64_t j = 0; j < LANES; j++) {
-                if (i + j < begin || i + j >= count) {
-                    block[j] = Words{};
-                } else if (left == LANES) {
-                    block[j] = load<Words>((const int32_t*)keys[i + j] + word);
-                } else {
-                    Words some{};
-                    memcpy(&some, (const int32_t*)keys[i + j] + word, left * 4);
-                    block[j] = some;
-                }
-            }
-            transpose(block);
-            for (int64_t j = 0; j < left; j++) store(tile.keys + (word + j) * KEYS + i, block[j]);
+        for (int64_t j = i; j < i + LANES; j++) {
+            prefetch((const char*)(next.keys[j] + key), key_dim * SIZE);
+            prefetch((const char*)(next.values[j] + value), value_dim * SIZE);
         }
+        int64_t word = 0;
+        for (; word + LANES <= words; word += LANES)
+            transpose_keys<true>(current.keys + i, key, word, words, tile.keys + i);
+        if (word < words) transpose_keys<false>(current.keys + i, key, word, words, tile.keys + i);
     }
-    const int64_t dim = layer.value_dim, whole = dim / LANES * LANES;
-    typename T::Element first_end[LANES], second_end[LANES];
-    const typename T::Element nothing[LANES] = {};
-    for (int64_t i = 0; i < round_up(count, KEYS); i += T::PER_WORD) {
-        int32_t* to = tile.values + i / T::PER_WORD * tile.width;
-        const typename T::Element* one = i >= begin && i < count ? values[i] : nullptr;
-        const typename T::Element* two =
-            T::PER_WORD > 1 && i + 1 >= begin && i + 1 < count ? values[i + 1] : nullptr;
-        for (int64_t j = 0; j < whole; j += LANES)
-            store(to + j, T::pair(one ? one + j : nothing, two ? two + j : nothing));
-        if (whole < dim) {
-            memset(first_end, 0, sizeof first_end);
-            memset(second_end, 0, sizeof second_end);
-            if (one) memcpy(first_end, one + whole, (dim - whole) * sizeof *one);
-            if (two) memcpy(second_end, two + whole, (dim - whole) * sizeof *two);
-            store(to + whole, T::pair(first_end, second_end));
-        }
-    }
+    for (int64_t i = 0; i < KEYS; i += T::PER_WORD)
+        T::pair_rows(current.values[i] + value, current.values[i + T::PER_WORD - 1] + value, value_dim,
+                     tile.values + i / T::PER_WORD * tile.width);
 }
 
 // out = out * decay + weights x values, for some columns.
@@ -333,6 +331,7 @@ static void attend_task(const AttentionTasks& step, const AttentionLayer& layer,
     const uintptr_t head_bytes = sizes.next - common_bytes;
     ArrayAllocator memory{(uintptr_t)scratch.reserve(common_bytes + head_bytes * (last_head - first_head))};
     tile.place_common_arrays(memory);
+    memset(tile.zeros, 0, tile.zero_count() * sizeof *tile.zeros);
     auto switch_to = [&](int64_t head) {
         ArrayAllocator own{memory.next + head_bytes * (head - first_head)};
         tile.place_head_arrays(own);
@@ -341,16 +340,16 @@ static void attend_task(const AttentionTasks& step, const AttentionLayer& layer,
         switch_to(head);
         start_head(tile, head, rows);
     }
-    int64_t slots[2 * KEYS], *current = slots, *next = slots + KEYS;
+    KeyBlock<T> blocks[2], *current = blocks, *next = blocks + 1;
     const int64_t start = task.low / KEYS * KEYS;
-    find_slots(step, task, start, min(KEYS, task.high - start), current);
+    current->find(step, layer, task, start, tile.zeros);
     for (int64_t first = start; first < task.high; first += KEYS) {
         const int64_t begin = max(0, task.low - first);
-        const int64_t count = min(KEYS, task.high - first), next_count = min(KEYS, task.high - first - count);
-        find_slots(step, task, first + count, next_count, next);
+        const int64_t count = min(KEYS, task.high - first);
+        next->find(step, layer, task, first + KEYS, tile.zeros);
         for (int64_t head = first_head; head < last_head; head++) {
             switch_to(head);
-            gather(tile, head, current, begin, count, next, next_count);
+            gather(tile, head, *current, *next);
             for (int64_t row = 0; row < tile.count; row += QUERY_ROWS)
                 attend_some<T>(min(QUERY_ROWS, tile.count - row), tile, row, first, begin, count);
         }

@@ -63,6 +63,22 @@ INLINE Floats larger(Floats a, Floats b) {
 #endif
 }
 
+INLINE Bits widen(Halves v) {
+#if defined(__AVX512F__)
+    return (Bits)_mm512_cvtepu16_epi32((__m256i)v);
+#else
+    return __builtin_convertvector(v, Bits);
+#endif
+}
+
+// A loaded vector that stays in its register: a compiler may load it again for each row of a product.
+INLINE Words in_register(Words v) {
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(v));
+#endif
+    return v;
+}
+
 INLINE float sum_of(Floats v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
@@ -136,8 +152,16 @@ struct Float32 {
     INLINE float to_float(Element value) { return value; }
     INLINE Element from_float(float value) { return value; }
     INLINE Floats rounded(Floats value) { return value; }
-    // One word per column from two consecutive rows of values, to multiply by a word of two weights; here from one row.
-    INLINE Words pair(const Element* first, const Element*) { return load<Words>(first); }
+    // One word per column of two rows of values, to multiply by a word of two weights; here of one row. Zero up to a
+    // whole number of vectors.
+    INLINE void pair_rows(const Element* row, const Element*, int64_t count, int32_t* to) {
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) store(to + i, load<Words>(row + i));
+        if (i == count) return;
+        Words last{};
+        memcpy(&last, row + i, (count - i) * sizeof *row);
+        store(to + i, last);
+    }
 };
 
 struct BFloat16 {
@@ -162,9 +186,7 @@ struct BFloat16 {
         return sum + (Floats)(a & high) * (Floats)(b & high);
 #endif
     }
-    INLINE Floats read(const Element* from) {
-        return (Floats)(__builtin_convertvector(load<Halves>(from), Bits) << 16);
-    }
+    INLINE Floats read(const Element* from) { return (Floats)(widen(load<Halves>(from)) << 16); }
     INLINE Halves halves(Floats value) {
 #if defined(__AVX512BF16__)
         return (Halves)_mm512_cvtneps_pbh((__m512)value);
@@ -182,11 +204,28 @@ struct BFloat16 {
         return found;
     }
     INLINE Element from_float(float value) { return halves(broadcast(value))[0]; }
-    INLINE Floats rounded(Floats value) { return (Floats)(__builtin_convertvector(halves(value), Bits) << 16); }
-    INLINE Words pair(const Element* first, const Element* second) {
-        const Bits low = __builtin_convertvector(load<Halves>(first), Bits);
-        const Bits high = __builtin_convertvector(load<Halves>(second), Bits);
-        return (Words)(low | (high << 16));
+    INLINE Floats rounded(Floats value) { return (Floats)(widen(halves(value)) << 16); }
+    INLINE Words pair(Halves first, Halves second) { return (Words)(widen(first) | (widen(second) << 16)); }
+    INLINE void pair_rows(const Element* first, const Element* second, int64_t count, int32_t* to) {
+        int64_t i = 0;
+#if defined(__AVX512BW__)
+        Words low, high;
+        for (int lane = 0; lane < LANES; lane++) {
+            low[lane] = lane | (lane + 32) << 16;
+            high[lane] = low[lane] + (LANES | LANES << 16);
+        }
+        for (; i + 2 * LANES <= count; i += 2 * LANES) {
+            const __m512i a = load<__m512i>(first + i), b = load<__m512i>(second + i);
+            store(to + i, _mm512_permutex2var_epi16(a, (__m512i)low, b));
+            store(to + i + LANES, _mm512_permutex2var_epi16(a, (__m512i)high, b));
+        }
+#endif
+        for (; i + LANES <= count; i += LANES) store(to + i, pair(load<Halves>(first + i), load<Halves>(second + i)));
+        if (i == count) return;
+        Halves a{}, b{};
+        memcpy(&a, first + i, (count - i) * sizeof *first);
+        memcpy(&b, second + i, (count - i) * sizeof *second);
+        store(to + i, pair(a, b));
     }
 };
 
@@ -271,7 +310,7 @@ INLINE void multiply(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, int64_t a_
     for (int64_t step = 0; step < steps; step++) {
         Words columns[COLUMNS];
 #pragma GCC unroll 4
-        for (int c = 0; c < COLUMNS; c++) columns[c] = T::columns(b + c * LANES / T::PACKING);
+        for (int c = 0; c < COLUMNS; c++) columns[c] = in_register(T::columns(b + c * LANES / T::PACKING));
         if (LINES > 0) {
             __builtin_prefetch(ahead, 0, 2);
             if (LINES > 1) __builtin_prefetch(ahead + 64, 0, 2);
