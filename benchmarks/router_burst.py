@@ -64,6 +64,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=7500, help="burst: length of the prompt")
     parser.add_argument("--requests", type=int, default=200, help="routers: in each round")
     parser.add_argument("--rate", type=float, default=4.0, help="routers: requests per second")
+    parser.add_argument("--answer", type=int, default=8, help="routers: tokens of every answer")
     parser.add_argument("--systems", type=int, default=24, help="routers: number of system prompts")
     parser.add_argument("--kv-memory", type=int, default=8192, help="tokens of each device, for routers")
     return parser.parse_args()
@@ -166,7 +167,7 @@ def questions(given: argparse.Namespace, tokenizer: Tokenizer) -> list[Request]:
     weights = [1 / (place + 1) for place in range(len(systems))]
     own = [[chance.randrange(100, 4000) for _ in range(chance.randrange(10, 60))] for _ in range(given.requests)]
     chosen = chance.choices(systems, weights, k=given.requests)
-    return [Request(body([*system, *question], 8)) for system, question in zip(chosen, own, strict=True)]
+    return [Request(body([*system, *question], given.answer)) for system, question in zip(chosen, own, strict=True)]
 
 
 async def split(given: argparse.Namespace, urls: Sequence[str], requests: Sequence[Request]) -> list[Answer]:

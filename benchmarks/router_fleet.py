@@ -57,6 +57,12 @@ class Process:
             self._popen.kill()
             self._popen.wait()
 
+    def stop(self) -> None:
+        """SIGTERM, and wait: a server drains."""
+        if self._popen is not None:
+            self._popen.terminate()
+            self._popen.wait(START_SECONDS)
+
     def forget(self) -> None:
         """A server's device is empty afterwards."""
         httpx.delete(f"{self.url}/v1/cache", timeout=60).raise_for_status()
