@@ -193,6 +193,7 @@ async def churn(bench: Bench) -> bool:
             load.note(f"server {number + 1} restarted")
             await asyncio.to_thread(one.stop)
             await asyncio.to_thread(one.start)
+            await asyncio.to_thread(one.wait_ready)
             await takes_requests(front, one)
         load.note("all restarted")
         await asyncio.sleep(2 * bench.given.period)
