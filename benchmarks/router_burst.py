@@ -5,7 +5,8 @@
 MODEL is a folder; without it, the embedded model.
 
 burst     equal prompts arrive together at a fleet that has never seen them. With `cost` the fleet should compute the prompt
-          about once, with `round-robin` each replica does. Policies take turns; devices are empty before each burst.
+          about once, with `round-robin` each replica does, and without prefix caching each prompt is computed. Policies take
+          turns; devices are empty before each burst.
 routers   questions after shared system prompts, through one router, and split at random between two that know nothing of each
           other. Both ways take turns. Each router learns from KV events what all replicas hold.
 """
@@ -14,12 +15,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +46,22 @@ def main() -> int:
     }
     print(set_up(facts), flush=True)
     kv = max(2 * given.prompt_tokens, given.kv_memory)
-    flags = [str(given.model), "--served-model-name", "bench", "--kv-memory", f"{kv} tokens"]
     failed = False
-    with tempfile.TemporaryDirectory(prefix="foreword-burst-") as folder:
-        names = [f"s{i}" for i in range(given.replicas)]
-        with servers(Path(folder), names, *flags, "--kv-events", "tcp://127.0.0.1:0") as fleet:
+    with tempfile.TemporaryDirectory(prefix="foreword-burst-") as made:
+        folder, names = Path(made), [f"s{i}" for i in range(given.replicas)]
+        given.model = long_context(given.model, folder, given.prompt_tokens + 64)
+        flags = [str(given.model), "--served-model-name", "bench", "--kv-memory", f"{kv} tokens"]
+        flags += ["--kv-events", "tcp://127.0.0.1:0"]
+        bursts: dict[str, list[Burst]] = {}
+        with servers(folder, names, *flags) as fleet:
             if given.only != "routers":
-                failed |= burst(given, Path(folder), tokenizer, fleet)
+                bursts = burst(given, folder, tokenizer, fleet, ("cost", "round-robin"))
             if given.only != "burst":
-                failed |= routers(given, Path(folder), tokenizer, fleet)
+                failed |= routers(given, folder, tokenizer, fleet)
+        if given.only != "routers":
+            with servers(folder, names, *flags, "--no-enable-prefix-caching") as fleet:
+                [without] = burst(given, folder, tokenizer, fleet, ("round-robin",)).values()
+            failed |= report_bursts(given, bursts | {"round-robin, no prefix cache": without})
     return int(failed)
 
 
@@ -61,7 +72,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=50, help="burst: equal prompts at once")
-    parser.add_argument("--prompt-tokens", type=int, default=7500, help="burst: length of the prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=10_000, help="burst: length of the prompt")
     parser.add_argument("--requests", type=int, default=200, help="routers: in each round")
     parser.add_argument("--rate", type=float, default=4.0, help="routers: requests per second")
     parser.add_argument("--answer", type=int, default=8, help="routers: tokens of every answer")
@@ -101,9 +112,21 @@ def failures(answers: Sequence[Answer]) -> list[str]:
 # Equal prompts at once
 
 
-def burst(given: argparse.Namespace, folder: Path, tokenizer: Tokenizer, fleet: list[Process]) -> bool:
+@dataclass(frozen=True)
+class Burst:
+    """One burst. Seconds of the clock, processor seconds of all servers, and how many prompts they computed."""
+
+    seconds: float
+    processor: float
+    computed: float
+    answers: list[Answer]
+
+
+def burst(
+    given: argparse.Namespace, folder: Path, tokenizer: Tokenizer, fleet: list[Process], policies: Sequence[str]
+) -> dict[str, list[Burst]]:
     text = "\n".join(library()[:8])
-    found: dict[str, list[tuple[float, float, list[Answer]]]] = {"cost": [], "round-robin": []}
+    found: dict[str, list[Burst]] = {policy: [] for policy in policies}
     for number in range(given.rounds):
         # The first token differs, so that no round finds another's blocks.
         for place, policy in enumerate(found):
@@ -111,23 +134,46 @@ def burst(given: argparse.Namespace, folder: Path, tokenizer: Tokenizer, fleet: 
             for one in fleet:
                 one.forget()
             with router(folder, fleet, "--tokenizer", str(given.model), "--policy", policy) as front:
+                before = processor_seconds(fleet)
                 began = time.perf_counter()
                 answers = asyncio.run(at_once(front.url, [Request(body(prompt, 4))] * given.prompts))
                 took = time.perf_counter() - began
-            found[policy].append((took, computed(answers) / len(prompt), answers))
+            spent = processor_seconds(fleet) - before
+            found[policy].append(Burst(took, spent, computed(answers) / len(prompt), answers))
+    return found
+
+
+def processor_seconds(fleet: Sequence[Process]) -> float:
+    return sum(one.metric("process_cpu_seconds_total") for one in fleet)
+
+
+def report_bursts(given: argparse.Namespace, found: Mapping[str, Sequence[Burst]]) -> bool:
     print(f"\n{given.prompts} equal prompts of {given.prompt_tokens:,} tokens at once, nothing cached:")
     rows = [
         [
-            policy,
-            f"{median(took for took, _, _ in runs):.1f}",
-            f"{median(times for _, times, _ in runs):.2f}",
-            str(len({one.replica for _, _, answers in runs for one in answers})),
-            str(sum(len(failures(answers)) for _, _, answers in runs)),
+            name,
+            f"{median(one.seconds for one in runs):.1f}",
+            f"{median(one.processor for one in runs):.1f}",
+            f"{median(one.computed for one in runs):.2f}",
+            str(len({answer.replica for one in runs for answer in one.answers})),
+            str(sum(len(failures(one.answers)) for one in runs)),
         ]
-        for policy, runs in found.items()
+        for name, runs in found.items()
     ]
-    print(table(["policy", "seconds", "prompts computed", "replicas used", "failed"], rows), flush=True)
-    return any(failures(answers) for runs in found.values() for _, _, answers in runs)
+    head = ["policy", "seconds", "processor seconds", "prompts computed", "replicas used", "failed"]
+    print(table(head, rows), flush=True)
+    return any(failures(one.answers) for runs in found.values() for one in runs)
+
+
+def long_context(model: Path, folder: Path, tokens: int) -> Path:
+    """The same model, said to take prompts of so many tokens: it computes alike, whatever its text is worth there."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    if config.get("max_position_embeddings", tokens) >= tokens:
+        return model
+    made = folder / model.name
+    shutil.copytree(model, made)
+    (made / "config.json").write_text(json.dumps(config | {"max_position_embeddings": tokens}), encoding="utf-8")
+    return made
 
 
 async def at_once(url: str, requests: Sequence[Request]) -> list[Answer]:
