@@ -210,11 +210,11 @@ def report(load: Load, answers: Sequence[Answer], ended: float) -> None:
         start = began + number * WINDOW
         sent = [one for one in answers if start <= one.sent < start + WINDOW]
         shares.append((start + WINDOW, hit_share(sent)))
-        what = [text for at, text in load.changes if start <= at < start + WINDOW]
+        noted = [text for at, text in load.changes if start <= at < start + WINDOW]
         ttft = sorted(1000 * one.ttft for one in sent if one.first)
         rows.append(
             [
-                "; ".join(what),
+                "; ".join(noted),
                 f"{start - began:.0f}",
                 str(len(sent)),
                 str(len(failures(sent))),

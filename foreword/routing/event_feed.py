@@ -5,8 +5,9 @@ Foreword's keys from them, and a bounded table maps hashes to keys. Blocks that 
 image) are skipped and counted: then the directory knows less, but nothing wrong.
 
 Messages are numbered. Before a message after a gap the subscriber asks for a replay of the missing ones and passes them in. If
-they are not available any more, the feed forgets everything about the replica, because the gap may contain removals. There is
-no snapshot for late subscribers: the directory fills as blocks are stored.
+they are not available any more, the feed forgets everything about the replica, because the gap may contain removals. Foreword's
+servers then send a snapshot, as the last message before those that they have; vLLM's do not, so what they stored long before
+the router has started is not known.
 """
 
 from __future__ import annotations

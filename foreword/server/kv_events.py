@@ -36,15 +36,13 @@ from foreword.routing.kv_event_wire import (
     encode_batch,
     encode_number,
 )
+from foreword.server.kv_event_log import KvEventLog
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import parse
 
 logger = logging.getLogger(__name__)
 
-_KEPT_MESSAGES: Final = 10_000
-# Limit for the memory of all messages kept for replay, about 5 bytes per token id.
-_KEPT_BYTES: Final = 64 << 20
 _WAITING: Final = 100_000
 _POLL_SECONDS: Final = 0.05
 # Blocks whose tokens are kept for the events of tiers: about 400 bytes per block of 16 tokens.
@@ -85,6 +83,7 @@ class EventSource:
 
     endpoint: str
     replay_endpoint: str
+    kept: int
 
     def described(self) -> dict[str, Any]:
         """In vLLM's fields."""
@@ -93,7 +92,7 @@ class EventSource:
             "publisher": "zmq",
             "endpoint": self.endpoint,
             "replay_endpoint": self.replay_endpoint,
-            "buffer_steps": _KEPT_MESSAGES,
+            "buffer_steps": self.kept,
             "topic": "",
         }
 
@@ -116,7 +115,7 @@ class KvEvents:
         self._pub.set_hwm(_WAITING)
         try:
             first = _bind(self._pub, endpoint)
-            self.source = EventSource(first, _bind(self._router, replay or _next_port(endpoint)))
+            second = _bind(self._router, replay or _next_port(endpoint))
         except ConfigError:
             self._close_sockets()
             raise
@@ -127,8 +126,8 @@ class KvEvents:
         self._known: OrderedDict[bytes, _KnownBlock] = OrderedDict()
         self._known_lock = threading.Lock()
         self._changes: deque[_Change] = deque(maxlen=_MAX_CHANGES)
-        self._kept: deque[tuple[int, bytes]] = deque()
-        self._kept_bytes = 0
+        self._log = KvEventLog()
+        self.source = EventSource(first, second, self._log.messages)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
@@ -256,13 +255,7 @@ class KvEvents:
 
     def _publish(self, number: int, payload: bytes) -> None:
         self._pub.send_multipart((b"", encode_number(number), payload))
-        self._keep(number, payload)
-
-    def _keep(self, number: int, payload: bytes) -> None:
-        self._kept.append((number, payload))
-        self._kept_bytes += len(payload)
-        while len(self._kept) > _KEPT_MESSAGES or self._kept_bytes > _KEPT_BYTES:
-            self._kept_bytes -= len(self._kept.popleft()[1])
+        self._log.append(number, payload)
 
     def _replay(self, frames: list[bytes]) -> None:
         start = decode_number(frames[2]) if len(frames) == 3 else None
@@ -270,9 +263,8 @@ class KvEvents:
             logger.warning("ignored a malformed request for a replay of KV events")
             return
         peer = frames[0]
-        for number, payload in self._kept:
-            if number >= start:
-                self._router.send_multipart((peer, b"", b"", encode_number(number), payload))
+        for number, payload in self._log.since(start):
+            self._router.send_multipart((peer, b"", b"", encode_number(number), payload))
         self._router.send_multipart((peer, b"", b"", REPLAY_END, b""))
 
     def close(self) -> None:

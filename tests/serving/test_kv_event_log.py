@@ -1,0 +1,92 @@
+"""Late subscribers to KV events."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from foreword.blocks.keys import Scope, chain_keys
+from foreword.routing.directory import Directory
+from foreword.routing.event_feed import KvEventFeed
+from foreword.routing.kv_event_wire import BlockRemoved, BlockStored, decode_batch, encode_batch
+from foreword.server.kv_event_log import KvEventLog
+
+BLOCK = 4
+PLACES = ((None, None, None), ("CPU", "LOCAL", "memory"), ("STORAGE", "REMOTE", "redis"))
+
+
+class Replica:
+    """Stores and removes blocks of chains at random: from a chain's end, as pools do."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.chains = []
+        for number in range(12):
+            shared = [number % 3] * BLOCK * 3
+            own = [self.random.randrange(1000) for _ in range(BLOCK * self.random.randrange(8))]
+            salt = b"0102" if number % 2 else b""
+            self.chains.append((salt, shared + own, chain_keys(Scope(b"m", BLOCK, salt).root(), shared + own, BLOCK)))
+        self.held: dict[object, set[bytes]] = {place: set() for place in PLACES}
+
+    def event(self) -> BlockStored | BlockRemoved | None:
+        place = self.random.choice(PLACES)
+        salt, tokens, keys = self.random.choice(self.chains)
+        held = self.held[place]
+        known = sum(key in held for key in keys)
+        if self.random.random() < 0.6 and known < len(keys):
+            end = self.random.randrange(known, len(keys)) + 1
+            held.update(keys[:end])
+            extras: list[list[str] | None] | None = None
+            if salt and not known:
+                extras = [[salt.decode()], *[None] * (end - 1)]
+            parent = keys[known - 1] if known else None
+            blocks = tokens[known * BLOCK : end * BLOCK]
+            return BlockStored(keys[known:end], parent, blocks, BLOCK, None, place[0], None, extras, *place[1:])
+        children = {key for _, _, other in self.chains for i, key in enumerate(other[:-1]) if other[i + 1] in held}
+        last = [key for key in keys[:known] if key not in children]
+        held.difference_update(last)
+        return BlockRemoved(last, place[0], *place[1:]) if last else None
+
+
+def read(log: KvEventLog, feed: KvEventFeed) -> None:
+    for number, payload in log.since(feed.next):
+        feed.receive(number, decode_batch(payload) or [])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_late_subscriber_knows_what_an_early_one_knows(seed: int) -> None:
+    """Whenever a router subscribes, and however many messages it misses, it knows then which blocks are where."""
+    replica, log = Replica(seed), KvEventLog(messages=20)
+    directories = [Directory(10_000) for _ in range(3)]
+    early, gap, late = (KvEventFeed(one, "r", b"m", BLOCK, counts_copies=False) for one in directories)
+    number = 0
+    while number < 400:
+        event = replica.event()
+        if event is not None:
+            log.append(number, encode_batch(0.0, [event]))
+            number += 1
+            read(log, early)
+        if number == 100:
+            read(log, gap)
+    read(log, gap)
+    read(log, late)
+    for _, _, keys in replica.chains:
+        found = [directory.lookup(keys).of("r") for directory in directories]
+        # A gap does not clear what is in a shared store: other replicas report it too.
+        assert found[0] == found[2] and found[0][:3] == found[1][:3]
+        assert found[0][0] == sum(key in replica.held[PLACES[0]] for key in keys)
+    assert late.counters.skipped_blocks == late.counters.malformed == 0
+
+
+def test_the_snapshot_is_bounded() -> None:
+    """Of more blocks than its limit the snapshot has the first ones."""
+    log, tokens = KvEventLog(messages=1, blocks=10), list(range(BLOCK * 40))
+    keys = chain_keys(Scope(b"m", BLOCK).root(), tokens, BLOCK)
+    for number in range(40):
+        parent = keys[number - 1] if number else None
+        blocks = tokens[number * BLOCK : (number + 1) * BLOCK]
+        log.append(number, encode_batch(0.0, [BlockStored([keys[number]], parent, blocks, BLOCK, None, None, None)]))
+    directory = Directory(10_000)
+    read(log, KvEventFeed(directory, "r", b"m", BLOCK))
+    assert directory.lookup(keys).of("r")[0] == 10
