@@ -63,6 +63,12 @@ class Process:
             self._popen.terminate()
             self._popen.wait(START_SECONDS)
 
+    @property
+    def pid(self) -> int:
+        """Of the process that was started last."""
+        assert self._popen is not None
+        return self._popen.pid
+
     def forget(self) -> None:
         """A server's device is empty afterwards."""
         httpx.delete(f"{self.url}/v1/cache", timeout=60).raise_for_status()

@@ -69,12 +69,17 @@ class Behind(asyncio.Protocol):
         self.data += data
         while b"\r\n\r\n" in self.data:
             head, _, rest = self.data.partition(b"\r\n\r\n")
-            length = next(
-                (int(line[15:]) for line in head.split(b"\r\n") if line[:15].lower() == b"content-length:"), 0
-            )
-            if len(rest) < length:
-                return
-            body, self.data = rest[:length], rest[length:]
+            fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+            if b"transfer-encoding" in fields:
+                body, ended, after = chunks(rest)
+                if not ended:
+                    return
+                self.data = after
+            else:
+                length = int(fields.get(b"content-length", 0))
+                if len(rest) < length:
+                    return
+                body, self.data = rest[:length], rest[length:]
             self.answer(head.split(b" ", 2)[1].decode(), body)
 
     def answer(self, path: str, body: bytes) -> None:
@@ -143,6 +148,18 @@ _PROMPT_IDS = b', "prompt_token_ids": ' + json.dumps(list(range(250))).encode()
 
 def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def chunks(data: bytes) -> tuple[bytes, bool, bytes]:
+    """The text of the chunks that are whole, whether the last one was among them, and the bytes that follow."""
+    at, parts, ended = 0, list[bytes](), False
+    while not ended and (line := data.find(b"\r\n", at)) >= 0:
+        size = int(data[at:line], 16)
+        if line + size + 4 > len(data):
+            break
+        parts.append(data[line + 2 : line + 2 + size])
+        at, ended = line + size + 4, not size
+    return b"".join(parts), ended, data[at:]
 
 
 def serve(kind: str, port: Connection) -> None:
@@ -222,15 +239,8 @@ class Client(asyncio.Protocol):
             if b" 200 " not in head[:16]:
                 self.fail((head[:80] + data).decode())
             self.inside = True
-        at, parts, ended = 0, list[bytes](), False
-        while (line := data.find(b"\r\n", at)) >= 0:
-            size = int(data[at:line], 16)
-            if line + size + 4 > len(data):
-                break
-            parts.append(data[line + 2 : line + 2 + size])
-            at, ended = line + size + 4, not size
-        self.rest = data[at:]
-        return b"".join(parts), ended
+        text, ended, self.rest = chunks(data)
+        return text, ended
 
     def take(self, now: float) -> None:
         """Events that are whole. What follows the last of them stays in `text`, the end of the stream too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,10 +57,10 @@ def fleet() -> Iterator[Fleet]:
             server.popen.kill()
 
 
-@pytest.fixture(scope="module", params=["buffered", "duplex"])
+@pytest.fixture(scope="module", params=["two filters", "one filter"])
 def gateway(request: pytest.FixtureRequest, fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Envoy]:
     folder = tmp_path_factory.mktemp("envoy")
-    envoy = Envoy(folder, fleet.port, fleet.urls, duplex=request.param == "duplex")
+    envoy = Envoy(folder, fleet.port, fleet.urls, request.param)
     yield envoy
     envoy.kill()
 
@@ -173,8 +174,28 @@ def test_a_killed_picker_stops_nothing(fleet: Fleet, tmp_path: Path) -> None:
             one.kill()
 
 
+@pytest.mark.parametrize("mode", ["two filters", "one filter"])
+def test_a_hanging_picker_hangs_nothing(mode: str, fleet: Fleet, tmp_path: Path) -> None:
+    """While the picker's process is stopped, requests are served without it; with one filter for all they get an error. Once it
+    runs again, it places them."""
+    port = free_port()
+    picker = picker_on(port, fleet.urls)
+    envoy = Envoy(tmp_path, port, fleet.urls, mode, patient=False)
+    try:
+        until(lambda: replica_of(complete(envoy.url, "import ")) in fleet.urls)
+        picker.popen.send_signal(signal.SIGSTOP)
+        found = complete(envoy.url, "import ")
+        assert found.status_code == (200 if mode == "two filters" else 500), found.text
+        picker.popen.send_signal(signal.SIGCONT)
+        until(lambda: replica_of(complete(envoy.url, "import ")) in fleet.urls)
+    finally:
+        picker.kill()
+        envoy.kill()
+
+
 def test_a_killed_replica_hangs_nothing(start: Callable[..., ServerProcess], tmp_path: Path) -> None:
-    """Streams of the killed replica end, those of the other complete, and every new request is served."""
+    """Streams of the killed replica end, those of the other complete. Requests whose response had not begun, many at a time,
+    and every new request are served."""
     servers = [start(*FLOAT), start(*FLOAT)]
     urls = [server.wait_ready() for server in servers]
     port = free_port()
@@ -197,13 +218,16 @@ def test_a_killed_replica_hangs_nothing(start: Callable[..., ServerProcess], tmp
 
     begun = set[int]()
     try:
-        with ThreadPoolExecutor(6) as pool:
+        with ThreadPoolExecutor(22) as pool:
             streams = [pool.submit(stream, number) for number in range(6)]
-            until(lambda: len(begun) == 6)
+            long = {"max_tokens": 400, "ignore_eos": True}
+            whole = [pool.submit(complete, envoy.url, words(f"whole{number}", 30), **long) for number in range(16)]
+            until(lambda: len(begun) == 6 and picker.metric("foreword:router_in_flight") == 22)
             servers[0].popen.kill()
             new = [complete(envoy.url, words(f"new{number}", 20)) for number in range(6)]
             found = [one.result() for one in streams]
         assert [one.status_code for one in new] == [200] * 6
+        assert [one.result().status_code for one in whole] == [200] * 16
         assert all(complete for replica, complete in found if replica == urls[1]), found
     finally:
         envoy.kill()
