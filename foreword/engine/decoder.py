@@ -1,7 +1,7 @@
 """Norms and whole decoder layers by the compiled kernels (kernels/decoder.h). Model code stays.
 
-Where the compiled kernels are chosen for all products and the attention, a layer is one call. Elsewhere it is a few, between
-which other kernels multiply or attend.
+Where the compiled kernels are chosen for all products and the attention, a layer is one call; in a step that only decodes, the
+call of the first layer computes all. Elsewhere it is a few calls, between which other kernels multiply or attend.
 
 A layer is a candidate if it has two norms, and linear layers of the usual names that are packed. Whether it also
 computes what the kernels compute is not read from its code but tried: in one pass of the model over random tokens, before its
@@ -85,7 +85,7 @@ class _LayerParts:
 class DecoderForward(Patch):
     """`forward` of a decoder layer: in the engine's step by the kernels, elsewhere the layer's own."""
 
-    __slots__ = ("_layer", "_parts", "_rotated", "_whole")
+    __slots__ = ("_layer", "_numbers", "_parts", "_rotated", "_run", "_whole")
 
     def __init__(self, layer: nn.Module, parts: _LayerParts, rotated: bool) -> None:
         self._layer = layer
@@ -94,9 +94,28 @@ class DecoderForward(Patch):
         # By `row_bucket`: whether one call computes the layer.
         kinds = zip(*(product.served for product in parts.products.values()), strict=True)
         self._whole = [set(served) == {COMPILED} for served in kinds]
+        self.run_before([])
+
+    def run_before(self, others: Sequence[DecoderForward]) -> None:
+        """Let this layer's call compute these as well, one after the other."""
+        self._run = (self, *others)
+        self._numbers = tuple(forward.number for forward in self._run)
+
+    @property
+    def number(self) -> int:
+        return self._parts.number
+
+    @property
+    def kind(self) -> object:
+        """Layers of the same kind can be computed by one call."""
+        parts = self._parts
+        sizes = [(product.inputs, product.outputs) for product in parts.products.values()]
+        return sizes, parts.heads, parts.params.window, self._rotated, self._whole
 
     def __call__(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
         attention = current_attention()
+        if isinstance(attention, StepAttention) and self._parts.number in attention.computed:
+            return hidden_states
         rotary = named.get("position_embeddings")
         unusual = arguments or any(named.get(name) is not None for name in ("attention_mask", "past_key_values"))
         cpu = attention.cpu(self._parts.number) if isinstance(attention, StepAttention) else None
@@ -105,20 +124,28 @@ class DecoderForward(Patch):
         assert isinstance(attention, StepAttention)
         backend = attention.backend(self._parts.number, hidden_states)
         if backend is cpu and self.is_whole(hidden_states.shape[1]):
-            out = self.compute(cpu, hidden_states, rotary)
+            run = self._run if attention.decodes(self._numbers) else (self,)
+            out = self.compute(cpu, hidden_states, rotary, run)
         else:
+            run = (self,)
             out = self.compute_in_parts(cpu, backend, hidden_states, rotary)
-        attention.notify_written(self._parts.number)
+        for forward in run:
+            attention.notify_written(forward.number)
+        attention.computed.update(forward.number for forward in run[1:])
         return out
 
     def is_whole(self, rows: int) -> bool:
         """Whether the compiled kernels multiply this number of rows in all products."""
         return self._whole[row_bucket(rows)]
 
-    def compute(self, cpu: CpuAttention, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """The layer's output for the step's tokens in one call; their K and V go into the paged tensors."""
+    def compute(
+        self, cpu: CpuAttention, x: Tensor, rotary: tuple[Tensor, Tensor], run: Sequence[DecoderForward]
+    ) -> Tensor:
+        """The output of the last layer of a run for the step's tokens, in one call; their K and V go into the paged tensors."""
         cosines, sines = (one.contiguous() for one in rotary)
-        return cpu.decode(self._decoder(cpu, cosines), x.contiguous(), cosines, sines, self._parts.params.window)
+        numbers = self._numbers if run is self._run else (self.number,)
+        decoders = cpu.layers.decoders(numbers, lambda: [forward._decoder(cpu, cosines) for forward in run])
+        return cpu.decode(decoders, x.contiguous(), cosines, sines, self._parts.params.window)
 
     def compute_in_parts(
         self, cpu: CpuAttention, backend: AttentionBackend, x: Tensor, rotary: tuple[Tensor, Tensor]
@@ -322,7 +349,26 @@ def _decoder_forwards(
         if forward is None:
             return {}
         forwards[layer] = forward
+    _join(forwards, recorder, trial)
     return forwards
+
+
+def _join(forwards: Mapping[nn.Module, DecoderForward], recorder: LayerRecorder, trial: Trial) -> None:
+    """Let one call compute layers of one kind of which, in the trial, each took the output of the one before as it was."""
+    run: list[DecoderForward] = []
+    last: _LayerCall | None = None
+    for layer, forward in sorted(forwards.items(), key=lambda item: item[1].number):
+        call, layout = trial.calls[layer], recorder.layouts[forward.number]
+        follows = (
+            last is not None
+            and forward.kind == run[0].kind
+            and layout == recorder.layouts[run[0].number]
+            and torch.equal(call.x, last.out)
+            and all(map(torch.equal, call.rotary, last.rotary))
+        )
+        run = [*run, forward] if follows else [forward]
+        run[0].run_before(run[1:])
+        last = call
 
 
 def _try_layer(
@@ -340,7 +386,7 @@ def _try_layer(
         forward = DecoderForward(layer, parts, rotated)
         ways = [partial(forward.compute_in_parts, cpu, cpu)]
         if all(product.compiled for product in parts.products.values()):
-            ways.append(partial(forward.compute, cpu))
+            ways.append(partial(forward.compute, cpu, run=(forward,)))
         if all(
             _agree(way(call.x, call.rotary), call.out, call.x)
             and _agree(found.k, expected.k)

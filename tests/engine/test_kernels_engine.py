@@ -112,11 +112,12 @@ def test_layers_that_are_fused(family: str, folder: Folder) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("change", ["activation", "residual", "epsilon", "order", "none"])
+@pytest.mark.parametrize("change", ["activation", "residual", "epsilon", "order", "between", "none"])
 def test_different_layer_is_not_replaced(
     change: str, dtype: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer that looks like Llama's but computes something else keeps its own `forward`."""
+    """A layer that looks like Llama's but computes something else keeps its own `forward`. What a model does between two
+    layers is done."""
     kinds = transformers.models.llama.modeling_llama
     layer = kinds.LlamaDecoderLayer
     honest, norm = layer.forward, kinds.LlamaRMSNorm
@@ -136,10 +137,13 @@ def test_different_layer_is_not_replaced(
     elif change == "epsilon":
         before = norm.forward
         monkeypatch.setattr(norm, "forward", lambda self, x: before(self, x) * 1.1)
+    elif change == "between":
+        call = layer.__call__
+        monkeypatch.setattr(layer, "__call__", lambda self, x, *args, **kwargs: call(self, 1.25 * x, *args, **kwargs))
     elif change != "none":
         monkeypatch.setattr(layer, "forward", {"residual": residual, "order": order}[change])
     loaded = load_model(EngineConfig(model=str(folder("llama")), dtype=dtype))
-    assert fused_layers(loaded.model) == (3 if change == "none" else 0)
+    assert fused_layers(loaded.model) == (3 if change in ("between", "none") else 0)
     norms = sum(isinstance(module.__dict__.get("forward"), NormForward) for module in loaded.model.modules())
     assert norms == (0 if change == "epsilon" else 7)
     self_check(loaded, 4)

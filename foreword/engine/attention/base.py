@@ -7,7 +7,7 @@ K and V into the layer's paged tensors, then each sequence attends to its own pa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -61,6 +61,8 @@ class StepAttention:
         # By KV group.
         self._cpu: dict[AttentionMetadata, CpuAttention] = {}
         self._others: dict[AttentionMetadata, AttentionBackend] = {}
+        # Layers whose output the call of an earlier layer has computed.
+        self.computed: set[int] = set()
         self._make_backend = make_backend or (lambda metadata: TorchAttention(metadata, layers))
 
     def cpu(self, layer: int) -> CpuAttention | None:
@@ -72,6 +74,11 @@ class StepAttention:
         if backend is None:
             backend = self._cpu[metadata] = CpuAttention(metadata, self._cpu_layers)
         return backend
+
+    def decodes(self, layers: Sequence[int]) -> bool:
+        """Whether these layers are of one KV group, in a step without prompts."""
+        metadata = self._metadata[layers[0]]
+        return not metadata.prefills and all(self._metadata[layer] is metadata for layer in layers)
 
     def backend(self, layer: int, query: Tensor) -> AttentionBackend:
         """The backend of this layer in this step; `query` has the model's dtype."""

@@ -19,7 +19,16 @@ from torch import Tensor
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
 from foreword.engine.kernels.choice import AttentionChoice, attention_bucket
-from foreword.engine.kernels.native import TYPES, AttentionLayer, AttentionTasks, DecoderLayer, DecoderStep, Kernels
+from foreword.engine.kernels.native import (
+    TYPES,
+    AttentionLayer,
+    AttentionTasks,
+    DecoderLayer,
+    DecoderLayers,
+    DecoderStep,
+    Kernels,
+    layer_pointers,
+)
 
 # Query rows of a tile, for each KV head: enough that laying out a block of keys costs little beside using it.
 TILE_ROWS = 192
@@ -102,6 +111,7 @@ class CpuLayers:
         self._layers = layers
         self._structs: dict[tuple[int, int], AttentionLayer] = {}
         self._decoders: dict[int, DecoderLayer] = {}
+        self._pointers: dict[tuple[int, ...], DecoderLayers] = {}
 
     def supports(self, layer: int, query: Tensor) -> bool:
         """Whether the kernels compute this dtype and head size: bfloat16 keys come in pairs."""
@@ -142,9 +152,17 @@ class CpuLayers:
             struct = self._decoders[number] = make(self.layer(number, heads))
         return struct
 
+    def decoders(self, numbers: tuple[int, ...], make: Callable[[], list[DecoderLayer]]) -> DecoderLayers:
+        """Several decoder layers, made by the first call."""
+        pointers = self._pointers.get(numbers)
+        if pointers is None:
+            pointers = self._pointers[numbers] = layer_pointers(make())
+        return pointers
+
     def forget_decoder(self, number: int) -> None:
         """The next call of `decoder` makes the layer anew."""
         self._decoders.pop(number, None)
+        self._pointers.clear()
 
 
 class CpuAttention:
@@ -193,8 +211,10 @@ class CpuAttention:
         )
         self.layers.kernels.prepare(qkv.dtype, decoder, step)
 
-    def decode(self, decoder: DecoderLayer, x: Tensor, cosines: Tensor, sines: Tensor, window: int | None) -> Tensor:
-        """A whole decoder layer: `x` `[1, T, hidden]` to the same shape; K and V go into their slots."""
+    def decode(self, decoders: DecoderLayers, x: Tensor, cosines: Tensor, sines: Tensor, window: int | None) -> Tensor:
+        """Whole decoder layers of the same sizes and window: `x` `[1, T, hidden]` to the same shape; K and V go into their
+        slots."""
+        decoder = decoders[0].contents
         widths = (decoder.hidden, decoder.qkv.outputs, decoder.output.inputs, decoder.gate_up.outputs)
         step = self._steps.get(widths)
         if step is None:
@@ -203,7 +223,7 @@ class CpuAttention:
         step.tasks = ctypes.pointer(self.tasks(window, decoder.layer))
         step.cosines, step.sines = cosines.data_ptr(), sines.data_ptr()
         step.x, step.out = x.data_ptr(), out.data_ptr()
-        self.layers.kernels.decode(x.dtype, decoder, step)
+        self.layers.kernels.decode(x.dtype, decoders, step)
         return out
 
     def _make_step(self, decoder: DecoderLayer, x: Tensor) -> DecoderStep:

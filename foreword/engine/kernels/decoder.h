@@ -142,3 +142,12 @@ static void decode(const DecoderLayer& decoder, const DecoderStep& step, ThreadT
     gate_rows<T>(step.gate_up, tokens, inner, step.inner, team);
     multiply_packed<T>(decoder.down, Operands{step.inner, inner, tokens, step.between, step.out, hidden}, team);
 }
+
+// Layers of the same sizes. All but the first read their input from `step.out`, and replace it.
+template <class T>
+static void decode_layers(const DecoderLayer* const* layers, int64_t count, DecoderStep step, ThreadTeam& team) {
+    for (int64_t i = 0; i < count; i++) {
+        decode<T>(*layers[i], step, team);
+        step.x = step.out;
+    }
+}

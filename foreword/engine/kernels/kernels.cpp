@@ -61,9 +61,9 @@ void fw_prepare(int type, const DecoderLayer* decoder, const DecoderStep* step, 
     team.run([&] { (type ? prepare_rows<BFloat16> : prepare_rows<Float32>)(*decoder, *step, team); });
 }
 
-void fw_decode(int type, const DecoderLayer* decoder, const DecoderStep* step, int threads) {
+void fw_decode(int type, const DecoderLayer* const* layers, int64_t count, const DecoderStep* step, int threads) {
     ThreadTeam team(threads);
-    team.run([&] { (type ? decode<BFloat16> : decode<Float32>)(*decoder, *step, team); });
+    team.run([&] { (type ? decode_layers<BFloat16> : decode_layers<Float32>)(layers, count, *step, team); });
 }
 
 void fw_sample(int type, const void* logits, int64_t stride, int64_t vocab, SampledRow* rows, int64_t count,

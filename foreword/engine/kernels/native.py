@@ -70,6 +70,14 @@ class DecoderLayer(Structure):
     ]
 
 
+DecoderLayers = ctypes.Array["ctypes._Pointer[DecoderLayer]"]
+
+
+def layer_pointers(decoders: Sequence[DecoderLayer]) -> DecoderLayers:
+    """Decoder layers as `Kernels.decode` takes them."""
+    return (POINTER(DecoderLayer) * len(decoders))(*map(ctypes.pointer, decoders))
+
+
 class DecoderStep(Structure):
     """What a decoder layer computes in one step (decoder.h). `memory` is what it points to."""
 
@@ -115,7 +123,7 @@ class Kernels:
             "gate": (pointer, number, number, pointer),
             "sample": (pointer, number, number, POINTER(SampledRow), number),
             "prepare": (POINTER(DecoderLayer), POINTER(DecoderStep)),
-            "decode": (POINTER(DecoderLayer), POINTER(DecoderStep)),
+            "decode": (POINTER(POINTER(DecoderLayer)), number, POINTER(DecoderStep)),
         }
         for name, types in arguments.items():
             function = getattr(lib, f"fw_{name}")
@@ -200,9 +208,9 @@ class Kernels:
         """Norms and rotary embedding of a step's queries and keys, in place in `step.qkv`; K and V go into their slots."""
         self._lib.fw_prepare(TYPES[dtype], byref(decoder), byref(step), torch.get_num_threads())
 
-    def decode(self, dtype: torch.dtype, decoder: DecoderLayer, step: DecoderStep) -> None:
-        """A whole decoder layer."""
-        self._lib.fw_decode(TYPES[dtype], byref(decoder), byref(step), torch.get_num_threads())
+    def decode(self, dtype: torch.dtype, decoders: DecoderLayers, step: DecoderStep) -> None:
+        """Whole decoder layers of the same sizes, each over the output of the one before."""
+        self._lib.fw_decode(TYPES[dtype], decoders, len(decoders), byref(step), torch.get_num_threads())
 
 
 def quantized(weight: Tensor, scale: Tensor) -> Tensor:
