@@ -127,10 +127,14 @@ class Bench:
                 left -= delta.finish_reason is not None
         return [found[f"bench-{first + i}"] for i in range(len(prompts))]
 
-    def decode_seconds(self, batch: int, context: int, steps: int, vocabulary: int) -> float:
-        """The mean time of a step in which `batch` sequences decode. Their blocks fill in the same steps."""
+    def decode_seconds(self, batch: int, context: int, steps: int, vocabulary: int, shared: int = 0) -> float:
+        """The mean time of a step in which `batch` sequences decode, after `shared` common tokens and `context` of their own.
+        Their blocks fill in the same steps."""
+        common = random_tokens(shared, vocabulary, batch)
+        if shared:
+            self.generate([common], 1)
         for number in range(batch):
-            self.add(random_tokens(context, vocabulary, 1000 * batch + number), steps + 3)
+            self.add(common + random_tokens(context, vocabulary, 1000 * batch + number), steps + 3)
         started = 0
         while started < batch:
             started += sum(bool(delta.tokens) for delta in self.step())
@@ -212,6 +216,8 @@ CASES = (
 )  # fmt: skip
 # Steps of chunks `(start, count)`.
 SHORT_STEPS = [[(37, 1), (5, 1), (0, 24), (30, 8)], [(90, 1)] * 3, [(60, 70)]]
+# Sequences after common blocks of 20 x 16 tokens.
+SHARED_STEPS = [[(330 + 40 * i, 1) for i in range(20)], [(325, 20), *[(400, 1)] * 3]]
 LONG_STEPS = [[(5000, 1)], [(700 + i, 1) for i in range(300)], [(0, 1500), (900, 400), (3000, 1)]]
 
 
@@ -224,7 +230,10 @@ def step_kernels(shapes: Shapes, device: Any, tiny: bool) -> Rows:
     for dtype, allowed in limits.items():
         steps = SHORT_STEPS[:2] if tiny else SHORT_STEPS + LONG_STEPS
         worst = max(
-            attention_error(case, step, dtype, device) for case in CASES[: 2 if tiny else None] for step in steps
+            attention_error(case, step, shared, dtype, device)
+            for case in CASES[: 2 if tiny else None]
+            for shared, several in ((0, steps), (20, SHARED_STEPS[tiny:]))
+            for step in several
         )
         rows.append({"what": f"largest error, {str(dtype)[6:]}", "figure": f"{worst:.2g}", "limit": f"{allowed:g}"})
         if not worst <= allowed:
@@ -232,8 +241,9 @@ def step_kernels(shapes: Shapes, device: Any, tiny: bool) -> Rows:
     return rows
 
 
-def attention_error(case: AttentionCase, step: list[tuple[int, int]], dtype: Any, device: Any) -> float:
-    """The largest difference of a step's attention. Raises RuntimeError if K or V are not written exactly."""
+def attention_error(case: AttentionCase, step: list[tuple[int, int]], shared: int, dtype: Any, device: Any) -> float:
+    """The largest difference of a step's attention after `shared` common blocks. Raises RuntimeError if K or V are not written
+    exactly."""
     import torch
 
     from foreword.blocks.layout import LayerLayout
@@ -243,12 +253,13 @@ def attention_error(case: AttentionCase, step: list[tuple[int, int]], dtype: Any
     from foreword.engine.attention.triton_backend import StepTensors, TritonAttention
 
     noise = torch.Generator(device=device).manual_seed(0)
-    blocks, row, chunks = 0, 0, []
+    blocks, row, chunks = shared, 0, []
     for start, count in step:
-        needed = -(-(start + count) // 16)
-        chunks.append(QueryChunk(row, start, count, range(blocks, blocks + needed)[::-1], start))
+        needed = -(-(start + count) // 16) - shared
+        table = [*range(shared), *range(blocks, blocks + needed)[::-1]]
+        chunks.append(QueryChunk(row, start, count, table, start))
         row, blocks = row + count, blocks + needed
-    metadata = AttentionMetadata(chunks, 16, share_prefixes=False)
+    grouped, metadata = (AttentionMetadata(chunks, 16, share_prefixes=share) for share in (True, False))
     layout = LayerLayout(2, case.dim, case.value_dim or case.dim)
     ours, theirs = (PagedLayer(layout, kind, blocks, 16, device) for kind in (dtype, torch.float32))
     for cache, copy in ((ours.k, theirs.k), (ours.v, theirs.v)):
@@ -259,9 +270,9 @@ def attention_error(case: AttentionCase, step: list[tuple[int, int]], dtype: Any
     params = AttentionParams(case.dim**-0.5, case.window, case.softcap, sinks)
 
     def kernels(one: AttentionMetadata) -> TritonAttention:
-        return TritonAttention(StepTensors.of(one, device), {0: ours})
+        return TritonAttention(StepTensors.of(one, device, saving=1), {0: ours})
 
-    found = StepAttention({0: metadata}, {0: ours}, make_backend=kernels).attend(0, q, k, v, params)
+    found = StepAttention({0: grouped}, {0: ours}, make_backend=kernels).attend(0, q, k, v, params)
     expected = StepAttention({0: metadata}, {0: theirs}).attend(0, q.float(), k.float(), v.float(), params)
     if not (torch.equal(ours.k, theirs.k.to(dtype)) and torch.equal(ours.v, theirs.v.to(dtype))):
         raise RuntimeError(f"{dtype}, {case}, {step}: K or V were not written as they are")
@@ -269,9 +280,13 @@ def attention_error(case: AttentionCase, step: list[tuple[int, int]], dtype: Any
 
 
 def step_tokens(shapes: Shapes, device: Any, tiny: bool) -> Rows:
-    """Greedy tokens of a small float32 model against Transformers, cold and from the prefix cache."""
+    """Greedy tokens of a small float32 model against Transformers, cold and from the prefix cache. The prompts share a prefix,
+    which decode steps read once however short it is."""
     import torch
 
+    from foreword.engine.attention import triton_backend
+
+    triton_backend._SAVED_BYTES = 1
     torch.backends.cuda.matmul.allow_tf32 = False
     small = Shapes(2, 64, 4, 2, 16, 96, 2048, (), 0, 0, 0, ())
     from foreword.engine.attention.base import NAME
@@ -284,7 +299,8 @@ def step_tokens(shapes: Shapes, device: Any, tiny: bool) -> Rows:
     own, _ = random_model(small, device, torch.float32, "eager")
     own.load_state_dict(model.state_dict())
     new = 3 if tiny else 32
-    prompts = [random_tokens(length, 2048, length) for length in ((5, 21) if tiny else (5, 40, 133, 600))]
+    lengths = (5, 21) if tiny else (5, 40, 133, 600)
+    prompts = [random_tokens(48, 2048, 0) + random_tokens(length, 2048, length) for length in lengths]
     expected = []
     for tokens in prompts:
         ids = torch.tensor([tokens], device=device)
@@ -316,7 +332,7 @@ def step_decode(shapes: Shapes, device: Any, tiny: bool) -> Rows:
     length = shapes.prefill + shapes.steps + 64
     options = {
         "max_num_seqs": shapes.batches[-1], "max_batch_tokens": shapes.prefill, "max_model_len": length,
-        "enable_prefix_caching": False, "kv_memory": "4096 tokens" if tiny else "auto",
+        "kv_memory": "4096 tokens" if tiny else "auto",
     }  # fmt: skip
     bench = Bench(model, settings, device, options)
     rows: Rows = [
@@ -354,6 +370,14 @@ def step_decode(shapes: Shapes, device: Any, tiny: bool) -> Rows:
                 "figure": f"{batch / seconds:.0f} tok/s",
                 "share": f"{read / seconds / bandwidth:.0%} of a copy's bandwidth",
             }
+        )
+    batch, shared = shapes.batches[-2], shapes.prefill // 2
+    for once in (True, False):
+        bench.runner.share_prefixes = once
+        seconds = bench.decode_seconds(batch, shapes.context, shapes.steps, shapes.vocabulary, shared)
+        how = "read once" if once else "read by each sequence"
+        rows.append(
+            {"what": f"decode, batch {batch}, a prefix of {shared} {how}", "figure": f"{batch / seconds:.0f} tok/s"}
         )
     return rows
 

@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: one launch instead of some thousand small ones.
 
 A graph repeats recorded kernels over the same memory. So a step's inputs are copied into fixed buffers, padded to the next
-larger batch size for which there is a graph. Padded rows attend to nothing and write nothing.
+larger batch size for which there is a graph. Padded rows attend to nothing and write nothing. Larger batches have a second
+graph, for steps whose sequences share a prefix: it has two more launches for each layer.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from foreword.engine.attention.base import StepAttention
 from foreword.engine.attention.kv_tensors import PagedLayer, pinned
 from foreword.engine.attention.metadata import AttentionMetadata
-from foreword.engine.attention.triton_backend import StepTensors, TritonAttention, pack_step
+from foreword.engine.attention.triton_backend import StepTensors, TritonAttention, pack_step, sharing_pays
 from foreword.engine.kv_groups import GroupedLayers
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 # Block numbers of a step's tables; steps with more run without a graph.
 _MAX_TABLE_BLOCKS = 1 << 22
 _LARGEST_BATCH = 512
+# Smaller batches have no graph for steps with shared prefixes.
+_MIN_SHARING = 4
 
 # Logits of the rows `rows` of a step: `(input_ids [1, T], position_ids [1, T], rows, attention)` to `[len(rows), vocab]`.
 Forward = Callable[[Tensor, Tensor, Tensor, StepAttention], Tensor]
@@ -106,12 +110,15 @@ class DecodeGraphs:
         # Token ids, then positions.
         self._inputs = torch.zeros(2 * most, dtype=torch.long, device=self._device)
         tables = min(most * num_blocks, _MAX_TABLE_BLOCKS)
-        self._steps = [torch.zeros(5 * most + tables, dtype=torch.int32, device=self._device) for _ in grouped.groups]
-        self._graphs: dict[int, _Graph] = {}
+        numbers = StepTensors.numbers(most, tables)
+        self._steps = [torch.zeros(numbers, dtype=torch.int32, device=self._device) for _ in grouped.groups]
+        self._saving = sharing_pays(layers)
+        # By batch size and whether a shared prefix is read once.
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
 
     @property
     def sizes(self) -> list[int]:
-        return sorted(self._graphs)
+        return sorted(size for size, shares in self._graphs if not shares)
 
     @torch.inference_mode()
     def record(self) -> None:
@@ -121,7 +128,9 @@ class DecodeGraphs:
         try:
             for size in reversed(self._wanted):
                 self._fill([0] * (2 * size), [empty] * len(self._steps), size)
-                self._graphs[size] = _Graph(*self._capture(lambda size=size: self._run(size)))  # type: ignore[misc]
+                for shares in (False, True)[: 1 + (size >= _MIN_SHARING)]:
+                    run = partial(self._run, size, shares)
+                    self._graphs[size, shares] = _Graph(*self._capture(run))
         except RuntimeError as error:
             self._graphs.clear()
             log.warning("decode steps run without CUDA graphs, slower: %s", str(error).strip().partition("\n")[0])
@@ -135,28 +144,30 @@ class DecodeGraphs:
         if size is None:
             return None
         padding = [0] * (size - len(tokens))
-        if not self._fill([*tokens, *padding, *positions, *padding], step, size):
+        shares = self._fill([*tokens, *padding, *positions, *padding], step, size)
+        if shares is None:
             return None
-        graph = self._graphs[size]
+        graph = self._graphs.get((size, shares), self._graphs[size, False])
         graph.replay()
         return graph.logits[: len(tokens)]
 
-    def _fill(self, inputs: Sequence[int], step: Sequence[AttentionMetadata], size: int) -> bool:
-        """Copy a step into the buffers. False if it has more block numbers than they hold."""
-        packed = [pack_step(metadata, size)[0] for metadata in step]
-        if any(len(numbers) > len(buffer) for numbers, buffer in zip(packed, self._steps, strict=True)):
-            return False
-        for numbers, buffer in ((inputs, self._inputs), *zip(packed, self._steps, strict=True)):
+    def _fill(self, inputs: Sequence[int], step: Sequence[AttentionMetadata], size: int) -> bool | None:
+        """Copy a step into the buffers. Whether its sequences share a prefix; None if its tables are too long for them."""
+        packed = [pack_step(metadata, self._saving, size) for metadata in step]
+        arrays = [one.numbers for one in packed]
+        if any(len(numbers) > len(buffer) for numbers, buffer in zip(arrays, self._steps, strict=True)):
+            return None
+        for numbers, buffer in ((inputs, self._inputs), *zip(arrays, self._steps, strict=True)):
             buffer[: len(numbers)].copy_(pinned(numbers, buffer.dtype, buffer.device), non_blocking=True)
-        return True
+        return any(one.shares for one in packed)
 
-    def _run(self, size: int) -> Tensor:
+    def _run(self, size: int, shares: bool) -> Tensor:
         """The forward pass over the buffers."""
         metadata = {}
         backends = {}
         for layers, window, buffer in zip(self._grouped.groups, self._grouped.windows, self._steps, strict=True):
             of_group = AttentionMetadata([], self._block_size, window=window)
-            tensors = StepTensors.view(buffer, size, size, self._block_size)
+            tensors = StepTensors.view(buffer, size, size, self._block_size, shares)
             backends[of_group] = TritonAttention(tensors, self._layers)
             metadata.update(dict.fromkeys(layers, of_group))
         attention = StepAttention(metadata, self._layers, make_backend=backends.__getitem__)

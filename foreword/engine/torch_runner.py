@@ -38,7 +38,8 @@ class TorchRunner:
         kernels: the compiled kernels, if they are to be used, where `choice` says so.
         triton: Triton kernels compute attention.
 
-    `on_written`, where it is set, is called during a step with each layer whose K and V are written.
+    `share_prefixes` may be changed between steps. `on_written`, where it is set, is called during a step with each layer whose
+    K and V are written.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class TorchRunner:
         self._model = model
         self._device: torch.device = model.device
         self._block_size = block_size
-        self._share = share_prefixes and not (choice is not None and choice.batch_invariant)
+        self.share_prefixes = share_prefixes and not (choice is not None and choice.batch_invariant)
         self.on_written: Callable[[int], None] | None = None
         self._grouped = layers
         self._columns = [PagedLayer(one, dtype, num_blocks, block_size, self._device) for one in layers.columns]
@@ -113,9 +114,10 @@ class TorchRunner:
         return [] if self._graphs is None else self._graphs.sizes
 
     def _triton_backends(self) -> Callable[[AttentionMetadata], AttentionBackend]:
-        from foreword.engine.attention.triton_backend import StepTensors, TritonAttention
+        from foreword.engine.attention.triton_backend import StepTensors, TritonAttention, sharing_pays
 
-        return lambda metadata: TritonAttention(StepTensors.of(metadata, self._device), self.layers)
+        saving = sharing_pays(self.layers)
+        return lambda metadata: TritonAttention(StepTensors.of(metadata, self._device, saving), self.layers)
 
     def _sampled_rows(self, step: Step, draws: Mapping[SequenceState, Draw]) -> tuple[list[int], list[SequenceState]]:
         rows: list[int] = []
@@ -187,7 +189,7 @@ class TorchRunner:
             blocks = table.others[group - 1] if group else table.blocks
             chunks.append(QueryChunk(row, chunk.start, chunk.count, blocks, chunk.write_from))
         window = self._grouped.windows[group]
-        return AttentionMetadata(chunks, self._block_size, share_prefixes=self._share, window=window)
+        return AttentionMetadata(chunks, self._block_size, share_prefixes=self.share_prefixes, window=window)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         """Copy slots of blocks, in order: the target of one copy may be the source of an earlier one."""

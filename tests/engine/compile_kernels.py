@@ -11,18 +11,21 @@ from foreword.offload.device_kernels import copy_kernel
 # Compute capability 9.0: Hopper.
 TARGET = GPUTarget("cuda", 90, 32)
 DIMS = {"K_DIM": 128, "V_DIM": 128, "K_PADDED": 128, "V_PADDED": 128}
-FLAGS = {"SOFTCAP": True, "WINDOW": True, "SINKS": True, "WIDEN": False}
+FLAGS = {"SOFTCAP": True, "SINKS": True, "WIDEN": False, "PARTS": True}
 TYPES = {
     "parts": "*fp32",
     "sums": "*fp32",
     "tiles": "*i32",
+    "members": "*i32",
     "tables": "*i32",
     "slots": "*i32",
     "scale": "fp32",
     "softcap": "fp32",
 }
 BFLOAT16 = ("out", "query", "k_slots", "v_slots", "sinks", "key", "value")
-TILE = {"ROWS": 16, "GROUP": 4, "KEYS": 64, "SPLITS": 8}
+TILE = {"ROWS": 16, "GROUP": 4, "KEYS": 64, "WINDOW": True, "SHARED": False, "REST": False}
+SHARED = TILE | {"ROWS": 64, "WINDOW": False, "SHARED": True}
+REST = TILE | {"WINDOW": False, "REST": True}
 COPY = {"planes": "*i64", "units": "*i64", "frames": "i64", "frame_stride": "i64"}
 
 
@@ -38,6 +41,7 @@ def compile_kernel(
 
 
 compile_kernel(write_kernel, DIMS | {"HEADS": 8})
-compile_kernel(attend_kernel, DIMS | FLAGS | TILE)
-compile_kernel(merge_kernel, {"V_DIM": 128, "V_PADDED": 128, "SPLITS": 8, "SINKS": True})
+for tile in (TILE, SHARED, REST):
+    compile_kernel(attend_kernel, DIMS | FLAGS | tile)
+compile_kernel(merge_kernel, {"V_DIM": 128, "V_PADDED": 128, "PARTS": 8, "SINKS": True})
 compile_kernel(copy_kernel, {"NUMBERS": 23, "AXES": 6, "WORDS": 1024, "KIND": tl.int64, "GATHER": True}, COPY)

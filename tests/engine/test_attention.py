@@ -52,10 +52,12 @@ def pieces(num_blocks: int, seed: int) -> list[int]:
 
 @dataclass
 class Case:
-    """One layer, and the sequences of a step: `(start, count)` each, of which the first `shared` tokens are common."""
+    """One layer, and the sequences of a step: `(start, count)` each, of which the first `shared` tokens are common to those of
+    a family: every `families`-th sequence."""
 
     chunks: list[tuple[int, int]]
     shared: int = 0
+    families: int = 1
     block_size: int = 4
     kv_heads: int = 2
     groups: int = 2
@@ -81,18 +83,22 @@ class Case:
         whole = self.shared // size
         lengths = [start + count for start, count in self.chunks]
         needed = [max(-(-length // size) - whole, 0) for length in lengths]
-        self.num_blocks = whole + sum(needed) + 3
+        self.num_blocks = whole * self.families + sum(needed) + 3
         free = list(range(self.num_blocks)) if self.in_a_row else pieces(self.num_blocks, self.seed)
-        common, free = free[:whole], free[whole:]
-        first_k = torch.randn(whole * size, self.kv_heads, self.key_dim, generator=noise)
-        first_v = torch.randn(whole * size, self.kv_heads, self.value_dim, generator=noise)
-        for length, count in zip(lengths, needed, strict=True):
+        families = []
+        for _ in range(self.families):
+            common, free = free[:whole], free[whole:]
+            first_k = torch.randn(whole * size, self.kv_heads, self.key_dim, generator=noise)
+            first_v = torch.randn(whole * size, self.kv_heads, self.value_dim, generator=noise)
+            families.append((common, first_k, first_v))
+        for number, (length, count) in enumerate(zip(lengths, needed, strict=True)):
+            common, first_k, first_v = families[number % self.families]
             self.tables.append(common + free[:count])
             free = free[count:]
             k = torch.randn(length, self.kv_heads, self.key_dim, generator=noise)
             v = torch.randn(length, self.kv_heads, self.value_dim, generator=noise)
-            self.keys.append(torch.cat([first_k, k[len(first_k) :]]))
-            self.values.append(torch.cat([first_v, v[len(first_v) :]]))
+            self.keys.append(torch.cat([first_k, k[len(first_k) :]])[:length])
+            self.values.append(torch.cat([first_v, v[len(first_v) :]])[:length])
         self.queries = [torch.randn(count, heads, self.key_dim, generator=noise) for _, count in self.chunks]
         self.queries, self.keys, self.values = (
             [rows.to(self.dtype) for rows in each] for each in (self.queries, self.keys, self.values)

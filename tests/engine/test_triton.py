@@ -23,6 +23,7 @@ from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
 from foreword.entrypoints.llm import LLM
 
 pytest.importorskip("triton")
+from foreword.engine.attention import triton_backend
 from foreword.engine.attention.triton_backend import StepTensors, TritonAttention
 from foreword.engine.cuda_graphs import batch_sizes
 
@@ -39,7 +40,7 @@ def attend(case: Case, paged: PagedLayer, metadata: AttentionMetadata | None = N
     metadata = metadata or case.metadata()
 
     def backend(metadata: AttentionMetadata) -> TritonAttention:
-        return TritonAttention(StepTensors.of(metadata, CPU), {0: paged})
+        return TritonAttention(StepTensors.of(metadata, CPU, saving=1), {0: paged})
 
     step = StepAttention({0: metadata}, {0: paged}, make_backend=backend)
     return step.attend(0, *case.packed(), case.params)[0]
@@ -71,6 +72,9 @@ def check(case: Case) -> None:
         },
         {"chunks": [(40, 1)] * 5, "sinks": True, "kv_heads": 2, "dtype": torch.bfloat16},
         {"chunks": [(40, 1), (9, 7)], "softcap": 2.0, "dtype": torch.float16},
+        {"chunks": [(40, 1), (0, 5), (35, 1), (90, 1), (41, 1), (99, 1)], "shared": 32, "families": 2, "sinks": True},
+        {"chunks": [(40 + i, 1) for i in range(12)], "shared": 40, "families": 5, "groups": 5, "softcap": 2.0},
+        {"chunks": [(80, 1), (75, 1), (21, 1)], "shared": 70, "window": 64, "dtype": torch.bfloat16},
     ],
 )
 def test_kernels_are_attention(options: dict[str, Any]) -> None:
@@ -81,7 +85,9 @@ def test_kernels_are_attention(options: dict[str, Any]) -> None:
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
-    chunks=st.lists(chunk, min_size=1, max_size=4),
+    chunks=st.lists(st.one_of(chunk, st.tuples(st.integers(0, 60), st.just(1))), min_size=1, max_size=6),
+    shared=st.sampled_from([0, 10, 40]),
+    families=st.integers(1, 2),
     block_size=st.integers(1, 9),
     kv_heads=st.integers(1, 3),
     groups=st.integers(1, 5),
@@ -123,25 +129,43 @@ def test_batch_sizes() -> None:
         assert sizes == sorted(set(sizes)) and sizes[-1] >= largest and all(size < largest for size in sizes[:-1])
 
 
-def repeat(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """Repeats a function over the same memory, as a CUDA graph does: the function must read nothing but its buffers."""
-    out = run().clone()
-    return lambda: out.copy_(run()), out
+class Repeats:
+    """Repeats functions over the same memory, as CUDA graphs do: a function must read nothing but its buffers."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        out, number = run().clone(), len(self.counts)
+        self.counts.append(0)
+
+        def replay() -> None:
+            self.counts[number] += 1
+            out.copy_(run())
+
+        return replay, out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3_5to1", "gpt_oss"])
-def test_engine(family: str, engine: Callable[..., LLM], reference: Callable[[str], tiny.Reference]) -> None:
+def test_engine(
+    family: str,
+    engine: Callable[..., LLM],
+    reference: Callable[[str], tiny.Reference],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With Triton kernels, and decode steps over padded buffers, the engine's output is that of the model itself, with and
-    without a cached prefix."""
-    llm = engine(family, kernels="triton")
+    without a cached prefix, and where a short prefix of the batch is read once."""
+    monkeypatch.setattr(triton_backend, "_SAVED_BYTES", 1)
+    llm, repeats = engine(family, kernels="triton"), Repeats()
     runner = llm._core._runner
-    runner.record_graphs(4, capture=repeat)
+    runner.record_graphs(4, capture=repeats)
     assert runner._graphs.sizes == [1, 2, 4]
-    prompts = [tiny.prompt(length, length) for length in (5, 9, 18)]
+    prompts = [tiny.prompt(16, 1) + tiny.prompt(length, length) for length in (1, 5, 8)]
     for _ in range(2):
         for tokens, output in zip(prompts, llm.generate(prompts, tiny.greedy(4)), strict=True):
             reference(family).check(tokens, output.outputs[0], 4)
+    assert repeats.counts[1]  # the graph for four sequences that share a prefix
 
 
 @pytest.mark.slow
@@ -151,4 +175,4 @@ def test_kernels_compile(tmp_path: Path) -> None:
     script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 4
+    assert len(done.stdout.splitlines()) == 6

@@ -105,43 +105,55 @@ class AttentionMetadata:
             return True, len(self.prefills), of_prompts / rows
         return False, len(self.decodes), of_decodes / max(1, len(self.decodes))
 
-    def decode_groups(self, window: int | None) -> list[DecodeGroup]:
-        """The decoding sequences, grouped by common prefix where reading it once pays; the last group is of all others.
-        A sequence whose window has left its prefix shares nothing."""
-        alone: list[QueryChunk] = []
-        by_first_block: dict[int, list[QueryChunk]] = {}
-        for chunk in self.decodes:
+    def decode_groups(self, window: int | None, saving: int = MIN_SHARED_TOKENS) -> list[DecodeGroup]:
+        """The decoding sequences, grouped by common prefix where reading it once saves `saving` tokens; the last group is of
+        all others. A sequence whose window has left its prefix shares nothing."""
+        alone: list[int] = []
+        by_first_block: dict[int, list[int]] = {}
+        for number, chunk in enumerate(self.decodes):
             if not self.share_prefixes or (window is not None and chunk.end > window):
-                alone.append(chunk)
+                alone.append(number)
             else:
-                by_first_block.setdefault(chunk.block_table[0], []).append(chunk)
+                by_first_block.setdefault(chunk.block_table[0], []).append(number)
         groups = []
-        for chunks in by_first_block.values():
-            shared = shared_tokens(chunks, self.block_size) if len(chunks) > 1 else 0
-            if shared * (len(chunks) - 1) >= MIN_SHARED_TOKENS:
-                groups.append(DecodeGroup(chunks, shared))
+        for numbers in by_first_block.values():
+            chunks = [self.decodes[number] for number in numbers]
+            # Tables are compared only if a prefix of the shortest sequence's length would save enough.
+            most = min(chunk.start for chunk in chunks) * (len(chunks) - 1)
+            group = DecodeGroup(chunks, numbers, shared_tokens(chunks, self.block_size) if most >= saving else 0)
+            if group.saved >= max(saving, 1):
+                groups.append(group)
             else:
-                alone += chunks
+                alone += numbers
         if alone:
-            groups.append(DecodeGroup(sorted(alone, key=lambda chunk: chunk.row), 0))
+            groups.append(DecodeGroup([self.decodes[number] for number in sorted(alone)], sorted(alone), 0))
         return groups
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decoding sequences whose first `shared` tokens are in the same blocks; 0 if they share nothing."""
+    """Decoding sequences whose first `shared` tokens are in the same blocks; 0 if they share nothing. `numbers` are their
+    places among the step's decoding sequences."""
 
     chunks: list[QueryChunk]
+    numbers: list[int]
     shared: int
+
+    @property
+    def saved(self) -> int:
+        """Tokens that need not be read if the shared ones are read once."""
+        return self.shared * (len(self.chunks) - 1)
 
 
 def shared_tokens(chunks: Sequence[QueryChunk], block_size: int) -> int:
     """Tokens of the common prefix of several block tables. The newest token of a sequence is never in it."""
     agreed = min(chunk.start for chunk in chunks) // block_size
-    first = chunks[0].block_table
+    first = chunks[0].block_table[:agreed]
     for chunk in chunks[1:]:
-        pairs = zip(first[:agreed], chunk.block_table[:agreed], strict=True)
-        agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), agreed)
+        other = chunk.block_table[:agreed]
+        if first != other:  # at once, which is faster
+            agreed = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
+            first = first[:agreed]
     return agreed * block_size
 
 

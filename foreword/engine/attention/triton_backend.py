@@ -2,8 +2,9 @@
 (`TRITON_INTERPRET=1`) it runs on a CPU, slowly: so it is tested.
 
 A step needs three launches for each layer: K and V into their slots, the prompts' tiles, the decoding sequences; and a
-fourth where so few sequences decode that their keys are divided among programs. What the kernels read of a step is in
-tensors of fixed shape, so that a CUDA graph can replay them.
+fourth, to merge results, where so few sequences decode that their keys are divided among programs. Where many of their
+keys are shared, a fifth reads these once. What the kernels read of a step is in tensors of fixed shape, so that a CUDA
+graph can replay them.
 """
 
 from __future__ import annotations
@@ -25,27 +26,63 @@ from foreword.engine.kernels.paged_attention import attend_kernel, merge_kernel,
 # `tl.dot` multiplies at least this many rows.
 _MIN_ROWS = 16
 _PREFILL_ROWS = 128
+_SHARED_ROWS = 64
 _MAX_SPLITS = 64
 # Programs for each multiprocessor: where there are fewer, the keys of a sequence are divided.
 _PROGRAMS = 2
+# Groups of a step that read a shared prefix once.
+_MAX_GROUPS = 4
+# Numbers of a tile or a group (kernels/paged_attention.py).
+_TILE = 5
+# Bytes of K and V of a layer, read again and again, that make a shared prefix worth a launch and the merge of the parts:
+# an estimate. They come mostly from an L2 cache of some TB/s, so 32 MiB take longer than the 5 us or so of two launches.
+_SAVED_BYTES = 32 << 20
 
 
-def pack_step(metadata: AttentionMetadata, rows: int = 0) -> tuple[array[int], dict[QueryChunk, int]]:
-    """What the kernels read of a step, as one array: the slots of its tokens, the tiles of its decoding sequences, the block
-    tables. And where each table starts. Slots and tiles are padded to `rows`: such tokens are written nowhere and
-    attend to nothing."""
-    chunks = (*metadata.prefills, *metadata.decodes)
+def sharing_pays(layers: Mapping[int, PagedLayer]) -> int:
+    """Tokens that need not be read again, from which on decoding sequences read their common prefix once."""
+    sizes = (layer.k[0].nbytes + layer.v[0].nbytes for layer in layers.values())
+    return -(-_SAVED_BYTES // max(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """What the kernels read of a step, as one array: the slots of its tokens, the tiles of its decoding sequences, the groups
+    that share a prefix, the block tables, the members of the groups.
+
+    Attributes:
+        table_at: where each table starts.
+        shares: there are groups.
+    """
+
+    numbers: array[int]
+    table_at: Mapping[QueryChunk, int]
+    shares: bool
+
+
+def pack_step(metadata: AttentionMetadata, saving: int, rows: int = 0) -> PackedStep:
+    """Pack a step. Slots and tiles are padded to `rows`: such tokens are written nowhere and attend to nothing. Groups save
+    `saving` tokens or more (`sharing_pays`)."""
     table_at: dict[QueryChunk, int] = {}
     tables = array("i")
-    for chunk in chunks:
+    for chunk in (*metadata.prefills, *metadata.decodes):
         table_at[chunk] = len(tables)
         tables.extend(chunk.block_table)
+    # A window's last tokens are few, and soon not shared.
+    found = metadata.decode_groups(None, saving) if metadata.window is None and metadata.decodes else []
+    shared = sorted((one for one in found if one.shared), key=lambda one: -one.saved)[:_MAX_GROUPS]
+    groups = array("i")
+    for group in shared:
+        groups.extend((len(tables), len(group.chunks), group.shared - 1, table_at[group.chunks[0]], 0))
+        tables.extend(group.numbers)
+    grouped = {number: group.shared for group in shared for number in group.numbers}
     numbers = array("i", metadata.slot_mapping)
     numbers.extend([-1] * (rows - len(numbers)))
-    for chunk in metadata.decodes:
-        numbers.extend((chunk.row, 1, chunk.start, table_at[chunk]))
-    numbers.extend([0] * (4 * (rows - len(metadata.decodes))))
-    return numbers + tables, table_at
+    for number, chunk in enumerate(metadata.decodes):
+        numbers.extend((chunk.row, 1, chunk.start, table_at[chunk], grouped.get(number, 0)))
+    numbers.extend([0] * (_TILE * (rows - len(metadata.decodes))))
+    groups.extend([0] * (_TILE * _MAX_GROUPS - len(groups)))
+    return PackedStep(numbers + groups + tables, table_at, bool(shared))
 
 
 @dataclass(slots=True)
@@ -54,25 +91,29 @@ class StepTensors:
 
     Attributes:
         slots: `[tokens]`, the slot of each token's K and V, or -1.
-        decodes: `[sequences, 4]`, tiles of one token (kernels/paged_attention.py).
-        tables: the block tables, one after the other.
+        decodes: `[sequences, 5]`, tiles of one token (kernels/paged_attention.py).
+        groups: `[groups, 5]`, decoding sequences that share a prefix.
+        tables: the block tables, one after the other, and the members of the groups.
         block_size: tokens of a block.
+        shares: prefixes that decoding sequences share are read once for each group.
         prefills: chunks of several tokens, each with the start of its table.
     """
 
     slots: Tensor
     decodes: Tensor
+    groups: Tensor
     tables: Tensor
     block_size: int
+    shares: bool
     prefills: Sequence[tuple[QueryChunk, int]] = ()
     _tiles: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, metadata: AttentionMetadata, device: torch.device) -> StepTensors:
-        numbers, table_at = pack_step(metadata)
-        packed = pinned(numbers, torch.int32, device).to(device, non_blocking=True)
-        prefills = [(chunk, table_at[chunk]) for chunk in metadata.prefills]
-        return cls.view(packed, metadata.num_tokens, len(metadata.decodes), metadata.block_size, prefills)
+    def of(cls, metadata: AttentionMetadata, device: torch.device, saving: int) -> StepTensors:
+        step = pack_step(metadata, saving)
+        packed = pinned(step.numbers, torch.int32, device).to(device, non_blocking=True)
+        prefills = [(chunk, step.table_at[chunk]) for chunk in metadata.prefills]
+        return cls.view(packed, metadata.num_tokens, len(metadata.decodes), metadata.block_size, step.shares, prefills)
 
     @classmethod
     def view(
@@ -81,25 +122,32 @@ class StepTensors:
         tokens: int,
         decodes: int,
         block_size: int,
+        shares: bool,
         prefills: Sequence[tuple[QueryChunk, int]] = (),
     ) -> StepTensors:
         """The parts of what `pack_step` made."""
-        slots, tiles, tables = packed.tensor_split((tokens, tokens + 4 * decodes))
-        return cls(slots, tiles.view(decodes, 4), tables, block_size, prefills)
+        groups_at = tokens + _TILE * decodes
+        slots, tiles, groups, tables = packed.tensor_split((tokens, groups_at, groups_at + _TILE * _MAX_GROUPS))
+        return cls(slots, tiles.view(-1, _TILE), groups.view(-1, _TILE), tables, block_size, shares, prefills)
+
+    @staticmethod
+    def numbers(rows: int, blocks: int) -> int:
+        """The most numbers of a padded step of `rows` decoding sequences with that many blocks in their tables."""
+        return rows * (1 + _TILE + 1) + _TILE * _MAX_GROUPS + blocks
 
     def prefill_tiles(self, tokens: int) -> Tensor:
         """The prompts in tiles of at most that many tokens, those with the most keys first: the last to run are short."""
         tiles = self._tiles.get(tokens)
         if tiles is None:
             cut = [
-                (chunk.row + first, min(tokens, chunk.count - first), chunk.start + first, table)
+                (chunk.row + first, min(tokens, chunk.count - first), chunk.start + first, table, 0)
                 for chunk, table in self.prefills
                 for first in range(0, chunk.count, tokens)
             ]
             cut.sort(key=lambda tile: -tile[2])
             numbers = [number for tile in cut for number in tile]
             device = self.slots.device
-            tiles = pinned(numbers, torch.int32, device).to(device, non_blocking=True).view(-1, 4)
+            tiles = pinned(numbers, torch.int32, device).to(device, non_blocking=True).view(-1, _TILE)
             self._tiles[tokens] = tiles
         return tiles
 
@@ -127,49 +175,74 @@ class TritonAttention:
         """As `StepAttention.attend`, after `write`."""
         paged, step = self._layers[layer], self._step
         query = _dense_last(query)
-        heads, kv_heads = query.shape[1], paged.k.shape[1]
-        out = query.new_empty(query.shape[2], heads, paged.v.shape[2])
-        group = triton.next_power_of_2(heads // kv_heads)
+        out = query.new_empty(query.shape[2], query.shape[1], paged.v.shape[2])
+        work = _LayerAttention(paged, step, query, out, params)
         if step.prefills:
-            rows = max(_prefill_rows(paged), group)
-            self._launch(paged, query, out, step.prefill_tiles(rows // group), rows, group, 1, params)
+            work.prefill()
         if len(step.decodes):
-            splits = _splits(len(step.decodes) * kv_heads, query.device)
-            self._launch(paged, query, out, step.decodes, max(_MIN_ROWS, group), group, splits, params)
+            work.decode()
         return out.unsqueeze(0)
 
-    def _launch(
-        self,
-        paged: PagedLayer,
-        query: Tensor,
-        out: Tensor,
-        tiles: Tensor,
-        rows: int,
-        group: int,
-        splits: int,
-        params: AttentionParams,
+
+class _LayerAttention:
+    """The launches of one layer: `query` `[1, heads, T, key_dim]` to `out` `[T, heads, value_dim]`."""
+
+    def __init__(
+        self, paged: PagedLayer, step: StepTensors, query: Tensor, out: Tensor, params: AttentionParams
     ) -> None:
-        heads, (_, kv_heads, _), value_dim = query.shape[1], paged.k.shape, paged.v.shape[2]
-        parts = sums = out
-        if splits > 1:
-            parts = query.new_empty(len(tiles) * heads * splits * value_dim, dtype=torch.float32)
-            sums = query.new_empty(len(tiles) * heads * splits, dtype=torch.float32)
-        sinks = out if params.sinks is None else params.sinks.contiguous()
-        has_sinks = params.sinks is not None
-        sizes = _sizes(paged)
-        attend_kernel[(len(tiles), kv_heads, splits)](
-            out, parts, sums, query, paged.k, paged.v, tiles, self._step.tables, sinks,
-            params.scale, params.softcap or 0.0, params.window or 0, query.stride(1), query.stride(2),
-            kv_heads, heads // kv_heads, self._step.block_size,
-            **sizes, ROWS=rows, GROUP=group, KEYS=_keys(paged), SPLITS=splits,
-            SOFTCAP=params.softcap is not None, WINDOW=params.window is not None, SINKS=has_sinks,
-            WIDEN=query.device.type == "cpu", num_warps=8 if rows > 64 else 4, num_stages=2,
-        )  # fmt: skip
-        if splits > 1:
-            merge_kernel[(len(tiles), heads)](
-                out, parts, sums, tiles, sinks, heads,
-                V_DIM=value_dim, V_PADDED=sizes["V_PADDED"], SPLITS=splits, SINKS=has_sinks,
+        self._paged, self._step, self._query, self._out, self._params = paged, step, query, out, params
+        self._kv_heads = paged.k.shape[1]
+        self._group = triton.next_power_of_2(query.shape[1] // self._kv_heads)
+        self._sizes = _sizes(paged)
+        self._sinks = out if params.sinks is None else params.sinks.contiguous()
+        # Results to be merged: [tiles, heads, parts of a row, value_dim] and [tiles, heads, parts of a row].
+        self._parts = self._sums = out
+        self._parts_per_row = 1
+
+    def prefill(self) -> None:
+        rows = max(_prefill_rows(self._paged), self._group)
+        self._attend(self._step.prefill_tiles(rows // self._group), rows, 1)
+
+    def decode(self) -> None:
+        tiles = self._step.decodes
+        count, device = len(tiles), self._query.device
+        rows, shared_rows = max(_MIN_ROWS, self._group), max(min(_SHARED_ROWS, _prefill_rows(self._paged)), self._group)
+        splits, shared = _splits(count * self._kv_heads, device), 0
+        # Every key of a shared prefix is in a layer's window only if that is none.
+        if self._step.shares and self._params.window is None:
+            programs = -(-count // (shared_rows // self._group))
+            splits, shared = (
+                min(one, _MAX_SPLITS // 2) for one in (splits, _splits(programs * self._kv_heads, device))
+            )
+        parts = splits + shared
+        if parts > 1:
+            heads, value_dim = self._out.shape[1:]
+            self._parts = self._query.new_empty(count * heads * parts * value_dim, dtype=torch.float32)
+            self._sums = self._query.new_empty(count * heads * parts, dtype=torch.float32)
+            self._parts_per_row = parts
+        if shared:
+            self._attend(self._step.groups, shared_rows, shared, programs=programs)
+        self._attend(tiles, rows, splits, first_part=shared)
+        if parts > 1:
+            merge_kernel[(count, heads)](
+                self._out, self._parts, self._sums, tiles, self._sinks, heads, parts, shared,
+                V_DIM=value_dim, V_PADDED=self._sizes["V_PADDED"], PARTS=triton.next_power_of_2(parts),
+                SINKS=self._params.sinks is not None,
             )  # fmt: skip
+
+    def _attend(self, tiles: Tensor, rows: int, splits: int, *, first_part: int = 0, programs: int = 0) -> None:
+        """Attend with tiles of `rows` rows; or with groups, each in `programs` tiles, if that is given."""
+        params, query = self._params, self._query
+        attend_kernel[(len(tiles) * max(programs, 1), self._kv_heads, splits)](
+            self._out, self._parts, self._sums, query, self._paged.k, self._paged.v, tiles, self._step.decodes,
+            self._step.tables, self._sinks, params.scale, params.softcap or 0.0, params.window or 0,
+            query.stride(1), query.stride(2), self._kv_heads, query.shape[1] // self._kv_heads, self._step.block_size,
+            len(tiles), first_part, self._parts_per_row,
+            **self._sizes, ROWS=rows, GROUP=self._group, KEYS=_keys(self._paged), PARTS=self._parts_per_row > 1,
+            SHARED=programs > 0, REST=first_part > 0, SOFTCAP=params.softcap is not None,
+            WINDOW=params.window is not None, SINKS=params.sinks is not None, WIDEN=query.device.type == "cpu",
+            num_warps=8 if rows > 64 else 4, num_stages=2,
+        )  # fmt: skip
 
 
 def _dense_last(tensor: Tensor) -> Tensor:
