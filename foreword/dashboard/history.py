@@ -19,7 +19,16 @@ KEEP_SECONDS = 1800.0
 MAX_SERIES = 1024
 
 # Histograms whose quantiles the page shows.
-_WITH_BUCKETS = ("vllm:inter_token_latency_seconds", "foreword:router_time_per_output_token_seconds")
+_WITH_BUCKETS = (
+    "vllm:inter_token_latency_seconds",
+    "foreword:router_time_per_output_token_seconds",
+    "foreword:router_time_to_first_token_seconds",
+)
+# Metrics of a router that the page shows by replica. The others are sums over the replicas, as in `metrics.js`.
+_ROUTER = "foreword:router_"
+_BY_REPLICA = tuple(
+    f"{_ROUTER}{name}_total" for name in ("decisions", "failures", "expected_cached_tokens", "actual_cached_tokens")
+)
 _SHOWN = ("vllm:", "foreword:")
 _SKIPPED = ("vllm:cache_config_info", "foreword:model_info", "foreword:http_responses")
 
@@ -59,7 +68,7 @@ class MetricsHistory:
                     continue
                 column = self._columns[name, labels] = len(self._columns)
                 row.append(math.nan)
-            row[column] = value
+            row[column] = value if math.isnan(row[column]) else row[column] + value
         with self._lock:
             self._samples.append((self._clock(), row))
 
@@ -103,7 +112,13 @@ def _shown(families: Iterable[Metric]) -> Iterator[tuple[str, Labels, float]]:
         hidden = "_created" if family.name in _WITH_BUCKETS else ("_bucket", "_created")
         for sample in family.samples:
             if not sample.name.endswith(hidden):
-                # A server has one model; a router may have several.
-                drop = "" if family.name.startswith("foreword:router_") else "model_name"
-                labels = tuple(sorted((key, text) for key, text in sample.labels.items() if key != drop))
+                labels = tuple(sorted(item for item in sample.labels.items() if _is_kept(sample.name, item[0])))
                 yield sample.name, labels, sample.value
+
+
+def _is_kept(name: str, label: str) -> bool:
+    if label == "model_name":  # a server has one model; a router may have several
+        return name.startswith(_ROUTER)
+    if label == "replica":
+        return name in _BY_REPLICA
+    return label != "reason" or not name.startswith(_ROUTER)

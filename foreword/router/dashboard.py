@@ -11,11 +11,11 @@ from foreword import __version__
 from foreword.dashboard import pages
 from foreword.dashboard.history import MetricsHistory
 from foreword.errors import Forbidden, Unauthorized
-from foreword.router.admin import describe
-from foreword.router.replicas import Upstream
+from foreword.router.replicas import Upstream, clock
 from foreword.router.service import Router
 
-_SHOWN_DECISIONS: Final = 40
+_SHOWN_DECISIONS: Final = 20
+_SHOWN_CANDIDATES: Final = 4
 
 
 def install(app: web.Application, router: Router) -> None:
@@ -80,24 +80,33 @@ def _now(router: Router, *, decisions: bool) -> dict[str, Any]:
     problem = router.ready()
     status = "shutting_down" if router.draining else "not_ready" if problem else "ready"
     models = [pool.model for pool in router.pools.values() if pool.upstreams]
-    last = router.decisions.last(_SHOWN_DECISIONS) if decisions else []
+    last = router.decisions.overview(_SHOWN_DECISIONS, _SHOWN_CANDIDATES) if decisions else []
     return {
         "time": time.time(),
         "state": {"status": status, "reason": problem or ""},
         "subject": f"router of {', '.join(models)}" if models else "router",
         "replicas": [_replica(router, one) for one in router.upstreams.values()],
-        "decisions": [{**one, "prices": None} for one in last],
+        "decisions": last,
     }
 
 
 def _replica(router: Router, upstream: Upstream) -> dict[str, Any]:
-    """A replica as in `/v1/router/replicas`, with its queued tokens and memory usage."""
+    """What the page shows of a replica. A fleet has many, and the page asks often."""
     pool = router.pool_of(upstream)
     replica = pool.fleet.replicas.get(upstream.url) if pool is not None else None
-    queued = sum(one.computed for one in list(replica.load.waiting)) if replica is not None else 0
+    waiting = list(replica.load.waiting) if replica is not None else []
+    prefill = replica.cost_model.costs.prefill if replica is not None else 0.0
     return {
-        **describe(router, upstream),
-        "queued_tokens": queued,
+        "replica": upstream.url,
+        "role": upstream.spec.role,
+        "reason": upstream.excluded(clock()) or None,
+        "drained": upstream.drained,
+        "in_flight": upstream.in_flight,
+        "waiting": len(waiting),
+        "queued_tokens": sum(one.computed for one in waiting),
+        "known_blocks": pool.fleet.directory.blocks(upstream.url) if pool is not None and replica is not None else 0,
+        "kv_events": bool(upstream.info and upstream.info.event_sources),
+        "speed": round(1 / prefill) if prefill > 0 else None,
         "usage": upstream.metrics.usage,
         "device": upstream.metrics.device,
         "tiers": upstream.metrics.tiers,

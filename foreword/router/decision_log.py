@@ -61,7 +61,11 @@ class DecisionLog:
 
     def last(self, count: int) -> list[dict[str, Any]]:
         """The last decisions as JSON, newest first."""
-        return [_describe(record) for record in list(self._records)[::-1][:count]]
+        return [_describe(record) | {"prices": _prices(record)} for record in list(self._records)[::-1][:count]]
+
+    def overview(self, count: int, candidates: int) -> list[dict[str, Any]]:
+        """The last decisions as `last`, with their cheapest candidates in numbers instead of all prices."""
+        return [_describe(record) | _cheapest(record, candidates) for record in list(self._records)[::-1][:count]]
 
 
 def in_words(attempt: Attempt, previous: str = "") -> str:
@@ -96,15 +100,38 @@ def _describe(record: DecisionRecord) -> dict[str, Any]:
         "queued_seconds": round(record.queued, 4),
         "in_words": record.words,
         "miss": dataclasses.asdict(record.miss) if record.miss is not None else None,
-        "prices": [
-            {
-                "replica": estimate.replica,
-                "seconds": round(estimate.total, 4),
-                "reused_tokens": estimate.reused,
-                "computed_tokens": estimate.computed,
-                "excluded": estimate.excluded,
-                "in_words": estimate.in_words(),
-            }
-            for estimate in decision.estimates
-        ],
     }
+
+
+def _prices(record: DecisionRecord) -> list[dict[str, Any]]:
+    return [
+        {
+            "replica": estimate.replica,
+            "seconds": round(estimate.total, 4),
+            "reused_tokens": estimate.reused,
+            "computed_tokens": estimate.computed,
+            "excluded": estimate.excluded,
+            "in_words": estimate.in_words(),
+        }
+        for estimate in record.decision.estimates
+    ]
+
+
+def _cheapest(record: DecisionRecord, count: int) -> dict[str, Any]:
+    decision = record.decision
+    order = sorted(decision.estimates, key=lambda one: (one.replica != decision.replica, bool(one.excluded), one.total))
+    shown = [
+        {
+            "replica": one.replica,
+            "seconds": round(one.total, 4),
+            "queued": round(one.queue + one.memory, 4),
+            "loading": round(one.load + one.transfer, 4),
+            "computing": round(one.compute, 4),
+            "other": round(one.decode + one.first, 4),
+            "tokens": one.from_tiers,
+            "computed": one.computed,
+            "excluded": one.excluded,
+        }
+        for one in order[:count]
+    ]
+    return {"candidates": shown, "more": max(len(order) - count, 0)}

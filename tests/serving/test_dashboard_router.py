@@ -15,13 +15,18 @@ from typing import Any
 
 import http_client
 import pytest
+from aiohttp import web
 from browser import Page, browser
 from dashboard_server import HOSTILE, MODEL, open_dashboard_server
 from prometheus_client.parser import text_string_to_metric_families
-from router_parts import QUICK
+from router_parts import QUICK, Loop
+from scripted_replica import ScriptedReplica
 from shared_server import until, words
 
 from foreword.router.replica_metrics import parse_metrics
+
+HOSTILE_LABEL = '"<img src=x onerror=window.hacked=1>"'
+SENT = "return [...document.querySelectorAll('[data-replica]')].map((row) => row.dataset.sent)"
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -100,7 +105,7 @@ def page(chromium: Page) -> Iterator[Page]:
 @pytest.mark.slow
 def test_numbers_are_those_of_metrics(routed: Routed, page: Page) -> None:
     """Requests, cached tokens, expected and actual hits of each replica and its memory are those of the metrics; the last
-    decisions are shown in words."""
+    decisions are shown with the TTFT of each candidate."""
     for topic in ("one", "two", "three"):
         for _ in range(2):
             routed.complete(words(topic, 60))
@@ -118,18 +123,26 @@ def test_numbers_are_those_of_metrics(routed: Routed, page: Page) -> None:
         assert page.attribute(card, "data-sent") == f"{sent:.0f}"
         assert page.text(f"{card} .pill") == "ready"
         expected = routed.total("foreword:router_expected_cached_tokens_total", replica=replica)
-        row = [page.text(f"[data-expected='{replica}'] td:nth-child({column})") for column in (2, 3)]
         actual = routed.total("foreword:router_actual_cached_tokens_total", replica=replica)
-        assert row == [f"{expected:,.0f}", f"{actual:,.0f}"]
+        assert page.text(f"{card} td:nth-child(6)") == f"{actual:,.0f}{expected:,.0f} expected"
         fill = parse_metrics(http_client.get(f"{replica}/metrics").text)
         assert fill.device is not None
         cached = f"{fill.device['cached']:.0f}"
         page.wait(
             lambda card=card, cached=cached: page.attribute(f"{card} [data-place=device]", "data-cached") == cached
         )  # type: ignore[misc]
-        assert "64.0 MiB" in page.text(f"{card} [data-place=disk]")
+        assert "64.0 MiB" in (page.attribute(f"{card} [data-place=disk] .bar", "title") or "")
     [last] = http_client.get(f"{routed.url}/v1/router/decisions?last=1").json()["data"]
-    assert last["in_words"].replace("http://", "") in page.text("#decisions tbody tr:first-child")
+    row = f"[data-decision='{last['request_id']}']"
+    assert page.attribute(f"{row} td[title^=http]", "title") == last["in_words"]
+    shown = page.run(
+        "return [...document.querySelectorAll(arguments[0])].map((one) => one.dataset.candidate)", f"{row} .offer"
+    )
+    assert shown[0] == last["replica"] and sorted(shown) == sorted(one["replica"] for one in last["prices"])
+    tokens = page.attribute(f"{row} .bar.tokens", "title") or ""
+    assert (
+        sum(int(number.replace(",", "")) for number in re.findall(r"([\d,]+) tokens", tokens)) == last["prompt_tokens"]
+    )
 
 
 def test_dialects_and_errors(routed: Routed, page: Page) -> None:
@@ -164,6 +177,57 @@ def test_hostile_and_phone(routed: Routed, page: Page) -> None:
     assert page.run("return document.documentElement.scrollWidth") <= 360
     for scheme in ("dark", "light"):
         page.scheme(scheme)
+
+
+class Plain(ScriptedReplica):
+    """A replica that answers each prompt with one token."""
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/v1/completions", self._complete), web.get("/metrics", self._metrics)]
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        usage = {"prompt_tokens": 60, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 30}}
+        choice = {"index": 0, "text": "x", "finish_reason": "length"}
+        return web.json_response({"id": "c", "object": "text_completion", "choices": [choice], "usage": usage})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=f"vllm:kv_cache_usage_perc 0.5\nforeword:tier_bytes{{tier={HOSTILE_LABEL}}} 5\n")
+
+
+def test_sixty_replicas(page: Page) -> None:
+    """The page of sixty replicas: one row each, in the order of a chosen column; four candidates per decision and the number
+    of the others; data of a bounded size; names and labels of replicas are text; no sideways scrolling on a phone."""
+    loop = Loop()
+    urls = [Plain(loop).url for _ in range(60)]
+    with routing(*(part for url in urls for part in ("--replica", url))) as url:
+        listed = lambda: http_client.get(f"{url}/v1/router/replicas").json()["data"]  # noqa: E731
+        until(lambda: all(one["takes_requests"] for one in listed()), 60)
+        for number in range(30):
+            body = {"model": "m", "prompt": words(f"number {number}", 60), "max_tokens": 1}
+            http_client.post(f"{url}/v1/completions", json=body).raise_for_status()
+        page.open(url)
+        page.wait(lambda: page.text("#replicas tr:last-child [data-place]") is not None and rows(page) == 60)
+        page.wait(lambda: page.run("return document.querySelectorAll('[data-decision]').length") == 20)
+        chosen = page.run("return document.querySelectorAll('[data-decision]:first-child [data-candidate]').length")
+        assert chosen == 4 and re.search(r"\d+ more$", page.text("[data-decision] td.candidates"))
+        page.click("[data-sort='4']")
+        sent = [int(number) for number in page.run(SENT)]
+        assert sent == sorted(sent, reverse=True) and sum(sent) == 30
+        page.click("[data-sort='4']")
+        assert page.run(SENT)[0] == "0"
+        page.wait(lambda: "<img" in (page.attribute("[data-place*=img] .bar", "title") or ""))
+        assert page.run("return document.images.length === 0 && window.hacked === undefined")
+        page.size(360, 800, phone=True)
+        page.wait(lambda: page.run("return innerWidth") == 360)
+        assert page.run("return document.documentElement.scrollWidth") <= 360
+        assert len(http_client.get(f"{url}/ui/data/now").content) < 64_000
+        kept = http_client.get(f"{url}/ui/data/history").json()
+        assert len(kept["series"]) < 60 * 4 + 150
+        page.driver.get("about:blank")
+
+
+def rows(page: Page) -> int:
+    return int(page.run("return document.querySelectorAll('[data-replica]').length"))
 
 
 def test_admin_key(routed: Routed, page: Page) -> None:

@@ -7,6 +7,7 @@ import { RouterView } from "./router.js";
 import { ServerView } from "./server.js";
 
 const EVERY = 1000;
+const EVERY_PER_REPLICA = 20; // so that a router of a thousand replicas is not busy with this page
 const TIMEOUT = 8000;
 const STATES = { ready: ["ready", "good"], not_ready: ["loading", "warn"], shutting_down: ["draining", "warn"], engine_error: ["failed", "bad"], quarantine: ["wrong KV found", "bad"] };
 
@@ -75,7 +76,7 @@ async function tick() {
   }
   page.busy = false;
   draw();
-  if (!document.hidden && !page.paused) page.timer = setTimeout(tick, EVERY);
+  if (!document.hidden && !page.paused) page.timer = setTimeout(tick, Math.max(EVERY, EVERY_PER_REPLICA * ((page.now && page.now.replicas) || []).length));
 }
 
 // An error of this page itself: shown and logged. The page continues.

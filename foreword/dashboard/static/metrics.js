@@ -3,12 +3,16 @@
 const LINE = /^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)/;
 const LABEL = /([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"/g;
 // Buckets only of the histograms whose quantiles are shown.
-const UNSHOWN = /_created$|(?<!:inter_token_latency_seconds|:router_time_per_output_token_seconds)_bucket$/;
+const UNSHOWN = /_created$|(?<!:inter_token_latency_seconds|:router_time_per_output_token_seconds|:router_time_to_first_token_seconds)_bucket$/;
+const ROUTER = /^foreword:router_/;
+const BY_REPLICA = /^foreword:router_(decisions|failures|expected_cached_tokens|actual_cached_tokens)_total$/;
 const KEEP = 1800;
 
-// A server has one model; a router may have several.
-export const keyOf = (name, labels = {}) =>
-  name + Object.keys(labels).filter((label) => label !== "model_name" || name.startsWith("foreword:router_")).sort().map((label) => `|${label}=${labels[label]}`).join("");
+// A server has one model; a router may have several. Few metrics are shown by replica, so that the work stays small in a large
+// fleet; the others are sums over the replicas. `history.py` keeps the same.
+const isKept = (name, label) => (label === "model_name" ? ROUTER.test(name) : label === "replica" ? BY_REPLICA.test(name) : label !== "reason" || !ROUTER.test(name));
+
+export const keyOf = (name, labels = {}) => name + Object.keys(labels).filter((label) => isKept(name, label)).sort().map((label) => `|${label}=${labels[label]}`).join("");
 
 const unescape = (text) => text.replace(/\\(.)/g, (_, one) => (one === "n" ? "\n" : one));
 
@@ -19,7 +23,8 @@ export function parse(text) {
     if (!found || UNSHOWN.test(found[1])) continue;
     const labels = {};
     for (const [, label, value] of (found[2] || "").matchAll(LABEL)) labels[label] = unescape(value);
-    values.set(keyOf(found[1], labels), Number(found[3].replace("Inf", "Infinity")));
+    const key = keyOf(found[1], labels);
+    values.set(key, (values.get(key) || 0) + Number(found[3].replace("Inf", "Infinity")));
   }
   return values;
 }
