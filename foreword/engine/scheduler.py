@@ -143,18 +143,19 @@ class Scheduler:
 
     def _continue_running(self, draft: _StepDraft) -> None:
         # Decoding sequences never wait for a prefill chunk: their tokens are subtracted from the budget first.
-        decoding = sum(1 for sequence in self.running if len(sequence.table) - sequence.computed == 1)
-        for_prefill = max(draft.budget - decoding, 0)
-        for sequence in list(self.running):
-            missing = len(sequence.table) - sequence.computed
+        all_missing = [len(sequence.table) - sequence.computed for sequence in self.running]
+        for_prefill = max(draft.budget - all_missing.count(1), 0)
+        windows = bool(self.cache.windows)
+        for sequence, missing in zip(tuple(self.running), all_missing, strict=True):
             count = missing if missing == 1 else min(missing, for_prefill)
             if sequence.needs_logits:
                 count = min(count, draft.rows)
             if count == 0 or sequence in draft.preempted:
                 continue
-            published_before = sequence.table.published
-            if self._take_blocks(draft, sequence, sequence.computed + count):
-                self._add_chunk(draft, sequence, count, published_before)
+            table, end = sequence.table, sequence.computed + count
+            published_before = table.published
+            if (end < table.next_block_at and not windows) or self._take_blocks(draft, sequence, end):
+                self._add_chunk(draft, sequence, count, published_before, samples=count == missing)
                 for_prefill -= count if missing > 1 else 0
 
     def _take_blocks(self, draft: _StepDraft, sequence: SequenceState, num_tokens: int) -> bool:
@@ -173,11 +174,12 @@ class Scheduler:
                 return False
         return True
 
-    def _add_chunk(self, draft: _StepDraft, sequence: SequenceState, count: int, published_before: int) -> None:
+    def _add_chunk(
+        self, draft: _StepDraft, sequence: SequenceState, count: int, published_before: int, *, samples: bool
+    ) -> None:
         """Add the next `count` tokens of a sequence to the step. The sequence already has blocks for them."""
-        start, table = sequence.computed, sequence.table
+        start = sequence.computed
         write_from = max(start, published_before * self.cache.block_size)
-        samples = start + count == len(table)
         draft.chunks[sequence] = Chunk(sequence, start, count, write_from, samples, published_before)
         draft.budget -= count
         draft.rows -= count if sequence.needs_logits else 0
@@ -271,7 +273,7 @@ class Scheduler:
             sequence.cached_tokens = min(sequence.computed, sequence.num_prompt)
             sequence.shared_tokens = min(len(match.blocks) * cache.block_size, sequence.cached_tokens)
             draft.admitted.append(sequence)
-        self._add_chunk(draft, sequence, count, published_before)
+        self._add_chunk(draft, sequence, count, published_before, samples=sequence.computed + count == len(table))
 
     # Waiting for KV
 

@@ -88,9 +88,10 @@ class SequenceState:
         return self.table.chain.tokens[self.num_prompt :].tolist()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
-    """Tokens `[start, start + count)` of one sequence, to be computed in this step.
+    """Tokens `[start, start + count)` of one sequence, to be computed in this step. Never changed; not frozen, because creating
+    a frozen one takes several times as long.
 
     Attributes:
         write_from: KV is written for positions from here on; the blocks before it are shared.

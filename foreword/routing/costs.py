@@ -89,6 +89,8 @@ class ReplicaCosts:
         A prefix is loaded from its start, so blocks after a slow stretch must also pay for that stretch.
         """
         full = min(reach[-1], tokens // block_size)
+        if reach[0] >= full:
+            return full, (full, *(0,) * (NUM_TIERS - 1)), 0.0
         parts, seconds, gain = [min(reach[0], full)], 0.0, 0.0
         best_gain = 0.0
         best: tuple[int, tuple[int, ...], float] = (parts[0], (*parts, *(0,) * (NUM_TIERS - 1)), 0.0)
@@ -106,6 +108,9 @@ class ReplicaCosts:
                 best_gain = gain
                 best = (sum(parts), (*parts, *(0,) * (NUM_TIERS - len(parts))), seconds)
         return best
+
+
+DEFAULT_COSTS: Final = ReplicaCosts()
 
 
 def pairs(tokens: float, before: float) -> float:

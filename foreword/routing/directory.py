@@ -194,7 +194,15 @@ class Directory:
             return Holdings({})
         by_slot = [(end, {entry >> 8: entry & _TIER_BITS for entry in holders}) for end, holders in runs]
         slots = {slot for _, holders in by_slot for slot in holders if slot != _SHARED_SLOT}
-        return Holdings({self._names[slot]: _reach(by_slot, slot) for slot in slots}, _reach(by_slot, _SHARED_SLOT))
+        # Most holders of a common first block have the same tiers of the same blocks.
+        reaches: dict[tuple[int, ...], Reach] = {}
+        found: dict[str, Reach] = {}
+        for slot in slots:
+            path = tuple([holders.get(slot, 0) for _, holders in by_slot])
+            if path not in reaches:
+                reaches[path] = _reach(by_slot, slot)
+            found[self._names[slot]] = reaches[path]
+        return Holdings(found, _reach(by_slot, _SHARED_SLOT))
 
     def _runs(self, keys: Sequence[bytes]) -> list[tuple[int, tuple[int, ...]]]:
         """Runs of blocks with the same holders: `(end, holders)`, up to the first block that no replica holds."""

@@ -55,7 +55,7 @@ class DisaggregationPolicy:
         if second.estimate is None or second.replica == first.replica:
             return alone
         # The prompt's KV is sent once it is computed: the second estimate is the time of the transfer.
-        pair = replace(first.estimate, replica=second.estimate.replica, transfer=second.estimate.total)
+        pair = first.estimate._replace(replica=second.estimate.replica, transfer=second.estimate.total)
         running = next(one.running for one in decode if one.name == alone.replica)
         avoided_stall = alone.estimate.compute * min(running * self.stall, 1.0)
         if pair.total >= alone.estimate.total + avoided_stall:
@@ -68,7 +68,7 @@ def _as_receiver(candidate: Candidate) -> Candidate:
     """The candidate as a receiver of KV: missing tokens are transferred instead of computed and skip the queue."""
     transfer = candidate.costs.transfer
     costs = replace(candidate.costs, prefill=transfer.per_token, attention=0.0, first=transfer.latency, decode_each=0.0)
-    return replace(candidate, costs=costs, queued_tokens=0.0, queued_pairs=0.0)
+    return candidate._replace(costs=costs, queued_tokens=0.0, queued_pairs=0.0)
 
 
 def _with_estimates(decision: Decision, unavailable: Decision) -> Decision:

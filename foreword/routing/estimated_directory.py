@@ -141,6 +141,8 @@ class InFlightPrefixes:
 
     def leading(self, keys: Sequence[bytes]) -> int:
         users = self._users
+        if not keys or keys[0] not in users:
+            return 0
         return leading(len(keys), lambda i: keys[i] in users)
 
     def __len__(self) -> int:

@@ -31,10 +31,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from foreword.errors import ConfigError
-from foreword.routing.costs import ReplicaCosts
+from foreword.routing.costs import DEFAULT_COSTS, ReplicaCosts
 from foreword.routing.directory import NOTHING, CacheTier, Reach
 from foreword.routing.prefix_popularity import PrefixPopularity
 
@@ -75,8 +75,7 @@ class PlacementQuery:
         return self.keys if block_size == self.block_size else self.other_keys.get(block_size, ())
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """The present state of a replica for one request.
 
     Attributes:
@@ -91,7 +90,7 @@ class Candidate:
     """
 
     name: str
-    costs: ReplicaCosts = field(default_factory=ReplicaCosts)
+    costs: ReplicaCosts = DEFAULT_COSTS
     reach: Reach = NOTHING
     queued_tokens: float = 0.0
     queued: int = 0
@@ -104,8 +103,7 @@ class Candidate:
     stands_for: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class CostEstimate:
+class CostEstimate(NamedTuple):
     """The expected TTFT on one candidate, in parts (seconds), and the token counts behind it.
 
     Attributes:
@@ -306,7 +304,8 @@ def missing_seconds(estimate: CostEstimate, candidate: Candidate, tokens: int) -
 def least_loaded(tied: Sequence[_Usable]) -> list[str]:
     """The candidates with the least recent prompt work, this prompt included."""
     work = [found.recent_tokens * found.costs.prefill + one.prefill for one, found in tied]
-    return [one.replica for (one, _), seconds in zip(tied, work, strict=True) if seconds == min(work)]
+    least = min(work)
+    return [one.replica for (one, _), seconds in zip(tied, work, strict=True) if seconds == least]
 
 
 def estimate_cost(query: PlacementQuery, candidate: Candidate) -> CostEstimate:
@@ -328,7 +327,7 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate) -> CostEstimate:
         first=costs.first,
         reused=query.tokens - computed,
         computed=computed,
-        from_tiers=tuple(part * size for part in parts),
+        from_tiers=tuple([part * size for part in parts]),
     )
 
 

@@ -67,6 +67,31 @@ class ReplicaTotals:
     preemptions: int = 0
 
 
+class SequenceTokens:
+    """The tokens of one sequence, in place of an array. Most of them are only counted, so they are expanded on demand.
+
+    Unknown ones become a token that no other request has.
+    """
+
+    __slots__ = ("length", "number", "outcome")
+
+    def __init__(self, number: int, outcome: RequestOutcome) -> None:
+        self.number = number
+        self.outcome = outcome
+        self.length = outcome.request.prompt_tokens
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, where: slice) -> array[int]:
+        start, end, _ = where.indices(self.length)
+        known = self.outcome.request.tokens(start, end)
+        missing = end - start - len(known)
+        if missing > 0:
+            known.extend(array("I", (_UNKNOWN_OUTPUT | self.number & _REQUEST_BITS,)) * missing)
+        return known
+
+
 class SimulatedReplica:
     """One replica. The simulation calls `begin` when it is idle and `end` at the time `ends_at`.
 
@@ -110,17 +135,15 @@ class SimulatedReplica:
             max_num_seqs=spec.max_num_seqs,
             offload=stores,
         )
-        self._outcomes: dict[SequenceState, tuple[int, RequestOutcome]] = {}
-        self._outputs: dict[int, array[int]] = {}
 
-    def add(self, now: float, number: int, outcome: RequestOutcome, tokens: array[int], keys: Sequence[bytes]) -> None:
+    def add(self, now: float, number: int, outcome: RequestOutcome, keys: Sequence[bytes]) -> None:
         """A request arrives. `keys` are the keys of its full blocks. The step after the current one may admit it."""
-        request = Request(str(number), cast(Any, tokens), _PARAMS)
-        table = self._cache.open(tokens)
-        table.chain.keys = list(keys)
-        sequence = SequenceState(request, table, 0, len(tokens) + outcome.request.output_tokens)
-        self._outcomes[sequence] = (number, outcome)
-        self._scheduler.add(sequence)
+        tokens: Any = SequenceTokens(number, outcome)
+        table = self._cache.open(())
+        table.chain.tokens, table.chain.keys = tokens, list(keys)
+        self._scheduler.add(
+            SequenceState(Request(str(number), tokens, _PARAMS), table, 0, len(tokens) + outcome.request.output_tokens)
+        )
         if self.step is not None and self._repeats:
             self._repeats = bisect_left(range(self._repeats), now - self._started, key=self._duration)
             self.ends_at = self._started + self._duration(self._repeats)
@@ -163,7 +186,7 @@ class SimulatedReplica:
         most = _MAX_REPEATS
         for chunk in step.chunks:
             sequence, length = chunk.sequence, chunk.start + 1
-            if chunk.count != 1 or not chunk.samples or self._outcomes[sequence][1].first_token < 0:
+            if chunk.count != 1 or not chunk.samples or _tokens(sequence).outcome.first_token < 0:
                 return 0
             most = min(most, sequence.table.next_block_at - 1 - length, sequence.max_total - 1 - length)
         return max(most, 0)
@@ -177,15 +200,18 @@ class SimulatedReplica:
         self.totals.busy += now - self._started
         self._scheduler.settle(step)
         self._save(step)
+        repeats = self._repeats
         for chunk in step.chunks:
-            if self._repeats:
-                self._repeat(chunk.sequence)
             if chunk.samples:
-                self._sample(chunk.sequence, now)
-
-    def _repeat(self, sequence: SequenceState) -> None:
-        sequence.computed += self._repeats
-        sequence.table.chain.tokens.extend(self._output(sequence, self._repeats))
+                sequence = chunk.sequence
+                sequence.computed += repeats
+                tokens: Any = sequence.table.chain.tokens  # SequenceTokens
+                tokens.length += 1 + repeats
+                if tokens.outcome.first_token < 0:
+                    tokens.outcome.first_token = now
+                    self._fleet.first_token(str(tokens.number), now)
+                if tokens.length >= sequence.max_total:
+                    self._finish(sequence, tokens, now)
 
     def _seconds(self, step: Step) -> float:
         costs, prefilled, pairs, decoding, context = self._costs, 0, 0, 0, 0
@@ -205,7 +231,7 @@ class SimulatedReplica:
         )
 
     def _note_admission(self, sequence: SequenceState) -> None:
-        outcome = self._outcomes[sequence][1]
+        outcome = _tokens(sequence).outcome
         outcome.cached_tokens = max(sequence.cached_tokens, 0)
         loaded = sequence.loaded
         if loaded is not None and loaded.tiers and self._stores is not None:
@@ -227,28 +253,14 @@ class SimulatedReplica:
             if full > first:
                 self._stores.save(table.chain.key_before(first), first, table.chain.keys_to(full)[first:full])
 
-    def _sample(self, sequence: SequenceState, now: float) -> None:
-        number, outcome = self._outcomes[sequence]
-        if outcome.first_token < 0:
-            outcome.first_token = now
-            self._fleet.first_token(str(number), now)
-        sequence.table.chain.tokens.extend(self._output(sequence, 1))
-        if len(sequence.table) >= sequence.max_total:
-            outcome.finished = now
-            self.totals.preemptions += sequence.preemptions
-            self._scheduler.finish(sequence)
-            del self._outcomes[sequence]
-            self._outputs.pop(number, None)
-            output_tokens = outcome.request.output_tokens
-            self._fleet.finished(str(number), now, cached_tokens=outcome.cached_tokens, output_tokens=output_tokens)
+    def _finish(self, sequence: SequenceState, tokens: SequenceTokens, now: float) -> None:
+        outcome = tokens.outcome
+        outcome.finished = now
+        self.totals.preemptions += sequence.preemptions
+        self._scheduler.finish(sequence)
+        output_tokens = outcome.request.output_tokens
+        self._fleet.finished(str(tokens.number), now, cached_tokens=outcome.cached_tokens, output_tokens=output_tokens)
 
-    def _output(self, sequence: SequenceState, count: int) -> array[int]:
-        """The next output tokens. Unknown ones become a token that no other request has."""
-        number, outcome = self._outcomes[sequence]
-        if number not in self._outputs:
-            self._outputs[number] = outcome.request.output()
-        done = sequence.num_output
-        known = self._outputs[number][done : done + count]
-        if len(known) < count:
-            known.extend(array("I", (_UNKNOWN_OUTPUT | number & _REQUEST_BITS,)) * (count - len(known)))
-        return known
+
+def _tokens(sequence: SequenceState) -> SequenceTokens:
+    return cast(SequenceTokens, sequence.table.chain.tokens)

@@ -168,8 +168,7 @@ class _Simulation:
                 f"request {number} of the trace has {request.prompt_tokens + request.output_tokens} tokens: more than a "
                 f"device with {self.spec.device_tokens} tokens can hold"
             )
-        tokens = request.prompt()
-        keys = chain_keys(self.root, tokens, size)
+        keys = chain_keys(self.root, request.prompt(), size)
         query = PlacementQuery(keys, request.prompt_tokens, size, request.session)
         decision = self.fleet.place(query, self.now)
         self.fleet.sent(str(number), query, decision, self.now)
@@ -178,7 +177,7 @@ class _Simulation:
         outcome.replica, outcome.expected_cached = decision.replica, decision.expected_cached
         replica = self.replicas[decision.replica]
         ends_at = replica.ends_at
-        replica.add(self.now, number, outcome, tokens, keys)
+        replica.add(self.now, number, outcome, keys)
         if replica.ends_at != ends_at:
             self._await_end(replica)
         self._begin(replica)

@@ -59,13 +59,14 @@ class TraceRequest:
 
     def prompt(self) -> array[int]:
         """Tokens of the prompt. Prompts share the same prefixes as the real ones."""
-        return self._expand(0, self.prompt_tokens)
+        return self.tokens(0, self.prompt_tokens)
 
     def output(self) -> array[int]:
         """The known tokens of the output."""
-        return self._expand(self.prompt_tokens, self.prompt_tokens + self.output_tokens)
+        return self.tokens(self.prompt_tokens, self.prompt_tokens + self.output_tokens)
 
-    def _expand(self, start: int, end: int) -> array[int]:
+    def tokens(self, start: int, end: int) -> array[int]:
+        """The known tokens of prompt and output from number `start` to before `end`."""
         size = self.ids_tokens
         if size == 1:
             return array("I", self.ids[start:end])

@@ -38,7 +38,7 @@ def query(tokens: int, number: int = 0, session: str | None = None) -> Placement
 
 def candidate(name: str, device: int = 0, host: int = 0, disk: int = 0, shared: int = 0, **more: object) -> Candidate:
     reach = (device, device + host, device + host + disk, device + host + disk + shared)
-    return replace(Candidate(name, COSTS, reach), **more)  # type: ignore[arg-type]
+    return Candidate(name, COSTS, reach)._replace(**more)  # type: ignore[arg-type]
 
 
 def test_parts_of_an_estimate_add_up() -> None:
@@ -64,9 +64,9 @@ def test_slow_blocks_are_loaded_if_fast_ones_follow() -> None:
     """A prefix is loaded from its start: 10 blocks that lose 0.16 s are worth it if the 90 blocks after them gain
     1.3 s."""
     costs = replace(COSTS, loads=(LoadCost(2e-3), LoadCost(1e-4), LoadCost(1e-4)))
-    slow_first = replace(candidate("a", 0, 10, 90), costs=costs)
+    slow_first = candidate("a", 0, 10, 90)._replace(costs=costs)
     assert estimate_cost(query(1600), slow_first).from_tiers == (0, 160, 1440, 0)
-    assert estimate_cost(query(1600), replace(candidate("a", 0, 90, 10), costs=costs)).from_tiers == (0, 0, 0, 0)
+    assert estimate_cost(query(1600), candidate("a", 0, 90, 10)._replace(costs=costs)).from_tiers == (0, 0, 0, 0)
 
 
 def test_a_fully_cached_prompt_computes_its_last_token() -> None:
@@ -89,7 +89,7 @@ def test_a_prefix_on_all_replicas_does_not_matter(blocks: int, queued: list[int]
     """If all candidates hold the same blocks, the choice is the same as if none held any."""
     policy = CostPolicy(tie=0.0)
     without = [candidate(f"r{i}", queued_tokens=100.0 * tokens) for i, tokens in enumerate(queued)]
-    having = [replace(one, reach=(blocks,) * 4) for one in without]
+    having = [one._replace(reach=(blocks,) * 4) for one in without]
     best = {estimate_cost(query(1600), one).total: one.name for one in without}
     if len(set(queued)) == len(queued):
         assert (
@@ -104,7 +104,7 @@ def test_a_shared_store_reduces_the_advantage_of_the_holder() -> None:
     holder = Candidate("a", costs, (100, 100, 100, 100), queued_tokens=300)
     other = Candidate("b", costs, (0, 0, 0, 100))
     assert CostPolicy().choose(query(1600), [holder, other]).replica == "b"
-    alone = replace(other, reach=(0, 0, 0, 0))
+    alone = other._replace(reach=(0, 0, 0, 0))
     assert CostPolicy().choose(query(1600), [holder, alone]).replica == "a"
 
 
@@ -312,7 +312,7 @@ def test_consistent_hashing_is_bounded() -> None:
     idle = [candidate(f"r{i}") for i in range(4)]
     first = policy.choose(query(1600), idle).replica
     assert policy.choose(query(1600), idle).replica == first
-    loaded = [replace(one, running=10 if one.name == first else 1) for one in idle]
+    loaded = [one._replace(running=10 if one.name == first else 1) for one in idle]
     assert policy.choose(query(1600), loaded).replica != first
 
 
