@@ -37,6 +37,7 @@ if __name__ == "__main__":
         sys.path.append(str(Path(__file__).parents[1] / folder))
 
 import http_client
+import httpx
 from system_faults import OPERATIONS, SERVERS, STORES, Faults
 from system_fleet import Fleet, levels, metric, shared_memory
 from system_traffic import Answer, Ask, Client, Library, Reference, difference, drawn
@@ -54,6 +55,19 @@ QUIET = (
     "foreword:transfer_under_way",
     "foreword:store_queued_blocks",
 )
+# What shows that the paths under test were taken; of processes that were not killed in the same round.
+EVENTS = {
+    "blocks loaded from stores": "foreword:store_loaded_blocks_total",
+    "damaged blocks refused": "foreword:tier_bad_blocks_total",
+    "blocks evicted from tiers": "foreword:tier_evictions_total",
+    "failed calls of tiers": "foreword:tier_errors_total",
+    "KV transfers": "foreword:transfer_transfers_total",
+}
+ROUTER_EVENTS = {
+    "retries": "foreword:router_retries_total",
+    "continued streams": "foreword:router_continuations_total",
+    "migrated streams": "foreword:router_moved_total",
+}
 ROUTER_QUIET = ("foreword:router_in_flight", "foreword:router_waiting", "foreword:router_queue_length")
 
 
@@ -77,6 +91,7 @@ class Round:
     cached: int = 0
     prompt: int = 0
     levels: dict[str, dict[str, int]] = field(default_factory=dict)
+    events: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     def line(self) -> str:
@@ -98,9 +113,12 @@ class Run:
         self.reference = Reference(client, fleet.reference.url)
         self.reference.contents[KEPT] = KEPT_CONTENT
         self._first: dict[int, dict[str, int]] = {}
+        self._counted: dict[tuple[int, str], float] = {}
         self._seen = 0
 
     async def begin(self) -> None:
+        self.faults = Faults(self.fleet)
+        self.result = Round(-1)
         await self._register(KEPT, KEPT_CONTENT)
 
     async def round(self, number: int) -> Round:
@@ -233,19 +251,18 @@ class Run:
         return await self._call("DELETE", name, None)
 
     async def _call(self, method: str, name: str, body: Any) -> bool:
+        """Change a named prefix through the router; false if that failed. It may fail while the router or a server does."""
         began = time.monotonic()
         url = f"{self.fleet.router_url}/v1/prefixes/{name}"
         try:
             done = await asyncio.to_thread(http_client.request, method, url, json=body)
-        except Exception as error:  # noqa: BLE001
-            if not self.faults.overlapping(began, time.monotonic(), "router"):
-                self.result.odd.append(f"{method} of a prefix: {type(error).__name__}: {error}")
-            return False
-        if done.status_code not in (200, 201, 404) and not (
-            hasattr(self, "faults") and self.faults.overlapping(began, time.monotonic(), "router")
-        ):
-            self.result.odd.append(f"{method} of a prefix: {done.status_code} {done.text[:300]}")
-        return done.status_code in (200, 201)
+            failure = "" if done.status_code in (200, 201, 404) else f"{done.status_code} {done.text[:300]}"
+        except httpx.TransportError as error:
+            failure = f"{type(error).__name__}: {error}"
+        names = [server.name for server in self.fleet.servers]
+        if failure and not self.faults.overlapping(began, time.monotonic(), "router", *names):
+            self.result.odd.append(f"{method} of a prefix: {failure}")
+        return not failure and done.status_code != 404
 
     # Faults
 
@@ -272,6 +289,7 @@ class Run:
             await self._check_salts(number)
         await self._until_quiet()
         self._check_levels()
+        await asyncio.to_thread(self._count_events)
         text = self.fleet.logs()
         found = text.count("Traceback")
         if found > self._seen:
@@ -305,6 +323,15 @@ class Run:
             if total - free > pinned:
                 left.append(f"{server.name}: {total - free:.0f} blocks in use, {pinned:.0f} pinned")
         return left
+
+    def _count_events(self) -> None:
+        assert self.fleet.router is not None
+        sources = [(one.pid, one.url, EVENTS) for one in self.fleet.servers]
+        for pid, url, names in [*sources, (self.fleet.router.popen.pid, self.fleet.router_url, ROUTER_EVENTS)]:
+            for name, counter in names.items():
+                now = metric(url, counter)
+                self.result.events[name] += int(now - self._counted.get((pid, name), 0))
+                self._counted[pid, name] = now
 
     def _check_levels(self) -> None:
         assert self.fleet.router is not None
@@ -380,14 +407,15 @@ def summary(results: list[Round]) -> str:
     """Markdown tables: the figures, the faults, the errors."""
     figures = {name: sum(getattr(one, name) for one in results) for name in ("requests", "right", "aborted", "failed")}
     figures |= {name: sum(len(getattr(one, name)) for one in results) for name in ("wrong", "lost", "odd", "leaks")}
-    faults, errors = Counter[str](), Counter[str]()
+    totals: dict[str, Counter[str]] = {name: Counter() for name in ("faults", "events", "errors")}
     for one in results:
-        faults.update(one.faults)
-        errors.update(one.errors)
+        for name, total in totals.items():
+            total.update(getattr(one, name))
     lines = [f"| rounds | faults | {' | '.join(figures)} |", "|---:" * (len(figures) + 2) + "|"]
-    lines += [f"| {len(results)} | {faults.total()} | {' | '.join(f'{value:,}' for value in figures.values())} |", ""]
-    lines += ["faults: " + ", ".join(f"{name} {count}" for name, count in sorted(faults.items()))]
-    lines += ["errors: " + (", ".join(f"{name} {count}" for name, count in sorted(errors.items())) or "none")]
+    counts = " | ".join(f"{value:,}" for value in figures.values())
+    lines += [f"| {len(results)} | {totals['faults'].total():,} | {counts} |", ""]
+    for name, total in totals.items():
+        lines.append(f"{name}: " + (", ".join(f"{what} {count:,}" for what, count in sorted(total.items())) or "none"))
     return "\n".join(lines)
 
 
