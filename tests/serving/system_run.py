@@ -47,6 +47,7 @@ EPOCH = 6  # rounds with the same prompts
 KEPT = "kept"
 KEPT_CONTENT = [{"role": "system", "content": "def answer(question): return the shortest true answer. " * 6}]
 PATIENCE = 60.0
+BLOCK_BYTES = 16 * 4608  # of the embedded model in float32
 # What a process may have beyond its level after its first round: idle connections and threads.
 SLACK = {"files": 64, "threads": 48, "MiB": 192}
 QUIET = (
@@ -307,7 +308,8 @@ class Run:
         await self._send(Ask("/v1/chat/completions", {**QUESTION, "prefix": KEPT}, False, direct=replica, prefix=KEPT))
 
     async def _until_quiet(self) -> None:
-        """No request, transfer or write is left, and every block is free but those that named prefixes pin."""
+        """No request, transfer or write is left, and every block is free but those that named prefixes pin and the
+        router retains for a server that has joined."""
         deadline = time.monotonic() + PATIENCE
         while left := await asyncio.to_thread(self._left):
             if time.monotonic() > deadline:
@@ -319,9 +321,13 @@ class Run:
         left = [f"router: {name}" for name in ROUTER_QUIET if metric(self.fleet.router_url, name)]
         for server in self.fleet.servers:
             left += [f"{server.name}: {name} {server.metric(name)}" for name in QUIET if server.metric(name)]
-            total, free, pinned = (server.metric(f"foreword:blocks{name}") for name in ("", "_free", "_pinned"))
-            if total - free > pinned:
-                left.append(f"{server.name}: {total - free:.0f} blocks in use, {pinned:.0f} pinned")
+            total, free, pinned, retained = (
+                server.metric(f"foreword:{name}")
+                for name in ("blocks", "blocks_free", "blocks_pinned", "prefix_retained_bytes")
+            )
+            kept = pinned + retained / BLOCK_BYTES
+            if total - free > kept:
+                left.append(f"{server.name}: {total - free:.0f} blocks in use, {kept:.0f} pinned or retained")
         return left
 
     def _count_events(self) -> None:
