@@ -23,7 +23,7 @@ from foreword.sim.report import summarize
 from foreword.sim.run import simulate
 from foreword.sim.trace import block_size_of, multiplied, read_trace
 
-REPORT_EVERY = 20_000
+REPORT_EVERY = 10_000
 
 
 def main() -> None:
