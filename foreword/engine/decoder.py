@@ -12,7 +12,7 @@ rounding of their dtype they get another `forward`; otherwise all stay as they a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -42,15 +42,18 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 _TRIAL_BLOCK = 4
 _TRIAL_LENGTHS = (11, 1, 6)
 
+# Root mean square norm of `x` `[..., n]` with weights `[n]` and an epsilon.
+Norm = Callable[[Tensor, Tensor, float], Tensor]
+
 
 class NormForward(Patch):
     """`forward` of a root mean square norm."""
 
-    __slots__ = ("_kernels", "_module", "epsilon", "weight")
+    __slots__ = ("_module", "_norm", "epsilon", "weight")
 
-    def __init__(self, module: nn.Module, kernels: Kernels, weight: Tensor, epsilon: float) -> None:
+    def __init__(self, module: nn.Module, norm: Norm, weight: Tensor, epsilon: float) -> None:
         self._module = module
-        self._kernels = kernels
+        self._norm = norm
         self.weight = weight
         self.epsilon = epsilon
 
@@ -58,7 +61,7 @@ class NormForward(Patch):
         if x.dtype != self.weight.dtype:
             found: Tensor = type(self._module).forward(self._module, x)
             return found
-        return self._kernels.norm(x, self.weight, self.epsilon)
+        return self._norm(x, self.weight, self.epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +234,17 @@ def _attention_number(layer: nn.Module) -> int | None:
 
 def fuse(model: Any, recorder: LayerRecorder, kernels: Kernels, trial: Trial) -> None:
     """Replace `forward` of norms and decoder layers that the kernels compute as well. The model's linear layers are packed."""
-    norms = {module: forward for module in model.modules() if (forward := _norm_forward(module, kernels)) is not None}
-    _replace_forwards(norms)
+    fuse_norms(model, kernels.norm)
     candidates = {layer: parts for layer in model.modules() if (parts := _layer_parts(layer, recorder)) is not None}
     if candidates:
         _replace_forwards(_decoder_forwards(recorder, kernels, candidates, trial))
+
+
+def fuse_norms(model: nn.Module, norm: Norm | None = None) -> None:
+    """Replace `forward` of norms that `norm` computes as well; by default PyTorch's, one kernel on CUDA instead of eight."""
+    norm = norm or (lambda x, weight, epsilon: functional.rms_norm(x, weight.shape, weight, epsilon))
+    norms = {module: forward for module in model.modules() if (forward := _norm_forward(module, norm)) is not None}
+    _replace_forwards(norms)
 
 
 def _replace_forwards(forwards: Mapping[nn.Module, Patch]) -> None:
@@ -244,21 +253,21 @@ def _replace_forwards(forwards: Mapping[nn.Module, Patch]) -> None:
 
 
 @torch.inference_mode()
-def _norm_forward(module: nn.Module, kernels: Kernels) -> NormForward | None:
-    """The kernel's norm for a module that has one vector of weights and an epsilon, and gives the same; else None."""
+def _norm_forward(module: nn.Module, norm: Norm) -> NormForward | None:
+    """This norm for a module that has one vector of weights and an epsilon, and gives the same; else None."""
     parameters = dict(module.named_parameters(recurse=False))
     weight = parameters.get("weight")
     if set(parameters) != {"weight"} or next(module.children(), None) is not None or weight is None:
         return None
     names = ("variance_epsilon", "eps", "epsilon")
     epsilon = next((value for name in names if isinstance(value := getattr(module, name, None), float)), None)
-    if epsilon is None or weight.dim() != 1 or weight.dtype not in TYPES or weight.device.type != "cpu":
+    if epsilon is None or weight.dim() != 1 or weight.dtype not in TYPES:
         return None
-    forward = NormForward(module, kernels, weight.detach(), epsilon)
+    forward = NormForward(module, norm, weight.detach(), epsilon)
     noise = torch.Generator().manual_seed(0)
     # Small numbers as well, for which the epsilon matters.
     x = torch.randn(2, 3, weight.shape[0], generator=noise) * torch.tensor([1.0, 1e-3, 30.0]).unsqueeze(1)
-    x = x.to(weight.dtype)
+    x = x.to(weight)
     try:
         expected = type(module).forward(module, x)
     except (TypeError, RuntimeError, AttributeError, ValueError):

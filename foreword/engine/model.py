@@ -133,6 +133,9 @@ def prepare_model(
     measured = _pack(model, config, recorder, kernels, progress) if device.type == "cpu" else None
     if kernels is not None and trial is not None:
         decoder.fuse(model, recorder, kernels, trial)
+    triton = use_triton(config, device)
+    if triton:
+        decoder.fuse_norms(model)
     if config.batch_invariant:
         batch_invariance.prepare(model)
     _trim_heap()
@@ -153,7 +156,7 @@ def prepare_model(
         end_tokens=_end_tokens(model),
         sampling=_sampling(source) if config.generation_config == "model" else {},
         kernels=kernels,
-        triton=use_triton(config, device),
+        triton=triton,
         choice=_attention_choice(config, measured, recorder),
         backends=describe(model, measured),
     )
