@@ -5,14 +5,17 @@
     python benchmarks/simulate_validate.py documents
 
 Starts `foreword serve` (one thread each, a small model) and `foreword route` for each policy anew, sends the requests at their
-time, streaming, and compares what the answers say was cached with what `simulate` expects of the same tokens. The status is 1
-if the shares differ by more than two points. Measured times to the first token are to be compared between policies: servers,
-router and clients share the machine's cores, which the simulator does not know.
+time, streaming, and compares what the clients saw with what `simulate` expects of the same tokens. The status is 1 if the
+shares of cached tokens differ by more than two points, or the median or the 90th percentile of the time to first token (TTFT)
+by more than 20 %.
+
+The servers, the router and the clients share the machine's cores. So the costs are those of the servers under this load: before
+the comparison the first requests of the trace (--calibrate) go round robin through such servers, and the costs of their steps
+are fitted to their metrics (`foreword calibrate --metrics`). What the clients waited beyond the servers' own TTFT is
+the cost of a request. --costs takes a file instead, --idle-costs what `foreword calibrate` measures on an idle machine.
 
 Placement by cost is chaotic: one request that goes elsewhere changes where all later ones go, in the servers and in the
 simulator. So the simulation is repeated with costs that differ by up to a tenth; its median counts, and the range is shown.
-
-The costs come from --costs (`foreword calibrate`) or are measured first, quickly.
 """
 
 import argparse
@@ -36,15 +39,16 @@ import httpx
 from simulate_workloads import documents, scaled, sessions, spread
 from timing import machine, set_up, table
 
-from foreword.routing.costs import LoadCost
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.profile import Profile, read_profile
 from foreword.sim.report import Summary, quantile, summarize
 from foreword.sim.run import simulate
+from foreword.sim.serving_metrics import Snapshot, calibrate, sample
 from foreword.sim.trace import TraceRequest
 
 START_SECONDS = 180.0
 WITHIN = 0.02
+TTFT_WITHIN = 0.2
 NEARLY = (0.9, 0.95, 1.0, 1.05, 1.1)
 STEP_TOKENS = 512
 
@@ -56,62 +60,66 @@ class Seen:
     prompt_tokens: int
     cached_tokens: int
     ttft: float
+    itl: float
     status: int
 
 
 def main() -> int:
     arguments = read_arguments()
     with tempfile.TemporaryDirectory(prefix="foreword-validate-") as folder:
-        profile = read_profile(arguments.costs or calibrated(arguments, Path(folder)))
-        trace = workload(arguments, profile)
+        idle = arguments.idle_costs or not (arguments.seconds or arguments.costs)
+        given = (
+            read_profile(arguments.costs or calibrated(arguments, Path(folder))) if arguments.costs or idle else None
+        )
+        trace = workload(arguments, given)
         prompts = sum(one.prompt_tokens for one in trace)
         facts = machine() | {
-            "model": str(profile.about.get("model", arguments.model or "embedded")),
+            "model": arguments.model or "embedded",
             "replicas": f"{arguments.replicas} servers of {arguments.device} tokens, one thread each, and a router",
             "traffic": f"{arguments.workload}: {len(trace)} requests, {prompts:,} prompt tokens in {trace[-1].arrival:.0f} s",
         }
         print(set_up(facts) + "\n", flush=True)
-        rows, worst = [], 0.0
+        loaded = not (arguments.costs or arguments.idle_costs)
+        costs = under_load(arguments, trace) if given is None or loaded else given.costs
+        print(f"{costs}\n", flush=True)
+        rows, within = [], True
         for policy in arguments.policies.split(","):
-            seen = asyncio.run(measured(arguments, trace, policy))
-            expected = sorted(simulated(arguments, trace, policy, profile.costs), key=lambda one: one.hit_share)
-            middle = expected[len(expected) // 2]
-            share = sum(one.cached_tokens for one in seen) / sum(one.prompt_tokens for one in seen)
-            times = sorted(one.ttft for one in seen)
-            worst = max(worst, abs(share - middle.hit_share))
-            rows.append(
-                [
-                    policy,
-                    f"{share:.1%}",
-                    f"{middle.hit_share:.1%}",
-                    f"{expected[0].hit_share:.1%} to {expected[-1].hit_share:.1%}",
-                    f"{(middle.hit_share - share) * 100:+.2f}",
-                    *(
-                        f"{value * 1e3:.0f} ms"
-                        for value in (sum(times) / len(times), quantile(times, 0.5), quantile(times, 0.9))
-                    ),
-                    *(f"{value * 1e3:.0f} ms" for value in (middle.mean, middle.p50, middle.p90)),
-                    str(len(trace) - sum(one.status == 200 for one in seen)),
-                ]
-            )
-            print(f"{policy}: measured {share:.2%}, simulated {middle.hit_share:.2%}", flush=True)
-    head = [
-        "policy",
-        "hits",
-        "simulated",
-        "range",
-        "points",
-        "TTFT mean",
-        "p50",
-        "p90",
-        "simulated mean",
-        "p50",
-        "p90",
-        "failed",
-    ]
+            seen, _ = asyncio.run(measured(arguments, trace, policy))
+            expected = sorted(simulated(arguments, trace, policy, costs), key=lambda one: one.hit_share)
+            found, good = compared(policy, seen, expected)
+            rows += found
+            within = within and good
+            print(f"{policy}: done", flush=True)
+    head = ["policy", "", "hits", "range", "TTFT mean", "p50", "p90", "ITL mean", "failed"]
     print("\n" + table(head, rows))
-    print(f"\nThe shares differ by {worst * 100:.2f} points at most; {WITHIN * 100:.0f} are allowed.")
-    return 0 if worst <= WITHIN else 1
+    print(
+        f"\nAllowed: hits {WITHIN * 100:.0f} points, TTFT p50 and p90 {TTFT_WITHIN:.0%}. "
+        + ("Met." if within else "NOT met.")
+    )
+    return 0 if within else 1
+
+
+def compared(policy: str, seen: Sequence[Seen], expected: Sequence[Summary]) -> tuple[list[list[str]], bool]:
+    """Rows of the table: measured, simulated and the difference; and whether that is as small as it must be."""
+    middle = expected[len(expected) // 2]
+    share = sum(one.cached_tokens for one in seen) / sum(one.prompt_tokens for one in seen)
+    times = sorted(one.ttft for one in seen)
+    ours = [
+        sum(times) / len(times),
+        quantile(times, 0.5),
+        quantile(times, 0.9),
+        sum(one.itl for one in seen) / len(seen),
+    ]
+    theirs = [middle.mean, middle.p50, middle.p90, middle.per_token]
+    changes = [their / our - 1 for our, their in zip(ours, theirs, strict=True)]
+    bounds = f"{expected[0].hit_share:.1%} to {expected[-1].hit_share:.1%}"
+    failed = str(sum(one.status != 200 for one in seen))
+    rows = [
+        [policy, "measured", f"{share:.1%}", "", *(f"{value * 1e3:.1f} ms" for value in ours), failed],
+        ["", "simulated", f"{middle.hit_share:.1%}", bounds, *(f"{value * 1e3:.1f} ms" for value in theirs), ""],
+        ["", "difference", f"{(middle.hit_share - share) * 100:+.2f}", "", *(f"{value:+.0%}" for value in changes), ""],
+    ]
+    return rows, abs(middle.hit_share - share) <= WITHIN and max(map(abs, changes[1:3])) <= TTFT_WITHIN
 
 
 def read_arguments() -> argparse.Namespace:
@@ -130,6 +138,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, help="how long the traffic takes; else as long as keeps 40 %% of the cores busy"
     )
+    parser.add_argument("--calibrate", type=int, default=300, help="requests that the costs under load are fitted to")
+    parser.add_argument("--idle-costs", action="store_true", help="costs of an idle machine")
     parser.add_argument("--costs", type=Path)
     return parser.parse_args()
 
@@ -140,6 +150,24 @@ def calibrated(arguments: argparse.Namespace, folder: Path) -> Path:
     command += ["--threads", "1", "--longest", "1024", "--rounds", "1", "--out", str(out)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment())
     return out
+
+
+def under_load(arguments: argparse.Namespace, trace: Sequence[TraceRequest]) -> EngineCosts:
+    """The costs of servers that share the machine, from their metrics while the first requests go round robin."""
+    part = trace[: arguments.calibrate]
+    seen, series = asyncio.run(measured(arguments, part, "round-robin"))
+    profile = calibrate(series, STEP_TOKENS)
+    ttft = "vllm:time_to_first_token_seconds"
+    totals = [
+        sum(found[-1].values[f"{ttft}_{part}"] - found[0].values[f"{ttft}_{part}"] for found in series.values())
+        for part in ("sum", "count")
+    ]
+    outside = sum(one.ttft for one in seen) / len(seen) - totals[0] / totals[1]
+    print(
+        f"costs under load: {len(part)} requests, {profile.about['periods']} periods, {profile.about['terms']}",
+        flush=True,
+    )
+    return replace(profile.costs, request=max(outside, 0.0))
 
 
 def simulated(
@@ -154,10 +182,10 @@ def simulated(
         partial_reuse=True,
         lookahead_blocks=4,
     )
-    return [summarize(simulate(trace, spec, policy, times_slower(costs, factor))) for factor in NEARLY]
+    return [summarize(simulate(trace, spec, policy, costs.scaled(factor))) for factor in NEARLY]
 
 
-def workload(arguments: argparse.Namespace, profile: Profile) -> list[TraceRequest]:
+def workload(arguments: argparse.Namespace, profile: Profile | None) -> list[TraceRequest]:
     # Numbers that every small model's vocabulary has.
     vocabulary = 4000
     if arguments.workload == "mooncake":
@@ -173,9 +201,14 @@ def workload(arguments: argparse.Namespace, profile: Profile) -> list[TraceReque
     kept = [one for one in kept if one.prompt_tokens <= arguments.longest]
     if arguments.workload != "agents":
         kept = kept[: arguments.requests]
-    work = sum(profile.costs.prefill * one.prompt_tokens + profile.costs.base * one.output_tokens for one in kept)
-    lanes = min(arguments.replicas, os.cpu_count() or 1)
-    return spread(kept, arguments.seconds or work / lanes / 0.4)
+    return spread(kept, arguments.seconds or seconds_of(kept, arguments.replicas, profile))
+
+
+def seconds_of(trace: Sequence[TraceRequest], replicas: int, profile: Profile | None) -> float:
+    """How long traffic takes that keeps 40 % of the cores busy."""
+    costs = profile.costs if profile is not None else EngineCosts()
+    work = sum(costs.prefill * one.prompt_tokens + costs.base * one.output_tokens for one in trace)
+    return work / min(replicas, os.cpu_count() or 1) / 0.4
 
 
 # Real servers
@@ -231,18 +264,10 @@ def until_ready(url: str) -> None:
     raise SystemExit(f"{url} is not ready after {START_SECONDS:.0f} s")
 
 
-def times_slower(costs: EngineCosts, factor: float) -> EngineCosts:
-    """The costs of a machine on which everything takes so many times as long."""
-    loads = tuple(LoadCost(one.per_token * factor, one.latency * factor) for one in costs.loads)
-    steps = {
-        name: getattr(costs, name) * factor
-        for name in ("base", "prefill", "attention", "decode_each", "decode_context")
-    }
-    return EngineCosts(**steps, loads=loads)
-
-
-async def measured(arguments: argparse.Namespace, trace: Sequence[TraceRequest], policy: str) -> list[Seen]:
-    """The trace through fresh servers."""
+async def measured(
+    arguments: argparse.Namespace, trace: Sequence[TraceRequest], policy: str
+) -> tuple[list[Seen], dict[str, list[Snapshot]]]:
+    """The trace through fresh servers, and their metrics meanwhile."""
     model = [arguments.model] if arguments.model else []
     flags = ["--port", "0", "--threads", "1", "--kv-memory", f"{arguments.device} tokens"]
     flags += ["--block-size", str(arguments.block_size), "--kv-events", "tcp://127.0.0.1:0", "--log-level", "info"]
@@ -260,7 +285,9 @@ async def measured(arguments: argparse.Namespace, trace: Sequence[TraceRequest],
         )
         until_ready(router)
         until_all(router, len(urls))
-        return await send_all(router, trace)
+        metrics = asyncio.create_task(asyncio.to_thread(sample, urls, trace[-1].arrival))
+        seen = await send_all(router, trace)
+        return seen, await metrics
 
 
 def until_all(router: str, count: int) -> None:
@@ -298,21 +325,23 @@ async def send(client: httpx.AsyncClient, model: str, one: TraceRequest) -> Seen
     }
     if one.session is not None:
         body["prompt_cache_key"] = one.session
-    sent, first = time.perf_counter(), 0.0
+    sent, first, last = time.perf_counter(), 0.0, 0.0
     usage: dict[str, Any] = {}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line[6:])
-            if event.get("choices") and not first:
-                first = time.perf_counter()
+            if event.get("choices"):
+                last = time.perf_counter()
+                first = first or last
             usage = event.get("usage") or usage
     details = usage.get("prompt_tokens_details") or {}
     return Seen(
         usage.get("prompt_tokens", one.prompt_tokens),
         details.get("cached_tokens", 0),
         (first or time.perf_counter()) - sent,
+        (last - first) / max(one.output_tokens - 1, 1),
         answer.status_code,
     )
 

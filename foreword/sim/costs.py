@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foreword.errors import ConfigError
 from foreword.routing.costs import LoadCost, ReplicaCosts
@@ -20,6 +20,7 @@ class EngineCosts:
 
     Attributes:
         loads: cost of loading a token from host memory, disk and the shared store.
+        request: part of each time to first token (TTFT) outside of the engine: network, HTTP, tokenization, router.
     """
 
     base: float = 0.02
@@ -28,9 +29,11 @@ class EngineCosts:
     decode_each: float = 1e-4
     decode_context: float = 3e-8
     loads: tuple[LoadCost, ...] = (LoadCost(1.6e-5, 1e-3), LoadCost(6e-5, 2e-3), LoadCost(3.2e-5, 5e-3))
+    request: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.base, self.prefill, self.attention, self.decode_each, self.decode_context) < 0 or not self.prefill:
+        steps = self.base, self.prefill, self.attention, self.decode_each, self.decode_context
+        if min(*steps, self.request) < 0 or not self.prefill:
             raise ConfigError("costs must not be negative, and the cost of a prefilled token must be more than 0")
         if len(self.loads) != 3:
             raise ConfigError(f"costs need three tiers to load from, not {len(self.loads)}")
@@ -42,7 +45,7 @@ class EngineCosts:
         """The costs of an engine whose steps take `factor` times as long."""
         fields = ("base", "prefill", "attention", "decode_each", "decode_context")
         scaled = {name: getattr(self, name) * factor for name in fields}
-        return EngineCosts(**scaled, loads=self.loads)
+        return replace(self, **scaled)
 
     def as_known(self, step_tokens: int) -> ReplicaCosts:
         """The costs as a router knows them after learning."""

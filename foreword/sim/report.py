@@ -61,7 +61,7 @@ class Summary:
 def summarize(result: SimulationResult) -> Summary:
     """The numbers of one simulation."""
     outcomes = result.outcomes
-    times = sorted(outcome.ttft for outcome in outcomes)
+    times = sorted(outcome.ttft + result.costs.request for outcome in outcomes)
     latencies = sorted(outcome.seconds_per_token for outcome in outcomes)
     prompts = sum(outcome.request.prompt_tokens for outcome in outcomes)
     busy = [totals.busy for totals in result.replicas.values()]

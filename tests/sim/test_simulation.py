@@ -368,3 +368,11 @@ def test_quantiles(values: list[float], share: float) -> None:
     found = quantile(ordered, share)
     assert sum(value <= found for value in ordered) >= share * len(ordered) - 1e-9
     assert sum(value < found for value in ordered) < share * len(ordered)
+
+
+def test_time_outside_of_the_engine() -> None:
+    """The `request` cost is part of each time to first token, and changes nothing else."""
+    trace = [request(0.0, [1, 2]), request(5.0, [1, 2, 3])]
+    with_cost, without = (summarize(simulate(trace, ONE, costs=replace(COSTS, request=cost))) for cost in (0.25, 0.0))
+    assert with_cost.p50 == pytest.approx(without.p50 + 0.25) and with_cost.mean == pytest.approx(without.mean + 0.25)
+    assert replace(with_cost, mean=0, p50=0, p90=0, p99=0) == replace(without, mean=0, p50=0, p90=0, p99=0)
