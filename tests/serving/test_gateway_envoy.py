@@ -147,6 +147,20 @@ def test_a_client_that_leaves_frees_its_place(fleet: Fleet, gateway: Envoy) -> N
         until(lambda: fleet.in_flight() == 0)
 
 
+def test_a_picker_that_knows_no_replica_yet(fleet: Fleet, tmp_path: Path) -> None:
+    """After its start, until a replica has answered it, the gateway chooses; it does not refuse requests."""
+    port = free_port()
+    picker = RouterProcess("--replica", f"http://127.0.0.1:{free_port()}", "--picker", f"127.0.0.1:{port}")
+    envoy = Envoy(tmp_path, port, fleet.urls)
+    try:
+        until(lambda: "picks endpoints" in picker.text)
+        found = complete(envoy.url, "import ")
+        assert (found.status_code, replica_of(found)) == (200, ""), found.text
+    finally:
+        picker.kill()
+        envoy.kill()
+
+
 def test_a_killed_picker_stops_nothing(fleet: Fleet, tmp_path: Path) -> None:
     """Streams continue to their end, new requests are served, and the next picker on that port places again."""
     port = free_port()

@@ -42,6 +42,14 @@ class Exchanges:
         self.body_seconds = body_seconds
         self.answered: dict[str, Accounting] = {}
         self.held_bytes = 0
+        self._knows_replicas = False
+
+    def knows_replicas(self) -> bool:
+        """False after a start until a replica takes requests: the gateway's failure mode decides then. Where API keys are
+        configured, requests are refused instead."""
+        router = self.picker.router
+        self._knows_replicas = self._knows_replicas or router.auth.has_tenants or router.ready() is None
+        return self._knows_replicas
 
     async def process(self, requests: AsyncIterator[Any], context: Any) -> None:
         """The method `ExternalProcessor.Process`. `context` is that of `grpc.aio`."""

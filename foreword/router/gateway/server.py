@@ -59,8 +59,14 @@ async def picking(router: Router, body_seconds: float) -> AsyncIterator[None]:
     # It writes a line for each stream at level DEBUG.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.INFO)
     exchanges = Exchanges(Picker(router), body_seconds)
-    process = grpc.stream_stream_rpc_method_handler(
-        exchanges.process, envoy.ProcessingRequest.FromString, envoy.ProcessingResponse.SerializeToString
+
+    async def process(requests: Any, context: Any) -> None:
+        if not exchanges.knows_replicas():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no replica has answered yet")
+        await exchanges.process(requests, context)
+
+    process_handler = grpc.stream_stream_rpc_method_handler(
+        process, envoy.ProcessingRequest.FromString, envoy.ProcessingResponse.SerializeToString
     )
     health = grpc.unary_unary_rpc_method_handler(
         check, envoy.HealthCheckRequest.FromString, envoy.HealthCheckResponse.SerializeToString
@@ -68,7 +74,7 @@ async def picking(router: Router, body_seconds: float) -> AsyncIterator[None]:
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=config.picker_streams)
     server.add_generic_rpc_handlers(
         (
-            grpc.method_handlers_generic_handler(_PROCESSOR, {"Process": process}),
+            grpc.method_handlers_generic_handler(_PROCESSOR, {"Process": process_handler}),
             grpc.method_handlers_generic_handler(_HEALTH, {"Check": health}),
         )
     )
