@@ -119,8 +119,8 @@ class Faults:
     def damage_files(self, draw: random.Random, window: Window) -> None:
         for path in self._some_files(draw, 24):
             with suppress(FileNotFoundError):
-                data = MUTATIONS[draw.choice(DAMAGE)](draw, bytearray(path.read_bytes()), ())
-                path.write_bytes(data)
+                data = bytearray(path.read_bytes())
+                path.write_bytes(MUTATIONS[draw.choice(DAMAGE)](draw, data, ()) if data else b"")
 
     def swap_files(self, draw: random.Random, window: Window) -> None:
         paths = self._some_files(draw, 24)

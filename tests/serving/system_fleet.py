@@ -171,8 +171,8 @@ class Fleet:
             with suppress(Exception):
                 server.end()
         self.redis.kill()
-        for folder in self.mounted:
-            subprocess.run(["umount", "-l", str(folder)], check=False)
+        while self.mounted:
+            subprocess.run(["umount", "-l", str(self.mounted.pop())], check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _small_disk(self, name: str) -> Path:

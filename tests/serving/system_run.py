@@ -151,7 +151,9 @@ class Run:
         while not self._ended.is_set():
             self._sent += 1
             draw = random.Random(f"{self.seed}/{self.result.number}/{self._sent}")
-            await self._send(drawn(draw, self.library, KEPT))
+            answer = await self._send(drawn(draw, self.library, KEPT))
+            if not answer.status:
+                await asyncio.sleep(0.2)  # the router or a server is down
 
     async def _conversations(self) -> None:
         draw = random.Random(f"{self.seed}/{self.result.number}/chats")
@@ -298,13 +300,15 @@ class Run:
         self._seen = found
 
     async def _check_salts(self, replica: int) -> None:
-        """A new salt finds nothing, and then its own blocks. Nothing is damaged now, so no request may fail."""
+        """A new salt finds nothing, then its own blocks, and another new salt nothing of them. Nothing is damaged now, so no
+        request may fail."""
         body = {"prompt": self.library.prompts[0]["prompt"], "max_tokens": 12, "temperature": 0}
-        salt = {"cache_salt": f"{self.seed}-{self.result.number}-{replica}-{random.randrange(1 << 60):x}"}
-        await self._send(Ask("/v1/completions", body | salt, True, direct=replica, alone=True))
-        answer = await self._send(Ask("/v1/completions", body | salt, False, direct=replica))
+        one, two = ({"cache_salt": f"{self.result.number}-{random.randrange(1 << 60):x}"} for _ in range(2))
+        await self._send(Ask("/v1/completions", body | one, True, direct=replica, alone=True))
+        answer = await self._send(Ask("/v1/completions", body | one, False, direct=replica))
         if not answer.cached and not answer.error:
             self.result.odd.append(f"replica {replica} finds nothing of a prompt that it has just computed")
+        await self._send(Ask("/v1/completions", body | two, True, direct=replica, alone=True))
         await self._send(Ask("/v1/chat/completions", {**QUESTION, "prefix": KEPT}, False, direct=replica, prefix=KEPT))
 
     async def _until_quiet(self) -> None:
@@ -377,12 +381,13 @@ async def campaign(seconds: float, seed: int, only: int | None, report: Path | N
                 tell(results[-1])
                 if report:
                     report.write_text(json.dumps([vars(one) for one in results], indent=1))
-                    report.with_suffix(".logs").write_text(fleet.logs())
         segments = shared_memory() - fleet.segments
         fleet.close()
         if left := {name for name in segments if name in shared_memory()}:
             results[-1].leaks.append(f"shared memory: {sorted(left)}")
     finally:
+        if report:
+            report.with_suffix(".logs").write_text(fleet.logs())
         fleet.close()
     return results
 
