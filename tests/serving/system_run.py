@@ -151,9 +151,7 @@ class Run:
         while not self._ended.is_set():
             self._sent += 1
             draw = random.Random(f"{self.seed}/{self.result.number}/{self._sent}")
-            answer = await self._send(drawn(draw, self.library, KEPT))
-            if not answer.status:
-                await asyncio.sleep(0.2)  # the router or a server is down
+            await self._send(drawn(draw, self.library, KEPT))
 
     async def _conversations(self) -> None:
         draw = random.Random(f"{self.seed}/{self.result.number}/chats")
@@ -174,6 +172,8 @@ class Run:
         url = self.fleet.router_url if ask.direct < 0 else self.fleet.replicas[ask.direct].url
         answer = await self.client.send(url, ask)
         await self._judge(ask, answer)
+        if not answer.status:
+            await asyncio.sleep(0.2)  # the router or a server is down
         return answer
 
     async def _judge(self, ask: Ask, answer: Answer) -> None:
