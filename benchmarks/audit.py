@@ -2,7 +2,7 @@
 
 python benchmarks/audit.py distances    # of right KV, and of KV that is swapped, shifted, of another layer or adapter
 python benchmarks/audit.py alarms --redis redis://HOST:PORT/1     # audits of right KV from all sources, --count of them
-python benchmarks/audit.py cost         # processor time with and without an audit of one hit in 1,000, in alternation
+python benchmarks/audit.py cost         # processor time with and without audits, in alternation
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from foreword.engine.request import SamplingParams
 from foreword.entrypoints.llm import LLM
 
 SMALL = Size("small", 0, 12, 256, 4, 2, 704, 8_192)
+SMALLER = Size("smaller", 0, 6, 128, 2, 1, 352, 4_096)  # for `alarms`
 BLOCK = 16
 CHANGES = (0.01, 0.05, 0.2)
 SETTINGS: dict[str, Any] = {"block_size": BLOCK, "self_check": False, "max_batch_tokens": 256, "threads": 1}
@@ -189,7 +190,7 @@ class Remote:
 def count_alarms(folder: Path, arguments: argparse.Namespace) -> None:
     """Audit right KV from all sources, in rounds that take turns between the modes, each with prompts of its own."""
     model = folder / "model-0"
-    make(SMALL, model, 0)
+    make(SMALLER, model, 0)
     audited: dict[str, list[Local | Remote]] = {}
     for name, options in MODES.items():
         urls = [
@@ -211,7 +212,10 @@ def count_alarms(folder: Path, arguments: argparse.Namespace) -> None:
         total = sum(audits(part) for parts in audited.values() for part in parts)
         alarms = sum(sum(part.audit.counts.different.values()) for parts in audited.values() for part in parts)
         seconds = time.monotonic() - started
-        print(f"{seconds:,.0f} s, round {number} ({name}): {total:,} audited, {alarms} different", flush=True)
+        by_source = ", ".join(
+            f"{source} {count}" for source, count in sources(itertools.chain(*audited.values())).items()
+        )
+        print(f"{seconds:,.0f} s, round {number}: {total:,} audited ({by_source}), {alarms} different", flush=True)
         number += 1
     columns = ("audited", *SOURCES, "different", "blocks", "equal bit for bit", "largest distance", "tolerance")
     print(table(["mode", *columns], [row(name, parts) for name, parts in audited.items()]))
@@ -223,10 +227,15 @@ def audits(part: Local | Remote) -> int:
     return sum(part.audit.counts.audited.values())
 
 
+def sources(parts: Iterable[Local | Remote]) -> Counter[str]:
+    """Audited hits by source."""
+    return sum((part.audit.counts.audited for part in parts), Counter())
+
+
 def row(name: str, parts: list[Local | Remote]) -> list[str]:
     """What was counted in a mode."""
     counts = [part.audit.counts for part in parts]
-    by_source: Counter[str] = sum((one.audited for one in counts), Counter())
+    by_source = sources(parts)
     assert set(by_source) <= set(SOURCES)
     figures = (
         by_source.total(), *(by_source[source] for source in SOURCES), sum(one.different.total() for one in counts),
@@ -236,29 +245,42 @@ def row(name: str, parts: list[Local | Remote]) -> list[str]:
     return [name, *(f"{figure:,}" for figure in figures), f"{largest:.2g}", f"{parts[0].audit.tolerance:g}"]
 
 
-def measure_cost(folder: Path, rounds: int, every: int) -> None:
+def measure_cost(folder: Path, rounds: int, every: list[int]) -> None:
+    """Processor time of the same batches without audits and with one hit in N audited, in alternation. What an audit costs is
+    measured where there are many, and scaled to one hit in 1,000."""
     model = folder / "model-0"
-    if not model.exists():
-        make(SMALL, model, 0)
+    make(SMALL, model, 0)
     draws = random.Random(0)
     shared = [text(draws, 512) for _ in range(8)]
-    with engine(model, "bfloat16") as plain, engine(model, "bfloat16", audit_every=every) as audited:
-        speeds: dict[LLM, list[float]] = {plain: [], audited: []}
-        for number in range(rounds):
-            prompts = [[*draws.choice(shared), *text(draws, 32)] for _ in range(64)]
-            for llm in (plain, audited) if number % 2 else (audited, plain):
-                started = time.process_time()  # what other programs take does not count
-                outputs = llm.generate(prompts, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
-                spent = time.process_time() - started
-                if number:  # the first round has no hits
-                    speeds[llm].append(sum(len(one.outputs[0].tokens) for one in outputs) / spent)
-        ratios = [with_ / without for with_, without in zip(speeds[audited], speeds[plain], strict=True)]
-        assert audited._core.audit is not None
-        counts = audited._core.audit.counts
-        seconds = {llm: sum(64 * 16 / speed for speed in each) for llm, each in speeds.items()}
-        print(f"one hit in {every}: {sum(counts.hits.values())} hits, {sum(counts.audited.values())} audited")
-        print(f"  processor time without / with audits: {seconds[plain] / seconds[audited]:.4f} in all,")
-        print(f"  of pairs {min(ratios):.3f} .. {max(ratios):.3f}, median {statistics.median(ratios):.4f}")
+    engines = {n: engine(model, "bfloat16", audit_every=n, audit_budget=1.0) for n in [0, *every]}
+    spent: dict[int, list[float]] = {n: [] for n in engines}
+    for number in range(rounds + 1):
+        prompts = [[*draws.choice(shared), *text(draws, 32)] for _ in range(64)]
+        for n in draws.sample(list(engines), len(engines)):
+            started = time.process_time()  # what other programs take does not count
+            engines[n].generate(prompts, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
+            if number:  # the first round has no hits
+                spent[n].append(time.process_time() - started)
+        print(f"round {number} of {rounds}", flush=True)
+    rows = []
+    for n in every:
+        audit = engines[n]._core.audit
+        assert audit is not None
+        hits, audited = audit.counts.hits.total(), audit.counts.audited.total()
+        ratios = [with_ / without for with_, without in zip(spent[n], spent[0], strict=True)]
+        extra = sum(spent[n]) / sum(spent[0]) - 1
+        median = statistics.median(ratios)
+        scaled = extra * hits / max(audited, 1) / 1000
+        figures = (
+            f"{extra:+.2%}",
+            f"{median - 1:+.2%}",
+            f"{min(ratios) - 1:+.1%} .. {max(ratios) - 1:+.1%}",
+            f"{scaled:+.3%}",
+        )
+        rows.append([f"1 in {n}", f"{hits:,}", f"{audited:,}", *figures])
+    print(
+        table(["audited", "hits", "audits", "more time", "median of rounds", "of rounds", "scaled to 1 in 1,000"], rows)
+    )
 
 
 def main() -> None:
@@ -267,8 +289,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10_000, help="audits for `alarms`")
     parser.add_argument("--first-round", type=int, default=0, help="of `alarms`: the round after the last printed")
     parser.add_argument("--seeds", type=int, default=3, help="models for `distances`")
-    parser.add_argument("--rounds", type=int, default=40, help="pairs of runs for `cost`")
-    parser.add_argument("--every", type=int, default=1000, help="N for `cost`")
+    parser.add_argument("--rounds", type=int, default=20, help="of 64 hits, for `cost`")
+    parser.add_argument("--every", type=int, nargs="+", default=[2, 20, 100], help="N for `cost`")
     parser.add_argument("--kernels", default="auto", help="kernels for `distances`")
     parser.add_argument("--redis", help="URL of a Redis for `alarms`")
     parser.add_argument("--reports", help="folder for reports of `alarms`")

@@ -157,7 +157,8 @@ class Campaign:
         self._writer = Engine(arguments.model, **options, store=list(stores.values()))
         for source, url in stores.items():
             self._engines[source] = Engine(arguments.model, **options, store=url + "?read_only=1" * (source == "disk"))
-        self.counts = {source: Counter[str]() for source in [*self._engines, "prefilled", "migrated"]}
+        known = [*self._engines, "prefilled", "migrated"]
+        self.counts = {source: Counter[str]() for source in known if source in (arguments.sources or known)}
 
     def run(self, number: int, pairs: int) -> None:
         """One round."""
@@ -282,6 +283,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--redis", help="URL of a Redis server whose database is used as a store")
+    parser.add_argument("--sources", nargs="+", help="only these sources; by default all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--speed", action="store_true", help="measure the cost instead")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,6 +1,6 @@
 """Plants defects, one at a time in a copy of the sources, and runs the tests that must catch each: `make mutants`.
 
-    python tests/mutants/run.py [--only TEXT] [--timeout SECONDS]
+    python tests/mutants/run.py [--only TEXT] [--first NUMBER] [--timeout SECONDS]
 
 A mutant is caught if its tests fail, and its tests pass without it. Mutants of the connector need FOREWORD_VLLM_PYTHON, an
 interpreter with vLLM, and are left out without it. Exit status 1 if a mutant is not caught.
@@ -9,14 +9,17 @@ interpreter with vLLM, and are left out without it. Exit status 1 if a mutant is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from mutants import MUTANTS, Mutant
 
@@ -79,23 +82,29 @@ class Copy:
             command = [sys.executable, "-m", "pytest", *chosen, *mutant.tests]
         cache = str(self._folder / "cache")
         given = {**os.environ, "PYTHONPATH": str(self._folder), "XDG_CACHE_HOME": cache, "PYTHONDONTWRITEBYTECODE": "1"}
+        # What a failed test leaves running must not outlive it, nor hold a pipe that is waited for.
+        quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        process = subprocess.Popen(command, cwd=self._folder, env=given, start_new_session=True, **quiet)
         try:
-            done = subprocess.run(
-                command, cwd=self._folder, env=given, capture_output=True, timeout=self._timeout, check=False
-            )
+            status = process.wait(self._timeout)
         except subprocess.TimeoutExpired:
             return False
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         if mutant.claims and report.exists():
             return all(one["result"] == "pass" for one in json.loads(report.read_text())["claims"])
-        return done.returncode == 0
+        return status == 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="mutants whose name contains this text")
+    parser.add_argument("--first", type=int, default=0, help="continue: how many mutants to pass over")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for the tests of a mutant")
     arguments = parser.parse_args()
-    chosen = [one for one in MUTANTS if arguments.only in one.name and (VLLM or not one.claims)]
+    chosen = [one for one in MUTANTS if arguments.only in one.name and (VLLM or not one.claims)][arguments.first :]
     results = []
     with tempfile.TemporaryDirectory(prefix="foreword-mutants-") as folder:
         copy = Copy(Path(folder), arguments.timeout)

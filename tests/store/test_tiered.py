@@ -267,9 +267,16 @@ def test_a_hang_costs_one_deadline(tiers: Tiers) -> None:
 
 def test_a_late_read_writes_nothing_that_is_used(tiers: Tiers) -> None:
     """A read that returns after its caller stopped waiting changes no buffer of the caller, or names those it may change."""
+    gate = threading.Event()
+
+    class Late(MemoryStore):
+        def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+            assert gate.wait(60)
+            return super().get(names, buffers, deadline=soon())  # it reads though its caller has stopped waiting
+
     frames = make_frames(8, 4, PAYLOAD)
+    tiers.slow.inner = Late(4 << 20, label="slow")
     tiers.slow.inner.put(frames, deadline=soon())
-    tiers.slow.stick()
     buffers = [memoryview(bytearray(2000)) for _ in frames]
     told: list[int] = []
     returned = threading.Event()
@@ -281,16 +288,16 @@ def test_a_late_read_writes_nothing_that_is_used(tiers: Tiers) -> None:
     names = names_of(frames)
     assert tiers.store.fetch(names, buffers, deadline=soon(0.2)) == [None] * 4
     assert not any(bytes(one).strip(b"\0") for one in buffers)
-    tiers.slow.release()
+    gate.set()
     until = soon()
     while None in tiers.store.fetch(names, [memoryview(bytearray(2000)) for _ in frames], deadline=soon()):
         assert soon(0.0) < until, "the tier is used again"
         tiers.clock.now += 10
     assert not any(bytes(one).strip(b"\0") for one in buffers), "the late read has returned, elsewhere"
-    tiers.slow.stick()
+    gate.clear()
     assert tiers.store.fetch(names, buffers, deadline=soon(0.2), on_late=late) == [None] * 4
     assert told == [0, 1, 2, 3] and not returned.is_set()
-    tiers.slow.release()
+    gate.set()
     assert returned.wait(60)
 
 
