@@ -37,9 +37,9 @@ from typing import Any
 
 import uvloop
 from envoy_process import Envoy, free_port
-from router_fleet import Answer, Client, Process, Request, router, servers
+from router_fleet import Answer, Client, Process, Request, library, router, servers
 from router_overhead import Figures, full, one_by_one, quantile
-from router_serving import Bench, Traffic, capacity, hit_share, library
+from router_serving import Bench, Traffic, capacity, hit_share
 from router_wire import (
     PROXY_CORE,
     REST_CORE,

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from router_burst import EMBEDDED, SYSTEM_TOKENS, body, cut, failures, hit_share, library
-from router_fleet import Answer, Client, Process, Request, servers
+from router_burst import EMBEDDED, SYSTEM_TOKENS, body, cut, failures, hit_share
+from router_fleet import Answer, Client, Process, Request, library, servers
 from timing import machine, set_up, table, version_of
 from tokenizers import Tokenizer
 

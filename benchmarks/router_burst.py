@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from router_fleet import Answer, Client, Process, Request, router, servers
+from router_fleet import Answer, Client, Process, Request, library, router, servers
 from timing import machine, median, set_up, table, version_of
 from tokenizers import Tokenizer
 
@@ -79,12 +79,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", type=int, default=24, help="routers: number of system prompts")
     parser.add_argument("--kv-memory", type=int, default=8192, help="tokens of each device, for routers")
     return parser.parse_args()
-
-
-def library() -> list[str]:
-    """Real text that every machine has: the longest modules of Python's standard library."""
-    sources = [path.read_text(encoding="utf-8", errors="replace") for path in Path(random.__file__).parent.glob("*.py")]
-    return sorted(sources, key=lambda text: (-len(text), text))
 
 
 def cut(tokenizer: Tokenizer, text: str, tokens: int) -> list[int]:

@@ -24,6 +24,12 @@ START_SECONDS = 240.0
 REQUEST_SECONDS = 600.0
 
 
+def library() -> list[str]:
+    """Real text that every machine has: the longest modules of Python's standard library."""
+    sources = [path.read_text(encoding="utf-8", errors="replace") for path in Path(os.__file__).parent.glob("*.py")]
+    return sorted(sources, key=lambda text: (-len(text), text))
+
+
 class Process:
     """A process of `foreword` on its own port; what it says goes to a file."""
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from router_fleet import Answer, Client, Process, Request, in_turn, router, servers
+from router_fleet import Answer, Client, Process, Request, in_turn, library, router, servers
 from timing import machine, median, set_up, table, version_of
 from tokenizers import Tokenizer
 
@@ -163,12 +163,6 @@ def agents(bench: Bench) -> list[list[Request]]:
         key = {} if given.no_session_key else {"prompt_cache_key": name}
         found.append([Request(bench.body(prompt=bench.cut(text, given.longest), **key), name) for text in marked])
     return found
-
-
-def library() -> list[str]:
-    """Real text that every machine has: the longest modules of Python's standard library."""
-    sources = [path.read_text(encoding="utf-8", errors="replace") for path in Path(random.__file__).parent.glob("*.py")]
-    return sorted(sources, key=lambda text: (-len(text), text))
 
 
 def question(bench: Bench, number: int) -> str:
