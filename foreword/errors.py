@@ -144,11 +144,11 @@ class StoreError(ForewordError, code="store_error", retry=True):
     """An operation of a store failed. For requests to the engine it counts as a cache miss."""
 
 
-class StoreUnavailable(StoreError, code="store_unavailable"):
+class StoreUnavailable(StoreError, status=503, code="store_unavailable"):
     """The store cannot be reached, refuses access, or returns an invalid response."""
 
 
-class StoreTimeout(StoreError, code="store_timeout"):
+class StoreTimeout(StoreError, status=503, code="store_timeout"):
     """A store did not respond before the deadline."""
 
 
@@ -156,7 +156,7 @@ class StoreHung(StoreTimeout, code="store_hung"):
     """A call of a store had not returned shortly after its deadline. It may still return."""
 
 
-class StoreFull(StoreError, code="store_full"):
+class StoreFull(StoreError, status=507, code="store_full"):
     """The store is full: no space on the disk, or all blocks are pinned."""
 
 

@@ -262,8 +262,10 @@ class Run:
             failure = "" if done.status_code in (200, 201, 404) else f"{done.status_code} {done.text[:300]}"
         except httpx.TransportError as error:
             failure = f"{type(error).__name__}: {error}"
-        names = [server.name for server in self.fleet.servers]
-        if failure and not self.faults.overlapping(began, time.monotonic(), "router", *names):
+        excuses = ["router", *(server.name for server in self.fleet.servers)]
+        if failure.startswith("503"):  # what a named prefix is recorded in does not answer
+            excuses.append("store")
+        if failure and not self.faults.overlapping(began, time.monotonic(), *excuses):
             self.result.odd.append(f"{method} of a prefix: {failure}")
         return not failure and done.status_code != 404
 

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import http_client
 import pytest
 from server_process import ServerProcess
+from servers import RedisServer
 from shared_server import until
 
 from foreword.cli import main as cli
@@ -89,6 +90,25 @@ def test_killed_and_started_again(start: Start, tmp_path: Path) -> None:
         assert other["choices"][0]["text"] == named["choices"][0]["text"]
         [listed] = http_client.get(f"{url}/v1/prefixes").json()["data"]
         assert (listed["name"], listed["version"]) == ("rules", 1)
+
+
+@pytest.mark.slow
+def test_a_store_that_is_gone_asks_for_a_retry(start: Start, tmp_path: Path) -> None:
+    """While the store of a named prefix cannot be reached, removing it fails with 503 and Retry-After. Later it works."""
+    redis = RedisServer(tmp_path)
+    try:
+        url = start("--store", redis.url, "--dtype", "float32").wait_ready()
+        made = http_client.post(f"{url}/v1/prefixes", json={"name": "rules", "content": TEXT}, timeout=120)
+        assert made.status_code == 201
+        redis.kill()
+        refused = http_client.request("DELETE", f"{url}/v1/prefixes/rules", timeout=120)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        assert int(refused.headers["retry-after"]) >= 1
+        redis.start()
+        until(lambda: http_client.request("DELETE", f"{url}/v1/prefixes/rules", timeout=120).status_code in (200, 404))
+        assert http_client.get(f"{url}/v1/prefixes").json()["data"] == []
+    finally:
+        redis.kill()
 
 
 @pytest.mark.slow
