@@ -53,9 +53,10 @@ class CacheReports:
         recomputes its last token."""
         counts: dict[str, int] = {}
         loaded, transferred, cached = sequence.loaded, sequence.transferred, sequence.cached_tokens
-        if loaded is not None and loaded.tiers and self._offload is not None:
-            counts = self._offload.tokens_by_tier(loaded.tiers, self._cache.block_size)
-            counts[self._offload.store.tiers[loaded.tiers[-1]].label] -= max(loaded.tokens - cached, 0)
+        if loaded is not None and self._offload is not None:
+            # What was loaded may reach beyond the cached tokens of the prompt: into what a continued request had generated.
+            end = cached if transferred is None else min(cached, transferred.start)
+            counts = self._offload.tokens_by_tier(loaded.tiers, self._cache.block_size, end - loaded.start)
         if transferred is not None and cached > transferred.start:
             counts[transferred.origin] = cached - transferred.start
         return counts

@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -320,9 +321,9 @@ class OffloadManager:
         speed = self.prefill_rate.value
         return 1 / speed if speed else None
 
-    def tokens_by_tier(self, places: Iterable[int], block_size: int) -> dict[str, int]:
-        """Number of tokens by the label of the tier that has them."""
-        return self.store.tokens_by_tier(places, block_size)
+    def tokens_by_tier(self, places: Iterable[int], block_size: int, most: int = sys.maxsize) -> dict[str, int]:
+        """Number of tokens by the label of the tier that has them: of the first `most` tokens."""
+        return self.store.tokens_by_tier(places, block_size, most)
 
     def load(self, store_load: StoreLoad, skip: int, blocks: Sequence[int]) -> None:
         """Start to load the found blocks from number `skip` on into the device blocks `blocks`, in order."""

@@ -10,6 +10,7 @@ half of the time that is left, and a call that does not return is abandoned shor
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -134,12 +135,15 @@ class TieredStore(Store):
     def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
         return [place >= 0 for place in self.find(names, deadline=deadline)]
 
-    def tokens_by_tier(self, places: Iterable[int], block_size: int) -> dict[str, int]:
-        """Count tokens by the label of their tier, given the result of `locate`."""
+    def tokens_by_tier(self, places: Iterable[int], block_size: int, most: int = sys.maxsize) -> dict[str, int]:
+        """Count the first `most` tokens by the label of their tier, given the result of `locate`."""
         counts: dict[str, int] = {}
         for place in places:
+            if most <= 0:
+                break
             label = self.tiers[place].label
-            counts[label] = counts.get(label, 0) + block_size
+            counts[label] = counts.get(label, 0) + min(block_size, most)
+            most -= block_size
         return counts
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:

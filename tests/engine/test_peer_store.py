@@ -206,6 +206,32 @@ def test_frames_are_those_that_a_store_would_have(giver: Any) -> None:
     one.check()
 
 
+def test_a_continued_request_over_two_tiers(llama: Path, tmp_path: Path, engine: Make) -> None:
+    """Of a request that comes with generated tokens, what is loaded beyond its prompt is not counted as cached, however
+    many tiers it comes from."""
+    tokens, urls = prompt(81, 11), [f"disk://{tmp_path}/{name}" for name in "ab"]
+    for url, length in zip(urls, (41, 81), strict=True):
+        with engine("llama", store=url) as llm:
+            llm.generate(tokens[:length], greedy(1))
+    config = EngineConfig(model=str(llama), dtype="float32", kv_memory="1024 tokens", block_size=4, threads=1)
+    registry = PrometheusObserver()
+    with closing(AsyncEngine.from_config(config, store=stores(*urls), observers=[registry])) as made:
+        registry.watch(made)
+        assert made.offload is not None
+        made.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
+        request = Request(
+            "continued", tuple(tokens[:12]), greedy(80), output=tuple(tokens[12:]), want_cache_report=True
+        )
+
+        async def last() -> Any:
+            return [delta async for delta in made.generate(request)][-1]
+
+        report = asyncio.run(last()).cache_report
+        assert report is not None
+        assert (report.cached_tokens, report.device_tokens, report.loaded_tokens) == (11, 0, {"disk": 11})
+        assert all(tier.counters.hit_blocks for tier in made.offload.store.tiers)
+
+
 def test_two_peers(engine: Make, reference: Find, giver: Any) -> None:
     """Each prompt is loaded from the peer that has it; a prompt that is spread over two peers is loaded from both."""
     first, second = giver(), giver()
