@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,22 @@ Replicas = Annotated[
     str | None, typer.Option("--replicas", help=f"Number of replicas: {_LIST}. [default: 8]", show_default=False)
 ]
 Policies = Annotated[str, typer.Option("--policy", help=f"Routing policies: {_LIST}; `all` for all of them.")]
+Groups = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--group",
+        help="Further replicas, with values of their own: 'fast replicas=2 costs=fast.json device=80GiB memory=0 disk=0'. "
+        "Can be repeated.",
+    ),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--change",
+        help="Change of the fleet during the trace: '120s fail r3', '180s start r3', '5m remove r0', '5m add 2' or "
+        "'5m add 2 GROUP'. Can be repeated.",
+    ),
+]
 Device = Annotated[str, typer.Option("--device", help=f"KV memory on each replica's device, {_SIZE}; {_LIST}.")]
 Memory = Annotated[str, typer.Option("--memory", help="Host memory tier of each replica, in the same format.")]
 Disk = Annotated[str, typer.Option("--disk", help="Disk tier of each replica, in the same format.")]
@@ -91,6 +106,8 @@ def simulate(
     traces: Traces,
     *,
     replicas: Replicas = None,
+    group: Groups = None,
+    change: Changes = None,
     policy: Policies = "cost",
     device: Device = "1000000",
     memory: Memory = "0",
@@ -119,7 +136,8 @@ def simulate(
     Runs the real scheduler, block pool, eviction and routing in virtual time, for every combination of the given values.
     """
     from foreword.routing.baselines import POLICIES
-    from foreword.sim.plan import counts, simulation_cases, sizes
+    from foreword.sim.changes import parse_change
+    from foreword.sim.plan import counts, parse_group, simulation_cases, sizes
     from foreword.sim.profile import Profile, read_profile
     from foreword.sim.trace import block_size_of, multiplied, read_trace
 
@@ -142,10 +160,19 @@ def simulate(
         events,
         learn,
     )
+    base = dataclasses.replace(
+        base,
+        groups=tuple(parse_group(text, per_token) for text in group or ()),
+        changes=tuple(map(parse_change, change or ())),
+    )
     cases, about = simulation_cases(base, axes, _policies(policy)), _about(traces, trace, costs, profile)
     if not cases:
         raise ConfigError(f"--policy names no policy; choose from {', '.join((*POLICIES, 'all'))}")
     if slo:
+        if group or change:
+            raise ConfigError(
+                "--slo chooses the number of equal replicas that run all the time: no --group and --change"
+            )
         if out is not None or svg is not None:
             raise ConfigError("--slo prints a table or JSON; simulate the fleet that it finds for --out and --svg")
         numbers = [number for number, _ in counts(replicas, "--replicas")] if replicas else range(1, 257)
@@ -267,11 +294,16 @@ def _about(traces: Sequence[Path], trace: Sequence[TraceRequest], costs: Path | 
 def _write_results(
     results: Sequence[SimulationResult], about: str, out: Path | None, svg: Path | None, as_json: bool
 ) -> None:
-    from foreword.sim.report import as_file, drawings, page, summarize, table
+    from foreword.sim.report import as_file, drawings, page, phases, summarize, table
 
     if as_json:
         found = [
-            {**dataclasses.asdict(summarize(one)), "spec": dataclasses.asdict(one.spec), "wall_seconds": one.wall}
+            {
+                **dataclasses.asdict(summarize(one)),
+                "phases": [dataclasses.asdict(phase) for phase in phases(one)],
+                "spec": dataclasses.asdict(one.spec),
+                "wall_seconds": one.wall,
+            }
             for one in results
         ]
         print(json.dumps({"about": about, "simulations": found}, indent=2))
@@ -340,7 +372,7 @@ def calibrate(
             raise ConfigError(
                 "--metrics samples running servers: MODEL and --store are for a measurement on this machine"
             )
-        profile = _from_metrics(metrics, _seconds(period), api_key, max_batch_tokens or 2048, report)
+        profile = _from_metrics(metrics, period, api_key, max_batch_tokens or 2048, report)
     else:
         sizes = block_size, max_batch_tokens or 512, longest, rounds
         profile = measure(CalibrationSetup(model, tuple(store or ()), threads, dtype, *sizes), report)
@@ -352,10 +384,14 @@ def calibrate(
 
 
 def _from_metrics(
-    urls: Sequence[str], seconds: float, api_key: str | None, max_batch_tokens: int, report: Callable[[str], None]
+    urls: Sequence[str], period: str, api_key: str | None, max_batch_tokens: int, report: Callable[[str], None]
 ) -> Profile:
+    from foreword.sim.changes import parse_seconds
     from foreword.sim.serving_metrics import calibrate, sample
 
+    seconds = parse_seconds(period, "--for")
+    if not seconds:
+        raise ConfigError("--for must be more than 0")
     profile = calibrate(sample(urls, seconds, api_key, report), max_batch_tokens)
     about, costs = profile.about, profile.costs
     report(
@@ -365,10 +401,3 @@ def _from_metrics(
     for name in ("base", "prefill", "attention", "decode_each", "decode_context"):
         report(f"{name}: {getattr(costs, name):.3g} s" + (f" ({note})" if (note := about["terms"].get(name)) else ""))
     return profile
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)\s*(s|m|h|)", text.strip())
-    if found is None or not float(found[1]):
-        raise ConfigError(f"--for needs a time such as 60s or 10m, not {text!r}")
-    return float(found[1]) * {"s": 1, "": 1, "m": 60, "h": 3600}[found[2]]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import asdict, dataclass, replace
 
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, did_you_mean
 from foreword.routing.costs import LoadCost, ReplicaCosts
 from foreword.routing.directory import CacheTier
+from foreword.sim.changes import FleetChange, ReplicaChange, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,37 @@ class EngineCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """Replicas that differ from the others of the fleet. Their names are the group's, a hyphen and a number.
+
+    Attributes:
+        replicas: how many there are at the start.
+        device_tokens, host_tokens, disk_tokens, max_batch_tokens, max_num_seqs: see `FleetSpec`; None: as the others.
+        costs: of their steps and loads; None: as the others.
+    """
+
+    name: str
+    replicas: int = 1
+    device_tokens: int | None = None
+    host_tokens: int | None = None
+    disk_tokens: int | None = None
+    max_batch_tokens: int | None = None
+    max_num_seqs: int | None = None
+    costs: EngineCosts | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", self.name):
+            raise ConfigError(f"a group's name has letters, digits and underscores, not {self.name!r}")
+        if self.replicas < 0:
+            raise ConfigError(f"the number of replicas of group {self.name} must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSpec:
     """Replicas and their memory.
 
     Attributes:
-        replicas: number of replicas.
+        replicas: number of replicas besides those of `groups`. Their names are r0, r1 and so on.
         device_tokens: KV memory of each replica on its device.
         host_tokens, disk_tokens: KV memory of each replica in host memory and on disk; 0 for none.
         shared_tokens: size of a store that all replicas share; 0 for none.
@@ -68,6 +96,8 @@ class FleetSpec:
         partial_reuse: see `EngineConfig`; needs a trace with single tokens.
         events: replicas send KV events; otherwise the router estimates what they hold.
         learns: the router starts with general costs and learns; otherwise it starts with the true costs.
+        groups: replicas that differ from the others.
+        changes: failures, restarts, and replicas that are added or removed during the trace.
     """
 
     replicas: int = 8
@@ -82,9 +112,42 @@ class FleetSpec:
     lookahead_blocks: int = 0
     events: bool = True
     learns: bool = True
+    groups: tuple[ReplicaGroup, ...] = ()
+    changes: tuple[FleetChange, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.block_size < 1 or self.device_tokens < self.block_size:
+        if (
+            self.replicas < 0
+            or not self.replicas + sum(group.replicas for group in self.groups)
+            or self.block_size < 1
+            or self.device_tokens < self.block_size
+        ):
             raise ConfigError("a fleet needs at least one replica, and each device must hold at least one block")
         if min(self.host_tokens, self.disk_tokens, self.shared_tokens) < 0:
             raise ConfigError("the size of a tier must not be negative")
+        names = [group.name for group in self.groups]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"two groups have one name: {', '.join(names)}")
+        for name in names:
+            self.of(name)
+
+    def of(self, group: str) -> FleetSpec:
+        """The values of one group; `""` is the replicas of no group. Raises ConfigError for an unknown group."""
+        if not group:
+            return self
+        found = next((one for one in self.groups if one.name == group), None)
+        if found is None:
+            raise ConfigError(f"there is no group {group!r}{did_you_mean(group, [one.name for one in self.groups])}")
+        own = {
+            name: value for name, value in asdict(found).items() if name not in ("name", "costs") and value is not None
+        }
+        return replace(self, **own | {"replicas": 1}, groups=(), changes=())
+
+    def members(self) -> dict[str, str]:
+        """The replicas at the start, each with its group."""
+        found = {f"r{i}": "" for i in range(self.replicas)}
+        return found | {f"{one.name}-{i}": one.name for one in self.groups for i in range(one.replicas)}
+
+    def resolved_changes(self) -> list[ReplicaChange]:
+        """The changes of single replicas, in order of time. Raises ConfigError for one that is impossible."""
+        return resolve(self.changes, self.members(), {"", *(group.name for group in self.groups)})

@@ -6,13 +6,18 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from foreword.config import parse_bytes
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, did_you_mean
 from foreword.routing.baselines import policy_named
-from foreword.sim.costs import FleetSpec
+from foreword.sim.costs import FleetSpec, ReplicaGroup
+from foreword.sim.profile import read_profile
 
+# Keys of --group that are numbers or sizes, and their fields of `ReplicaGroup`.
+_NUMBERS: Final = {"replicas": "replicas", "max-batch-tokens": "max_batch_tokens", "max-num-seqs": "max_num_seqs"}
+_SIZES: Final = {"device": "device_tokens", "memory": "host_tokens", "disk": "disk_tokens"}
 # Fields of `FleetSpec` that may have several values, and their labels.
 AXES: Final[Mapping[str, str]] = {
     "replicas": "replicas",
@@ -79,3 +84,29 @@ def _tokens(part: str, option: str, bytes_per_token: int | None) -> int:
             "or the size in tokens, as a plain number"
         )
     return size // bytes_per_token
+
+
+def parse_group(text: str, bytes_per_token: int | None) -> ReplicaGroup:
+    """`"fast replicas=2 device=80GiB costs=fast.json"`. Raises ConfigError, also for an unknown key.
+
+    A file of costs also gives the group's largest step and its number of sequences, unless there are keys for them.
+    """
+    name, *pairs = text.split() or [""]
+    fields: dict[str, Any] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        option = f"--group {name}: {key}"
+        if key == "costs":
+            profile = read_profile(Path(value))
+            own = {"max_batch_tokens": profile.max_batch_tokens, "max_num_seqs": profile.max_num_seqs}
+            fields = own | fields | {"costs": profile.costs}
+        elif key in _SIZES and "," not in value:
+            fields[_SIZES[key]] = sizes(value, option, bytes_per_token)[0][0]
+        elif key in _NUMBERS and re.fullmatch(r"\d{1,9}", value):
+            fields[_NUMBERS[key]] = int(value)
+        elif key in _SIZES or key in _NUMBERS:
+            raise ConfigError(f"{option} takes one number, not {value!r}")
+        else:
+            known = ["costs", *_SIZES, *_NUMBERS]
+            raise ConfigError(f"{option} is not a key; choose from {', '.join(known)}{did_you_mean(key, known)}")
+    return ReplicaGroup(name, **fields)

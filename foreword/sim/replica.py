@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -32,6 +32,8 @@ class RequestOutcome:
     Attributes:
         cached_tokens: prompt tokens that were cached.
         loaded: those of them that were loaded from host memory, disk and the shared store.
+        failovers: how often it was placed again because its replica failed.
+        recomputed: tokens whose KV a failed replica had, and that the next one computed.
     """
 
     request: TraceRequest
@@ -41,6 +43,8 @@ class RequestOutcome:
     finished: float = -1.0
     cached_tokens: int = 0
     loaded: tuple[int, int, int] = (0, 0, 0)
+    failovers: int = 0
+    recomputed: int = 0
 
     @property
     def loaded_tokens(self) -> int:
@@ -60,25 +64,32 @@ class RequestOutcome:
 
 @dataclass(slots=True)
 class ReplicaTotals:
-    """Totals of one replica. `busy` is seconds of computation."""
+    """Totals of one replica. `busy` is seconds of computation, `up` seconds from its start to its end."""
 
     steps: int = 0
     busy: float = 0.0
     preemptions: int = 0
+    up: float = 0.0
 
 
 class SequenceTokens:
     """The tokens of one sequence, in place of an array. Most of them are only counted, so they are expanded on demand.
 
     Unknown ones become a token that no other request has.
+
+    Attributes:
+        lost: tokens whose KV the replica had that failed before.
+        answered: this replica has computed a token of the output.
     """
 
-    __slots__ = ("length", "number", "outcome")
+    __slots__ = ("answered", "length", "lost", "number", "outcome")
 
     def __init__(self, number: int, outcome: RequestOutcome) -> None:
         self.number = number
         self.outcome = outcome
         self.length = outcome.request.prompt_tokens
+        self.lost = 0
+        self.answered = False
 
     def __len__(self) -> int:
         return self.length
@@ -106,11 +117,12 @@ class SimulatedReplica:
         costs: EngineCosts,
         fleet: Fleet,
         stores: SimulatedStores | None,
+        totals: ReplicaTotals,
         *,
         on_published: Callable[[BlockTable, int, int], None],
         on_removed: Callable[[list[bytes]], None],
     ) -> None:
-        self.totals = ReplicaTotals()
+        self.totals = totals
         self.step: Step | None = None
         self.ends_at = 0.0
         self._started = self._step_seconds = self._growth = 0.0
@@ -136,17 +148,43 @@ class SimulatedReplica:
             offload=stores,
         )
 
-    def add(self, now: float, number: int, outcome: RequestOutcome, keys: Sequence[bytes]) -> None:
+    def add(self, now: float, request: SequenceTokens, keys: Sequence[bytes]) -> None:
         """A request arrives. `keys` are the keys of its full blocks. The step after the current one may admit it."""
-        tokens: Any = SequenceTokens(number, outcome)
+        tokens: Any = request
         table = self._cache.open(())
         table.chain.tokens, table.chain.keys = tokens, list(keys)
-        self._scheduler.add(
-            SequenceState(Request(str(number), tokens, _PARAMS), table, 0, len(tokens) + outcome.request.output_tokens)
-        )
+        max_total = request.outcome.request.prompt_tokens + request.outcome.request.output_tokens
+        self._scheduler.add(SequenceState(Request(str(request.number), tokens, _PARAMS), table, 0, max_total))
         if self.step is not None and self._repeats:
             self._repeats = bisect_left(range(self._repeats), now - self._started, key=self._duration)
             self.ends_at = self._started + self._duration(self._repeats)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.step is None and not self._scheduler.has_work()
+
+    def fail(self, now: float) -> list[SequenceTokens]:
+        """The replica fails. Returns its requests, in order of arrival, to be placed again.
+
+        Complete repetitions of the current step count; the output of the one that is being computed is lost.
+        """
+        if self.step is not None:
+            complete = bisect_right(range(self._repeats + 1), now - self._started, key=self._duration)
+            if complete:
+                self._repeats = complete - 1
+                self.end(self._started + self._duration(self._repeats))
+            self.step = None
+        scheduler = self._scheduler
+        found = []
+        for sequence in (*scheduler.running, *scheduler.waiting_for_kv, *scheduler.waiting):
+            before = _tokens(sequence)
+            again = SequenceTokens(before.number, before.outcome)
+            again.length = before.length
+            again.lost = before.lost if sequence.cached_tokens < 0 else sequence.computed
+            before.outcome.failovers += 1
+            self.totals.preemptions += sequence.preemptions
+            found.append(again)
+        return sorted(found, key=lambda one: one.number)
 
     def begin(self, now: float) -> bool:
         """Start the next step. False if there is nothing to compute now.
@@ -186,7 +224,7 @@ class SimulatedReplica:
         most = _MAX_REPEATS
         for chunk in step.chunks:
             sequence, length = chunk.sequence, chunk.start + 1
-            if chunk.count != 1 or not chunk.samples or _tokens(sequence).outcome.first_token < 0:
+            if chunk.count != 1 or not chunk.samples or not _tokens(sequence).answered:
                 return 0
             most = min(most, sequence.table.next_block_at - 1 - length, sequence.max_total - 1 - length)
         return max(most, 0)
@@ -207,8 +245,10 @@ class SimulatedReplica:
                 sequence.computed += repeats
                 tokens: Any = sequence.table.chain.tokens  # SequenceTokens
                 tokens.length += 1 + repeats
-                if tokens.outcome.first_token < 0:
-                    tokens.outcome.first_token = now
+                if not tokens.answered:
+                    tokens.answered = True
+                    if tokens.outcome.first_token < 0:
+                        tokens.outcome.first_token = now
                     self._fleet.first_token(str(tokens.number), now)
                 if tokens.length >= sequence.max_total:
                     self._finish(sequence, tokens, now)
@@ -231,8 +271,12 @@ class SimulatedReplica:
         )
 
     def _note_admission(self, sequence: SequenceState) -> None:
-        outcome = _tokens(sequence).outcome
-        outcome.cached_tokens = max(sequence.cached_tokens, 0)
+        tokens = _tokens(sequence)
+        outcome = tokens.outcome
+        outcome.recomputed += max(tokens.lost - sequence.cached_tokens, 0)
+        if _is_continued(sequence):
+            return  # the numbers of the prompt are those of the first attempt that answered
+        outcome.cached_tokens, outcome.loaded = max(sequence.cached_tokens, 0), (0, 0, 0)
         loaded = sequence.loaded
         if loaded is not None and loaded.tiers and self._stores is not None:
             tiers = [self._stores.tiers[place].tier - 1 for place in loaded.tiers]
@@ -258,8 +302,16 @@ class SimulatedReplica:
         outcome.finished = now
         self.totals.preemptions += sequence.preemptions
         self._scheduler.finish(sequence)
-        output_tokens = outcome.request.output_tokens
-        self._fleet.finished(str(tokens.number), now, cached_tokens=outcome.cached_tokens, output_tokens=output_tokens)
+        cached, output = outcome.cached_tokens, outcome.request.output_tokens
+        if _is_continued(sequence):
+            self._fleet.finished(str(tokens.number), now)  # the router learns nothing from its usage
+        else:
+            self._fleet.finished(str(tokens.number), now, cached_tokens=cached, output_tokens=output)
+
+
+def _is_continued(sequence: SequenceState) -> bool:
+    """Whether an earlier replica computed a part of the output."""
+    return sequence.num_prompt > _tokens(sequence).outcome.request.prompt_tokens
 
 
 def _tokens(sequence: SequenceState) -> SequenceTokens:

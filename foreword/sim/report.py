@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -38,6 +39,8 @@ class Summary:
         busiest: compute time of the busiest replica, divided by the mean of all.
         busy: compute time of all replicas in seconds.
         replica_hours: replica-hours per thousand requests, including idle time.
+        failovers: how often requests were placed again because their replica failed.
+        recomputed_tokens: tokens whose KV a failed replica had, and that the next one computed.
     """
 
     name: str
@@ -56,6 +59,8 @@ class Summary:
     busy: float
     replica_hours: float
     preemptions: int
+    failovers: int
+    recomputed_tokens: int
 
 
 def summarize(result: SimulationResult) -> Summary:
@@ -82,9 +87,59 @@ def summarize(result: SimulationResult) -> Summary:
         moved_share=result.moved / len(outcomes),
         busiest=max(busy) * len(busy) / sum(busy),
         busy=sum(busy),
-        replica_hours=len(busy) * result.seconds / 3600 / len(outcomes) * 1000,
+        replica_hours=sum(totals.up for totals in result.replicas.values()) / 3600 / len(outcomes) * 1000,
         preemptions=sum(totals.preemptions for totals in result.replicas.values()),
+        failovers=sum(outcome.failovers for outcome in outcomes),
+        recomputed_tokens=sum(outcome.recomputed for outcome in outcomes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The requests that arrived between two changes of the fleet, from `start` to before `end` seconds.
+
+    Attributes:
+        changes: those at the start.
+        mean, p90: time to first token in seconds.
+        hit_share, failovers, recomputed_tokens: see `Summary`.
+    """
+
+    start: float
+    end: float
+    changes: tuple[str, ...]
+    requests: int
+    hit_share: float
+    mean: float
+    p90: float
+    failovers: int
+    recomputed_tokens: int
+
+
+def phases(result: SimulationResult) -> list[Phase]:
+    """The phases of a simulation with changes of its fleet, without those in which no request arrived; else none."""
+    changes = sorted(result.spec.changes, key=lambda one: one.at)
+    if not changes:
+        return []
+    starts = sorted({0.0, *(change.at for change in changes)})
+    found = []
+    for start, end in zip(starts, [*starts[1:], math.inf], strict=True):
+        many = [one for one in result.outcomes if start <= one.request.arrival < end]
+        if not many:
+            continue
+        times = sorted(one.ttft + result.costs.request for one in many)
+        phase = Phase(
+            start,
+            min(end, result.seconds),
+            tuple(one.text for one in changes if one.at == start),
+            len(many),
+            sum(one.cached_tokens for one in many) / sum(one.request.prompt_tokens for one in many),
+            sum(times) / len(times),
+            quantile(times, 0.9),
+            sum(one.failovers for one in many),
+            sum(one.recomputed for one in many),
+        )
+        found.append(phase)
+    return found
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -110,6 +165,7 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Summary], str]], ...]] = (
     ("busiest", lambda one: f"{one.busiest:.2f}x"),
     ("replica-h/1k", lambda one: f"{one.replica_hours:.3f}"),
 )
+_PHASE_HEAD: Final = ("simulation", "phase", "requests", "hit", "TTFT mean", "p90", "failovers", "recomputed")
 
 
 def rows(results: Iterable[SimulationResult]) -> tuple[list[str], list[list[str]]]:
@@ -118,9 +174,22 @@ def rows(results: Iterable[SimulationResult]) -> tuple[list[str], list[list[str]
     return [name for name, _ in _COLUMNS], found
 
 
-def table(results: Iterable[SimulationResult]) -> str:
-    """All simulations as a Markdown table."""
-    return markdown_table(*rows(results))
+def phase_rows(results: Iterable[SimulationResult]) -> tuple[Sequence[str], list[list[str]]]:
+    """Header and rows of the table of phases; no rows if no fleet changed."""
+    found = []
+    for result in results:
+        for one in phases(result):
+            span = f"{one.start:.6g} to {one.end:.6g} s" + (f" ({', '.join(one.changes)})" if one.changes else "")
+            times = [f"{one.mean:.3f} s", f"{one.p90:.3f} s"]
+            counts = [str(one.failovers), f"{one.recomputed_tokens:,}"]
+            found.append([result.name, span, str(one.requests), f"{one.hit_share:.1%}", *times, *counts])
+    return _PHASE_HEAD, found
+
+
+def table(results: Sequence[SimulationResult]) -> str:
+    """All simulations as a Markdown table, and one of their phases if a fleet changed."""
+    head, found = phase_rows(results)
+    return markdown_table(*rows(results)) + (f"\n\n{markdown_table(head, found)}" if found else "")
 
 
 def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
@@ -137,16 +206,20 @@ def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 def page(results: Sequence[SimulationResult], title: str = "Simulation", about: str = "") -> str:
     """An HTML page with the table and curves. It has no scripts and loads nothing. `about` is printed above the table."""
-    head, body = rows(results)
-    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in body)
     facts = "; ".join(filter(None, (about, f"{results[0].spec}; {results[0].costs}" if results else "")))
     curves = drawings(results)
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>"
         f"<h1>{html.escape(title)}</h1><p class='facts'>{html.escape(facts)}</p>"
-        f"<table><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in head)}</tr>{cells}</table>"
-        f"{''.join(curves.values())}</html>"
+        f"{_html_table(*rows(results))}{_html_table(*phase_rows(results))}{''.join(curves.values())}</html>"
     )
+
+
+def _html_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    if not body:
+        return ""
+    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in body)
+    return f"<table><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in head)}</tr>{cells}</table>"
 
 
 def drawings(results: Sequence[SimulationResult]) -> dict[str, str]:

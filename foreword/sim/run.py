@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +17,9 @@ from foreword.routing.baselines import policy_named
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery, Policy
+from foreword.sim.changes import ReplicaChange
 from foreword.sim.costs import EngineCosts, FleetSpec
-from foreword.sim.replica import MODEL, ReplicaTotals, RequestOutcome, SimulatedReplica
+from foreword.sim.replica import MODEL, ReplicaTotals, RequestOutcome, SequenceTokens, SimulatedReplica
 from foreword.sim.stores import SimulatedStores, SimulatedTier
 from foreword.sim.trace import TraceRequest
 
@@ -28,7 +31,7 @@ class SimulationResult:
     Attributes:
         name: distinguishes it from other simulations.
         outcomes: in the order of the trace.
-        replicas: totals by replica.
+        replicas: totals by replica, also of those that failed or were removed.
         moved: requests whose session or conversation was on another replica before.
         seconds: virtual time from the first arrival to the last token; `wall` is the real time that the simulation took.
     """
@@ -59,7 +62,10 @@ def simulate(
     simulated. `name` is the name of the result, by default the policy's. `progress` is called with the number of arrived
     requests, once per hundred.
 
-    Raises ConfigError for an unknown policy, an empty trace, or a request that does not fit into a replica's device.
+    A request whose replica fails is placed again, with the prompt and its output so far. While no replica runs, requests wait.
+
+    Raises ConfigError for an unknown policy, an empty trace, a request that does not fit into a replica's device, a change that
+    is impossible, or requests that no replica took.
     """
     simulation = _Simulation(list(trace), spec or FleetSpec(), policy, costs or EngineCosts(), progress)
     return simulation.run(name)
@@ -79,6 +85,12 @@ class _Simulation:
         if not trace:
             raise ConfigError("the trace has no requests")
         self.trace, self.spec, self.costs, self.progress = trace, spec, costs, progress
+        members, self.changes = spec.members(), deque(spec.resolved_changes())
+        # The group of each replica that there is at any time.
+        self.groups = members | {change.replica: change.group for change in self.changes}
+        self.specs = {name: spec.of(name) for name in ("", *(group.name for group in spec.groups))}
+        self.costs_of = {"": costs} | {group.name: group.costs or costs for group in spec.groups}
+        self.smallest_device = min(self.specs[group].device_tokens for group in self.groups.values())
         self.root = Scope(MODEL, spec.block_size, b"").root()
         self.now = 0.0
         self.order = itertools.count()
@@ -86,22 +98,71 @@ class _Simulation:
         self.outcomes = [RequestOutcome(request) for request in trace]
         chosen = policy_named(policy) if isinstance(policy, str) else policy
         self.fleet = Fleet(chosen, directory=Directory(4 * self._all_blocks()))
-        shared = [SimulatedTier(CacheTier.SHARED, spec.shared_tokens // spec.block_size)] if spec.shared_tokens else []
-        self.replicas = {f"r{i}": self._make_replica(f"r{i}", shared) for i in range(spec.replicas)}
+        tokens = spec.shared_tokens
+        self.shared = [SimulatedTier(CacheTier.SHARED, tokens // spec.block_size)] if tokens else []
+        self.replicas: dict[str, SimulatedReplica] = {}
+        self.totals: dict[str, ReplicaTotals] = {}
+        self.draining: set[str] = set()
+        self.unplaced: list[SequenceTokens] = []
+        self.started_at: dict[str, float] = {}
+        for name in members:
+            self._start(name)
 
     def _all_blocks(self) -> int:
-        spec = self.spec
-        own = spec.device_tokens + spec.host_tokens + spec.disk_tokens
-        return max((own * spec.replicas + spec.shared_tokens) // spec.block_size, 1024)
+        specs = [self.specs[group] for group in self.groups.values()]
+        own = sum(spec.device_tokens + spec.host_tokens + spec.disk_tokens for spec in specs)
+        return max((own + self.spec.shared_tokens) // self.spec.block_size, 1024)
 
-    def _make_replica(self, name: str, shared: Sequence[SimulatedTier]) -> SimulatedReplica:
-        spec, directory = self.spec, self.fleet.directory
-        self.fleet.add(
-            name,
-            sends_events=spec.events,
-            capacity_tokens=spec.device_tokens,
-            costs=None if spec.learns else self.costs.as_known(spec.max_batch_tokens),
-        )
+    # Replicas
+
+    def _start(self, name: str) -> None:
+        """Start a replica with empty memory."""
+        if name not in self.totals:
+            spec, costs = self.specs[self.groups[name]], self.costs_of[self.groups[name]]
+            self.totals[name] = ReplicaTotals()
+            self.fleet.add(
+                name,
+                sends_events=spec.events,
+                capacity_tokens=spec.device_tokens,
+                costs=None if spec.learns else costs.as_known(spec.max_batch_tokens),
+            )
+        self.fleet.exclude(name, "")
+        self.started_at[name] = self.now
+        self.replicas[name] = self._make_replica(name)
+
+    def _stop(self, name: str) -> None:
+        """The replica has ended; its memory is lost."""
+        self.draining.discard(name)
+        self.totals[name].up += self.now - self.started_at.pop(name)
+        self.fleet.directory.cleared(name)
+        del self.replicas[name]
+
+    def _change(self, change: ReplicaChange) -> None:
+        name = change.replica
+        if change.action == "fail":
+            self.fleet.exclude(name, "failed")
+            requests = self.replicas[name].fail(self.now)
+            self._stop(name)
+            for request in requests:
+                self.fleet.failed(str(request.number), self.now)
+            for request in requests:
+                self._place(request)
+        elif change.action == "remove":
+            self.fleet.exclude(name, "removed")
+            self.draining.add(name)
+            self._begin(name)
+        elif name in self.draining:
+            self.fleet.exclude(name, "")
+            self.draining.discard(name)
+        else:
+            self._start(name)
+        if change.action == "start":
+            unplaced, self.unplaced = self.unplaced, []
+            for request in unplaced:
+                self._place(request)
+
+    def _make_replica(self, name: str) -> SimulatedReplica:
+        spec, costs, directory = self.specs[self.groups[name]], self.costs_of[self.groups[name]], self.fleet.directory
 
         def stored(tier: CacheTier, parent: bytes, keys: Sequence[bytes]) -> None:
             if spec.events:
@@ -115,28 +176,38 @@ class _Simulation:
             stored(CacheTier.DEVICE, table.chain.key_before(start), table.chain.keys_to(end)[start:end])
 
         def wait(seconds: float, then: Callable[[], None]) -> None:
-            self._at(self.now + seconds, lambda: self._after_load(name, then))
+            self._at(self.now + seconds, lambda: self._after_load(name, replica, then))
 
         sizes = ((CacheTier.HOST, spec.host_tokens), (CacheTier.DISK, spec.disk_tokens))
         own = [SimulatedTier(tier, tokens // spec.block_size) for tier, tokens in sizes if tokens >= spec.block_size]
-        tiers = [*own, *shared]
-        return SimulatedReplica(
+        tiers = [*own, *self.shared]
+        replica = SimulatedReplica(
             spec,
-            self.costs,
+            costs,
             self.fleet,
-            SimulatedStores(tiers, self.costs, spec.block_size, wait, stored, removed) if tiers else None,
+            SimulatedStores(tiers, costs, spec.block_size, wait, stored, removed) if tiers else None,
+            self.totals[name],
             on_published=published,
             on_removed=lambda keys: removed(CacheTier.DEVICE, keys),
         )
+        return replica
+
+    # Requests
 
     def run(self, name: str | None) -> SimulationResult:
         started = time.perf_counter()
         arrivals = iter(enumerate(self.trace))
         upcoming = next(arrivals, None)
-        while upcoming is not None or self.agenda:
-            if upcoming is not None and (not self.agenda or upcoming[1].arrival <= self.agenda[0][0]):
+        # Changes after the last request has finished are ignored.
+        while upcoming is not None or self.agenda or (self.unplaced and self.changes):
+            arrival = upcoming[1].arrival if upcoming is not None else math.inf
+            event = self.agenda[0][0] if self.agenda else math.inf
+            if self.changes and self.changes[0].at < arrival and self.changes[0].at <= event:
+                self.now = self.changes[0].at
+                self._change(self.changes.popleft())
+            elif upcoming is not None and arrival <= event:
                 number, request = upcoming
-                self.now = request.arrival
+                self.now = arrival
                 upcoming = next(arrivals, None)
                 self._arrive(number, request)
             else:
@@ -144,17 +215,18 @@ class _Simulation:
                 then()
         self._check_ends()
         wall = time.perf_counter() - started
-        totals = {name: replica.totals for name, replica in self.replicas.items()}
-        policy = self.fleet.policy.name
+        seconds, policy = max(outcome.finished for outcome in self.outcomes), self.fleet.policy.name
+        for replica, started_at in self.started_at.items():
+            self.totals[replica].up += max(seconds - started_at, 0.0)
         return SimulationResult(
             name or policy,
             policy,
             self.spec,
             self.costs,
             self.outcomes,
-            totals,
+            self.totals,
             self.fleet.sessions_moved,
-            max(outcome.finished for outcome in self.outcomes),
+            seconds,
             wall,
         )
 
@@ -162,49 +234,64 @@ class _Simulation:
         heapq.heappush(self.agenda, (when, next(self.order), then))
 
     def _arrive(self, number: int, request: TraceRequest) -> None:
-        size = self.spec.block_size
-        if -(-(request.prompt_tokens + request.output_tokens) // size) > self.spec.device_tokens // size:
+        size, tokens = self.spec.block_size, request.prompt_tokens + request.output_tokens
+        if -(-tokens // size) > self.smallest_device // size:
             raise ConfigError(
-                f"request {number} of the trace has {request.prompt_tokens + request.output_tokens} tokens: more than a "
-                f"device with {self.spec.device_tokens} tokens can hold"
+                f"request {number} of the trace has {tokens} tokens: more than a device with {self.smallest_device} tokens "
+                "can hold"
             )
-        keys = chain_keys(self.root, request.prompt(), size)
-        query = PlacementQuery(keys, request.prompt_tokens, size, request.session)
-        decision = self.fleet.place(query, self.now)
-        self.fleet.sent(str(number), query, decision, self.now)
-        assert decision.replica is not None
-        outcome = self.outcomes[number]
-        outcome.replica, outcome.expected_cached = decision.replica, decision.expected_cached
-        replica = self.replicas[decision.replica]
-        ends_at = replica.ends_at
-        replica.add(self.now, number, outcome, keys)
-        if replica.ends_at != ends_at:
-            self._await_end(replica)
-        self._begin(replica)
+        self._place(SequenceTokens(number, self.outcomes[number]))
         if self.progress is not None and number % 100 == 99:
             self.progress(number + 1)
 
-    def _begin(self, replica: SimulatedReplica) -> None:
-        """Start a step unless one is running."""
-        if replica.step is not None:
+    def _place(self, request: SequenceTokens) -> None:
+        """Send a request to a replica; if it was continued, with its output so far. It waits if there is none."""
+        size, outcome = self.spec.block_size, request.outcome
+        keys = chain_keys(self.root, request[:], size)
+        query = PlacementQuery(keys, len(request), size, outcome.request.session)
+        decision = self.fleet.place(query, self.now)
+        if decision.replica is None:
+            self.unplaced.append(request)
             return
-        if replica.begin(self.now):
-            self._await_end(replica)
+        self.fleet.sent(str(request.number), query, decision, self.now)
+        outcome.replica = name = decision.replica
+        if outcome.first_token < 0:
+            outcome.expected_cached = decision.expected_cached
+        replica = self.replicas[name]
+        ends_at = replica.ends_at
+        replica.add(self.now, request, keys)
+        if replica.ends_at != ends_at:
+            self._await_end(name)
+        self._begin(name)
 
-    def _await_end(self, replica: SimulatedReplica) -> None:
-        self._at(replica.ends_at, lambda: self._end(replica))
+    def _begin(self, name: str) -> None:
+        """Start a step unless one is running. A replica that is being removed ends if it has no more requests."""
+        replica = self.replicas[name]
+        if replica.step is None and replica.begin(self.now):
+            self._await_end(name)
+        if name in self.draining and replica.is_idle:
+            self._stop(name)
 
-    def _end(self, replica: SimulatedReplica) -> None:
-        """The step is over, unless an arrival has brought its end forward since this was planned."""
+    def _await_end(self, name: str) -> None:
+        replica = self.replicas[name]
+        self._at(replica.ends_at, lambda: self._end(name, replica))
+
+    def _end(self, name: str, replica: SimulatedReplica) -> None:
+        """The step is over, unless an arrival has brought its end forward since this was planned, or the replica failed."""
         if replica.step is not None and replica.ends_at == self.now:
             replica.end(self.now)
-            self._begin(replica)
+            self._begin(name)
 
-    def _after_load(self, name: str, then: Callable[[], None]) -> None:
-        then()
-        self._begin(self.replicas[name])
+    def _after_load(self, name: str, replica: SimulatedReplica, then: Callable[[], None]) -> None:
+        if self.replicas.get(name) is replica:
+            then()
+            self._begin(name)
 
     def _check_ends(self) -> None:
+        if self.unplaced:
+            raise ConfigError(
+                f"{len(self.unplaced)} requests were not finished: all replicas had failed or were removed"
+            )
         unfinished = sum(outcome.finished < 0 for outcome in self.outcomes)
         if unfinished:
             raise ConfigError(f"{unfinished} requests never ended: too little memory for what runs at once")

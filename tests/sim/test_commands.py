@@ -85,6 +85,15 @@ def test_json_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert one["replica_hours"] > 0
 
 
+def test_groups_and_changes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+    """A fleet of one group, of which a replica fails: the output has the requests of each phase."""
+    fleet = ["--replicas", "0", "--group", "fast replicas=2 device=100000", "--change", "8s fail fast-1"]
+    assert run(monkeypatch, str(trace), *fleet, "--json") == 0
+    [one] = json.loads(capsys.readouterr().out)["simulations"]
+    assert [phase["requests"] for phase in one["phases"]] == [16, 24]
+    assert one["spec"]["groups"][0]["device_tokens"] == 100_000 and one["failovers"] <= 16
+
+
 def test_sizes_in_bytes_need_the_size_of_a_token(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
 ) -> None:
@@ -141,7 +150,10 @@ def test_a_limit_may_be_inclusive() -> None:
         (["--slo", "p90 ttft < 1 s", "--runs", "0"], "--runs must be from 1"),
         (["--slo", "p90 ttft < 1 s", "--jobs", "0"], "--jobs must be at least 1"),
         (["--slo", "p90 ttft < 1 s", "--out", "page.html"], "--out"),
+        (["--slo", "p90 ttft < 1 s", "--change", "1s fail r0"], "no --group and --change"),
         (["--price", "3"], "--price needs --slo"),
+        (["--change", "1s fail r8"], "no such replica"),
+        (["--group", "fast speed=2"], "speed is not a key"),
         (["--policy", "least-load"], "least-loaded"),
         (["--replicas", "many"], "--replicas takes whole numbers"),
         (["--replicas", "0"], "at least one replica"),
