@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from foreword.api.sse import DONE, EventParser
+from foreword.api.sse import EventParser
 from foreword.errors import ReplicaFailed
 from foreword.router.whole_response import TokenCounts
 
@@ -125,10 +125,13 @@ class ObservedResponse:
         data = bytes(self.kept)
         if not self.streams:
             return _counts(_decoded(data))
-        lines = [line.removeprefix(b"data:").strip() for line in data.splitlines() if line.startswith(b"data:")]
-        for line in reversed(lines):
-            if b'"usage"' in line and line != DONE and (found := _counts(_decoded(line))) != TokenCounts():
-                return found
+        found = data.rfind(b'"usage"')
+        while found >= 0:
+            start, end = data.rfind(b"\n", 0, found) + 1, data.find(b"\n", found)
+            line = data[start : end if end >= 0 else len(data)]
+            if line.startswith(b"data:") and (counts := _counts(_decoded(line[5:].strip()))) != TokenCounts():
+                return counts
+            found = data.rfind(b'"usage"', 0, start)
         return TokenCounts()
 
 
